@@ -1,0 +1,66 @@
+# Everything a newcomer or a CI machine needs: GNU make, Python 3.11 or later, nothing else.
+# Another interpreter: make setup PYTHON=/path/to/python
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP   := $(BIN)/python -m pip --disable-pip-version-check -q
+
+# Used as given when set; otherwise python3.11, else python3, whichever runs.
+PYTHON ?=
+# More arguments for pytest: make test ARGS='-k select'
+ARGS ?=
+# Test processes; each gets one torch thread unless OMP_NUM_THREADS says otherwise.
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check bench docs clean
+# `make -j` must not mix the output of check, docs and the tests.
+.NOTPARALLEL:
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## create .venv and install the project into it (again only when its requirements change)
+
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	python='$(PYTHON)'; \
+	if [ -z "$$python" ]; then \
+	    python=python3; \
+	    if python3.11 -c '' >/dev/null 2>&1; then python=python3.11; fi; \
+	fi; \
+	if ! "$$python" -c '' >/dev/null 2>&1; then \
+	    echo "hookline needs Python 3.11 or later; '$$python' does not run. Next: make setup PYTHON=/path/to/python" >&2; \
+	    exit 1; \
+	fi; \
+	if ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	    echo "hookline needs Python 3.11 or later; '$$python' is $$("$$python" -V 2>&1). Next: make setup PYTHON=/path/to/python" >&2; \
+	    exit 1; \
+	fi; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then "$$python" -m venv --clear $(VENV); fi; \
+	echo "installing into $(VENV) (the first time takes a few minutes)"; \
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: setup ## set up, then run the tour of every kind of site
+	@$(BIN)/python examples/every_site.py
+
+test: check docs ## set up, then lint, types, layers, links and all tests
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+check: setup ## lint, format, types, layers
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy --strict
+	@$(BIN)/lint-imports --no-logo
+
+bench: setup ## measure, and print each cost as a ratio
+	@$(BIN)/python benchmarks/run.py
+
+docs: setup ## check every link of the pages
+	@$(BIN)/python docs/check.py
+
+clean: ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

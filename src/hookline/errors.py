@@ -1,0 +1,79 @@
+"""The errors and warnings of hookline: each says what was asked, what was found, and what to do next.
+
+Raised everywhere, caught nowhere in the library. Each is also the built-in a caller would guess, so
+``except KeyError`` around an ``attach`` with a mistyped name does what it looks like.
+
+    HooklineError
+    ├── NoMatchError        KeyError             a target that selects nothing
+    ├── TargetError         ValueError           an empty target, or one of another model
+    ├── KindError           ValueError           an unknown kind of hook
+    ├── OptionError         ValueError TypeError an option that the kind does not take
+    ├── HookSignatureError  TypeError            a hook that cannot take what the kind hands over
+    ├── UnhookableError     TypeError RuntimeError  a module that Python hooks cannot reach
+    ├── HookReturnError     RuntimeError         a return value that cannot replace what the hook was shown
+    └── HooksLeftError      AssertionError       hooks where none were expected
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "HookNeverFired",
+    "HookReturnError",
+    "HookSignatureError",
+    "HooklineError",
+    "HooklineWarning",
+    "HooksLeftError",
+    "KindError",
+    "NoMatchError",
+    "OptionError",
+    "TargetError",
+    "UnhookableError",
+]
+
+
+class HooklineError(Exception):
+    """Base of every error that hookline raises on purpose."""
+
+
+class NoMatchError(HooklineError, KeyError):
+    """No module answers to the target; the message names the nearest ones."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument, which would put our sentence in quotes.
+        return str(self.args[0]) if self.args else ""
+
+
+class TargetError(HooklineError, ValueError):
+    """The target is empty, or belongs to another model."""
+
+
+class KindError(HooklineError, ValueError):
+    """There is no such kind of hook."""
+
+
+class OptionError(HooklineError, ValueError, TypeError):
+    """The option does not go with this kind of hook."""
+
+
+class HookSignatureError(HooklineError, TypeError):
+    """The hook is not callable, or cannot take the arguments of its kind."""
+
+
+class UnhookableError(HooklineError, TypeError, RuntimeError):
+    """Python hooks cannot run in this module (a ScriptModule, say)."""
+
+
+class HookReturnError(HooklineError, RuntimeError):
+    """A hook returned something that cannot stand in for what it was shown."""
+
+
+class HooksLeftError(HooklineError, AssertionError):
+    """Hooks are attached where ``assert_no_hooks`` expected none."""
+
+
+class HooklineWarning(UserWarning):
+    """Base of every warning that hookline gives."""
+
+
+class HookNeverFired(HooklineWarning):
+    """A hook came off without having fired once, although its model ran."""

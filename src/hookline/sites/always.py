@@ -1,0 +1,98 @@
+"""``always_call``: forward hooks that run however the call ends.
+
+Takes the place of the module's ``_call_impl`` (the method behind ``module(...)``) while its `Table` holds such
+hooks, hands the call on, and runs those that have not had their turn when it is cut short.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from hookline.errors import HooklineWarning
+from hookline.sites import _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.sites.entry import Entry
+    from hookline.sites.table import Table
+
+__all__ = ["CallGuard"]
+
+
+class _Attempt:
+    """One call under way: what is known of it, and which of the hooks have run."""
+
+    __slots__ = ("args", "kwargs", "output", "ran")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.output: Any = None
+        self.ran: set[Entry] = set()
+
+
+class _Attempts(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Attempt] = []
+
+
+class CallGuard:
+    """Wraps one module's call.
+
+    torch runs its own ``always_call`` hooks on an Exception alone; these run on whatever ends the call, a
+    KeyboardInterrupt from the forward or from anybody's hook included. ``module.forward()`` called directly
+    does not come this way and stays silent.
+    """
+
+    __slots__ = ("__weakref__", "_attempts", "_table")
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._attempts = _Attempts()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._table.module()
+        assert module is not None, "a module that is being called is alive"
+        attempt = _Attempt(args, kwargs)
+        self._attempts.stack.append(attempt)
+        try:
+            return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
+        except BaseException:
+            self._clean_up(module, attempt)
+            raise
+        finally:
+            self._attempts.stack.pop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In a copied or pickled model the module's own method takes this place again.
+        return getattr, (self._table.module(), _torch.CALL_IMPL)
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """The forward has come back with ``output``."""
+        if self._attempts.stack:
+            attempt = self._attempts.stack[-1]
+            attempt.args, attempt.kwargs, attempt.output = args, kwargs, output
+
+    def mark(self, entry: Entry) -> None:
+        """``entry`` is having its turn."""
+        if self._attempts.stack:
+            self._attempts.stack[-1].ran.add(entry)
+
+    def _clean_up(self, module: nn.Module, attempt: _Attempt) -> None:
+        for entry in self._table.always_called():
+            if entry in attempt.ran:
+                continue
+            entry.count()
+            more = (attempt.kwargs,) if entry.attachment.with_kwargs else ()
+            try:
+                entry.call(module, (attempt.args, *more, attempt.output))
+            except Exception as error:
+                warnings.warn(
+                    f"always_call hook {entry.attachment.name!r} on {entry.name!r} raised {error!r}; silenced, "
+                    "because another error was raised in the forward.",
+                    HooklineWarning,
+                    stacklevel=3,
+                )

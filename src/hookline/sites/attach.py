@@ -1,0 +1,182 @@
+"""Putting a hook on modules: the one verb of this package.
+
+Takes a model, a target and a hook from the user, hands entries to tables and a `HookHandle` back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hookline.errors import HooklineWarning, NoMatchError, OptionError, UnhookableError
+from hookline.sites.entry import Attachment, Entry, Phase
+from hookline.sites.handle import HookHandle
+from hookline.sites.kinds import Kind
+from hookline.sites.select import Named, select
+from hookline.sites.signature import check_hook, hook_name, may_return_value
+from hookline.sites.table import LOCK, root_of, sweep, table_of
+
+if TYPE_CHECKING:
+    from hookline.types import Hook, Sees, Target
+
+__all__ = ["Request", "add_entries", "attach", "fasten"]
+
+_MISSING: Any = object()
+
+
+def attach(
+    model: nn.Module,
+    target: Any = _MISSING,
+    hook: Any = _MISSING,
+    *,
+    on: str | Kind = Kind.FORWARD,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
+    observe: bool = False,
+    sees: Sees = "edited",
+    name: str | None = None,
+    exclude: Target = None,
+    strict: bool = True,
+    profile: bool = False,
+) -> HookHandle:
+    """Put a hook on modules of a model.
+
+    Recipe::
+
+        def hook(module, args, output, *, site):
+            print(site.name, output.shape)
+
+
+        with hookline.attach(model, "layers.#.mlp", hook):
+            model(x)
+
+    Args:
+        model: The model; names are relative to it. ``attach(module, hook)`` hooks the module itself.
+        target: A name or glob (``*`` crosses dots, ``#`` is one numeric part), a compiled regular expression
+            (matched whole), a module type, a module of the model, a predicate ``(name, module)``, or a list
+            of these.
+        hook: Called as its kind says (see `Kind`). Where it declares a keyword-only ``site``, it gets one.
+        on: The kind of hook: ``forward_pre``, ``forward``, ``backward_pre``, ``backward``,
+            ``full_backward``, ``state_dict_pre`` …
+        prepend: Run before the hooks of ours that are there already.
+        with_kwargs: Hand over the keyword arguments of the call as well (forward kinds).
+        always_call: Run the forward hook however the call ends, with ``output=None`` if it was cut short.
+        observe: Ignore the return value, and run after all edits of the site.
+        sees: What an observer is shown: the value ``"edited"`` by other hooks, as downstream will see it, or
+            ``"raw"``.
+        name: A name for reports; the function's own by default.
+        exclude: Modules to leave out, in the same grammar as ``target``.
+        strict: Raise if nothing matches; with False, warn and return a handle on nothing.
+        profile: Measure what the hook costs, for ``handle.report().cost_us``.
+
+    Raises:
+        NoMatchError: (a KeyError) naming the nearest modules.
+        KindError, OptionError, TargetError, HookSignatureError, UnhookableError: before anything is attached.
+    """
+    if hook is _MISSING:
+        target, hook = None, target
+    if not isinstance(model, nn.Module):
+        raise UnhookableError(f"attach needs a torch.nn.Module, got a {type(model).__name__}.")
+    request = Request.check(
+        hook,
+        Kind.parse(on),
+        prepend=prepend,
+        with_kwargs=with_kwargs,
+        always_call=always_call,
+        observe=observe,
+        sees=sees,
+        name=name,
+        profile=profile,
+    )
+    try:
+        chosen = select(model, target, exclude=exclude)
+    except NoMatchError as error:
+        if strict:
+            raise
+        warnings.warn(str(error), HooklineWarning, stacklevel=2)
+        chosen = []
+    return fasten(request, model, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A hook with its options, checked; not yet on any module."""
+
+    hook: Hook
+    kind: Kind
+    name: str
+    phase: Phase
+    prepend: bool
+    with_kwargs: bool
+    always_call: bool
+    wants_site: bool
+    profile: bool
+
+    @classmethod
+    def check(
+        cls,
+        hook: Any,
+        kind: Kind,
+        *,
+        prepend: bool = False,
+        with_kwargs: bool = False,
+        always_call: bool = False,
+        observe: bool = False,
+        sees: str = "edited",
+        name: str | None = None,
+        profile: bool = False,
+    ) -> Request:
+        """The request, or the error that says what is wrong with it."""
+        kind.check_options(with_kwargs=with_kwargs, always_call=always_call, observe=observe)
+        if sees not in ("edited", "raw"):
+            raise OptionError(f"sees= is 'edited' or 'raw', got {sees!r}.")
+        if sees == "raw" and not observe:
+            raise OptionError("sees='raw' is for observers: add observe=True, or leave sees= out.")
+        wants_site = check_hook(hook, kind, with_kwargs=with_kwargs)
+        phase = Phase.EDIT if not observe else Phase.RAW if sees == "raw" else Phase.OBSERVE
+        return cls(hook, kind, name or hook_name(hook), phase, prepend, with_kwargs, always_call, wants_site, profile)
+
+    def attachment(self, *, everywhere: bool = False) -> Attachment:
+        """A fresh attachment, on no module yet."""
+        return Attachment(
+            hook=self.hook,
+            kind=self.kind,
+            name=self.name,
+            phase=self.phase,
+            prepend=self.prepend,
+            with_kwargs=self.with_kwargs,
+            always_call=self.always_call,
+            wants_site=self.wants_site,
+            profile=self.profile,
+            everywhere=everywhere,
+            may_edit=may_return_value(self.hook),
+        )
+
+
+def fasten(request: Request, model: nn.Module, chosen: list[Named], *, everywhere: bool = False) -> HookHandle:
+    """Attach to all of the chosen modules, or, if one of them refuses, to none."""
+    with LOCK:
+        sweep()
+        attachment = request.attachment(everywhere=everywhere)
+        handle = HookHandle(attachment)
+        try:
+            add_entries(attachment, model, chosen)
+        except BaseException:
+            handle.remove()
+            raise
+        return handle
+
+
+def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
+    """Put an attachment on modules of a model."""
+    root = root_of(model)
+    attachment.roots.append(root)
+    for name, module in chosen:
+        table = table_of(module)
+        entry = Entry(attachment, name, table, root)
+        attachment.entries.append(entry)
+        table.add(entry)

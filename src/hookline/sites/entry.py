@@ -1,0 +1,131 @@
+"""One hook on one module, with what it has done so far.
+
+Takes its options from the `Attachment` it belongs to, sits in a `Table`, is called by the ports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from hookline.sites import _torch
+from hookline.sites.site import Site
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.sites.kinds import Kind
+    from hookline.sites.root import Root
+    from hookline.sites.table import Table
+    from hookline.types import Hook
+
+__all__ = ["Attachment", "Entry", "Phase", "next_order"]
+
+next_order = itertools.count().__next__
+"""One clock for attachments and calls: a hook takes part in the calls that begin after it was attached."""
+
+
+class Phase(IntEnum):
+    """When a hook's turn comes among the hooks of its site and kind."""
+
+    RAW = 0
+    """Observers that asked for what there was before any edit."""
+    EDIT = 1
+    """Hooks whose return value counts, in the order they were attached."""
+    OBSERVE = 2
+    """Observers of what downstream will see."""
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """What one call of ``attach`` asked for, and the entries it made."""
+
+    hook: Hook
+    kind: Kind
+    name: str
+    phase: Phase
+    roots: list[Root] = field(default_factory=list)
+    """The models it was attached through: one, or for process-wide hooks each model as it is met."""
+    prepend: bool = False
+    with_kwargs: bool = False
+    always_call: bool = False
+    wants_site: bool = False
+    profile: bool = False
+    everywhere: bool = False
+    may_edit: bool = True
+    """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
+    order: int = field(default_factory=next_order)
+    entries: list[Entry] = field(default_factory=list)
+    removed: bool = False
+
+    @property
+    def rank(self) -> tuple[int, bool, int]:
+        """Sorts the hooks of one site and kind: phase, everywhere first, then registration or its reverse."""
+        return self.phase, not self.everywhere, -self.order if self.prepend else self.order
+
+    @property
+    def simple(self) -> bool:
+        """Whether the hook can be called straight, without looking at options."""
+        return not (self.with_kwargs or self.wants_site or self.profile or self.always_call)
+
+
+class Entry:
+    """One hook on one module."""
+
+    __slots__ = (
+        "attachment",
+        "fired",
+        "hook",
+        "last_step",
+        "name",
+        "root",
+        "seconds",
+        "simple",
+        "step_at_attach",
+        "table",
+    )
+
+    def __init__(self, attachment: Attachment, name: str, table: Table, root: Root) -> None:
+        self.attachment = attachment
+        self.hook = attachment.hook
+        self.simple = attachment.simple
+        self.root = root
+        self.step_at_attach = root.step
+        self.name = name
+        self.table = table
+        self.fired = 0
+        self.last_step = -1
+        self.seconds = 0.0
+
+    @property
+    def rank(self) -> tuple[int, bool, int]:
+        """See `Attachment.rank`."""
+        return self.attachment.rank
+
+    def count(self) -> None:
+        """Note that the hook is about to run."""
+        self.fired += 1
+        self.last_step = self.root.step
+
+    def site(self, module: nn.Module) -> Site:
+        """This firing, for a hook that asked to know."""
+        step, call = self.root.moment(self)
+        recompute = _torch.graph_task_id() != -1
+        return Site(self.name, module, self.attachment.kind, call, step, recompute)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], site: Site | None = None) -> Any:
+        """Run the hook with whatever options it has; ``args`` are those of its kind after the module."""
+        attachment = self.attachment
+        options = {}
+        if attachment.wants_site:
+            options["site"] = site if site is not None else self.site(module)
+        if not attachment.profile:
+            return self.hook(module, *args, **options)
+        start = time.perf_counter()
+        try:
+            return self.hook(module, *args, **options)
+        finally:
+            self.seconds += time.perf_counter() - start

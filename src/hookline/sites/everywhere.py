@@ -1,0 +1,161 @@
+"""One hook on every module there is: of the process, or of a model.
+
+Takes a hook like ``attach``; within a model it is an ``attach`` on everything, ahead of other hooks. For the
+process, torch's own global pre-hook shows us each module the first time it is called, and the hook goes onto
+that module and all below it, like any other. So it keeps every promise of a module hook, and a transformer
+layer that would skip its children in a fused inference path sees their hooks and does not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from hookline.errors import OptionError
+from hookline.sites import _torch
+from hookline.sites.attach import Request, add_entries, fasten
+from hookline.sites.gradients import Carrier
+from hookline.sites.handle import HookHandle
+from hookline.sites.kinds import Kind
+from hookline.sites.ports import Port, PreBack, PreFront
+from hookline.sites.select import select
+from hookline.sites.table import LOCK, Table, existing_table, sweep, table_of
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from hookline.sites.entry import Attachment
+    from hookline.types import Hook, Sees, Target
+
+__all__ = ["attach_everywhere"]
+
+
+def attach_everywhere(
+    hook: Hook,
+    *,
+    on: str | Kind = Kind.FORWARD,
+    within: nn.Module | None = None,
+    exclude: Target = None,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
+    observe: bool = False,
+    sees: Sees = "edited",
+    name: str | None = None,
+    profile: bool = False,
+) -> HookHandle:
+    """Put a hook on every module of the process, or of one model.
+
+    Recipe::
+
+        with hookline.attach_everywhere(hook, on="forward_pre"):
+            model(x)
+
+    It runs before the hooks on single modules. The options are those of ``attach``. Without ``within`` it
+    reaches every module that is called in this process from now on, named as seen from the outermost call it
+    was found in; saving and loading, and ``exclude``, need ``within``.
+    """
+    request = Request.check(
+        hook,
+        Kind.parse(on),
+        prepend=prepend,
+        with_kwargs=with_kwargs,
+        always_call=always_call,
+        observe=observe,
+        sees=sees,
+        name=name,
+        profile=profile,
+    )
+    if within is not None:
+        return fasten(request, within, select(within, "*", exclude=exclude), everywhere=True)
+    if request.kind.is_state:
+        raise OptionError(f"on={request.kind.value!r} cannot be hooked process-wide; name a model with within=.")
+    if exclude is not None:
+        raise OptionError("exclude= selects by name, and names need a model: give within= as well.")
+    return _EVERYWHERE.add(request)
+
+
+class _EverywhereHandle(HookHandle):
+    """A handle whose attachment grows as modules are called for the first time."""
+
+    def remove(self) -> None:
+        with LOCK:
+            _EVERYWHERE.drop(self._attachment)
+        super().remove()
+
+
+class _Everywhere:
+    """The process-wide attachments, and the one global hook of torch that feeds them."""
+
+    def __init__(self) -> None:
+        self._attachments: tuple[Attachment, ...] = ()
+        self._global: RemovableHandle | None = None
+        self._generation = 0
+
+    def add(self, request: Request) -> HookHandle:
+        with LOCK:
+            sweep()
+            attachment = request.attachment(everywhere=True)
+            self._attachments = (*self._attachments, attachment)
+            self._generation += 1
+            if self._global is None:
+                self._global = register_module_forward_pre_hook(self._first_sight)
+            return _EverywhereHandle(attachment)
+
+    def drop(self, attachment: Attachment) -> None:
+        self._attachments = tuple(other for other in self._attachments if other is not attachment)
+        if not self._attachments and self._global is not None:
+            self._global.remove()
+            self._global = None
+
+    def _first_sight(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Hook a module, and all below it, before its call gets to its forward."""
+        table = existing_table(module)
+        if table is not None and table.covered == self._generation:
+            return None
+        ports = (PreFront, PreBack)
+        had = [table is not None and table.port(slot) is not None for slot in ports]
+        with LOCK:
+            self._cover(module)
+        fresh = [table_of(module).port(slot) for slot, old in zip(ports, had, strict=True) if not old]
+        return _run_now(table_of(module), [port for port in fresh if port is not None], module, args)
+
+    def _cover(self, model: nn.Module) -> None:
+        reachable = [named for named in model.named_modules() if not isinstance(named[1], torch.jit.ScriptModule)]
+        for attachment in self._attachments:
+            fresh = [(name, module) for name, module in reachable if not _carries(module, attachment)]
+            if fresh:
+                add_entries(attachment, model, fresh)
+        for _, module in reachable:
+            table_of(module).covered = self._generation
+
+
+def _carries(module: nn.Module, attachment: Attachment) -> bool:
+    table = existing_table(module)
+    return table is not None and any(entry.attachment is attachment for entry in table.lane(attachment.kind))
+
+
+def _run_now(table: Table, ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Run pre-hooks that came too late for the list torch is going through."""
+    if not ports:
+        return None
+    given = args
+    kwargs = _torch.kwargs_of_call()
+    for port in ports:
+        result = port(module, args, kwargs)
+        if result is None:
+            continue
+        args, named = result
+        if isinstance(named, Carrier):
+            table.early = named
+        if named is not kwargs:
+            new = dict(named)
+            kwargs.clear()
+            kwargs.update(new)
+    return None if args is given else args
+
+
+_EVERYWHERE = _Everywhere()

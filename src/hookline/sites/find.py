@@ -1,0 +1,153 @@
+"""Looking without touching: what a target would match, what is attached, and whether anything is.
+
+Takes a model, hands back sites, handles, or an error that lists what was left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, overload
+
+from hookline.errors import HooksLeftError
+from hookline.sites import _torch
+from hookline.sites.handle import HookHandle
+from hookline.sites.ports import Port, drop_stale
+from hookline.sites.select import named_modules, select
+from hookline.sites.signature import hook_name
+from hookline.sites.site import Site
+from hookline.sites.table import existing_table, sweep, tables_in
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.sites.entry import Attachment
+    from hookline.types import Target
+
+__all__ = ["Sites", "assert_no_hooks", "attached", "find"]
+
+
+class Sites(Sequence[Site]):
+    """The places a target matches; prints as a table, reads as a list.
+
+    Recipe: ``print(hookline.find(model, "layers.#"))``.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._sites = list(sites)
+
+    @property
+    def names(self) -> list[str]:
+        """The dotted names."""
+        return [site.name for site in self._sites]
+
+    def hooks(self, site: Site) -> list[str]:
+        """Who has hooked that module: our hooks by name, other people's by where their code lives."""
+        return _hooks_on(site.module)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    @overload
+    def __getitem__(self, index: int) -> Site: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sites: ...
+    def __getitem__(self, index: int | slice) -> Site | Sites:
+        if isinstance(index, slice):
+            return Sites(self._sites[index])
+        return self._sites[index]
+
+    def __repr__(self) -> str:
+        header = ("name", "type", "parameters", "hooks")
+        rows = [
+            (site.name or "(the model)", site.type, f"{site.num_parameters:,}", ", ".join(self.hooks(site)))
+            for site in self._sites
+        ]
+        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(3)]
+        lines = [_line(header, widths), _line(tuple("─" * width for width in (*widths, 5)), widths)]
+        lines += [_line(row, widths) for row in rows]
+        return "\n".join([*lines, f"{len(rows)} modules"])
+
+
+def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> Sites:
+    """The modules that ``attach`` would hook, without hooking them.
+
+    Recipe::
+
+        print(hookline.find(model, "layers.#.mlp"))
+
+    The same grammar and the same errors as ``attach``; the table shows each module's type, how many parameters
+    it holds, and which hooks are on it, by whomever.
+    """
+    sweep()
+    return Sites([Site(name, module) for name, module in select(model, target, exclude=exclude)])
+
+
+def attached(model: nn.Module) -> list[HookHandle]:
+    """The handles of every hook of ours on the model or its modules, oldest first.
+
+    Recipe::
+
+        for handle in hookline.attached(model):
+            print(handle)
+            handle.remove()
+    """
+    sweep()
+    found: dict[int, Attachment] = {}
+    for _, table in tables_in(model):
+        for entry in table.entries():
+            found[entry.attachment.order] = entry.attachment
+    return [HookHandle(found[order]) for order in sorted(found)]
+
+
+def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
+    """Raise unless the model is free of hooks of ours; with ``foreign``, of anybody's.
+
+    Recipe::
+
+        handle.remove()
+        hookline.assert_no_hooks(model)
+
+    What a copied or unpickled model has kept of our hooks is cleared away first: it does nothing.
+    """
+    sweep()
+    left: list[str] = []
+    seen: set[int] = set()
+    for name, module in named_modules(model):
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        drop_stale(module)
+        hooks = _hooks_on(module) if foreign else [text for text in _hooks_on(module) if not _is_foreign(text)]
+        left += [f"{name or '(the model)'}: {text}" for text in hooks]
+    if left:
+        shown = "; ".join(left[:8]) + (f"; and {len(left) - 8} more" if len(left) > 8 else "")
+        raise HooksLeftError(f"{len(left)} hooks are still attached: {shown}. See hookline.attached(model).")
+
+
+_FOREIGN = "foreign "
+
+
+def _is_foreign(text: str) -> bool:
+    return text.startswith(_FOREIGN)
+
+
+def _hooks_on(module: nn.Module) -> list[str]:
+    return [*_own_hooks(module), *_foreign_hooks(module)]
+
+
+def _own_hooks(module: nn.Module) -> Iterator[str]:
+    table = existing_table(module)
+    for entry in table.entries() if table is not None else ():
+        yield f"{entry.attachment.name} ({entry.attachment.kind.value})"
+
+
+def _foreign_hooks(module: nn.Module) -> Iterator[str]:
+    for attribute, _, hook in _torch.hooks_of(module):
+        if not isinstance(hook, Port):
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            yield f"{_FOREIGN}{home}.{hook_name(hook)} ({attribute.strip('_').removesuffix('_hooks')})"
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    name, kind, parameters = row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].rjust(widths[2])
+    return f"{name}  {kind}  {parameters}  {row[3]}".rstrip()

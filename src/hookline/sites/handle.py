@@ -1,0 +1,154 @@
+"""What every attachment gives back: the means to see what it did and to take it off again.
+
+Takes an `Attachment` from ``attach``; ``remove()`` hands its entries back to their tables.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+from torch.utils.hooks import RemovableHandle
+
+from hookline.sites.entry import Attachment, Phase
+from hookline.sites.kinds import Kind
+from hookline.sites.receipt import Receipt, receipt_of, warn_if_never_fired
+from hookline.sites.table import LOCK, release_roots, sweep
+
+__all__ = ["HandleSet", "HookHandle"]
+
+
+class HookHandle(RemovableHandle):
+    """One hook on one or many modules.
+
+    Recipe::
+
+        with hookline.attach(model, "layers.#", hook) as handle:
+            model(x)
+            print(handle.report())
+
+    ``remove()`` takes effect at once, also between a forward and its backward, from inside a hook or from
+    another thread, and may be called again. The handle keeps neither the model nor its modules alive, and
+    letting go of it removes nothing.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(_NO_HOOKS)
+        self._attachment = attachment
+
+    def remove(self) -> None:
+        """Take the hook off; warn if it never fired although its model ran."""
+        attachment = self._attachment
+        with LOCK:
+            if attachment.removed:
+                return
+            attachment.removed = True
+            sweep()
+            for entry in reversed(attachment.entries):
+                entry.table.discard(entry)
+            release_roots(attachment)
+        warn_if_never_fired(attachment)
+
+    def report(self) -> Receipt:
+        """What was matched and attached, how often it fired, when last."""
+        return receipt_of(self._attachment)
+
+    @property
+    def name(self) -> str:
+        """The hook's name."""
+        return self._attachment.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the modules that carry the hook."""
+        return tuple(entry.name for entry in self._attachment.entries)
+
+    @property
+    def removed(self) -> bool:
+        """Whether the hook is off."""
+        return self._attachment.removed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HookHandle) and other._attachment is self._attachment
+
+    def __hash__(self) -> int:
+        return hash(id(self._attachment))
+
+    def __repr__(self) -> str:
+        report = self.report()
+        where = repr(report.sites[0].name) if report.matched == 1 else f"{report.matched} modules"
+        state = "removed, " if self.removed else ""
+        return f"<HookHandle {report.name} {report.kind} on {where}, {state}fired {report.fired}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or unpickled model carries none of our hooks, so a handle it keeps is one that is off.
+        return _removed_handle, (self.name, self._attachment.kind.value)
+
+
+class HandleSet(RemovableHandle):
+    """Several handles that come off together, the last one first.
+
+    Recipe::
+
+        with hookline.HandleSet([hookline.attach(a, hook), hookline.attach(b, hook)]):
+            ...
+    """
+
+    def __init__(self, handles: Iterable[RemovableHandle] = ()) -> None:
+        super().__init__(_NO_HOOKS)
+        self._handles = list(handles)
+
+    def add(self, handle: RemovableHandle) -> None:
+        """Take one more handle in."""
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Remove every handle; one that raises does not keep the others on, its error comes at the end."""
+        errors: list[Exception] = []
+        for handle in reversed(self._handles):
+            try:
+                handle.remove()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def report(self) -> tuple[Receipt, ...]:
+        """The receipts of those handles that keep one."""
+        return tuple(handle.report() for handle in self._handles if isinstance(handle, HookHandle))
+
+    def __iter__(self) -> Iterator[RemovableHandle]:
+        return iter(tuple(self._handles))
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __getitem__(self, index: int) -> RemovableHandle:
+        return self._handles[index]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<HandleSet of {len(self._handles)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HandleSet, ()
+
+
+def _removed_handle(name: str, kind: str) -> HookHandle:
+    return HookHandle(Attachment(print, Kind(kind), name, Phase.EDIT, removed=True))
+
+
+# RemovableHandle wants a dictionary to point at; ours are in tables.
+_NO_HOOKS: OrderedDict[int, Any] = OrderedDict()

@@ -1,0 +1,112 @@
+"""Keeping the gradients of named modules in bounds, or away.
+
+Takes the modules from ``select``; hooks their parameters (after accumulation) and, for clipping, the gradients
+that leave them towards their inputs. Nothing else in the model is touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, linalg
+
+from hookline.errors import OptionError
+from hookline.sites.attach import attach
+from hookline.sites.handle import HandleSet
+from hookline.sites.kinds import Kind
+from hookline.sites.select import select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from hookline.types import Grads, Target
+
+__all__ = ["clip_gradients", "freeze"]
+
+
+def clip_gradients(
+    model: nn.Module, target: Target = None, *, value: float | None = None, norm: float | None = None
+) -> HandleSet:
+    """Bound the gradients of the named modules, tensor by tensor.
+
+    Recipe::
+
+        with hookline.clip_gradients(model, "layers.#", value=1.0):
+            loss.backward()
+
+    Bounded are the ``.grad`` of every parameter of those modules (children included), each time a backward
+    has accumulated into it, and the gradient each of those modules sends to its inputs. ``value`` clamps every
+    element to ±value; ``norm`` scales a tensor down to that 2-norm if it is above.
+    """
+    if (value is None) == (norm is None):
+        raise OptionError("clip_gradients takes either value= or norm=.")
+    bound = value if value is not None else norm
+    assert bound is not None
+    if not bound > 0:
+        raise OptionError(f"clip_gradients needs a bound above 0, got {bound}.")
+    clip = _clamp(bound) if value is not None else _shrink(bound)
+
+    def clip_inputs(module: nn.Module, grad_input: Grads, grad_output: Grads) -> Grads:
+        return tuple(None if grad is None else clip(grad) for grad in grad_input)
+
+    def clip_parameter(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.copy_(clip(parameter.grad))
+
+    handles = _on_parameters(model, target, clip_parameter)
+    handles.add(attach(model, target, clip_inputs, on=Kind.BACKWARD, name="clip_gradients"))
+    return handles
+
+
+def freeze(model: nn.Module, target: Target = None) -> HandleSet:
+    """Keep the parameters of the named modules as they are, without touching gradients anywhere else.
+
+    Recipe::
+
+        with hookline.freeze(model, "backbone"):
+            train(model)
+
+    Their ``.grad`` is dropped now and whenever a backward has filled it, so that no optimizer moves them, by
+    momentum or weight decay neither; what flows through the modules to those below is unchanged.
+    """
+    for parameter in _parameters(model, target):
+        parameter.grad = None
+    return _on_parameters(model, target, _drop_gradient)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _on_parameters(model: nn.Module, target: Any, hook: Callable[[Tensor], None]) -> HandleSet:
+    return HandleSet(
+        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for parameter in _parameters(model, target)
+        if parameter.requires_grad
+    )
+
+
+def _parameters(model: nn.Module, target: Any) -> Iterator[nn.Parameter]:
+    """The parameters of the named modules, each once."""
+    seen: set[int] = set()
+    for _, module in select(model, target):
+        for parameter in module.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def _clamp(bound: float) -> Callable[[Tensor], Tensor]:
+    return lambda grad: grad.clamp(-bound, bound)
+
+
+def _shrink(bound: float) -> Callable[[Tensor], Tensor]:
+    def shrink(grad: Tensor) -> Tensor:
+        # clamp_max keeps this free of a host sync; a tensor within the bound is multiplied by exactly 1.
+        scale = (bound / linalg.vector_norm(grad).clamp_min(1e-38)).clamp_max(1.0)
+        shrunk: Tensor = grad * scale.to(grad.dtype)
+        return shrunk
+
+    return shrink

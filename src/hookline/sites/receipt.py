@@ -1,0 +1,184 @@
+"""What became of an attachment: matched, attached, fired how often, last when; and why a hook never fired.
+
+Takes the entries of an `Attachment`, hands a `Receipt` to ``handle.report()`` and a warning to ``handle.remove()``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hookline.errors import HookNeverFired
+from hookline.sites.kinds import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hookline.sites.entry import Attachment, Entry
+
+__all__ = ["Receipt", "SiteReceipt", "receipt_of", "warn_if_never_fired"]
+
+# Modules whose forward is never called; their children's are.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReceipt:
+    """What one module's hook has done."""
+
+    name: str
+    """Dotted name of the module."""
+    fired: int
+    """How often the hook ran here."""
+    last_step: int | None
+    """The forward of the model in which it last ran; None if it never did."""
+    cost_us: float | None
+    """Microseconds per firing, with ``profile=True``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What an attachment has done so far.
+
+    Recipe: ``print(handle.report())``, or ``handle.report().fired`` in a test.
+    """
+
+    name: str
+    """The hook's name."""
+    kind: str
+    """The kind of hook."""
+    matched: int
+    """How many modules the target selected."""
+    attached: int
+    """How many of them still carry the hook: all, until it is removed or a module dies."""
+    fired: int
+    """How often the hook ran, on all of them together."""
+    last_step: int | None
+    """The forward of the model in which it last ran, counted from 0; None if it never did."""
+    cost_us: float | None
+    """Microseconds per firing, with ``profile=True``; None without."""
+    sites: tuple[SiteReceipt, ...]
+    """The same, module by module."""
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Names of the modules where the hook has not run yet."""
+        return tuple(site.name for site in self.sites if not site.fired)
+
+    def __str__(self) -> str:
+        last = "never" if self.last_step is None else f"last at step {self.last_step}"
+        cost = "" if self.cost_us is None else f", {self.cost_us:.1f} µs each"
+        return (
+            f"{self.name} ({self.kind}): matched {self.matched}, attached {self.attached}, "
+            f"fired {self.fired}, {last}{cost}"
+        )
+
+
+def receipt_of(attachment: Attachment) -> Receipt:
+    """The receipt as it stands now."""
+    sites = tuple(_site_receipt(entry) for entry in attachment.entries)
+    fired = sum(site.fired for site in sites)
+    steps = [site.last_step for site in sites if site.last_step is not None]
+    seconds = sum(entry.seconds for entry in attachment.entries)
+    alive = [entry for entry in attachment.entries if entry.table.module() is not None]
+    return Receipt(
+        name=attachment.name,
+        kind=attachment.kind.value,
+        matched=len(sites),
+        attached=0 if attachment.removed else len(alive),
+        fired=fired,
+        last_step=max(steps) if steps else None,
+        cost_us=seconds / fired * 1e6 if attachment.profile and fired else None,
+        sites=sites,
+    )
+
+
+def warn_if_never_fired(attachment: Attachment) -> None:
+    """One warning for the modules where the hook never ran, though the model did, with the likely cause."""
+    if attachment.kind.is_state:
+        return
+    silent = [entry for entry in attachment.entries if not entry.fired and entry.root.step > entry.step_at_attach]
+    if len(silent) < len(attachment.entries):
+        # In a glob over everything, containers come along; nobody means them.
+        silent = [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
+    if not silent:
+        return
+    causes: dict[str, list[str]] = defaultdict(list)
+    for entry in silent:
+        causes[_likely_cause(entry, attachment)].append(entry.name)
+    reasons = "; ".join(f"{_listed(names)}: {cause}" for cause, names in causes.items())
+    warnings.warn(
+        f"{attachment.kind.value} hook {attachment.name!r} never fired on {len(silent)} of "
+        f"{len(attachment.entries)} modules, although the model ran. {reasons}.",
+        HookNeverFired,
+        stacklevel=4,
+    )
+
+
+def _site_receipt(entry: Entry) -> SiteReceipt:
+    profiled = entry.attachment.profile and entry.fired
+    return SiteReceipt(
+        name=entry.name,
+        fired=entry.fired,
+        last_step=entry.last_step if entry.fired else None,
+        cost_us=entry.seconds / entry.fired * 1e6 if profiled else None,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def _likely_cause(entry: Entry, attachment: Attachment) -> str:
+    module = entry.table.module()
+    if module is None:
+        return "the module is gone"
+    if isinstance(module, _CONTAINERS):
+        return "a container is never called; hook its children"
+    if attachment.kind.is_gradient and entry.table.calls_seen:
+        return "it ran, but no backward pass came through its outputs (no_grad, no loss.backward(), or detached)"
+    if attachment.kind is Kind.FULL_BACKWARD:
+        return "it was not called, or no backward pass came through it; on='backward' sees more"
+    parent, child = _parent_of(entry)
+    return _cause_in_parent(parent, child) if parent is not None else "its module was never called"
+
+
+def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:
+    model = entry.root.model()
+    path, _, child = entry.name.rpartition(".")
+    if model is None or not entry.name:
+        return None, child
+    parent = model.get_submodule(path)
+    while isinstance(parent, _CONTAINERS) and path:
+        path, _, child = path.rpartition(".")
+        parent = model.get_submodule(path)
+    return parent, child
+
+
+def _cause_in_parent(parent: nn.Module, child: str) -> str:
+    """What the parent's own code does with the child, read from its source."""
+    kind = type(parent).__name__
+    if isinstance(parent, nn.MultiheadAttention):
+        return f"{kind} uses its weights in a function and never calls it; hook {kind} itself"
+    source = _source_of(type(parent))
+    if re.search(rf"\b{re.escape(child)}(\[[^\]]*\])?\.forward\(", source):
+        return f"{kind} calls its .forward() directly, which no hook sees; have it call the module"
+    if re.search(rf"\b{re.escape(child)}\.(weight|bias)\b", source):
+        return f"{kind} uses its weights in a function and never calls it; hook {kind} itself"
+    if isinstance(parent, nn.TransformerEncoderLayer) and not parent.training:
+        return f"{kind} took its fused inference path, which calls none of its children"
+    return "its module was never called"
+
+
+def _source_of(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # made in a shell, or built in
+        return ""

@@ -1,0 +1,59 @@
+"""A place in a model, and, while a hook fires there, the moment.
+
+Takes names and modules from ``select``; handed to hooks that declare ``*, site`` and listed by ``find``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.sites.kinds import Kind
+
+__all__ = ["Site"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a hook sits, and when it fires.
+
+    A hook that declares a keyword-only ``site`` is handed one at each firing:
+
+        def hook(module, args, output, *, site):
+            print(site.name, site.kind, site.call, site.step)
+    """
+
+    name: str
+    """Dotted name in the model that was attached to; empty for that model itself."""
+    module: nn.Module
+    """The module."""
+    kind: Kind | None = None
+    """The kind of the hook that is firing; None in a listing."""
+    call: int = 0
+    """Which call of this module since its model's forward began: 0 for the first, 1 when it is reused, …"""
+    step: int = -1
+    """Which forward of the model, counted from 0 since the first hook came on; -1 before one began."""
+    recompute: bool = False
+    """Whether this forward only repeats an earlier one for activation checkpointing."""
+    inputs: tuple[str, ...] = ()
+    """For gradient hooks: which input each entry of ``grad_input`` belongs to ("0", "hidden_states", …)."""
+    outputs: tuple[str, ...] = ()
+    """For gradient hooks: which output each entry of ``grad_output`` belongs to ("", "0", "logits", …)."""
+
+    @property
+    def type(self) -> str:
+        """The module's class name."""
+        return type_name(self.module)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers the module's parameters hold, its children's included."""
+        return sum(p.numel() for p in self.module.parameters())
+
+
+def type_name(module: nn.Module) -> str:
+    """The class name of a module."""
+    return type(module).__name__
