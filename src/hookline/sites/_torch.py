@@ -10,18 +10,27 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "CALL_IMPL",
+    "FULL_BACKWARD_FLAG",
     "HOOK_DICTS",
+    "Edges",
+    "add_port",
+    "boundary",
+    "caller",
+    "drop_hook",
     "graph_task_id",
     "hook_tensor",
     "hooks_of",
+    "in_run",
     "kwargs_of_call",
     "made_since",
     "place_first",
@@ -65,13 +74,63 @@ def sequence_number_of(node: Any) -> int:
 
 
 def made_since(node: Any, number: int) -> bool:
-    """Whether the node is younger than that number, and no leaf's accumulator."""
-    return number <= node._sequence_nr() < _LEAF_SEQUENCE  # type: ignore[no-any-return]
+    """Whether a graph node is younger than that number; none, or a leaf's accumulator, is not."""
+    return node is not None and number <= node._sequence_nr() < _LEAF_SEQUENCE
+
+
+Edges: TypeAlias = dict[Any, dict[int, int]]
+"""Graph edges to watch for: the node they lead to, which of its outputs, and a number of the caller's."""
+
+
+def boundary(roots: list[Any], edges: Edges, since: int) -> list[tuple[Any, list[tuple[int, int]]]]:
+    """The nodes younger than ``since``, found by walking from ``roots``, that have one of ``edges``.
+
+    With each come the slots of its gradient that go there and the caller's numbers. Nodes that accumulate
+    into a leaf carry the largest number there is and lead nowhere, so they are passed over.
+    """
+    found: list[tuple[Any, list[tuple[int, int]]]] = []
+    todo = [node for node in roots if since <= node._sequence_nr() < _LEAF_SEQUENCE]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        hits: list[tuple[int, int]] | None = None
+        for slot, (target, output) in enumerate(node.next_functions):
+            outputs = edges.get(target)
+            if outputs is not None and output in outputs:
+                if hits is None:
+                    hits = []
+                    found.append((node, hits))
+                hits.append((slot, outputs[output]))
+            elif target is not None and target not in seen and since <= target._sequence_nr() < _LEAF_SEQUENCE:
+                seen.add(target)
+                todo.append(target)
+    return found
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` run when the backward pass that is running now has accumulated everything."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def add_port(module: nn.Module, attribute: str, port: Any, *, first: bool) -> int:
+    """Register a forward hook that takes keyword arguments, at either end of its queue; its id.
+
+    What ``register_forward_hook`` does, without the handle, which costs more than all the rest together.
+    """
+    hooks: OrderedDict[int, Any] = getattr(module, attribute)
+    hook_id = RemovableHandle.next_id
+    RemovableHandle.next_id += 1
+    hooks[hook_id] = port
+    getattr(module, HOOK_DICTS[attribute][0])[hook_id] = True
+    if len(hooks) > 1:
+        (place_first if first else place_last)(hooks, hook_id)
+    return hook_id
+
+
+def drop_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
+    """Take one hook off, with its options."""
+    for name in (attribute, *HOOK_DICTS[attribute]):
+        getattr(module, name).pop(hook_id, None)
 
 
 def hook_tensor(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
@@ -88,6 +147,25 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
             yield attribute, hook_id, getattr(hook, "hook", hook)
 
 
+def caller() -> nn.Module | None:
+    """The module whose ``_call_impl`` is being called, for what stands in for that method on the instance."""
+    module = sys._getframe(2).f_locals.get("self")
+    return module if isinstance(module, nn.Module) else None
+
+
+def in_run() -> bool:
+    """Whether a forward or backward is under way in this thread; walks the stack, so not for hot paths."""
+    if graph_task_id() != -1:
+        return True
+    code = nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def kwargs_of_call() -> dict[str, Any]:
     """The keyword arguments of the module call whose global pre-hook asks, which torch does not hand it.
 
@@ -99,25 +177,26 @@ def kwargs_of_call() -> dict[str, Any]:
 
 
 def place_first(hooks: dict[int, Any], hook_id: int) -> None:
-    """Put a hook before all others, but after a sharding wrapper's, which has to run outermost."""
+    """Put a hook before all others, but after FSDP2's pre-forward, before which parameters are shards."""
     assert isinstance(hooks, OrderedDict)
     hooks.move_to_end(hook_id, last=False)
-    for outer in reversed(_outermost(hooks)):
+    for outer in _fsdp_hooks(hooks, "_pre_forward"):
         hooks.move_to_end(outer, last=False)
 
 
 def place_last(hooks: dict[int, Any], hook_id: int) -> None:
-    """Put a hook after all others, but before a sharding wrapper's."""
-    if next(reversed(hooks)) == hook_id:
-        return
+    """Put a hook after all others, but before FSDP2's post-forward, after which parameters are shards."""
     assert isinstance(hooks, OrderedDict)
     hooks.move_to_end(hook_id)
-    for outer in _outermost(hooks):
+    for outer in _fsdp_hooks(hooks, "_post_forward"):
         hooks.move_to_end(outer)
 
 
-def _outermost(hooks: OrderedDict[int, Any]) -> list[int]:
-    """Ids of FSDP2's own hooks: before its pre-forward and after its post-forward parameters are shards."""
+def _fsdp_hooks(hooks: OrderedDict[int, Any], method: str) -> list[int]:
     if "torch.distributed.fsdp" not in sys.modules:
         return []
-    return [hook_id for hook_id, hook in hooks.items() if type(getattr(hook, "__self__", None)).__name__ == "FSDPState"]
+    return [
+        hook_id
+        for hook_id, hook in hooks.items()
+        if type(getattr(hook, "__self__", None)).__name__ == "FSDPState" and hook.__name__ == method
+    ]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hookline.sites.entry import Entry
     from hookline.sites.table import Table
 
@@ -54,8 +53,8 @@ class CallGuard:
         self._attempts = _Attempts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._table.module()
-        assert module is not None, "a module that is being called is alive"
+        # A shallow copy of the module, a data-parallel replica say, shares this guard.
+        module = _torch.caller() or self._table.module()
         attempt = _Attempt(args, kwargs)
         self._attempts.stack.append(attempt)
         try:
@@ -71,7 +70,7 @@ class CallGuard:
         return getattr, (self._table.module(), _torch.CALL_IMPL)
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The forward has come back with ``output``."""
+        """The call has come this far."""
         if self._attempts.stack:
             attempt = self._attempts.stack[-1]
             attempt.args, attempt.kwargs, attempt.output = args, kwargs, output
@@ -81,7 +80,7 @@ class CallGuard:
         if self._attempts.stack:
             self._attempts.stack[-1].ran.add(entry)
 
-    def _clean_up(self, module: nn.Module, attempt: _Attempt) -> None:
+    def _clean_up(self, module: Any, attempt: _Attempt) -> None:
         for entry in self._table.always_called():
             if entry in attempt.ran:
                 continue
@@ -90,9 +89,10 @@ class CallGuard:
             try:
                 entry.call(module, (attempt.args, *more, attempt.output))
             except Exception as error:
-                warnings.warn(
-                    f"always_call hook {entry.attachment.name!r} on {entry.name!r} raised {error!r}; silenced, "
-                    "because another error was raised in the forward.",
-                    HooklineWarning,
-                    stacklevel=3,
-                )
+                with suppress(HooklineWarning):  # where warnings are errors, the first error is still the one to raise
+                    warnings.warn(
+                        f"always_call hook {entry.attachment.name!r} on {entry.name!r} raised {error!r}; silenced, "
+                        "because another error was raised in the forward.",
+                        HooklineWarning,
+                        stacklevel=3,
+                    )

@@ -5,17 +5,18 @@ Takes a model, a target and a hook from the user, hands entries to tables and a 
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookline.errors import HooklineWarning, NoMatchError, OptionError, UnhookableError
+from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError, UnhookableError
 from hookline.sites.entry import Attachment, Entry, Phase
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
-from hookline.sites.select import Named, select
+from hookline.sites.select import Named, describe, select
 from hookline.sites.signature import check_hook, hook_name, may_return_value
 from hookline.sites.table import LOCK, root_of, sweep, table_of
 
@@ -79,6 +80,9 @@ def attach(
     """
     if hook is _MISSING:
         target, hook = None, target
+        if hook is _MISSING or isinstance(hook, type | str | list | tuple | re.Pattern | nn.Module):
+            given = "attach(model)" if hook is _MISSING else f"attach(model, {describe(hook)})"
+            raise HookSignatureError(f"{given} has no hook; write attach(model, target, hook) or attach(model, hook).")
     if not isinstance(model, nn.Module):
         raise UnhookableError(f"attach needs a torch.nn.Module, got a {type(model).__name__}.")
     request = Request.check(
@@ -174,9 +178,11 @@ def fasten(request: Request, model: nn.Module, chosen: list[Named], *, everywher
 def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
     """Put an attachment on modules of a model."""
     root = root_of(model)
-    attachment.roots.append(root)
+    if root in attachment.roots:
+        root.users -= 1  # it is one user, however often it comes back
+    attachment.roots[root] = None
     for name, module in chosen:
         table = table_of(module)
         entry = Entry(attachment, name, table, root)
-        attachment.entries.append(entry)
+        attachment.entries[entry] = None
         table.add(entry)

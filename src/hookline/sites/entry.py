@@ -15,6 +15,8 @@ from hookline.sites import _torch
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from hookline.sites.kinds import Kind
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Attachment", "Entry", "Phase", "next_order"]
 
 next_order = itertools.count().__next__
-"""One clock for attachments and calls: a hook takes part in the calls that begin after it was attached."""
+"""One clock for attachments and calls: a gradient hook takes part in the calls that begin after it was attached."""
 
 
 class Phase(IntEnum):
@@ -47,7 +49,7 @@ class Attachment:
     kind: Kind
     name: str
     phase: Phase
-    roots: list[Root] = field(default_factory=list)
+    roots: dict[Root, None] = field(default_factory=dict)
     """The models it was attached through: one, or for process-wide hooks each model as it is met."""
     prepend: bool = False
     with_kwargs: bool = False
@@ -58,13 +60,25 @@ class Attachment:
     may_edit: bool = True
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
     order: int = field(default_factory=next_order)
-    entries: list[Entry] = field(default_factory=list)
+    entries: dict[Entry, None] = field(default_factory=dict)
     removed: bool = False
+    on_remove: Callable[[Attachment], None] | None = None
+    """Told when the hook comes off."""
+    retired: int = 0
+    """Firings on modules that are gone, and whose entries were let go."""
 
     @property
     def rank(self) -> tuple[int, bool, int]:
         """Sorts the hooks of one site and kind: phase, everywhere first, then registration or its reverse."""
         return self.phase, not self.everywhere, -self.order if self.prepend else self.order
+
+    def let_go(self, entry: Entry) -> None:
+        """The module of that entry is gone: of a process-wide hook only the count is kept."""
+        if self.everywhere and entry in self.entries:
+            del self.entries[entry]
+            self.retired += entry.fired
+            if entry.root.model() is None:
+                self.roots.pop(entry.root, None)
 
     @property
     def simple(self) -> bool:
@@ -99,11 +113,6 @@ class Entry:
         self.fired = 0
         self.last_step = -1
         self.seconds = 0.0
-
-    @property
-    def rank(self) -> tuple[int, bool, int]:
-        """See `Attachment.rank`."""
-        return self.attachment.rank
 
     def count(self) -> None:
         """Note that the hook is about to run."""

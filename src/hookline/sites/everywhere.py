@@ -8,21 +8,22 @@ layer that would skip its children in a fused inference path sees their hooks an
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hookline.errors import OptionError
+from hookline.errors import OptionError, TargetError
 from hookline.sites import _torch
 from hookline.sites.attach import Request, add_entries, fasten
-from hookline.sites.gradients import Carrier
+from hookline.sites.gradients import Carrier, CarrierArgs
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
 from hookline.sites.ports import Port, PreBack, PreFront
 from hookline.sites.select import select
-from hookline.sites.table import LOCK, Table, existing_table, sweep, table_of
+from hookline.sites.table import LOCK, existing_table, sweep, table_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -70,21 +71,14 @@ def attach_everywhere(
         profile=profile,
     )
     if within is not None:
+        if not isinstance(within, nn.Module):
+            raise TargetError(f"within= takes a torch.nn.Module, got a {type(within).__name__}.")
         return fasten(request, within, select(within, "*", exclude=exclude), everywhere=True)
     if request.kind.is_state:
         raise OptionError(f"on={request.kind.value!r} cannot be hooked process-wide; name a model with within=.")
     if exclude is not None:
         raise OptionError("exclude= selects by name, and names need a model: give within= as well.")
     return _EVERYWHERE.add(request)
-
-
-class _EverywhereHandle(HookHandle):
-    """A handle whose attachment grows as modules are called for the first time."""
-
-    def remove(self) -> None:
-        with LOCK:
-            _EVERYWHERE.drop(self._attachment)
-        super().remove()
 
 
 class _Everywhere:
@@ -99,11 +93,16 @@ class _Everywhere:
         with LOCK:
             sweep()
             attachment = request.attachment(everywhere=True)
+            attachment.on_remove = self.drop
             self._attachments = (*self._attachments, attachment)
             self._generation += 1
             if self._global is None:
                 self._global = register_module_forward_pre_hook(self._first_sight)
-            return _EverywhereHandle(attachment)
+            if attachment.always_call or attachment.kind is Kind.FULL_BACKWARD:
+                # torch decides on these before it calls a pre-hook, so first sight comes too late for one call.
+                for model in _existing_models():
+                    self._cover(model)
+            return HookHandle(attachment)
 
     def drop(self, attachment: Attachment) -> None:
         self._attachments = tuple(other for other in self._attachments if other is not attachment)
@@ -116,12 +115,14 @@ class _Everywhere:
         table = existing_table(module)
         if table is not None and table.covered == self._generation:
             return None
+        if isinstance(module, torch.jit.ScriptModule):
+            return None  # TorchScript runs no Python hooks
         ports = (PreFront, PreBack)
         had = [table is not None and table.port(slot) is not None for slot in ports]
         with LOCK:
             self._cover(module)
         fresh = [table_of(module).port(slot) for slot, old in zip(ports, had, strict=True) if not old]
-        return _run_now(table_of(module), [port for port in fresh if port is not None], module, args)
+        return _run_now([port for port in fresh if port is not None], module, args)
 
     def _cover(self, model: nn.Module) -> None:
         reachable = [named for named in model.named_modules() if not isinstance(named[1], torch.jit.ScriptModule)]
@@ -133,12 +134,19 @@ class _Everywhere:
             table_of(module).covered = self._generation
 
 
+def _existing_models() -> list[nn.Module]:
+    """The outermost modules that are alive in this process."""
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module) and "_modules" in vars(item)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    return [module for module in modules if id(module) not in inner]
+
+
 def _carries(module: nn.Module, attachment: Attachment) -> bool:
     table = existing_table(module)
     return table is not None and any(entry.attachment is attachment for entry in table.lane(attachment.kind))
 
 
-def _run_now(table: Table, ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any:
+def _run_now(ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run pre-hooks that came too late for the list torch is going through."""
     if not ports:
         return None
@@ -150,7 +158,8 @@ def _run_now(table: Table, ports: list[Port], module: nn.Module, args: tuple[Any
             continue
         args, named = result
         if isinstance(named, Carrier):
-            table.early = named
+            args = CarrierArgs(args)
+            args.carrier = named
         if named is not kwargs:
             new = dict(named)
             kwargs.clear()

@@ -117,18 +117,11 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
             continue
         seen.add(id(module))
         drop_stale(module)
-        hooks = _hooks_on(module) if foreign else [text for text in _hooks_on(module) if not _is_foreign(text)]
+        hooks = _hooks_on(module) if foreign else list(_own_hooks(module))
         left += [f"{name or '(the model)'}: {text}" for text in hooks]
     if left:
         shown = "; ".join(left[:8]) + (f"; and {len(left) - 8} more" if len(left) > 8 else "")
         raise HooksLeftError(f"{len(left)} hooks are still attached: {shown}. See hookline.attached(model).")
-
-
-_FOREIGN = "foreign "
-
-
-def _is_foreign(text: str) -> bool:
-    return text.startswith(_FOREIGN)
 
 
 def _hooks_on(module: nn.Module) -> list[str]:
@@ -145,7 +138,7 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
     for attribute, _, hook in _torch.hooks_of(module):
         if not isinstance(hook, Port):
             home = getattr(hook, "__module__", None) or type(hook).__module__
-            yield f"{_FOREIGN}{home}.{hook_name(hook)} ({attribute.strip('_').removesuffix('_hooks')})"
+            yield f"foreign {home}.{hook_name(hook)} ({attribute.strip('_').removesuffix('_hooks')})"
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:

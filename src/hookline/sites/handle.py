@@ -37,18 +37,21 @@ class HookHandle(RemovableHandle):
         super().__init__(_NO_HOOKS)
         self._attachment = attachment
 
-    def remove(self) -> None:
-        """Take the hook off; warn if it never fired although its model ran."""
+    def remove(self, *, quiet: bool = False) -> None:
+        """Take the hook off; warn, unless ``quiet``, if it never fired although its model ran."""
         attachment = self._attachment
         with LOCK:
             if attachment.removed:
                 return
             attachment.removed = True
+            if attachment.on_remove is not None:
+                attachment.on_remove(attachment)
             sweep()
             for entry in reversed(attachment.entries):
                 entry.table.discard(entry)
             release_roots(attachment)
-        warn_if_never_fired(attachment)
+        if not quiet:
+            warn_if_never_fired(attachment)
 
     def report(self) -> Receipt:
         """What was matched and attached, how often it fired, when last."""
@@ -73,7 +76,7 @@ class HookHandle(RemovableHandle):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.remove()
+        self.remove(quiet=exc_info[0] is not None)  # after an error, a hook that had no turn is no news
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HookHandle) and other._attachment is self._attachment
@@ -109,13 +112,16 @@ class HandleSet(RemovableHandle):
         """Take one more handle in."""
         self._handles.append(handle)
 
-    def remove(self) -> None:
+    def remove(self, *, quiet: bool = False) -> None:
         """Remove every handle; one that raises does not keep the others on, its error comes at the end."""
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
         for handle in reversed(self._handles):
             try:
-                handle.remove()
-            except Exception as error:
+                if isinstance(handle, HookHandle | HandleSet):
+                    handle.remove(quiet=quiet)
+                else:
+                    handle.remove()
+            except BaseException as error:
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -137,7 +143,7 @@ class HandleSet(RemovableHandle):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.remove()
+        self.remove(quiet=exc_info[0] is not None)
 
     def __repr__(self) -> str:
         return f"<HandleSet of {len(self._handles)}>"

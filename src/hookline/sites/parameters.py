@@ -55,8 +55,9 @@ def clip_gradients(
         if parameter.grad is not None:
             parameter.grad.copy_(clip(parameter.grad))
 
+    on_modules = attach(model, target, clip_inputs, on=Kind.BACKWARD, name="clip_gradients")
     handles = _on_parameters(model, target, clip_parameter)
-    handles.add(attach(model, target, clip_inputs, on=Kind.BACKWARD, name="clip_gradients"))
+    handles.add(on_modules)
     return handles
 
 

@@ -7,6 +7,7 @@ bears being called without the keyword arguments it asked for, when it was taken
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hookline.sites.table import Table
 
 __all__ = [
+    "BackPort",
     "FullBackwardPort",
     "Port",
     "PostBack",
@@ -35,16 +37,18 @@ __all__ = [
 ]
 
 _ABSENT: Any = object()
+_EDIT = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
 
 
 class Port:
     """Base of everything that hookline registers with torch."""
 
-    __slots__ = ("__weakref__", "entries", "table")
+    __slots__ = ("__weakref__", "entries", "hook_id", "table")
 
     def __init__(self, table: Table) -> None:
         self.table = table
         self.entries: tuple[Entry, ...] = ()
+        self.hook_id = -1
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         raise NotImplementedError
@@ -72,8 +76,12 @@ def drop_stale(module: nn.Module) -> None:
     """Take what is left of copied hooks off a module, outside of torch's own iterations over them."""
     for attribute, hook_id, hook in _torch.hooks_of(module):
         if isinstance(hook, StalePort) and not (StatePort.running and "state_dict" in attribute):
-            for name in (attribute, *_torch.HOOK_DICTS[attribute]):
-                getattr(module, name).pop(hook_id, None)
+            _torch.drop_hook(module, attribute, hook_id)
+            if attribute == "_backward_hooks" and not module._backward_hooks:
+                setattr(module, _torch.FULL_BACKWARD_FLAG, None)  # torch leaves it set
+    method = module.__dict__.get(_torch.CALL_IMPL)
+    if isinstance(method, MethodType) and method.__func__ is getattr(type(module), _torch.CALL_IMPL):
+        del module.__dict__[_torch.CALL_IMPL]  # what a CallGuard becomes in a copy
 
 
 class PreFront(Port):
@@ -82,33 +90,57 @@ class PreFront(Port):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
-        if self.table.root is not None:
-            self.table.root.begin()
+        table = self.table
+        if table.root is not None:
+            table.root.begin()
         if not self.entries:
             return None
+        back = table.port(PreBack)
+        later = back.entries if back is not None else ()
         given = args, kwargs
         named = {} if kwargs is _ABSENT else kwargs
         for entry in self.entries:
             result = run_pre(entry, module, args, named)
-            if result is not None and entry.attachment.phase is Phase.EDIT:
+            if result is not None and entry.attachment.phase is _EDIT:
                 args, named = _new_arguments(entry, result, named)
+                if table.guard is not None:
+                    table.guard.note(args, named, None)
+        if isinstance(back, BackPort) and back.entries is not later:
+            back.held = later  # the observers of this call are those it began with
         if kwargs is _ABSENT:
             return None if args is given[0] else args
         return None if args is given[0] and named is kwargs else (args, named)
 
 
-class PreBack(Port):
-    """Last of a module's forward pre-hooks: observers, then the inputs' gradients."""
+class BackPort(Port):
+    """Base of the ports at the end of a queue: they run the observers that were on when the queue began."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table)
+        self.held: tuple[Entry, ...] | None = None
+
+    def due(self) -> tuple[Entry, ...]:
+        """The observers of the call under way."""
+        held, self.held = self.held, None
+        return self.entries if held is None else held
+
+
+class PreBack(BackPort):
+    """Last of a module's forward pre-hooks: observers, then the inputs' gradients; keeps our places."""
 
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
-        named = {} if kwargs is _ABSENT else kwargs
-        for entry in self.entries:
-            run_pre(entry, module, args, named)
-        if kwargs is _ABSENT or not self.table.has_gradients or not torch.is_grad_enabled():
+        table = self.table
+        table.keep_places()
+        if self.entries or self.held is not None:
+            for entry in self.due():
+                run_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)
+        if kwargs is _ABSENT or not table.has_gradients or not torch.is_grad_enabled():
             return None
-        return GradientCall(self.table, module).enter(args, named)
+        return GradientCall(table, module).enter(args, kwargs)
 
 
 class PostFront(Port):
@@ -120,16 +152,23 @@ class PostFront(Port):
         if output is _ABSENT:
             kwargs, output = {}, kwargs
         given = output
-        if self.table.guard is not None:
-            self.table.guard.note(args, kwargs, output)
+        guard = self.table.guard
+        if guard is not None:
+            guard.note(args, kwargs, output)
+        back = self.table.port(PostBack)
+        later = back.entries if back is not None else ()
         for entry in self.entries:
             result = run_post(entry, module, args, kwargs, output)
-            if result is not None and entry.attachment.phase is Phase.EDIT:
+            if result is not None and entry.attachment.phase is _EDIT:
                 output = result
+                if guard is not None:
+                    guard.note(args, kwargs, output)
+        if isinstance(back, BackPort) and back.entries is not later:
+            back.held = later  # the observers of this call are those it began with
         return None if output is given else output
 
 
-class PostBack(Port):
+class PostBack(BackPort):
     """Last of a module's forward hooks: observers, then the outputs' gradients."""
 
     __slots__ = ()
@@ -137,33 +176,33 @@ class PostBack(Port):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _ABSENT) -> Any:
         if output is _ABSENT:
             kwargs, output = {}, kwargs
-        for entry in self.entries:
-            run_post(entry, module, args, kwargs, output)
-        if not self.table.has_gradients:
+        if self.entries or self.held is not None:
+            for entry in self.due():
+                run_post(entry, module, args, kwargs, output)
+        table = self.table
+        if not table.has_gradients:
             return None
-        self.table.calls_seen += 1
+        table.calls_seen += 1
         if not torch.is_grad_enabled():
             return None
-        carrier = kwargs if isinstance(kwargs, Carrier) else self.table.early
-        self.table.early = None
-        if carrier is not None:
-            watched = carrier.call.leave(output, carrier.edges)
-        else:
-            watched = GradientCall(self.table, module).leave(output, {})
+        carrier = kwargs if isinstance(kwargs, Carrier) else getattr(args, "carrier", None)
+        if carrier is None:  # a pre-hook behind ours has made new keyword arguments: the inputs are lost
+            carrier = GradientCall(table, module).enter((), {})[1]
+        watched = carrier.call.leave(output, carrier)
         return None if watched is output else watched
 
 
 class FullBackwardPort(Port):
-    """torch's own full backward hook, with a live table."""
+    """torch's own full backward hook."""
 
     __slots__ = ()
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
         given = grad_input
-        for entry in self.entries:
+        for entry in [entry for entry in self.entries if not entry.attachment.removed]:
             entry.count()
             result = entry.call(module, (grad_input, grad_output))
-            if result is not None and entry.attachment.phase is Phase.EDIT:
+            if result is not None and entry.attachment.phase is _EDIT:
                 grad_input = result
         return None if grad_input is given else grad_input
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hookline.errors import HookNeverFired
+from hookline.sites import _torch
 from hookline.sites.kinds import Kind
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Receipt:
 def receipt_of(attachment: Attachment) -> Receipt:
     """The receipt as it stands now."""
     sites = tuple(_site_receipt(entry) for entry in attachment.entries)
-    fired = sum(site.fired for site in sites)
+    fired = sum(site.fired for site in sites) + attachment.retired
     steps = [site.last_step for site in sites if site.last_step is not None]
     seconds = sum(entry.seconds for entry in attachment.entries)
     alive = [entry for entry in attachment.entries if entry.table.module() is not None]
@@ -107,7 +108,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
     if len(silent) < len(attachment.entries):
         # In a glob over everything, containers come along; nobody means them.
         silent = [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
-    if not silent:
+    if not silent or _torch.in_run():  # while the model runs, there is no telling yet
         return
     causes: dict[str, list[str]] = defaultdict(list)
     for entry in silent:
@@ -117,8 +118,18 @@ def warn_if_never_fired(attachment: Attachment) -> None:
         f"{attachment.kind.value} hook {attachment.name!r} never fired on {len(silent)} of "
         f"{len(attachment.entries)} modules, although the model ran. {reasons}.",
         HookNeverFired,
-        stacklevel=4,
+        stacklevel=_outside(),
     )
+
+
+def _outside() -> int:
+    """The stack level of the first frame that is not ours, seen from our caller."""
+    level = 1
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+        frame = frame.f_back
+        level += 1
+    return max(level - 1, 1)
 
 
 def _site_receipt(entry: Entry) -> SiteReceipt:
@@ -143,7 +154,7 @@ def _likely_cause(entry: Entry, attachment: Attachment) -> str:
     if isinstance(module, _CONTAINERS):
         return "a container is never called; hook its children"
     if attachment.kind.is_gradient and entry.table.calls_seen:
-        return "it ran, but no backward pass came through its outputs (no_grad, no loss.backward(), or detached)"
+        return "it ran, but no backward pass came through its outputs before it came off"
     if attachment.kind is Kind.FULL_BACKWARD:
         return "it was not called, or no backward pass came through it; on='backward' sees more"
     parent, child = _parent_of(entry)
@@ -155,10 +166,13 @@ def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:
     path, _, child = entry.name.rpartition(".")
     if model is None or not entry.name:
         return None, child
-    parent = model.get_submodule(path)
-    while isinstance(parent, _CONTAINERS) and path:
-        path, _, child = path.rpartition(".")
+    try:
         parent = model.get_submodule(path)
+        while isinstance(parent, _CONTAINERS) and path:
+            path, _, child = path.rpartition(".")
+            parent = model.get_submodule(path)
+    except AttributeError:  # cut from the model meanwhile
+        return None, child
     return parent, child
 
 

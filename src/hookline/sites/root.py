@@ -10,6 +10,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from hookline.sites import _torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
@@ -28,12 +30,21 @@ class _Pass(threading.local):
     def __init__(self) -> None:
         self.step = -1
         self.calls: dict[Any, int] = {}
+        self._repeated: tuple[int, dict[Any, int]] = (-1, {})
+
+    def calls_in(self, task: int) -> dict[Any, int]:
+        """The counts of this forward, or, in a backward pass that repeats parts of it, counts of their own."""
+        if task == -1:
+            return self.calls
+        if self._repeated[0] != task:
+            self._repeated = (task, {})
+        return self._repeated[1]
 
 
 class Root:
     """One per module that hooks were attached through, for as long as one of them is on."""
 
-    __slots__ = ("_counter", "_pass", "model", "observed", "step", "users")
+    __slots__ = ("_counter", "_pass", "model", "step", "tables", "users")
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else lambda: None
@@ -42,22 +53,25 @@ class Root:
         """The newest forward of any thread."""
         self.users = 0
         """How many attachments go through this root."""
-        self.observed: set[Table] = set()
-        """Tables with hooks that have to stay last among their module's."""
+        self.tables: set[Table] = set()
+        """Of the modules that hooks were put on through this root."""
         self._counter = itertools.count()
         self._pass = _Pass()
 
     def begin(self) -> None:
         """A forward of the root begins in this thread."""
+        if _torch.graph_task_id() != -1:
+            return  # activation checkpointing repeats one
         current = self._pass
         current.step = self.step = next(self._counter)
         current.calls = {}
-        for table in tuple(self.observed):
-            table.keep_last()
+        for table in tuple(self.tables):
+            table.keep_places()
 
     def moment(self, key: Hashable) -> tuple[int, int]:
         """The step of this thread and how often ``key`` came by in it before; counts it."""
         current = self._pass
-        call = current.calls.get(key, 0)
-        current.calls[key] = call + 1
+        calls = current.calls_in(_torch.graph_task_id())
+        call = calls.get(key, 0)
+        calls[key] = call + 1
         return current.step, call

@@ -30,8 +30,10 @@ __all__ = ["Named", "named_modules", "select"]
 Named: TypeAlias = tuple[str, nn.Module]
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
 
-# "#" standing alone between dots is one numeric name part; fnmatch has already escaped it to "\#".
-_NUMERIC_PART = re.compile(r"(?:(?<=\\\.)|(?<=\(\?s:))\\#(?=\\\.|\)\\Z)")
+# "#" standing alone between dots is one numeric name part; this character, which no name has, holds its place
+# while fnmatch turns the rest of a glob into a regular expression.
+_NUMBER = "\ue000"
+_NUMERIC_PART = re.compile(r"(?<![^.])#(?![^.])")
 
 
 def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -> list[Named]:
@@ -42,17 +44,23 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     taken under the first that matches. Every element of a list has to match something.
     """
     everything = list(named_modules(model))
-    chosen = _match_all(model, everything, target)
-    if exclude is not None:
-        unwanted = {id(module) for module in _match_any(everything, exclude)}
-        chosen = {key: named for key, named in chosen.items() if key not in unwanted}
-        if not chosen:
-            raise NoMatchError(
-                f"{describe(target)} matches modules of {type(model).__name__}, "
-                f"but exclude={describe(exclude)} takes all of them away."
-            )
-    order = {id(module): index for index, (_, module) in reversed(list(enumerate(everything)))}
-    return sorted(chosen.values(), key=lambda named: order[id(named[1])])
+    items = _as_list(target)
+    matchers = [_matcher(item if item is not None else model) for item in items]
+    chosen, matched = _matches(everything, matchers)
+    for item, hit in zip(items, matched, strict=True):
+        if not hit:
+            raise _no_match(model, everything, item)
+    if exclude is None:
+        return chosen
+    unwanted, _ = _matches(everything, [_matcher(item) for item in _as_list(exclude)])
+    unwanted_ids = {id(module) for _, module in unwanted}
+    kept = [named for named in chosen if id(named[1]) not in unwanted_ids]
+    if not kept:
+        raise NoMatchError(
+            f"{describe(target)} matches modules of {type(model).__name__}, "
+            f"but exclude={describe(exclude)} takes all of them away."
+        )
+    return kept
 
 
 def named_modules(model: nn.Module) -> Iterator[Named]:
@@ -90,23 +98,16 @@ def describe(target: Any) -> str:
     return repr(target)
 
 
-def _match_all(model: nn.Module, everything: list[Named], target: Any) -> dict[int, Named]:
+def _matches(everything: list[Named], matchers: list[_Matcher]) -> tuple[list[Named], list[bool]]:
+    """The modules that at least one matcher takes, each once, and which of the matchers took any."""
     chosen: dict[int, Named] = {}
-    for item in _as_list(target):
-        matcher = _matcher(item if item is not None else model)
-        found = [named for named in everything if matcher(*named)]
-        if not found:
-            raise _no_match(model, everything, item)
-        for named in found:
-            chosen.setdefault(id(named[1]), named)
-    return chosen
-
-
-def _match_any(everything: list[Named], target: Any) -> Iterator[nn.Module]:
-    matchers = [_matcher(item) for item in _as_list(target)]
-    for name, module in everything:
-        if any(matcher(name, module) for matcher in matchers):
-            yield module
+    hits = [False] * len(matchers)
+    for named in everything:
+        for position, matcher in enumerate(matchers):
+            if matcher(*named):
+                hits[position] = True
+                chosen.setdefault(id(named[1]), named)
+    return list(chosen.values()), hits
 
 
 def _as_list(target: Any) -> list[Any]:
@@ -138,8 +139,8 @@ def _matcher(item: Any) -> _Matcher:
 
 @functools.lru_cache(maxsize=512)
 def _compile_glob(pattern: str) -> Callable[[str], Any]:
-    translated = fnmatch.translate(pattern)
-    return re.compile(_NUMERIC_PART.sub("[0-9]+", translated)).match
+    translated = fnmatch.translate(_NUMERIC_PART.sub(_NUMBER, pattern))
+    return re.compile(translated.replace(_NUMBER, "[0-9]+")).match
 
 
 def _in_chain(module: nn.Module, chain: Any) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch.nn.parameter import is_lazy
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -46,14 +48,9 @@ class Site:
     @property
     def type(self) -> str:
         """The module's class name."""
-        return type_name(self.module)
+        return type(self.module).__name__
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the module's parameters hold, its children's included."""
-        return sum(p.numel() for p in self.module.parameters())
-
-
-def type_name(module: nn.Module) -> str:
-    """The class name of a module."""
-    return type(module).__name__
+        """How many numbers the module's parameters hold, its children's included; lazy ones hold none yet."""
+        return sum(p.numel() for p in self.module.parameters() if not is_lazy(p))

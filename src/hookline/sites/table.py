@@ -6,10 +6,9 @@ registers or removes ports so that a module has exactly those that it needs: non
 
 from __future__ import annotations
 
-import bisect
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import torch
 
@@ -31,34 +30,43 @@ from hookline.sites.ports import (
 from hookline.sites.root import Root
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
     from hookline.sites.entry import Attachment
-    from hookline.sites.gradients import Carrier
 
 __all__ = ["LOCK", "Table", "existing_table", "release_roots", "root_of", "sweep", "table_of", "tables_in"]
 
 LOCK: Final = threading.RLock()
 """Held while hooks come or go; firing takes no lock, it reads tuples that are replaced whole."""
 
-_TABLES: dict[int, Table] = {}
-_LEFT_BEHIND: list[RemovableHandle] = []
+# Weak, so that a hook which refers to its own model does not keep it alive: a table belongs to the ports on
+# its module. (A WeakValueDictionary does the same at three times the price.)
+_TABLES: dict[int, weakref.ref[Table]] = {}
+_LEFT_BEHIND: list[tuple[_ModuleRef, str, int]] = []
+# Looking an enum member up by its class costs 0.2 µs, ten times over for every module that is hooked.
+_FORWARD_PRE: Final = Kind.FORWARD_PRE
+_FORWARD: Final = Kind.FORWARD
+_FULL_BACKWARD: Final = Kind.FULL_BACKWARD
+_EDIT: Final = Phase.EDIT
+_OBSERVE: Final = Phase.OBSERVE
 _GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
 _Slot: TypeAlias = type[Port] | Kind
-_REGISTRARS: Final[dict[_Slot, tuple[type[Port], str, dict[str, bool]]]] = {
-    PreFront: (PreFront, "register_forward_pre_hook", {"with_kwargs": True, "prepend": True}),
-    PreBack: (PreBack, "register_forward_pre_hook", {"with_kwargs": True}),
-    PostFront: (PostFront, "register_forward_hook", {"with_kwargs": True, "prepend": True}),
-    PostBack: (PostBack, "register_forward_hook", {"with_kwargs": True}),
-    Kind.FULL_BACKWARD: (FullBackwardPort, "register_full_backward_hook", {}),
-    Kind.STATE_DICT_PRE: (StatePort, "register_state_dict_pre_hook", {}),
-    Kind.STATE_DICT_POST: (StatePort, "register_state_dict_post_hook", {}),
-    Kind.LOAD_STATE_DICT_PRE: (StatePort, "register_load_state_dict_pre_hook", {}),
-    Kind.LOAD_STATE_DICT_POST: (StatePort, "register_load_state_dict_post_hook", {}),
+_Place: TypeAlias = tuple[dict[int, Any], int, bool]
+"""One of torch's dictionaries, the id of our port in it, and whether that has to be first or last."""
+_SLOTS: Final[dict[_Slot, tuple[type[Port], str, str | None]]] = {
+    PreFront: (PreFront, "_forward_pre_hooks", None),
+    PreBack: (PreBack, "_forward_pre_hooks", None),
+    PostFront: (PostFront, "_forward_hooks", None),
+    PostBack: (PostBack, "_forward_hooks", None),
+    Kind.FULL_BACKWARD: (FullBackwardPort, "_backward_hooks", "register_full_backward_hook"),
+    Kind.STATE_DICT_PRE: (StatePort, "_state_dict_pre_hooks", "register_state_dict_pre_hook"),
+    Kind.STATE_DICT_POST: (StatePort, "_state_dict_hooks", "register_state_dict_post_hook"),
+    Kind.LOAD_STATE_DICT_PRE: (StatePort, "_load_state_dict_pre_hooks", "register_load_state_dict_pre_hook"),
+    Kind.LOAD_STATE_DICT_POST: (StatePort, "_load_state_dict_post_hooks", "register_load_state_dict_post_hook"),
 }
+"""For each slot: its port, torch's dictionary, and how to register there, if not by ``_torch.add_port``."""
 
 
 class Table:
@@ -69,24 +77,25 @@ class Table:
         "_full_backward_flag",
         "_lanes",
         "_module",
+        "_places",
         "_ports",
-        "_watched_by",
         "calls_seen",
         "covered",
-        "early",
         "edits_gradients",
+        "edits_outputs",
         "guard",
         "has_gradients",
         "root",
+        "tells_sites",
+        "watches_inputs",
     )
 
     def __init__(self, module: nn.Module) -> None:
-        key = id(module)
-        self._module = weakref.ref(module, lambda _: _TABLES.pop(key, None))
+        self._module = _ModuleRef(module, _forget)
         self._lanes: dict[Kind, tuple[Entry, ...]] = {}
-        self._ports: dict[_Slot, tuple[Port, RemovableHandle]] = {}
-        self._watched_by: set[Root] = set()
+        self._ports: dict[_Slot, Port] = {}
         self._full_backward_flag: Any = None
+        self._places: tuple[_Place, ...] | None = None
         self.guard: CallGuard | None = None
         self.root: Root | None = None
         """Set while hooks are attached through this module, that is with it as the model."""
@@ -94,16 +103,18 @@ class Table:
         """How often the module was called while it had gradient hooks."""
         self.covered = -1
         """Up to which generation of process-wide hooks the module has them all."""
-        self.early: Carrier | None = None
-        """What was prepared for the call under way when the module had no ports yet."""
         self.has_gradients = False
         self.edits_gradients = False
         """Whether a gradient hook may return a value, so that inputs have to go in as aliases."""
+        self.edits_outputs = False
+        """The same for the gradients of outputs, which pass a gate if there are several."""
+        self.watches_inputs = False
+        self.tells_sites = False
+        """Whether a gradient hook wants to know its site."""
 
     def port(self, slot: type[Port]) -> Port | None:
         """The port at one end of the queue, if the module has one."""
-        registered = self._ports.get(slot)
-        return registered[0] if registered is not None else None
+        return self._ports.get(slot)
 
     def module(self) -> nn.Module | None:
         """The module, unless it is gone."""
@@ -120,105 +131,157 @@ class Table:
 
     def always_called(self) -> list[Entry]:
         """The forward hooks that run however the call ends."""
-        return [entry for entry in self.lane(Kind.FORWARD) if entry.attachment.always_call]
+        return [entry for entry in self.lane(_FORWARD) if entry.attachment.always_call]
 
     def gradient_moments(self) -> dict[Root, tuple[int, int]]:
         """Step and call number of the call that begins now, for gradient hooks that want to know."""
-        entries = [entry for kind in _GRADIENT_KINDS for entry in self.lane(kind) if entry.attachment.wants_site]
-        return {root: root.moment(self) for root in {entry.root for entry in entries}}
+        roots = {entry.root for kind in _GRADIENT_KINDS for entry in self.lane(kind) if entry.attachment.wants_site}
+        return {root: root.moment(self) for root in roots}
 
     # -- coming and going, under LOCK --------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
         """Put a hook in its place."""
         kind = entry.attachment.kind
-        lane = list(self.lane(kind))
-        bisect.insort(lane, entry, key=lambda other: other.rank)
-        self._lanes[kind] = tuple(lane)
-        self._sync(kind)
+        lane = self._lanes.get(kind)
+        self._lanes[kind] = (entry,) if lane is None else tuple(sorted((*lane, entry), key=_rank))
+        self._sync(entry)
 
     def discard(self, entry: Entry) -> None:
         """Take a hook off; nothing happens if it is off already."""
         kind = entry.attachment.kind
-        lane = tuple(other for other in self.lane(kind) if other is not entry)
-        if len(lane) == len(self.lane(kind)):
+        lane = self._lanes.get(kind, ())
+        if entry not in lane:
             return
-        if lane:
-            self._lanes[kind] = lane
-        else:
+        if len(lane) == 1:
             del self._lanes[kind]
-        self._sync(kind)
+        else:
+            self._lanes[kind] = tuple(other for other in lane if other is not entry)
+        self._sync(entry)
         self._drop_if_empty()
 
     def set_root(self, root: Root | None) -> None:
         """Begin or end counting this module's forwards."""
         self.root = root
-        self._sync(Kind.FORWARD_PRE)
+        module = self._module()
+        if module is not None:
+            self._sync_pre(module)
+            self._places = None
         self._drop_if_empty()
 
-    def keep_last(self) -> None:
-        """Make our observers run after hooks that others have registered since."""
-        module = self._module()
-        if module is None:
-            return
-        for port, hooks in ((PreBack, module._forward_pre_hooks), (PostBack, module._forward_hooks)):
-            registered = self._ports.get(port)
-            if registered is not None:
-                _torch.place_last(hooks, registered[1].id)
+    def keep_places(self) -> None:
+        """Put our edits before, and our observers after, hooks that others have registered since."""
+        places = self._places
+        if places is None:
+            places = self._places = self._find_places()
+        for hooks, hook_id, first in places:
+            try:
+                in_place = next(iter(hooks) if first else reversed(hooks), None) == hook_id
+            except RuntimeError:  # another thread is at it; there is another call
+                continue
+            if not in_place:
+                with LOCK:
+                    if hook_id in hooks:
+                        (_torch.place_first if first else _torch.place_last)(hooks, hook_id)
 
-    def _sync(self, kind: Kind) -> None:
-        """Bring the ports in line with the hooks of one kind."""
+    def _find_places(self) -> tuple[_Place, ...]:
+        module = self._module()
+        if module is None:
+            return ()
+        queues = (
+            (PreFront, module._forward_pre_hooks, True),
+            (PreBack, module._forward_pre_hooks, False),
+            (PostFront, module._forward_hooks, True),
+            (PostBack, module._forward_hooks, False),
+        )
+        return tuple((hooks, self._ports[slot].hook_id, first) for slot, hooks, first in queues if slot in self._ports)
+
+    def _sync(self, changed: Entry) -> None:
+        """Bring the ports in line with the hooks, after one has come or gone."""
         module = self._module()
         if module is None:
             return
-        lane = self.lane(kind)
+        kind = changed.attachment.kind
         if kind in _GRADIENT_KINDS:
             self._sync_gradients(module)
-        elif kind is Kind.FORWARD_PRE:
-            self._sync_port(module, PreFront, _front(lane), needed=self.root is not None)
-            self._sync_port(module, PreBack, _back(lane), needed=self.has_gradients)
-        elif kind is Kind.FORWARD:
-            self._sync_port(module, PostFront, _front(lane))
-            self._sync_port(module, PostBack, _back(lane), needed=self.has_gradients)
-            self._sync_guard(module)
+        elif kind is _FORWARD_PRE:
+            self._sync_pre(module)
+        elif kind is _FORWARD:
+            self._sync_post(module)
         else:
-            self._sync_port(module, kind, lane)
-        self._sync_observed()
+            if kind is _FULL_BACKWARD and not changed.attachment.removed and not changed.attachment.everywhere:
+                # torch notes at the forward which hooks it will call: a new port keeps new hooks out of old calls.
+                self._sync_port(module, kind, ())
+            self._sync_port(module, kind, self.lane(kind))
+        if changed.attachment.always_call:
+            self._sync_guard(module)
+        self._places = None
+        self._tell_root(changed.root)
+
+    def _sync_pre(self, module: nn.Module) -> None:
+        lane = self.lane(_FORWARD_PRE)
+        self._sync_port(module, PreFront, _front(lane), needed=self.root is not None)
+        # A module with observers looks after their place at the start of each call, whoever makes it.
+        self._sync_port(module, PreBack, _back(lane), needed=PostBack in self._ports)
+
+    def _sync_post(self, module: nn.Module) -> None:
+        lane = self.lane(_FORWARD)
+        back = _back(lane)
+        always = any(entry.attachment.always_call for entry in back)
+        self._sync_port(module, PostFront, _front(lane), needed=always)
+        if back or self.has_gradients or PostBack in self._ports:
+            self._sync_port(module, PostBack, back, needed=self.has_gradients)
+            self._sync_pre(module)
 
     def _sync_gradients(self, module: nn.Module) -> None:
         pre, post = (self.lane(kind) for kind in _GRADIENT_KINDS)
         self.has_gradients = bool(pre or post)
-        self.edits_gradients = any(entry.attachment.may_edit and entry.attachment.phase is Phase.EDIT for entry in post)
-        self._sync_port(module, PreBack, _back(self.lane(Kind.FORWARD_PRE)), needed=self.has_gradients)
-        self._sync_port(module, PostBack, _back(self.lane(Kind.FORWARD)), needed=self.has_gradients)
+        self.edits_outputs = any(map(_may_edit, pre))
+        self.edits_gradients = any(map(_may_edit, post))
+        self.watches_inputs = bool(post)
+        self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
+        self._sync_post(module)
+        self._sync_pre(module)
 
     def _sync_port(self, module: nn.Module, slot: _Slot, entries: tuple[Entry, ...], *, needed: bool = False) -> None:
         """One port per slot while it has entries or is needed for something else; none otherwise."""
-        registered = self._ports.get(slot)
+        port = self._ports.get(slot)
         if entries or needed:
-            if registered is None:
-                registered = self._ports[slot] = self._register(module, slot)
-            registered[0].entries = entries
-        elif registered is not None:
-            port, handle = self._ports.pop(slot)
-            port.entries = ()
-            _take_off(slot, handle)
-            if slot is Kind.FULL_BACKWARD and not module._backward_hooks:
-                setattr(module, _torch.FULL_BACKWARD_FLAG, self._full_backward_flag)
+            if port is None:
+                port = self._ports[slot] = self._register(module, slot)
+            port.entries = entries
+        elif port is not None:
+            del self._ports[slot]
+            if slot is not _FULL_BACKWARD:
+                port.entries = ()
+            self._take_off(module, slot, port)
 
-    def _register(self, module: nn.Module, slot: _Slot) -> tuple[Port, RemovableHandle]:
-        drop_stale(module)
-        if slot is Kind.FULL_BACKWARD:
-            self._full_backward_flag = getattr(module, _torch.FULL_BACKWARD_FLAG)
-        make, register, options = _REGISTRARS[slot]
+    def _register(self, module: nn.Module, slot: _Slot) -> Port:
+        make, attribute, register = _SLOTS[slot]
         port = make(self)
-        handle: RemovableHandle = getattr(module, register)(port, **options)
-        if slot is PreFront:
-            _torch.place_first(module._forward_pre_hooks, handle.id)
-        elif slot is PreBack or slot is PostBack:
-            self._ports[slot] = port, handle
-            self.keep_last()
-        return port, handle
+        if register is None:
+            port.hook_id = _torch.add_port(module, attribute, port, first=slot in (PreFront, PostFront))
+            return port
+        if slot is _FULL_BACKWARD:
+            self._full_backward_flag = getattr(module, _torch.FULL_BACKWARD_FLAG)
+        port.hook_id = getattr(module, register)(port).id
+        return port
+
+    def _take_off(self, module: nn.Module, slot: _Slot, port: Port) -> None:
+        """Remove a port from torch's dictionary, unless torch may be iterating over that very dictionary.
+
+        torch takes a snapshot of the forward and backward hooks it is about to run, but walks its state-dict
+        hooks live: while one of ours runs, only the last of the queue may go. Any other port stays, empty,
+        until the next hook comes or goes anywhere.
+        """
+        attribute = _SLOTS[slot][1]
+        is_last = next(reversed(getattr(module, attribute)), None) == port.hook_id
+        if isinstance(port, StatePort) and StatePort.running and not is_last:
+            _LEFT_BEHIND.append((self._module, attribute, port.hook_id))
+            return
+        _torch.drop_hook(module, attribute, port.hook_id)
+        if slot is _FULL_BACKWARD and not module._backward_hooks:
+            setattr(module, _torch.FULL_BACKWARD_FLAG, self._full_backward_flag)
 
     def _sync_guard(self, module: nn.Module) -> None:
         """The wrapper around the whole call, while there are hooks that run however it ends."""
@@ -230,21 +293,12 @@ class Table:
                 del module.__dict__[_torch.CALL_IMPL]
             self.guard = None
 
-    def _sync_observed(self) -> None:
-        """Have the roots of our observers look after their place at the end of the queue."""
-        kinds = (Kind.FORWARD_PRE, Kind.FORWARD, *_GRADIENT_KINDS)
-        entries = [entry for kind in kinds for entry in self.lane(kind)]
-        for root in {entry.root for entry in self.entries()} | self._watched_by:
-            wanted = any(
-                entry.root is root and (entry.attachment.phase is Phase.OBSERVE or entry.attachment.kind.is_gradient)
-                for entry in entries
-            )
-            if wanted:
-                root.observed.add(self)
-                self._watched_by.add(root)
-            else:
-                root.observed.discard(self)
-                self._watched_by.discard(root)
+    def _tell_root(self, root: Root) -> None:
+        """Have the root look after our places at the start of each of its forwards, while hooks came through it."""
+        if any(entry.root is root for entry in self.entries()):
+            root.tables.add(self)
+        else:
+            root.tables.discard(self)
 
     def _drop_if_empty(self) -> None:
         module = self._module()
@@ -254,7 +308,8 @@ class Table:
 
 def existing_table(module: nn.Module) -> Table | None:
     """The module's table, if it has one."""
-    table = _TABLES.get(id(module))
+    ref = _TABLES.get(id(module))
+    table = ref() if ref is not None else None
     return table if table is not None and table.module() is module else None
 
 
@@ -267,7 +322,9 @@ def table_of(module: nn.Module) -> Table:
                 f"{type(module).__name__} is a ScriptModule: TorchScript does not run Python hooks. "
                 "Attach to the module before it is scripted or traced."
             )
-        table = _TABLES[id(module)] = Table(module)
+        drop_stale(module)
+        table = Table(module)
+        _TABLES[id(module)] = weakref.ref(table)
     return table
 
 
@@ -298,32 +355,50 @@ def tables_in(model: nn.Module) -> Iterator[tuple[str, Table]]:
             yield name, table
 
 
+def _may_edit(entry: Entry) -> bool:
+    return entry.attachment.may_edit and entry.attachment.phase is _EDIT
+
+
+def _rank(entry: Entry) -> tuple[int, bool, int]:
+    return entry.attachment.rank
+
+
 def _front(lane: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    return tuple(entry for entry in lane if entry.attachment.phase is not Phase.OBSERVE)
+    if not lane or lane[-1].attachment.phase is not _OBSERVE:
+        return lane
+    return tuple(entry for entry in lane if entry.attachment.phase is not _OBSERVE)
 
 
 def _back(lane: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    return tuple(entry for entry in lane if entry.attachment.phase is Phase.OBSERVE)
-
-
-def _take_off(slot: _Slot, handle: RemovableHandle) -> None:
-    """Remove a port from torch's dictionary, unless torch may be iterating over that very dictionary.
-
-    torch takes a snapshot of the forward and backward hooks it is about to run, but walks its state-dict
-    hooks live: while one of ours runs, only the last of the queue may go. Any other port stays, empty, until
-    the next hook comes or goes anywhere.
-    """
-    hooks = handle.hooks_dict_ref()
-    is_last = hooks is not None and next(reversed(hooks), None) == handle.id
-    if isinstance(slot, Kind) and slot.is_state and StatePort.running and not is_last:
-        _LEFT_BEHIND.append(handle)
-    else:
-        handle.remove()
+    return tuple(entry for entry in lane if entry.attachment.phase is _OBSERVE)
 
 
 def sweep() -> None:
     """Remove the ports that could not go when they should have."""
     if _LEFT_BEHIND and not StatePort.running:
-        for handle in _LEFT_BEHIND:
-            handle.remove()
+        for module_ref, attribute, hook_id in _LEFT_BEHIND:
+            module = module_ref()
+            if module is not None:
+                _torch.drop_hook(module, attribute, hook_id)
         _LEFT_BEHIND.clear()
+
+
+class _ModuleRef(weakref.ref["nn.Module"]):
+    """A weak reference that remembers where its table is kept."""
+
+    __slots__ = ("key",)
+
+    key: int
+
+    def __new__(cls, module: nn.Module, callback: Callable[[_ModuleRef], None]) -> Self:
+        ref = super().__new__(cls, module, callback)
+        ref.key = id(module)
+        return ref
+
+
+def _forget(ref: _ModuleRef) -> None:
+    """The module is gone, and with it its table."""
+    table_ref = _TABLES.pop(ref.key, None)
+    table = table_ref() if table_ref is not None else None
+    for entry in table.entries() if table is not None else ():
+        entry.attachment.let_go(entry)

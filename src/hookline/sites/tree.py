@@ -13,37 +13,72 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["leaves", "replace"]
+__all__ = ["Swapped", "leaves", "replace", "swap_back"]
+
+Swapped: TypeAlias = tuple[Any, Any, Any, Any]
+"""A list or dict, a key of it, what stands there now, and what stood there before."""
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path; a lone value is one leaf with an empty path."""
+def leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path; a lone value is one leaf with an empty path.
+
+    ``above`` are the containers it is in: one that contains itself ends there.
+    """
     children = None if isinstance(value, Tensor) else _children(value)
     if children is None:
         yield path, value
-        return
-    for key, child in children:
-        yield from leaves(child, f"{path}.{key}" if path else str(key))
+    elif id(value) not in above:
+        above = (*above, id(value))
+        for key, child in children:
+            yield from leaves(child, f"{path}.{key}" if path else str(key), above)
 
 
-def replace(value: Any, swap: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with ``swap`` applied to every tensor; the very same object if nothing changed."""
+def replace(
+    value: Any,
+    swap: Callable[[Tensor], Tensor],
+    swapped: list[Swapped] | None = None,
+    above: tuple[int, ...] = (),
+) -> Any:
+    """The same structure with ``swap`` applied to every tensor; the very same object if nothing changed.
+
+    Lists and dicts are changed in place, since others may hold them, and noted in ``swapped`` for
+    `swap_back`; whatever cannot be changed or rebuilt stays as it is.
+    """
     if isinstance(value, Tensor):
         return swap(value)
     children = _children(value)
-    if children is None:
+    if children is None or id(value) in above:
         return value
     changed = {}
+    above = (*above, id(value))
     for key, child in children:
-        new = replace(child, swap)
+        new = replace(child, swap, swapped, above)
         if new is not child:
             changed[key] = new
-    return _rebuild(value, changed) if changed else value
+    if not changed:
+        return value
+    if isinstance(value, list | MutableMapping):
+        for key, new in changed.items():
+            if swapped is not None:
+                swapped.append((value, key, new, value[key]))
+            value[key] = new
+        return value
+    return _rebuild(value, changed)
+
+
+def swap_back(swapped: list[Swapped]) -> None:
+    """Put back what `replace` has taken out of lists and dicts, where nobody else has put something."""
+    for container, key, new, old in swapped:
+        with suppress(LookupError):
+            if container[key] is new:
+                container[key] = old
+    swapped.clear()
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
@@ -58,14 +93,25 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _rebuild(value: Any, changed: dict[Any, Any]) -> Any:
-    if isinstance(value, tuple):
-        items = [changed.get(index, item) for index, item in enumerate(value)]
-        make = getattr(type(value), "_make", type(value))
-        return make(items)
-    twin = copy.copy(value)
-    for key, item in changed.items():
-        if isinstance(value, list | Mapping):
-            twin[key] = item
-        else:
+    """A tuple or dataclass with some items changed."""
+    try:
+        if isinstance(value, tuple):
+            return _rebuild_tuple(value, [changed.get(index, item) for index, item in enumerate(value)])
+        twin = copy.copy(value)
+        for key, item in changed.items():
             object.__setattr__(twin, key, item)  # frozen dataclasses too
+    except (TypeError, AttributeError):
+        return value  # it cannot be copied
+    return twin
+
+
+def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    kind: Any = type(value)
+    if hasattr(kind, "_make"):
+        return kind._make(items)
+    if hasattr(kind, "n_sequence_fields"):  # what torch.max and others return
+        return kind(items)
+    twin: Any = tuple.__new__(kind, items)  # whatever its own constructor takes
+    if hasattr(value, "__dict__"):
+        vars(twin).update(vars(value))
     return twin

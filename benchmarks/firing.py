@@ -1,0 +1,264 @@
+"""Rows about hooks that fire, or no longer do: whole forwards and steps, ours against torch's.
+
+Takes a `Subject`, hands `Row`s to ``rows``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from measure import Row, Trial, added, interleave, ratios, spread, trial, typical
+from models import TINY
+from subject import Setting, Subject, by_torch, empty, empty_grad, empty_pre, empty_site, is_leaf
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import hookline as hl
+
+__all__ = ["backward", "capture", "everywhere", "forward", "removed", "single"]
+
+
+def removed(setting: Setting) -> Iterator[Row]:
+    """A model that carried hooks of all kinds, against copies that never did."""
+    for shape in setting.shapes:
+        subject = Subject(shape, setting)
+        num_copies = 8 if shape is TINY else 1  # where in memory a copy lands matters more than anything else
+        copies = [[copy.deepcopy(subject.model) for _ in range(3)] for _ in range(num_copies)]
+        for touched, *_ in copies:
+            touch(touched, subject)
+        for what, call in (("forward", subject.forward), ("forward and backward", subject.step)):
+            names = "touched", "fresh", "fresh again"
+            trials = [
+                over_copies(name, call, column, subject.inner, setting)
+                for name, column in zip(names, zip(*copies, strict=True), strict=True)
+            ]
+            samples = interleave(trials, setting.rounds(160 if shape is TINY else 40))
+            yield Row(
+                f"all hooks removed, {what}",
+                "a model that carried hooks of all kinds, all removed",
+                "the same model, never touched",
+                f"{shape}; {num_copies} copies in turn",
+                spread(ratios(samples, "touched", "fresh")),
+                spread(ratios(samples, "fresh again", "fresh")),
+                f"{typical(samples, 'touched') * 1e3:.3f} / {typical(samples, 'fresh') * 1e3:.3f} ms",
+                like_same=True,
+            )
+
+
+def over_copies(
+    name: str, call: Callable[[nn.Module], None], models: tuple[nn.Module, ...], inner: int, setting: Setting
+) -> Trial:
+    """A trial that takes the next of several copies each time."""
+    turns = itertools.cycle(
+        [trial(name, lambda model=model: call(model), inner=inner, device=setting.device) for model in models]
+    )
+    return lambda: next(turns)()
+
+
+def touch(model: nn.Module, subject: Subject) -> None:
+    """Put on hooks of every kind, see all of them fire, take them off."""
+    with ExitStack() as hooks:
+        for kind in hl.Kind:  # but not where inputs are integers: torch's full backward hook warns there
+            hooks.enter_context(hl.attach(model, "?*", lambda *args: None, on=kind, exclude=nn.Embedding))
+        hooks.enter_context(hl.attach(model, "*", empty, always_call=True))
+        hooks.enter_context(hl.attach(model, "*", empty_grad, on="backward", observe=True))
+        hooks.enter_context(hl.attach_everywhere(empty_pre, on="forward_pre"))
+        subject.step(model)
+        model.load_state_dict(model.state_dict())
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def forward(setting: Setting) -> Iterator[Row]:
+    """Twelve empty forward hooks, ours against torch's."""
+    for shape in setting.shapes:
+        yield from forward_of(Subject(shape, setting), setting)
+
+
+def forward_of(subject: Subject, setting: Setting) -> Iterator[Row]:
+    model = subject.model
+
+    def by_hand() -> AbstractContextManager[object]:
+        return by_torch(list(model.h), "register_forward_hook", empty)
+
+    hooked = {
+        "bare": nullcontext,
+        "torch": by_hand,
+        "torch again": by_hand,
+        "ours": lambda: hl.attach(model, "h.#", empty),
+        "observe": lambda: hl.attach(model, "h.#", empty, observe=True),
+    }
+    trials = [
+        trial(name, subject.forward, inner=subject.inner, hooked=on, device=setting.device)
+        for name, on in hooked.items()
+    ]
+    samples = interleave(trials, setting.rounds(400 if subject.shape is TINY else 40))
+    for name, asked in (("ours", ""), ("observe", ", observe=True")):
+        yield Row(
+            f"twelve empty forward hooks{asked}",
+            f'forward with `hl.attach(model, "h.#", hook{asked})`',
+            "forward with `register_forward_hook` on the same blocks",
+            str(subject.shape),
+            spread(ratios(samples, name, "torch")),
+            spread(ratios(samples, "torch again", "torch")),
+            f"{typical(samples, name) * 1e3:.3f} / {typical(samples, 'torch') * 1e3:.3f} ms "
+            f"(bare {typical(samples, 'bare') * 1e3:.3f})",
+            at_most=1.03,
+        )
+
+
+def capture(setting: Setting) -> Iterator[Row]:
+    """Twelve hooks that stay on and keep the outputs by name."""
+    subject = Subject(TINY, setting)
+    model = subject.model
+    kept: dict[str, object] = {}
+
+    def keep(module, args, output, *, site):
+        kept[site.name] = output
+
+    @contextmanager
+    def by_hand() -> Iterator[None]:
+        with ExitStack() as hooks:
+            for index, block in enumerate(model.h):
+                name = f"h.{index}"
+                hook = lambda module, args, output, name=name: kept.__setitem__(name, output)  # noqa: E731
+                hooks.enter_context(block.register_forward_hook(hook))
+            yield
+
+    hooked = {
+        "bare": nullcontext,
+        "torch": by_hand,
+        "torch again": by_hand,
+        "ours": lambda: hl.attach(model, "h.#", keep, observe=True),
+    }
+    trials = [
+        trial(name, subject.forward, inner=subject.inner, hooked=on, device=setting.device)
+        for name, on in hooked.items()
+    ]
+    samples = interleave(trials, setting.rounds(300))
+    yield Row(
+        "twelve hooks that keep the output, whole forward",
+        'one `hl.attach(model, "h.#", keep, observe=True)`, `keep` taking `site`',
+        "twelve hand-written closures through `register_forward_hook`",
+        str(TINY),
+        spread(ratios(samples, "ours", "torch")),
+        spread(ratios(samples, "torch again", "torch")),
+        f"{added(samples, 'ours', 'bare') / 12e-6:.2f} / {added(samples, 'torch', 'bare') / 12e-6:.2f} "
+        "µs per hook beyond bare",
+    )
+
+
+def everywhere(setting: Setting) -> Iterator[Row]:
+    """One empty hook on every module of the process."""
+    subject = Subject(TINY, setting)
+    model = subject.model
+    num_called = sum(not isinstance(module, nn.ModuleList) for module in model.modules())
+    hooked = {
+        "bare": nullcontext,
+        "bare again": nullcontext,
+        "torch": lambda: register_module_forward_hook(empty),
+        "torch again": lambda: register_module_forward_hook(empty),
+        "ours": lambda: hl.attach_everywhere(empty),
+    }
+    trials = [
+        trial(name, subject.forward, inner=subject.inner, hooked=on, device=setting.device)
+        for name, on in hooked.items()
+    ]
+    samples = interleave(trials, setting.rounds(200))
+    for other, words in (("torch", "forward under torch's `register_module_forward_hook`"), ("bare", "bare forward")):
+        yield Row(
+            f"empty process-wide hook, against {other}",
+            "forward under `hl.attach_everywhere(hook)`",
+            words,
+            f"{TINY}; {num_called} modules called",
+            spread(ratios(samples, "ours", other)),
+            spread(ratios(samples, f"{other} again", other)),
+            f"{typical(samples, 'ours') * 1e3:.3f} / {typical(samples, other) * 1e3:.3f} ms; "
+            f"{added(samples, 'ours', 'bare') / num_called * 1e6:.2f} µs per module, "
+            f"torch {added(samples, 'torch', 'bare') / num_called * 1e6:.2f}",
+        )
+
+
+def single(setting: Setting) -> Iterator[Row]:
+    """What one empty hook adds to one call."""
+    parent = nn.Sequential(nn.Identity())
+    module, x = parent[0], torch.zeros(1)
+
+    def by_hand() -> AbstractContextManager[object]:
+        return module.register_forward_hook(empty)
+
+    hooked: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "bare": nullcontext,
+        "torch": by_hand,
+        "torch again": by_hand,
+        "forward": lambda: hl.attach(parent, "0", empty),
+        "forward, observe=True": lambda: hl.attach(parent, "0", empty, observe=True),
+        "forward, with site": lambda: hl.attach(parent, "0", empty_site),
+        "forward, profile=True": lambda: hl.attach(parent, "0", empty, profile=True),
+        "forward, always_call=True": lambda: hl.attach(parent, "0", empty, always_call=True),
+        "forward_pre": lambda: hl.attach(parent, "0", empty_pre, on="forward_pre"),
+    }
+    trials = [trial(name, lambda: module(x), inner=10, batch=500, hooked=on) for name, on in hooked.items()]
+    samples = interleave(trials, setting.rounds(60))
+    same = spread(ratios(samples, "torch again", "torch", beyond="bare"))
+    for name in [name for name in hooked if name.startswith("forward")]:
+        yield Row(
+            f"one empty hook, {name}",
+            "what `hl.attach` adds to a call",
+            "what an empty `register_forward_hook` adds",
+            "one Identity",
+            spread(ratios(samples, name, "torch", beyond="bare")),
+            same,
+            f"{added(samples, name, 'bare') * 1e6:.2f} / {added(samples, 'torch', 'bare') * 1e6:.2f} µs",
+        )
+
+
+def backward(setting: Setting) -> Iterator[Row]:
+    """Empty gradient observation against an empty full backward hook, both beyond the bare step."""
+    for shape in setting.shapes:
+        subject = Subject(shape, setting)
+        for words, target in (("all leaf modules", is_leaf), ("the twelve blocks", "h.#")):
+            yield from backward_on(subject, words, target, setting)
+
+
+def backward_on(subject: Subject, words: str, target: object, setting: Setting) -> Iterator[Row]:
+    model = subject.model
+    modules = [site.module for site in hl.find(model, target)]
+
+    def by_hand() -> AbstractContextManager[object]:
+        return by_torch(modules, "register_full_backward_hook", empty_grad)
+
+    hooked: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "bare": nullcontext,
+        "torch": by_hand,
+        "torch again": by_hand,
+        "a hook that returns nothing": lambda: hl.attach(model, target, empty_grad, on="backward"),
+        "observe=True": lambda: hl.attach(
+            model, target, lambda module, grad_input, grad_output: None, on="backward", observe=True
+        ),
+        "a hook that may edit": lambda: hl.attach(
+            model, target, lambda module, grad_input, grad_output: grad_input, on="backward"
+        ),
+    }
+    trials = [
+        trial(name, subject.step, inner=max(subject.inner // 2, 2), hooked=on, device=setting.device)
+        for name, on in hooked.items()
+    ]
+    samples = interleave(trials, setting.rounds(100 if subject.shape is TINY else 20))
+    same = spread(ratios(samples, "torch again", "torch", beyond="bare"))
+    num = len(modules)
+    for name in list(hooked)[3:]:
+        yield Row(
+            f"empty gradient hook on {words}: {name}",
+            'what `hl.attach(…, on="backward")` adds to a step',
+            "what `register_full_backward_hook` adds",
+            f"{subject.shape}; {num} modules",
+            spread(ratios(samples, name, "torch", beyond="bare")),
+            same,
+            f"{added(samples, name, 'bare') / num * 1e6:.1f} / {added(samples, 'torch', 'bare') / num * 1e6:.1f} "
+            f"µs per module (bare step {typical(samples, 'bare') * 1e3:.2f} ms)",
+            at_most=None if name == "a hook that may edit" else 0.5,
+        )

@@ -1,0 +1,104 @@
+"""The page of results.
+
+Takes `Row`s from ``run``, writes them as one section (CPU or GPU) of a Markdown page and leaves the other
+section of that page, measured on another machine perhaps, as it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from measure import Row
+
+import hookline
+
+__all__ = ["console_line", "write"]
+
+SECTIONS = ("CPU", "GPU")
+
+INTRO = """\
+# Results
+
+Written by `python benchmarks/run.py` (`make bench`); what the rows are and how they are measured is in the files beside
+this page.
+
+Each ratio is the median over many rounds, with its quartiles. In a round every variant runs once, in shuffled order, in
+one process with one torch thread and the garbage collector off; it counts with the least of several timings, and the
+ratio is formed inside the round. The A/A column is the denominator measured against itself in the same rounds: a
+difference smaller than that spread is none. On the CPU it is CPU time of the thread, on the GPU wall-clock time up to a
+synchronize. Rows without a target only inform; a missed target stays on the page.
+"""
+
+HEADER = (
+    "row", "numerator", "denominator", "model", "ratio [quartiles]", "A/A [quartiles]", "measured", "target", "result",
+)  # fmt: skip
+
+
+def write(path: Path, section: str, rows: Sequence[Row]) -> None:
+    """Put a section into the page, in place of the one of that name."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    parts = re.split(r"^## (CPU|GPU)$", text, flags=re.MULTILINE)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    sections[section] = body(section, rows)
+    page = [INTRO, *(f"## {name}\n\n{sections[name].strip()}\n" for name in SECTIONS if name in sections)]
+    path.write_text("\n".join(page), encoding="utf-8")
+
+
+def body(section: str, rows: Sequence[Row]) -> str:
+    """Where and when it was measured, and the table."""
+    lines = [
+        f"- machine: {machine(section)}",
+        f"- versions: Python {platform.python_version()}, torch {torch.__version__}, hookline {hookline.__version__}",
+        f"- date: {datetime.date.today().isoformat()}",
+        "",
+        line(HEADER),
+        line(["---"] * len(HEADER)),
+    ]
+    lines += [
+        line(
+            (
+                row.name,
+                row.numerator,
+                row.denominator,
+                row.model,
+                row.ratio,
+                row.same,
+                row.absolute,
+                row.target,
+                row.verdict,
+            )
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def console_line(row: Row) -> str:
+    """A row for the terminal."""
+    verdict = row.verdict.strip("*")
+    return f"{row.name:<66}  {row.ratio!s:>23}  A/A {row.same!s:>23}  {row.target:>16}  {verdict:<6}  {row.absolute}"
+
+
+def line(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def machine(section: str) -> str:
+    """Processor, cores and system; for the GPU section the device as well."""
+    host = f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+    return f"{torch.cuda.get_device_name()}; {host}" if section == "GPU" else host
+
+
+def processor() -> str:
+    """The processor's own name for itself."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()

@@ -1,0 +1,523 @@
+"""Source 001 (InfiniTrain), module half: hooks that observe, in a fixed order, and come off at once.
+
+Each test is one module-level scenario of S2 in ACCEPTANCE.md, or a rule of DESIGN.md §5 that decides it.
+Functions, tensors and the precision checker have files of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+FORWARD_KINDS = ["forward_pre", "forward"]
+BACKWARD_KINDS = ["backward_pre", "backward", "full_backward"]
+GRADIENT_KINDS = ["backward_pre", "backward"]
+RUN_KINDS = FORWARD_KINDS + BACKWARD_KINDS
+
+
+class Add(nn.Module):
+    def forward(self, a, b):
+        return a + b
+
+
+class PassThrough(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class TwoOps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Reuse(nn.Module):
+    """One block, called three times in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.tanh(self.block(x))
+        return x
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def batch(rows=4, columns=3, *, requires_grad=True):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, columns, generator=generator, requires_grad=requires_grad)
+
+
+def logger(events, label):
+    """A hook for any kind that notes its label and returns nothing."""
+
+    def hook(*_):
+        events.append(label)
+
+    return hook
+
+
+def grads_of(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same_grads(model, reference):
+    for (name, grad), expected in zip(grads_of(model).items(), grads_of(reference).values(), strict=True):
+        assert torch.equal(grad, expected), name
+
+
+# -- order, and taking off --------------------------------------------------------------------------------
+
+
+def test_three_pre_hooks_are_removed_one_by_one():
+    """Removing one of three hooks leaves the others counting: (1,1,1), (2,1,2), (2,1,3)."""
+    module, counts = Add(), [0, 0, 0]
+
+    def counter(index):
+        def hook(module, inputs):
+            counts[index] += 1
+
+        return hook
+
+    handles = [hl.attach(module, counter(index), on="forward_pre") for index in range(3)]
+    a, b = torch.ones(2), torch.ones(2)
+    module(a, b)
+    assert counts == [1, 1, 1]
+    handles[1].remove()
+    module(a, b)
+    assert counts == [2, 1, 2]
+    handles[0].remove()
+    module(a, b)
+    assert counts == [2, 1, 3]
+    handles[2].remove()
+    module(a, b)
+    assert counts == [2, 1, 3]
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+def test_hooks_of_one_kind_run_in_registration_order(kind):
+    """Hooks of one kind on one module fire in the order they were attached."""
+    module, events = nn.Linear(3, 2), []
+    for label in "abc":
+        hl.attach(module, logger(events, label), on=kind)
+    module(batch()).sum().backward()
+    assert events == ["a", "b", "c"]
+
+
+def test_the_four_kinds_fire_in_the_order_of_the_call():
+    """forward_pre, the forward, forward_post, then in the backward pass backward_pre before backward_post."""
+    events = []
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            events.append("forward()")
+            return super().forward(x)
+
+    module = Noting(3, 2)
+    for kind in ("backward_post", "forward_post", "backward_pre", "forward_pre"):
+        hl.attach(module, logger(events, kind), on=kind)
+    output = module(batch())
+    assert events == ["forward_pre", "forward()", "forward_post"]
+    output.sum().backward()
+    assert events[3:] == ["backward_pre", "backward_post"]
+
+
+@pytest.mark.parametrize("editing", [False, True], ids=["observing", "editing"])
+@pytest.mark.parametrize("given", ["leaf", "non_leaf", "data"])
+def test_nested_modules_open_and_close_like_brackets(given, editing):
+    """A parent's backward begins before its children's and ends after them, whatever its input needs."""
+    model, events = mlp(), []
+
+    def editor(label):
+        def hook(module, grads, *_):
+            events.append(label)
+            return grads
+
+        return hook
+
+    make = editor if editing else lambda label: logger(events, label)
+    for name in ("", "0", "1", "2"):
+        module = model.get_submodule(name)
+        hl.attach(module, make(f"pre {name}"), on="backward_pre")
+        hl.attach(module, make(f"post {name}"), on="backward")
+    x = batch(requires_grad=given != "data")
+    model(x * 1 if given == "non_leaf" else x).sum().backward()
+    assert events == ["pre ", "pre 2", "post 2", "pre 1", "post 1", "pre 0", "post 0", "post "]
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+def test_a_handle_is_removed_twice_without_harm(kind):
+    """remove() may be called again; the hook stays off and its neighbour stays on."""
+    module, events = nn.Linear(3, 2), []
+    handle = hl.attach(module, logger(events, "gone"), on=kind)
+    hl.attach(module, logger(events, "stays"), on=kind)
+    handle.remove()
+    handle.remove()
+    module(batch()).sum().backward()
+    assert events == ["stays"]
+    assert isinstance(handle, hl.HookHandle)
+    assert isinstance(handle, torch.utils.hooks.RemovableHandle)
+
+
+# -- observing only ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sees", ["edited", "raw"])
+def test_observers_that_return_values_change_nothing(sees):
+    """What an observe=True hook returns is ignored: outputs and gradients are bit-identical to no hooks."""
+    model, x = mlp(), batch()
+    reference, x_reference = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    fired = []
+
+    def junk(module, *values):
+        fired.append(module)
+        return "junk"
+
+    handles = [
+        hl.attach(model, "*", junk, on=kind, observe=True, sees=sees)
+        for kind in ("forward_pre", "forward", "backward_pre", "backward")
+    ]
+    output, expected = model(x), reference(x_reference)
+    assert torch.equal(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert_same_grads(model, reference)
+    assert torch.equal(x.grad, x_reference.grad)
+    assert len(fired) == 4 * 4
+    assert [handle.report().fired for handle in handles] == [4, 4, 4, 4]
+
+
+def test_observers_leave_a_training_run_bit_identical():
+    """Five optimizer steps with observers of all kinds end in the same weights, momenta and random state."""
+
+    def train(hooked):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.LayerNorm(8), nn.Linear(8, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen = []
+        if hooked:
+            for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+                hl.attach(model, "*", lambda module, *values: seen.append(values), on=kind, observe=True)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(6, 3)).square().mean().backward()
+            optimizer.step()
+        moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
+        return list(model.parameters()), moments, torch.get_rng_state(), len(seen)
+
+    (weights, moments, random_state, seen), (plain, plain_moments, plain_state, _) = train(True), train(False)
+    assert seen == 5 * 4 * 6
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(moments, plain_moments, strict=True))
+    assert torch.equal(random_state, plain_state)
+
+
+# -- calling ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+def test_calling_forward_directly_fires_nothing(kind):
+    """module.forward(x) is silent for every kind, also in its backward pass; module(x) is not."""
+    module, events = nn.Linear(3, 2), []
+    hl.attach(module, logger(events, kind), on=kind)
+    module.forward(batch()).sum().backward()
+    assert events == []
+    module(batch()).sum().backward()
+    assert events == [kind]
+
+
+def test_a_subclass_only_overrides_forward():
+    """A subclass that overrides nothing but forward carries hooks of all four kinds."""
+    module, events = TwoOps(), []
+    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+        hl.attach(module, logger(events, kind), on=kind)
+    module(batch()).sum().backward()
+    assert events == ["forward_pre", "forward", "backward_pre", "backward"]
+
+
+def test_under_no_grad_only_forward_hooks_fire():
+    """Under no_grad and inference_mode forward hooks fire, and a later, unrelated backward fires nothing."""
+    model, events = mlp(), []
+    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+        hl.attach(model[0], logger(events, kind), on=kind)
+    with torch.no_grad():
+        assert not model(batch()).requires_grad
+    assert events == ["forward_pre", "forward"]
+    with torch.inference_mode():
+        model(batch())
+    assert events == ["forward_pre", "forward"] * 2
+    model[2](batch(columns=5)).sum().backward()
+    assert events == ["forward_pre", "forward"] * 2
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_block_called_three_times_numbers_its_calls_anew_in_each_iteration(kind):
+    """The calls of a reused block carry 0, 1, 2 in each iteration; the backward meets them last first."""
+    model, calls = Reuse(), []
+
+    def hook(module, *values, site):
+        calls.append((site.name, site.step, site.call))
+
+    hl.attach(model, "block", hook, on=kind)
+    for _ in range(2):
+        model(batch(columns=4)).sum().backward()
+    order = [0, 1, 2] if kind == "forward" else [2, 1, 0]
+    assert calls == [("block", step, call) for step in range(2) for call in order]
+
+
+# -- whose gradients --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("returns", [None, "same"], ids=["observing", "editing"])
+def test_a_pass_through_module_reports_itself_once_and_not_its_producer(returns):
+    """Hooks on a module that returns its input fire once, for it; the producer's hook fires once, for the producer."""
+    model, events = nn.Sequential(nn.Linear(3, 4), PassThrough(), nn.Linear(4, 2)), []
+
+    def hook(module, grad_input, grad_output, *, site):
+        events.append((site.name, grad_input[0], grad_output[0]))
+        return grad_input if returns else None
+
+    hl.attach(model, ["0", "1"], hook, on="backward")
+    model(batch()).sum().backward()
+    assert [name for name, _, _ in events] == ["1", "0"]
+    through = torch.ones(4, 2) @ model[2].weight
+    assert torch.equal(events[0][1], through)
+    assert torch.equal(events[0][2], through)
+    assert torch.equal(events[1][2], through)
+    assert torch.equal(events[1][1], through @ model[0].weight)
+
+
+def test_a_hook_on_the_producer_alone_is_not_fired_for_the_pass_through_module():
+    """With only the pass-through module hooked, the producer fires nothing, and the other way round."""
+    model, events = nn.Sequential(nn.Linear(3, 4), PassThrough(), nn.Linear(4, 2)), []
+    with hl.attach(model, "1", lambda module, gi, go: events.append(type(module).__name__), on="backward"):
+        model(batch()).sum().backward()
+    assert events == ["PassThrough"]
+    with hl.attach(model, "0", lambda module, gi, go: events.append(type(module).__name__), on="backward"):
+        model(batch()).sum().backward()
+    assert events == ["PassThrough", "Linear"]
+
+
+@pytest.mark.parametrize("returns", [None, "same"], ids=["observing", "editing"])
+def test_a_two_op_module_reports_gradients_of_its_own_inputs_and_outputs(returns):
+    """For Linear then tanh, grad_input belongs to the module's input, without weights; grad_output to its output."""
+    module, x, seen = TwoOps(), batch(), []
+    reference, x_reference = copy.deepcopy(module), x.detach().clone().requires_grad_()
+
+    def hook(module, grad_input, grad_output):
+        seen.append((grad_input, grad_output))
+        return grad_input if returns else None
+
+    hl.attach(module, hook, on="backward_post")
+    upstream = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    module(x).backward(upstream)
+    reference(x_reference).backward(upstream)
+    [(grad_input, grad_output)] = seen
+    assert len(grad_input) == len(grad_output) == 1
+    assert torch.equal(grad_input[0], x_reference.grad)
+    assert torch.equal(grad_output[0], upstream)
+    assert torch.equal(x.grad, x_reference.grad)
+    assert_same_grads(module, reference)
+
+
+# -- between forward and backward -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BACKWARD_KINDS)
+def test_a_hook_removed_between_forward_and_backward_does_not_fire(kind):
+    """Removal takes effect at once, for a call whose forward is already over too, and spares its neighbour."""
+    module, events = nn.Linear(3, 2), []
+    handle = hl.attach(module, logger(events, "removed"), on=kind)
+    hl.attach(module, logger(events, "kept"), on=kind)
+    module(batch()).sum().backward()
+    assert events == ["removed", "kept"]
+    output = module(batch())
+    handle.remove()
+    output.sum().backward()
+    assert events == ["removed", "kept", "kept"]
+
+
+@pytest.mark.parametrize("kind", BACKWARD_KINDS)
+def test_the_last_hook_removed_between_forward_and_backward_does_not_fire(kind):
+    """The same for the only hook on a module: the graph holds nothing that still fires."""
+    module, events, x = nn.Linear(3, 2), [], batch()
+    handle = hl.attach(module, logger(events, "removed"), on=kind)
+    module(x).sum().backward()
+    assert events == ["removed"]
+    output, x.grad = module(x), None
+    handle.remove()
+    output.sum().backward()
+    assert events == ["removed"]
+    assert torch.equal(x.grad, torch.ones(4, 2) @ module.weight)
+
+
+@pytest.mark.parametrize("kind", BACKWARD_KINDS)
+@pytest.mark.parametrize("beside", [True, False], ids=["beside_another", "alone"])
+def test_a_hook_added_between_forward_and_backward_does_not_fire_for_that_call(kind, beside):
+    """A hook takes part in the calls that begin after it was attached, whatever else is on the module."""
+    module, events = nn.Linear(3, 2), []
+    if beside:
+        hl.attach(module, lambda *_: None, on=kind)
+    output = module(batch())
+    hl.attach(module, logger(events, "late"), on=kind)
+    output.sum().backward()
+    assert events == []
+    module(batch()).sum().backward()
+    assert events == ["late"]
+
+
+# -- hooks on everything ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+@pytest.mark.parametrize("everywhere_last", [True, False])
+def test_everywhere_hooks_run_before_module_hooks(kind, everywhere_last):
+    """Hooks on everything go before hooks on the module, whichever came first, in every kind."""
+    module, events = nn.Linear(3, 2), []
+    if everywhere_last:
+        hl.attach(module, logger(events, "local"), on=kind)
+    with hl.attach_everywhere(logger(events, "everywhere"), on=kind):
+        if not everywhere_last:
+            hl.attach(module, logger(events, "local"), on=kind)
+        module(batch()).sum().backward()
+    assert events == ["everywhere", "local"]
+
+
+@pytest.mark.parametrize("kind", ["backward", "full_backward"])
+def test_everywhere_and_module_backward_hooks_take_their_arguments_in_one_order(kind):
+    """Both are called as (module, grad_input, grad_output)."""
+    module, x, seen = nn.Linear(3, 2), batch(), []
+
+    def hook(module, grad_input, grad_output):
+        seen.append((module, [g.shape for g in grad_input], [g.shape for g in grad_output]))
+
+    hl.attach(module, hook, on=kind)
+    with hl.attach_everywhere(hook, on=kind):
+        module(x).sum().backward()
+    assert seen == [(module, [(4, 3)], [(4, 2)])] * 2
+
+
+# -- hooks that come and go while firing ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+def test_a_hook_may_remove_itself_while_firing(kind):
+    """Self-removal neither crashes nor keeps the next hook from this call; from the next call on it is off."""
+    module, events = nn.Linear(3, 2), []
+
+    def once(*_):
+        events.append("once")
+        handle.remove()
+
+    handle = hl.attach(module, once, on=kind)
+    hl.attach(module, logger(events, "always"), on=kind)
+    for _ in range(2):
+        module(batch()).sum().backward()
+    assert events == ["once", "always", "always"]
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+@pytest.mark.parametrize("with_observer", [False, True], ids=["editor", "observer"])
+def test_a_hook_that_removes_a_later_one_does_not_affect_this_call(kind, with_observer):
+    """The current call uses a snapshot: the later hook, plain or observer, still runs, and is off afterwards."""
+    module, events = nn.Linear(3, 2), []
+
+    def remover(*_):
+        events.append("remover")
+        if events.count("remover") == 2:
+            later.remove()
+
+    hl.attach(module, remover, on=kind)
+    later = hl.attach(module, logger(events, "later"), on=kind, observe=with_observer)
+    for _ in range(3):
+        module(batch()).sum().backward()
+    assert events == ["remover", "later", "remover", "later", "remover"]
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+def test_a_hook_removed_in_its_first_call_before_its_turn_is_not_reported_as_silent(kind):
+    """The call is still under way, and the snapshot runs the hook: no HookNeverFired, and one firing."""
+    module, events = nn.Linear(3, 2), []
+    hl.attach(module, lambda *_: later.remove(), on=kind)
+    later = hl.attach(module, logger(events, "later"), on=kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(batch()).sum().backward()
+    assert events == ["later"]
+    assert later.report().fired == 1
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+@pytest.mark.parametrize("with_observer", [False, True], ids=["editor", "observer"])
+def test_a_hook_that_adds_another_does_not_affect_this_call(kind, with_observer):
+    """A hook added while its site is firing, plain or observer, begins with the next call."""
+    module, events, added = nn.Linear(3, 2), [], []
+
+    def adder(*_):
+        events.append("adder")
+        if not added:
+            added.append(hl.attach(module, logger(events, "added"), on=kind, observe=with_observer))
+
+    hl.attach(module, adder, on=kind)
+    hl.attach(module, logger(events, "watcher"), on=kind, observe=True)
+    module(batch()).sum().backward()
+    assert events == ["adder", "watcher"]
+    module(batch()).sum().backward()
+    assert sorted(events[2:]) == ["added", "adder", "watcher"]
+
+
+@pytest.mark.parametrize("kind", FORWARD_KINDS)
+def test_a_hook_that_takes_kwargs_may_be_removed_in_the_middle_of_a_call(kind):
+    """Options are kept with the hook: a with_kwargs hook removed by an earlier one still gets its kwargs."""
+    seen = []
+
+    class Scale(nn.Module):
+        def forward(self, x, *, by):
+            return x * by
+
+    def remover(*_):
+        if seen:
+            later.remove()
+
+    module = Scale()
+    hl.attach(module, remover, on=kind)
+    later = hl.attach(module, lambda module, args, kwargs, *_: seen.append(kwargs["by"]), on=kind, with_kwargs=True)
+    for by in (2.0, 3.0, 4.0):
+        module(batch(), by=by)
+    assert seen == [2.0, 3.0]
+
+
+def test_everywhere_hooks_may_come_and_go_while_everywhere_hooks_fire():
+    """A process-wide hook that removes itself and adds another leaves the current call alone."""
+    model, events = mlp(), []
+
+    def first(module, args, output):
+        events.append("first")
+        if not handles[1:]:
+            handles.append(hl.attach_everywhere(logger(events, "second")))
+            handles[0].remove()
+
+    handles = [hl.attach_everywhere(first)]
+    try:
+        model[0](batch())
+        assert events == ["first"]
+        model[0](batch())
+        assert events == ["first", "second"]
+    finally:
+        for handle in handles:
+            handle.remove()

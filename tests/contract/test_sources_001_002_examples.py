@@ -1,0 +1,556 @@
+"""The usage examples of sources 001 (module half) and 002, run as they are written.
+
+Source 001 is C++: its calls are in Python spelling, ``hl.attach(module, hook, on="forward_pre")``. Source 002's run
+twice: natively, with torch's own ``register_*`` calls and observers of ours on the same modules, and with
+``hl.attach`` in their place. Its resnet50 is a small local network with the same names.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+import hookline as hl
+
+KINDS = {
+    "register_forward_pre_hook": "forward_pre",
+    "register_forward_hook": "forward",
+    "register_full_backward_pre_hook": "backward_pre",
+    "register_full_backward_hook": "backward",
+    "register_state_dict_pre_hook": "state_dict_pre",
+    "register_state_dict_post_hook": "state_dict_post",
+    "register_load_state_dict_pre_hook": "load_state_dict_pre",
+    "register_load_state_dict_post_hook": "load_state_dict_post",
+}
+OBSERVED = ("forward_pre", "forward", "backward_pre", "backward")
+
+
+class ResNet(nn.Module):
+    """Stands in for torchvision's resnet50: the same names, three channels in, ten classes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, padding=1)
+        self.relu = nn.ReLU()
+        self.layer3 = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.layer4 = nn.Sequential(nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.fc = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.layer4(self.layer3(self.relu(self.conv1(x))))
+        return self.fc(x.mean((2, 3)))
+
+
+class Classifier(nn.Module):
+    """A model with a backbone and a head, and something before the backbone."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(3, 4)
+        self.backbone = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(self.backbone(torch.tanh(self.stem(x))))
+
+
+def batch(*shape, requires_grad=False):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, generator=generator, requires_grad=requires_grad)
+
+
+@pytest.fixture(params=["native", "attach"])
+def register(request):
+    """Registers a hook as source 002 does: natively beside observers of ours, or through ``hl.attach``.
+
+    In the native form the test ends with the claim that ours fired beside torch's and left them alone.
+    """
+    beside = []
+
+    def native(module, method, hook, **options):
+        handle = getattr(module, method)(hook, **options)
+        own = KINDS[method]
+        ours = {"always_call": options.get("always_call", False), "observe": True} if own == "forward" else {}
+        beside.append(hl.attach(module, lambda *_: None, on=own, **ours))
+        for kind in OBSERVED if own in OBSERVED else ():
+            hl.attach(module, lambda *_: None, on=kind, observe=True)
+        return handle
+
+    def attach(module, method, hook, **options):
+        return hl.attach(module, hook, on=KINDS[method], **options)
+
+    torch.manual_seed(0)
+    yield native if request.param == "native" else attach
+    assert bool(beside) == (request.param == "native")
+    for handle in beside:
+        assert handle.report().fired > 0, handle
+
+
+# -- source 001, sections 1, 4 and 7: module hooks ---------------------------------------------------------
+
+
+def test_001_forward_pre_hook():
+    """§1.1: called before the forward, with the module and its inputs."""
+    module, seen, x = nn.Linear(3, 2), [], batch(4, 3)
+
+    def hook(mod, inputs):
+        seen.append((mod, inputs))
+
+    handle = hl.attach(module, hook, on="forward_pre")
+    module(x)
+    [(mod, inputs)] = seen
+    assert mod is module
+    assert inputs == (x,)
+    assert isinstance(handle, hl.HookHandle)
+
+
+def test_001_forward_post_hook():
+    """§1.2: called after the forward, with the module, its inputs and its outputs."""
+    module, seen, x = nn.Linear(3, 2), [], batch(4, 3)
+
+    def hook(mod, inputs, outputs):
+        seen.append((mod, inputs, outputs))
+
+    hl.attach(module, hook, on="forward_post")
+    output = module(x)
+    [(mod, inputs, outputs)] = seen
+    assert mod is module
+    assert inputs == (x,)
+    assert outputs is output
+
+
+def test_001_backward_pre_hook():
+    """§1.3: called before the module's backward, with the gradients of its outputs."""
+    module, seen, x = nn.Linear(3, 2), [], batch(4, 3, requires_grad=True)
+
+    def hook(mod, grad_outputs):
+        seen.append((mod, grad_outputs, mod.weight.grad))
+
+    hl.attach(module, hook, on="backward_pre")
+    module(x).sum().backward()
+    [(mod, grad_outputs, weight_grad)] = seen
+    assert mod is module
+    assert len(grad_outputs) == 1
+    assert torch.equal(grad_outputs[0], torch.ones(4, 2))
+    assert weight_grad is None
+
+
+def test_001_backward_post_hook():
+    """§1.4: called after the module's backward, with the gradients of its inputs and of its outputs."""
+    module, seen, x = nn.Linear(3, 2), [], batch(4, 3, requires_grad=True)
+
+    def hook(mod, grad_inputs, grad_outputs):
+        seen.append((mod, grad_inputs, grad_outputs, mod.weight.grad is not None))
+
+    hl.attach(module, hook, on="backward_post")
+    module(x).sum().backward()
+    [(mod, grad_inputs, grad_outputs, has_weight_grad)] = seen
+    assert mod is module
+    assert [grad.shape for grad in grad_inputs] == [(4, 3)]
+    assert torch.equal(grad_inputs[0], torch.ones(4, 2) @ module.weight)
+    assert torch.equal(grad_outputs[0], torch.ones(4, 2))
+    assert has_weight_grad
+
+
+def test_001_basic_module_hooks():
+    """The source's own test: all four kinds on an identity module, one output, each fired once."""
+    module, events = nn.Identity(), []
+    for kind in OBSERVED:
+        hl.attach(module, lambda *_, kind=kind: events.append(kind), on=kind)
+    output = module(batch(2, 3, requires_grad=True))
+    assert output.shape == (2, 3)
+    output.sum().backward()
+    assert events == list(OBSERVED)
+
+
+def test_001_hook_remove():
+    """§4: every registration returns a handle; Remove leaves the other hooks alone, also when called twice."""
+    module, events = nn.Identity(), []
+    first = hl.attach(module, lambda mod, inputs: events.append("first"), on="forward_pre")
+    hl.attach(module, lambda mod, inputs: events.append("second"), on="forward_pre")
+    module(batch(2))
+    first.remove()
+    first.remove()
+    module(batch(2))
+    assert events == ["first", "second", "second"]
+
+
+def test_001_module_call_flow():
+    """§5, the module's part of the picture: pre-hooks, Forward, post-hooks; backward from the last layer up."""
+    events = []
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            events.append(f"{self.label} Forward")
+            return super().forward(x)
+
+    model = nn.Sequential(Layer(3, 3), Layer(3, 3))
+    for label, layer in zip("ab", model, strict=True):
+        layer.label = label
+        for kind in ("forward_pre", "forward_post", "backward_pre", "backward_post"):
+            hl.attach(layer, lambda mod, *_, kind=kind: events.append(f"{mod.label} {kind}"), on=kind)
+    model(batch(2, 3, requires_grad=True)).sum().backward()
+    assert events == [
+        "a forward_pre",
+        "a Forward",
+        "a forward_post",
+        "b forward_pre",
+        "b Forward",
+        "b forward_post",
+        "b backward_pre",
+        "b backward_post",
+        "a backward_pre",
+        "a backward_post",
+    ]
+
+
+def test_001_calling_the_module_and_not_its_forward():
+    """§7.3: (*module)(inputs) triggers the hooks, module->Forward(inputs) does not."""
+    module, events = nn.Linear(3, 2), []
+    hl.attach(module, lambda mod, inputs: events.append("fired"), on="forward_pre")
+    module.forward(batch(4, 3))
+    assert events == []
+    module(batch(4, 3))
+    assert events == ["fired"]
+
+
+# -- source 002, sections 3 to 7 ---------------------------------------------------------------------------
+
+
+def test_002_input_logger_hook(register, capsys):
+    """§3.1: prints the input's shape before the forward, until the handle is removed."""
+    model, x = nn.Linear(3, 2), batch(4, 3)
+
+    def input_logger_hook(module, args):
+        print(f"[{module.__class__.__name__}] Input shape: {args[0].shape}")
+        return None
+
+    handle = register(model, "register_forward_pre_hook", input_logger_hook)
+    output = model(x)
+    handle.remove()
+    assert capsys.readouterr().out == "[Linear] Input shape: torch.Size([4, 3])\n"
+    assert torch.equal(model(x), output)
+    assert capsys.readouterr().out == ""
+
+
+def test_002_forward_pre_hook_options(register):
+    """§3.1: prepend=True goes first, with_kwargs=True is called with kwargs and may return both."""
+    events = []
+
+    class Scale(nn.Module):
+        def forward(self, x, *, by):
+            return x * by
+
+    def doubled(module, args, kwargs):
+        events.append("second")
+        return args, {"by": kwargs["by"] * 2}
+
+    model = Scale()
+    register(model, "register_forward_pre_hook", doubled, with_kwargs=True)
+    register(model, "register_forward_pre_hook", lambda module, args: events.append("first"), prepend=True)
+    assert torch.equal(model(torch.ones(2), by=3.0), torch.full((2,), 6.0))
+    assert events == ["first", "second"]
+
+
+def test_002_always_call(register):
+    """§3.2: with always_call=True the forward hook runs although the forward raises, for cleaning up."""
+    open_resources = ["resource"]
+
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise ValueError("forward failed")
+
+    def cleanup(module, args, output):
+        assert output is None
+        open_resources.clear()
+
+    model = Failing()
+    register(model, "register_forward_hook", cleanup, always_call=True)
+    with pytest.raises(ValueError, match="forward failed"):
+        model(batch(2))
+    assert open_resources == []
+
+
+def test_002_backward_hooks_edit_gradients(register):
+    """§4.1, §4.2: the pre hook changes the incoming gradient, the hook what is passed on."""
+    model, x = nn.Linear(3, 2), batch(4, 3, requires_grad=True)
+    register(model, "register_full_backward_pre_hook", lambda module, grad_output: (grad_output[0] * 2,))
+    register(model, "register_full_backward_hook", lambda module, gi, go: (gi[0] * 4,))
+    model(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 2), 2.0) @ model.weight * 4)
+    assert torch.equal(model.bias.grad, torch.full((2,), 8.0))
+
+
+def test_002_execution_flow(register):
+    """§5.2: the sequence diagram, with torch's global hooks before the module's in every phase."""
+    events = []
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            events.append("forward()")
+            return super().forward(x)
+
+    model = Noting(3, 2)
+
+    def note(label):
+        return lambda *_: events.append(label)
+
+    for method in ("register_forward_pre_hook", "register_forward_hook"):
+        register(model, method, note(f"module {method}"))
+    register(model, "register_full_backward_pre_hook", note("module register_full_backward_pre_hook"))
+    register(model, "register_full_backward_hook", note("module register_full_backward_hook"))
+    with (
+        torch_module.register_module_forward_pre_hook(note("global forward pre")),
+        torch_module.register_module_forward_hook(note("global forward")),
+    ):
+        model(batch(4, 3, requires_grad=True)).sum().backward()
+    assert events == [
+        "global forward pre",
+        "module register_forward_pre_hook",
+        "forward()",
+        "global forward",
+        "module register_forward_hook",
+        "module register_full_backward_pre_hook",
+        "module register_full_backward_hook",
+    ]
+
+
+GLOBALS = {
+    "register_module_forward_pre_hook": "forward_pre",
+    "register_module_forward_hook": "forward",
+    "register_module_full_backward_pre_hook": "backward_pre",
+    "register_module_full_backward_hook": "backward",
+}
+
+
+@pytest.mark.parametrize("form", ["native", "attach"])
+def test_002_global_hooks(form):
+    """§6: each of the four global registrations reaches every module, before the module's own hooks."""
+    model, events = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), []
+
+    def note(label):
+        return lambda module, *_: events.append(f"{label} {type(module).__name__}")
+
+    for kind in GLOBALS.values():
+        hl.attach(model[0], note(f"local {kind}"), on=kind)
+    handles = []
+    for method, kind in GLOBALS.items():
+        hook = note(f"global {kind}")
+        native = getattr(torch_module, method)
+        handles.append(native(hook) if form == "native" else hl.attach_everywhere(hook, on=kind))
+    model(batch(2, 3, requires_grad=True)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    for kind in GLOBALS.values():
+        fired = [event for event in events if f" {kind} " in event]
+        assert sorted(fired) == sorted(
+            [f"global {kind} {name}" for name in ("Sequential", "Linear", "Tanh")] + [f"local {kind} Linear"]
+        )
+    linear = [event for event in events if event.endswith("Linear")]
+    assert linear[:4] == [
+        "global forward_pre Linear",
+        "local forward_pre Linear",
+        "global forward Linear",
+        "local forward Linear",
+    ]
+    if form == "attach":
+        assert linear[4:] == [
+            "global backward_pre Linear",
+            "local backward_pre Linear",
+            "global backward Linear",
+            "local backward Linear",
+        ]
+    events.clear()
+    model(batch(2, 3))
+    assert events == ["local forward_pre Linear", "local forward Linear"]
+
+
+def test_002_state_dict_hooks(register):
+    """§7: the four registrations with their documented signatures, on saving and on loading."""
+    model, calls = nn.Linear(3, 2), []
+
+    def pre(module, prefix, keep_vars):
+        calls.append(("pre", prefix, keep_vars))
+
+    def post(module, destination, prefix, local_metadata):
+        calls.append(("post", sorted(destination), prefix))
+        destination["note"] = torch.ones(1)
+
+    def load_pre(module, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        calls.append(("load_pre", sorted(state_dict), prefix, strict))
+        del state_dict["note"]
+
+    def load_post(module, incompatible_keys):
+        calls.append(("load_post", list(incompatible_keys.missing_keys)))
+
+    register(model, "register_state_dict_pre_hook", pre)
+    register(model, "register_state_dict_post_hook", post)
+    register(model, "register_load_state_dict_pre_hook", load_pre)
+    register(model, "register_load_state_dict_post_hook", load_post)
+    model.load_state_dict(model.state_dict())
+    assert calls == [
+        ("pre", "", False),
+        ("post", ["bias", "weight"], ""),
+        ("load_pre", ["bias", "note", "weight"], "", True),
+        ("load_post", []),
+    ]
+
+
+# -- source 002, section 8: use cases ----------------------------------------------------------------------
+
+
+def test_002_feature_extraction(register):
+    """§8.1: intermediate features of two named layers, detached, as the model computed them."""
+    features = {}
+
+    def get_features(name):
+        def hook(module, input, output):
+            features[name] = output.detach()
+
+        return hook
+
+    model, input_tensor = ResNet().eval(), batch(2, 3, 8, 8, requires_grad=True)
+    register(model.layer3, "register_forward_hook", get_features("layer3"))
+    register(model.layer4, "register_forward_hook", get_features("layer4"))
+
+    output = model(input_tensor)
+    output.sum().backward()
+    plain = ResNet().eval()
+    plain.load_state_dict(model.state_dict())
+    layer3 = plain.layer3(plain.relu(plain.conv1(input_tensor)))
+    assert torch.equal(features["layer3"], layer3)
+    assert torch.equal(features["layer4"], plain.layer4(layer3))
+    assert torch.equal(plain(input_tensor), output)
+    assert not features["layer4"].requires_grad
+
+
+def test_002_gradient_clipping(register):
+    """§8.2: every Linear passes on a gradient within ±1; its own parameters' are not bounded by this hook."""
+    passed_on = []
+
+    def gradient_clipping_hook(module, grad_input, grad_output):
+        clipped = tuple(g.clamp(-1.0, 1.0) if g is not None else g for g in grad_input)
+        passed_on.append(clipped[0])
+        return clipped
+
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), batch(5, 3, requires_grad=True)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            register(module, "register_full_backward_hook", gradient_clipping_hook)
+
+    (model(x) * 100).sum().backward()
+    unclipped = torch.full((5, 2), 100.0) @ model[2].weight
+    assert unclipped.abs().max() > 1
+    assert torch.equal(passed_on[0], unclipped.clamp(-1.0, 1.0))
+    assert torch.equal(x.grad, passed_on[1])
+    assert x.grad.abs().max() <= 1
+    assert model[2].bias.grad.tolist() == [500.0, 500.0]
+
+
+def test_002_gradient_clipping_by_torchs_own_full_backward_kind():
+    """§8.2 once more with on="full_backward": the same gradients as natively, by type instead of by loop."""
+
+    def gradient_clipping_hook(module, grad_input, grad_output):
+        return tuple(g.clamp(-1.0, 1.0) if g is not None else g for g in grad_input)
+
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    native = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    native.load_state_dict(ours.state_dict())
+    hl.attach(ours, nn.Linear, gradient_clipping_hook, on="full_backward")
+    for module in native.modules():
+        if isinstance(module, nn.Linear):
+            module.register_full_backward_hook(gradient_clipping_hook)
+    inputs = [batch(5, 3, requires_grad=True) for _ in range(2)]
+    for model, x in zip((ours, native), inputs, strict=True):
+        (model(x) * 100).sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    for mine, theirs in zip(ours.parameters(), native.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_002_freezing_by_zeroing(register):
+    """§8.3: zeroing grad_output leaves the backbone without gradient, and with it everything before it."""
+
+    def freeze_hook(module, grad_output):
+        return tuple(torch.zeros_like(g) if g is not None else g for g in grad_output)
+
+    model = Classifier()
+    register(model.backbone, "register_full_backward_pre_hook", freeze_hook)
+    model(batch(4, 3, requires_grad=True)).sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.backbone.parameters())
+    assert all(parameter.grad.any() for parameter in model.head.parameters())
+    assert all(not parameter.grad.any() for parameter in model.stem.parameters())
+
+
+def test_002_activation_statistics(register, capsys):
+    """§8.3: one line of statistics per Conv2d and Linear, in the order of the forward."""
+
+    def activation_stats_hook(module, input, output):
+        if isinstance(output, torch.Tensor):
+            print(
+                f"[{module.__class__.__name__}] "
+                f"mean={output.mean():.4f}, std={output.std():.4f}, "
+                f"max={output.max():.4f}, min={output.min():.4f}"
+            )
+
+    model = ResNet().eval()
+    for _name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            register(module, "register_forward_hook", activation_stats_hook)
+
+    output = model(batch(2, 3, 8, 8, requires_grad=True))
+    output.sum().backward()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("]")[0] for line in lines] == ["[Conv2d", "[Conv2d", "[Conv2d", "[Linear"]
+    assert lines[-1] == (
+        f"[Linear] mean={output.mean():.4f}, std={output.std():.4f}, max={output.max():.4f}, min={output.min():.4f}"
+    )
+
+
+def test_002_removable_handle(register):
+    """§8.4: every registration returns a RemovableHandle whose remove() takes the hook off."""
+    model, x, events = nn.Linear(3, 2), batch(4, 3), []
+
+    def my_hook(module, args, output):
+        events.append("fired")
+
+    handle = register(model, "register_forward_hook", my_hook)
+    assert isinstance(handle, RemovableHandle)
+    model(x)
+    handle.remove()
+    model(x)
+    assert events == ["fired"]
+
+
+def test_002_handle_as_a_context_manager(register):
+    """§8.4: inside the with block the hook is on, after it it is gone."""
+    model, x, events = nn.Linear(3, 2), batch(4, 3), []
+
+    def my_hook(module, args, output):
+        events.append("fired")
+
+    with register(model, "register_forward_hook", my_hook):
+        model(x)
+    model(x)
+    assert events == ["fired"]
+
+
+def test_002_fast_path(register):
+    """§9.1: with every hook removed the model is back on torch's fast path: all eight dictionaries are empty."""
+    model, x = nn.Linear(3, 2), batch(4, 3, requires_grad=True)
+    handles = [
+        register(model, "register_forward_pre_hook", lambda module, args: None),
+        register(model, "register_forward_hook", lambda module, args, output: None),
+        register(model, "register_full_backward_pre_hook", lambda module, grad_output: None),
+        register(model, "register_full_backward_hook", lambda module, grad_input, grad_output: None),
+    ]
+    model(x).sum().backward()
+    for handle in [*handles, *hl.attached(model)]:
+        handle.remove()
+    local = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+    assert not any(getattr(model, name) for name in local)
+    assert not any(getattr(torch_module, f"_global{name}") for name in local)

@@ -1,0 +1,565 @@
+"""One hook on every module: of the process, or of a model; first in line, and gone without a trace."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import hookline as hl
+from hookline.sites._torch import HOOK_DICTS
+
+RUN_KINDS = ["forward_pre", "forward", "backward_pre", "backward", "full_backward"]
+GLOBAL_DICTS = [
+    name for name in vars(torch_module) if name.startswith("_global_") and name.endswith(("hooks", "kwargs", "called"))
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_global_is_left(monkeypatch):
+    """Every test ends without a global hook; one that fails takes its own hooks off for the next."""
+    handles, attach_everywhere = [], hl.attach_everywhere
+
+    def noted(*args: object, **options: object) -> hl.HookHandle:
+        handles.append(attach_everywhere(*args, **options))
+        return handles[-1]
+
+    monkeypatch.setattr(hl, "attach_everywhere", noted)
+    yield
+    left = [name for name in GLOBAL_DICTS if getattr(torch_module, name)]
+    for handle in handles:
+        handle.remove()
+    assert left == []
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
+
+
+def ignore(*args: object) -> None:
+    """A hook of any kind that does nothing."""
+
+
+def run(model: nn.Module) -> None:
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+
+
+def assert_no_trace(model: nn.Module) -> None:
+    for module in model.modules():
+        for attribute, extras in HOOK_DICTS.items():
+            for name in (attribute, *extras):
+                assert not getattr(module, name), (name, module)
+        assert "_call_impl" not in vars(module)
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_the_global_dictionaries_that_are_watched_exist():
+    """The fixture above looks at something."""
+    assert "_global_forward_pre_hooks" in GLOBAL_DICTS
+    assert "_global_forward_hooks_always_called" in GLOBAL_DICTS
+    assert len(GLOBAL_DICTS) >= 6
+
+
+# -- reach ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+@pytest.mark.parametrize("process_wide", [True, False])
+def test_every_module_fires_once_per_call_from_the_very_first(kind, process_wide):
+    """All five modules, in the first call and the second, forward and gradient kinds alike."""
+    model, fired = make_model(), []
+    scope = {} if process_wide else {"within": model}
+    with hl.attach_everywhere(lambda module, *args: fired.append(module), on=kind, **scope) as handle:
+        run(model)
+        assert sorted(map(id, fired)) == sorted(map(id, model.modules()))
+        run(model)
+        assert handle.report().fired == 10
+    assert_no_trace(model)
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+def test_the_first_call_hands_over_what_later_calls_do(kind):
+    """Arguments of the hook are the same in the first and the second call, names included."""
+    model, seen = make_model(), []
+
+    def note(module: nn.Module, *args: object, site: hl.Site) -> None:
+        shapes = [
+            None if v is None else tuple(v.shape)
+            for part in args
+            for v in (part if isinstance(part, tuple) else (part,))
+        ]
+        seen.append((site.name, site.call, shapes))
+
+    def with_site(*args, site):
+        note(*args, site=site)
+
+    with hl.attach_everywhere(with_site, on=kind):
+        run(model)
+        first, seen = seen, []
+        run(model)
+    assert first == seen
+    assert [name for name, _, _ in first]
+
+
+def test_a_hook_within_a_model_stays_within_it():
+    """Another model does not fire it."""
+    model, other = make_model(), make_model()
+    with hl.attach_everywhere(ignore, within=model) as handle:
+        other(torch.ones(1, 2))
+        assert handle.report().fired == 0
+        assert_no_trace(other)
+        model(torch.ones(1, 2))
+        assert handle.report().fired == 5
+
+
+def test_a_hook_within_a_model_takes_exclude():
+    """The same grammar as attach."""
+    model = make_model()
+    with hl.attach_everywhere(ignore, within=model, exclude=nn.Linear) as handle:
+        assert handle.names == ("", "1", "2")
+
+
+@pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_state_kinds_need_a_model(kind):
+    """Saving and loading can be hooked within a model, and are refused for the process."""
+    model = make_model()
+    with pytest.raises(hl.OptionError, match=r"within="):
+        hl.attach_everywhere(ignore, on=kind)
+    with hl.attach_everywhere(ignore, on=kind, within=model) as handle:
+        model.load_state_dict(model.state_dict())
+        assert handle.report().fired == 5
+
+
+def test_exclude_needs_a_model():
+    """Names mean nothing in the process."""
+    with pytest.raises(hl.OptionError, match=r"exclude.*within="):
+        hl.attach_everywhere(ignore, exclude="0")
+
+
+def test_modules_made_later_are_reached():
+    """A model built after the hook came on fires it, and a child added after the first call does too."""
+    fired = []
+    with hl.attach_everywhere(lambda module, *args: fired.append(module)):
+        model = make_model()
+        model(torch.ones(1, 2))
+        assert len(fired) == 5
+        model.append(nn.Tanh())
+        fired.clear()
+        model(torch.ones(1, 2))
+        assert len(fired) == 6
+    assert_no_trace(model)
+
+
+def test_a_module_made_inside_a_forward_is_reached():
+    """Also one that lives for a single call."""
+
+    class Makes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.Tanh()(x)
+
+    fired = []
+    with hl.attach_everywhere(lambda module, *args: fired.append(type(module).__name__)):
+        Makes()(torch.ones(1))
+    assert fired == ["Tanh", "Makes"]
+
+
+def test_modules_made_inside_forwards_do_not_pile_up():
+    """A thousand short-lived modules leave no memory of each."""
+
+    class Makes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.Tanh()(x)
+
+    model = Makes()
+    with hl.attach_everywhere(ignore) as handle:
+
+        def objects_after(calls: int) -> int:
+            for _ in range(calls):
+                model(torch.ones(1))
+            gc.collect()
+            return len(gc.get_objects())
+
+        before = objects_after(20)
+        assert objects_after(500) - before < 500
+        assert handle.report().fired == 2 * 520
+
+
+def test_a_model_that_goes_away_is_let_go():
+    """A process-wide hook holds on to no model it has met, whichever kind it is."""
+    handles = [hl.attach_everywhere(ignore, on=kind) for kind in RUN_KINDS]
+    model = make_model()
+    run(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_model_whose_first_forward_raised_is_let_go():
+    """What was prepared for a call that never came back holds on to nothing."""
+    model = make_model()
+    handle = hl.attach_everywhere(ignore, on="backward")
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3, requires_grad=True))
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    handle.remove()
+
+
+def test_names_are_those_seen_from_the_outermost_call():
+    """A site is named as in the model that was called."""
+    names = []
+
+    def note(module, args, output, *, site):
+        names.append(site.name)
+
+    with hl.attach_everywhere(note):
+        make_model()(torch.ones(1, 2))
+    assert names == ["0", "1", "2.0", "2", ""]
+
+
+def test_scripted_modules_are_passed_over():
+    """A ScriptModule in the model is no obstacle for a process-wide hook."""
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), scripted)
+    with hl.attach_everywhere(ignore) as handle:
+        model(torch.ones(1, 2))
+        assert handle.report().fired == 2
+
+
+# -- the transformer fast path -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("process_wide", [True, False])
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+def test_children_of_a_transformer_layer_in_eval_fire(kind, process_wide):
+    """The fused inference path, which calls no children, is left; what the layer computes stays."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0).eval()
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        expected = encoder(x)
+    fired = []
+    scope = {} if process_wide else {"within": encoder}
+    with torch.no_grad(), hl.attach_everywhere(lambda module, *args: fired.append(module), on=kind, **scope):
+        first = encoder(x)
+        count = len(fired)
+        second = encoder(x)
+    assert encoder.layers[0].linear1 in fired
+    assert encoder.layers[1].self_attn in fired
+    assert len(fired) == 2 * count
+    assert torch.allclose(first, expected, atol=1e-6)
+    assert torch.equal(first, second)
+    assert_no_trace(encoder)
+
+
+# -- arguments of the first call -----------------------------------------------------------------------------
+
+
+class Keywords(nn.Module):
+    """Takes its input by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, *, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.linear(input=x) * scale
+
+
+def test_a_first_call_with_keywords_alone_is_seen_whole():
+    """A pre-hook and a post-hook with kwargs get them in the first call too."""
+    seen = []
+
+    def pre(module, args, kwargs):
+        seen.append((type(module).__name__, args, sorted(kwargs)))
+
+    def post(module, args, kwargs, output):
+        seen.append((type(module).__name__, args, sorted(kwargs)))
+
+    model = Keywords()
+    with hl.attach_everywhere(pre, on="forward_pre", with_kwargs=True), hl.attach_everywhere(post, with_kwargs=True):
+        model(x=torch.ones(1, 2), scale=2.0)
+    assert seen == [
+        ("Keywords", (), ["scale", "x"]),
+        ("Linear", (), ["input"]),
+        ("Linear", (), ["input"]),
+        ("Keywords", (), ["scale", "x"]),
+    ]
+
+
+def test_keywords_can_be_edited_in_the_first_call():
+    """What a pre-hook returns is what the forward gets, from the first call on."""
+    model = Keywords()
+
+    def edit(module, args, kwargs):
+        if isinstance(module, Keywords):
+            return args, {**kwargs, "scale": 0.0}
+        return None
+
+    with hl.attach_everywhere(edit, on="forward_pre", with_kwargs=True):
+        assert model(x=torch.ones(1, 2), scale=2.0).abs().sum() == 0
+        assert model(x=torch.ones(1, 2), scale=2.0).abs().sum() == 0
+
+
+def test_positional_arguments_can_be_edited_in_the_first_call():
+    """The same without keywords."""
+    model = nn.Identity()
+    with hl.attach_everywhere(lambda module, args: (args[0] * 3,), on="forward_pre"):
+        assert model(torch.ones(1)).item() == 3
+        assert model(torch.ones(1)).item() == 3
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_gradients_of_keywords_are_seen_in_the_first_call(kind):
+    """A gradient kind on the very first, keyword-only call reports the gradient of that keyword."""
+    model, seen = Keywords(), []
+
+    def note(module, *grads, site):
+        if isinstance(module, Keywords):
+            seen.append((grads, site.inputs, site.outputs))
+
+    def hook(*args, site):
+        note(*args, site=site)
+
+    x = torch.ones(1, 2, requires_grad=True)
+    with hl.attach_everywhere(hook, on=kind):
+        model(x=x).sum().backward()
+    ((grads, inputs, outputs),) = seen
+    assert outputs == ("",)
+    assert torch.equal(grads[-1][0], torch.ones(1, 2))
+    if kind == "backward":
+        assert inputs == ("x",)
+        assert torch.equal(grads[0][0], model.linear.weight.sum(0, keepdim=True))
+
+
+def test_gradients_can_be_edited_in_the_first_call():
+    """An edit of grad_input takes effect at once."""
+    x = torch.ones(1, 2, requires_grad=True)
+    with hl.attach_everywhere(lambda module, gi, go: tuple(g * 10 for g in gi), on="backward"):
+        nn.Identity()(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((1, 2), 10.0))
+
+
+def test_a_run_observed_from_its_first_call_is_the_same_to_the_bit():
+    """Watching everything from the start changes neither outputs nor gradients."""
+    torch.manual_seed(0)
+    plain, watched = make_model(), make_model()
+    watched.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 2, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    plain(x).pow(2).sum().backward()
+    handles = [hl.attach_everywhere(ignore, on=kind, observe=True) for kind in RUN_KINDS[:4]]
+    watched(y).pow(2).sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(x.grad, y.grad)
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
+@pytest.mark.parametrize("process_wide", [True, False])
+def test_everywhere_hooks_run_before_module_hooks_whenever_they_came(kind, process_wide):
+    """Everywhere first, then the module's own, each in registration order, prepended ones first of their own."""
+    model, log = nn.Linear(2, 2), []
+
+    def hook(name: str):
+        def note(*args: object) -> None:
+            log.append(name)
+
+        return note
+
+    scope = {} if process_wide else {"within": model}
+    handles = [
+        hl.attach(model, hook("local 1"), on=kind),
+        hl.attach_everywhere(hook("everywhere 1"), on=kind, **scope),
+        hl.attach(model, hook("local 2"), on=kind),
+        hl.attach_everywhere(hook("everywhere 2"), on=kind, **scope),
+        hl.attach(model, hook("local 0"), on=kind, prepend=True),
+        hl.attach_everywhere(hook("everywhere 0"), on=kind, prepend=True, **scope),
+    ]
+    expected = ["everywhere 0", "everywhere 1", "everywhere 2", "local 0", "local 1", "local 2"]
+    run(model)
+    assert log == expected
+    log.clear()
+    run(model)
+    assert log == expected
+    for handle in handles:
+        handle.remove()
+
+
+# -- always_call ---------------------------------------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    """Raises what it is told to."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: torch.Tensor, *, tag: str = "") -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt("mine")])
+@pytest.mark.parametrize("process_wide", [True, False])
+@pytest.mark.parametrize("with_kwargs", [True, False])
+def test_cleanup_hooks_run_when_the_forward_raises_from_the_first_call(error, process_wide, with_kwargs):
+    """Each module's hook runs once per call with output None and the keywords; the error comes through."""
+    model, seen = nn.Sequential(Fails(error)), []
+
+    def cleanup(module, args, *more):
+        seen.append((type(module).__name__, len(args), *more))
+
+    scope = {} if process_wide else {"within": model}
+    with hl.attach_everywhere(cleanup, always_call=True, with_kwargs=with_kwargs, **scope):
+        for _ in range(2):
+            seen.clear()
+            with pytest.raises(type(error), match="mine"):
+                model(torch.ones(1))
+            more = ({}, None) if with_kwargs else (None,)
+            assert seen == [("Fails", 1, *more), ("Sequential", 1, *more)]
+        seen.clear()
+        with pytest.raises(type(error), match="mine"):
+            model[0](torch.ones(1), tag="x")
+        assert seen == [("Fails", 1, *(({"tag": "x"}, None) if with_kwargs else (None,)))]
+    assert_no_trace(model)
+
+
+def test_cleanup_hooks_run_once_when_the_forward_does_not_raise():
+    """On a normal call an always_call hook is an ordinary one, with the output."""
+    seen = []
+    model = nn.Identity()
+    with hl.attach_everywhere(lambda module, args, output: seen.append(output), always_call=True):
+        model(torch.ones(1))
+        model(torch.ones(1))
+    assert [output.item() for output in seen] == [1, 1]
+
+
+def test_an_error_in_a_cleanup_hook_is_a_warning_that_does_not_mask():
+    """The forward's own error wins."""
+    model = nn.Sequential(Fails(ValueError("mine")))
+
+    def broken(module, args, output):
+        raise KeyError("other")
+
+    with (
+        hl.attach_everywhere(broken, always_call=True, within=model),
+        pytest.warns(hl.HooklineWarning, match=r"broken.*KeyError"),
+        pytest.raises(ValueError, match="mine"),
+    ):
+        model(torch.ones(1))
+
+
+# -- leaving, and neighbours ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", RUN_KINDS)
+def test_removal_leaves_torchs_dictionaries_empty(kind):
+    """Global and module dictionaries are as before, and a second removal is harmless."""
+    model = make_model()
+    handle = hl.attach_everywhere(ignore, on=kind)
+    run(model)
+    assert torch_module._has_any_global_hook()
+    handle.remove()
+    handle.remove()
+    assert not torch_module._has_any_global_hook()
+    assert_no_trace(model)
+
+
+def test_the_global_hook_stays_until_the_last_process_wide_hook_goes():
+    """Two hooks share one global hook of torch."""
+    first, second = hl.attach_everywhere(ignore), hl.attach_everywhere(ignore, on="forward_pre")
+    assert len(torch_module._global_forward_pre_hooks) == 1
+    first.remove()
+    assert len(torch_module._global_forward_pre_hooks) == 1
+    second.remove()
+    assert not torch_module._global_forward_pre_hooks
+
+
+def test_a_hook_that_was_removed_does_not_reach_modules_made_later():
+    """Gone is gone."""
+    fired = []
+    other = hl.attach_everywhere(ignore)
+    hl.attach_everywhere(lambda *args: fired.append(1)).remove()
+    make_model()(torch.ones(1, 2))
+    assert fired == []
+    other.remove()
+
+
+def test_a_process_wide_hook_may_remove_itself_while_firing():
+    """In the first call it ever sees, without disturbing that call."""
+    model, fired = make_model(), []
+
+    def leave(module: nn.Module, args: object) -> None:
+        fired.append(1)
+        handle.remove()
+
+    handle = hl.attach_everywhere(leave, on="forward_pre")
+    model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert len(fired) == 1
+    assert_no_trace(model)
+
+
+def test_foreign_global_hooks_are_left_alone():
+    """They run in their order, see what they would see, and stay when ours go."""
+    model, log = nn.Linear(2, 2), []
+    theirs = [
+        torch_module.register_module_forward_pre_hook(lambda *args: log.append("pre")),
+        torch_module.register_module_forward_hook(lambda *args: log.append("post")),
+        torch_module.register_module_full_backward_hook(lambda *args: log.append("backward")),
+    ]
+    ours = hl.attach_everywhere(lambda *args: log.append("ours"))
+    run(model)
+    ours.remove()
+    assert log == ["pre", "post", "ours", "backward"] or log == ["pre", "ours", "post", "backward"]
+    log.clear()
+    run(model)
+    assert log == ["pre", "post", "backward"]
+    for handle in theirs:
+        handle.remove()
+
+
+def test_a_foreign_global_pre_hook_that_edits_is_seen_by_ours():
+    """One registered before ours edits the input that our pre-hook gets, from the first call on."""
+    seen = []
+    theirs = torch_module.register_module_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    with hl.attach_everywhere(lambda module, args: seen.append(args[0].item()), on="forward_pre"):
+        model = nn.Identity()
+        model(torch.zeros(1))
+        model(torch.zeros(1))
+    theirs.remove()
+    assert seen == [1, 1]
+
+
+def test_the_receipt_grows_with_the_modules_met():
+    """matched is what the hook has met so far."""
+    model = make_model()
+    with hl.attach_everywhere(ignore) as handle:
+        assert handle.report().matched == 0
+        model(torch.ones(1, 2))
+        assert handle.report().matched == 5
+        assert handle.report().last_step == 0
+        assert hl.attached(model) == [handle]
+    assert hl.attached(model) == []
+
+
+def test_nothing_that_is_no_module_is_taken_for_a_scope():
+    """within= wants a model."""
+    with pytest.raises(hl.HooklineError):
+        hl.attach_everywhere(ignore, within="layers")

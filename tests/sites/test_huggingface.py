@@ -1,0 +1,627 @@
+"""Hooks of every kind on every module of real Hugging Face classes, against references in plain torch.
+
+The reference is a twin model with the same weights, on which torch's own hooks count the forwards, and an alias
+behind every output collects the gradient that its users send back.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import MODELS, batch_for, loss_of, make, twin_of
+from torch import Tensor, nn
+
+import hookline as hl
+
+RUN_KINDS = ("forward_pre", "forward", "backward_pre", "backward", "full_backward")
+STATE_KINDS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+BLOCKS = {
+    "gpt2": "transformer.h.1",
+    "llama": "model.layers.1",
+    "bert": "encoder.layer.0",
+    "bert_classifier": "bert.encoder.layer.0",
+    "vit": "vit.layers.0",
+    "t5": "encoder.block.0",
+    "mamba": "backbone.layers.0",
+}
+"""A block in the middle of each model: something comes before it and after it."""
+
+every_model = pytest.mark.parametrize("name", MODELS)
+# Mamba collects its hidden states by hand.
+with_capture_hooks = pytest.mark.parametrize("name", [name for name in MODELS if name != "mamba"])
+in_both_modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+# torch's own full backward hooks complain about ModelOutputs and about inputs without gradients.
+ignores_torch_complaints = pytest.mark.filterwarnings(
+    "ignore:For backward hooks to be called:UserWarning", "ignore:Full backward hook is firing:UserWarning"
+)
+
+
+# -- fire counts -------------------------------------------------------------------------------------------
+
+
+@every_model
+@in_both_modes
+@ignores_torch_complaints
+def test_hooks_of_every_kind_fire_on_every_module_as_often_as_the_references_say(name: str, training: bool) -> None:
+    """A training step, a save and a load fire each of nine kinds on each module as often as in plain torch."""
+    model = make(name).train(training)
+    expected = {
+        **torch_counts(twin_of(name, model).train(training), name),
+        **dict.fromkeys(("backward_pre", "backward"), gradient_counts(name, model, training)),
+    }
+    seen: dict[str, Counter[str]] = {kind: Counter() for kind in (*RUN_KINDS, *STATE_KINDS)}
+    handles = {kind: hl.attach(model, "*", counting_hook(kind, count), on=kind) for kind, count in seen.items()}
+    step(model, name)
+    model.load_state_dict(model.state_dict())
+    for kind, handle in handles.items():
+        report = handle.report()
+        assert seen[kind] == expected[kind], kind
+        assert {site.name: site.fired for site in report.sites if site.fired} == expected[kind], kind
+        assert report.matched == len(list(model.modules()))
+        remove_and_check_warning(handle, model, expected[kind])
+    assert sum(expected["backward"].values()) > len(expected["forward"]) / 2
+    assert set(expected["state_dict_pre"]) == {module_name for module_name, _ in model.named_modules()}
+
+
+@pytest.mark.parametrize(
+    ("name", "module_name"),
+    [("vit", "vit.layers.0.dropout"), ("t5", "encoder.dropout"), ("t5", "decoder.dropout")],
+)
+def test_a_reused_module_fires_once_per_call_with_its_index(name: str, module_name: str) -> None:
+    """A dropout called twice in a forward gets both gradients, each under its own call number, last call first."""
+    model = make(name).train()
+    calls: list[int] = []
+
+    def hook(module: nn.Module, grad_input: Any, grad_output: Any, *, site: hl.Site) -> None:
+        calls.append(site.call)
+
+    with hl.attach(model, module_name, hook, on="backward"):
+        step(model, name)
+    assert calls == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mamba"])
+def test_generate_with_hooks_yields_the_same_tokens_and_one_firing_per_forward(name: str) -> None:
+    """Observers on every module leave the generated tokens alone and fire as often as torch's own hooks."""
+    model = make(name)
+    expected = torch_counts_of(twin := twin_of(name, model), lambda: generate(twin, name))
+    tokens = generate(model, name)
+    seen: Counter[str] = Counter()
+    pre = hl.attach(model, "*", counting_hook("forward_pre", Counter()), on="forward_pre", observe=True)
+    post = hl.attach(model, "*", counting_hook("forward", seen), on="forward")
+    with torch.no_grad():
+        assert torch.equal(generate(model, name), tokens)
+    assert seen == expected
+    assert {site.name: site.fired for site in pre.report().sites if site.fired} == expected
+    assert max(expected.values()) >= 4  # a forward per token
+    remove_and_check_warning(post, model, expected)
+    remove_and_check_warning(pre, model, expected)
+    assert torch.equal(generate(model, name), tokens)
+
+
+# -- values ------------------------------------------------------------------------------------------------
+
+
+@every_model
+@pytest.mark.parametrize(
+    ("training", "observe"),
+    [(False, False), (True, False), (True, True)],
+    ids=["eval-plain", "train-plain", "train-observe"],
+)
+def test_grad_outputs_are_exactly_the_gradients_that_users_send_back(name: str, training: bool, observe: bool) -> None:
+    """Each backward_pre hook gets, output by output, the very gradient that an alias on the twin collects."""
+    model = make(name).train(training)
+    twin = twin_of(name, model).train(training)
+    expected = gradients_by_alias(twin, name)
+    seen: Gradients = {}
+
+    def hook(module: nn.Module, grad_output: Any, *, site: hl.Site) -> None:
+        seen[site.name, site.call] = by_path(site.outputs, grad_output)
+
+    handle = hl.attach(model, "*", hook, on="backward_pre", observe=observe)
+    step(model, name)
+    assert_same_gradients(seen, expected, exactly=True)
+    assert_same_gradients({("", 0): parameter_gradients(model)}, {("", 0): parameter_gradients(twin)}, exactly=True)
+    remove_and_check_warning(handle, model, {module_name for module_name, _ in expected})
+
+
+@every_model
+@in_both_modes
+def test_grad_outputs_next_to_a_hook_that_may_edit_agree_to_rounding(name: str, training: bool) -> None:
+    """Beside a lambda on every backward, inputs go in as aliases: the same gradients, but for the order of sums."""
+    model = make(name).train(training)
+    twin = twin_of(name, model).train(training)
+    expected = gradients_by_alias(twin, name)
+    seen: Gradients = {}
+    fired: Counter[str] = Counter()
+
+    def look(module: nn.Module, grad_output: Any, *, site: hl.Site) -> None:
+        seen[site.name, site.call] = by_path(site.outputs, grad_output)
+
+    pre = hl.attach(model, "*", look, on="backward_pre")
+    post = hl.attach(model, "*", lambda module, gi, go, *, site: fired.update([site.name]), on="backward")
+    step(model, name)
+    assert_same_gradients(seen, expected, exactly=False)
+    assert_same_gradients({("", 0): parameter_gradients(model)}, {("", 0): parameter_gradients(twin)}, exactly=False)
+    assert fired == Counter(module_name for module_name, _ in expected)
+    for handle in (pre, post):
+        remove_and_check_warning(handle, model, set(fired))
+
+
+@every_model
+@pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
+def test_grad_inputs_of_leaf_modules_equal_an_isolated_recomputation(name: str, style: str) -> None:
+    """Each linear and normalising layer reports its own share, as autograd gives it for that layer alone."""
+    model = make(name)
+    affine = {module_name: module for module_name, module in model.named_modules() if is_affine(module_name, module)}
+    calls = watch_calls(model, list(affine.values()), name, style)
+    checked = [check_grad_input(module, calls[module_name, 0]) for module_name, module in affine.items()]
+    assert len(checked) >= 4
+    assert set(checked) == {1}
+
+
+@every_model
+@pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
+def test_grad_inputs_of_a_whole_block_equal_an_isolated_recomputation(name: str, style: str) -> None:
+    """A block with residuals, positional or keyword inputs, reports every input's gradient of that block alone."""
+    model = make(name)
+    block = model.get_submodule(BLOCKS[name])
+    calls = watch_calls(model, [block], name, style)
+    assert check_grad_input(block, calls[BLOCKS[name], 0]) >= 1
+
+
+@pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
+def test_grad_inputs_reach_a_module_that_takes_keywords_alone(style: str) -> None:
+    """Llama's attention takes hidden_states by keyword; torch's own hook gets an empty tuple there."""
+    model = make("llama")
+    attention = model.get_submodule("model.layers.1.self_attn")
+    calls = watch_calls(model, [attention], "llama", style)
+    call = calls["model.layers.1.self_attn", 0]
+    assert call["args"] == ()
+    assert "hidden_states" in call["grad_input"]
+    assert check_grad_input(attention, call) == 1
+
+
+# -- leaving no trace --------------------------------------------------------------------------------------
+
+
+@every_model
+@ignores_torch_complaints
+def test_removed_hooks_of_every_kind_leave_the_model_as_it_was_found(name: str) -> None:
+    """After a step with nine kinds on every module, hook dictionaries, attributes and outputs are as before."""
+    model = make(name)
+    before = everything_on(model), outputs_of(model, name)
+    handles = hl.HandleSet(
+        hl.attach(model, "*", counting_hook(kind, Counter()), on=kind) for kind in (*RUN_KINDS, *STATE_KINDS)
+    )
+    handles.add(hl.attach(model, "*", counting_hook("forward", Counter()), always_call=True))
+    step(model, name)
+    model.load_state_dict(model.state_dict())
+    assert everything_on(model) != before[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hl.HookNeverFired)
+        handles.remove()
+    hl.assert_no_hooks(model)
+    assert hl.attached(model) == []
+    assert everything_on(model) == before[0]
+    after = outputs_of(model, name)
+    assert after.keys() == before[1].keys()
+    assert [path for path in after if not torch.equal(after[path], before[1][path])] == []
+
+
+def test_the_model_s_own_load_hook_is_left_where_it_was() -> None:
+    """Mamba's backbone brings a load_state_dict pre-hook of its own, which outlives ours and still runs."""
+    model = make("mamba")
+    backbone = model.get_submodule("backbone")
+    own = list(backbone._load_state_dict_pre_hooks.items())
+    assert len(own) == 1
+    with hl.attach(model, "*", counting_hook("load_state_dict_pre", Counter()), on="load_state_dict_pre"):
+        assert len(backbone._load_state_dict_pre_hooks) == 2
+        model.load_state_dict(model.state_dict())
+    assert list(backbone._load_state_dict_pre_hooks.items()) == own
+    # What that hook is for: it renames a key of older checkpoints.
+    old = {key.replace("embeddings.", "embedding."): value for key, value in model.state_dict().items()}
+    model.load_state_dict(old)
+
+
+@with_capture_hooks
+def test_a_late_ablation_shows_in_hidden_states_and_capture_hooks_survive(name: str) -> None:
+    """transformers' permanent capture hooks see the edit of a hook attached after them, and are not touched."""
+    model = make(name)
+    states = hidden_states(model, name)
+    capture_hooks = foreign_hooks(model)
+    assert any("output_capturing" in type_or_home(hook) for hook in capture_hooks.values())
+    position = int(BLOCKS[name].rpartition(".")[2]) + 1
+    with hl.attach(model, BLOCKS[name], zeroed, on="forward"):
+        ablated = hidden_states(model, name)
+        assert foreign_hooks(model) == capture_hooks
+    assert len(ablated) == len(states)
+    assert torch.count_nonzero(ablated[position]) == 0
+    assert torch.count_nonzero(states[position]) > 0
+    assert [torch.equal(a, b) for a, b in zip(ablated[:position], states, strict=False)] == [True] * position
+    assert foreign_hooks(model) == capture_hooks
+    after = hidden_states(model, name)
+    assert [torch.equal(a, b) for a, b in zip(after, states, strict=True)] == [True] * len(states)
+
+
+@with_capture_hooks
+def test_an_observer_attached_early_sees_the_ablation_that_hidden_states_shows(name: str) -> None:
+    """An observer on before transformers installs its capture hooks sees the edit of a hook attached after both."""
+    model = make(name)
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(output if isinstance(output, Tensor) else output[0])
+
+    with hl.attach(model, BLOCKS[name], look, observe=True):
+        hidden_states(model, name)
+        with hl.attach(model, BLOCKS[name], zeroed):
+            hidden_states(model, name)
+        hidden_states(model, name)
+    assert [bool(torch.count_nonzero(value)) for value in seen] == [True, False, True]
+
+
+@every_model
+def test_hidden_states_are_the_same_with_gradient_hooks_on_every_module(name: str) -> None:
+    """Watching every gradient leaves every hidden state, captured by transformers meanwhile, as it was."""
+    model = make(name)
+    states = hidden_states(model, name)
+
+    def look(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        """Nothing to do."""
+
+    handle = hl.attach(model, "*", look, on="backward")
+    watched = hidden_states(model, name)
+    assert [torch.equal(a, b) for a, b in zip(watched, states, strict=True)] == [True] * len(states)
+    sum(state.square().mean() for state in watched).backward()  # type: ignore[union-attr]
+    silent = {site.name for site in handle.report().sites if not site.fired}
+    assert BLOCKS[name] not in silent
+    remove_and_check_warning(handle, model, {module_name for module_name, _ in model.named_modules()} - silent)
+
+
+@with_capture_hooks
+@pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
+def test_a_loss_on_one_hidden_state_fires_the_gradient_hook_of_the_block_that_made_it(name: str, style: str) -> None:
+    """A probe's loss reaches the block through transformers' capture alone; the block got a gradient, so it fires.
+
+    Not so where a hook may edit the gradients of several outputs together, as T5's blocks have: the capture took the
+    output before it passed our gate, and the warning says that the hook did not fire.
+    """
+    passes_gate = (name, style) == ("t5", "lambda")
+    model = make(name)
+    position = int(BLOCKS[name].rpartition(".")[2]) + 1
+    hidden_states(model, name)
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, grad_output: Any) -> None:
+        seen.append(grad_output[0])
+
+    hook = look if style != "lambda" else lambda module, grad_output: look(module, grad_output)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", hl.HookNeverFired)
+        with hl.attach(model, BLOCKS[name], hook, on="backward_pre", observe=style == "observe"):
+            hidden_states(model, name)[position].sum().backward()
+    assert [bool((gradient == 1).all()) for gradient in seen] == ([] if passes_gate else [True])
+    assert [warning.category for warning in caught] == ([hl.HookNeverFired] if passes_gate else [])
+
+
+# -- what is said about modules that stay silent ------------------------------------------------------------
+
+
+def test_the_warning_names_the_dropouts_that_gpt2_never_calls() -> None:
+    """GPT-2's attention dropouts are never called; the list that holds the blocks goes without saying."""
+    model = make("gpt2")
+    names = [f"transformer.h.{index}.attn.attn_dropout" for index in range(3)]
+    handle = hl.attach(model, "*", counting_hook("forward", Counter()))
+    step(model, "gpt2")
+    assert set(handle.report().silent) == {"transformer.h", *names}
+    with pytest.warns(hl.HookNeverFired, match="never fired on 3 of 47 modules") as caught:
+        handle.remove()
+    assert len(caught) == 1
+    assert f"{', '.join(map(repr, names))}: its module was never called." in str(caught[0].message)
+
+
+def test_the_warning_says_that_mamba_uses_weights_without_calling_their_modules() -> None:
+    """Mamba's convolution and time-step projection are bypassed; the warning points at the mixer instead."""
+    model = make("mamba")
+    handle = hl.attach(model, ["*.conv1d", "*.dt_proj"], counting_hook("forward", Counter()))
+    step(model, "mamba")
+    with pytest.warns(hl.HookNeverFired, match="never fired on 4 of 4 modules") as caught:
+        handle.remove()
+    assert "MambaMixer uses its weights in a function and never calls it; hook MambaMixer itself" in str(
+        caught[0].message
+    )
+
+
+def test_the_warning_says_that_no_gradient_came_through_llama_s_rotary_embedding() -> None:
+    """A module that ran but whose outputs need no gradient is named with that cause, and it alone."""
+    model = make("llama")
+
+    def look(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        """Nothing to do."""
+
+    handle = hl.attach(model, "*", look, on="backward")
+    step(model, "llama")
+    with pytest.warns(hl.HookNeverFired, match=r"'model\.rotary_emb': it ran, but no backward") as caught:
+        handle.remove()
+    assert "never fired on 1 of 46 modules" in str(caught[0].message)
+
+
+# -- helpers -----------------------------------------------------------------------------------------------
+
+Gradients = dict[tuple[str, int], dict[str, Tensor]]
+"""By module name and call index: the gradient of each output, by its path in the output."""
+
+
+def step(model: nn.Module, name: str) -> None:
+    """One forward and backward, dropout included the same each time."""
+    torch.manual_seed(1)
+    loss_of(model(**batch_for(name))).backward()
+
+
+def generate(model: Any, name: str) -> Tensor:
+    """Five tokens, greedily."""
+    ids = batch_for(name)["input_ids"]
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=5, max_new_tokens=5)
+
+
+def call_without_loss(model: nn.Module, name: str, **options: bool) -> Any:
+    """The output of a call without labels."""
+    torch.manual_seed(1)
+    batch = {key: value for key, value in batch_for(name).items() if key != "labels"}
+    if name == "t5":
+        batch["decoder_input_ids"] = batch["input_ids"]
+    return model(**batch, **options)
+
+
+def hidden_states(model: nn.Module, name: str) -> tuple[Tensor, ...]:
+    """What the model reports as its hidden states (T5: its encoder's)."""
+    output = call_without_loss(model, name, output_hidden_states=True)
+    return output["encoder_hidden_states" if name == "t5" else "hidden_states"]
+
+
+def outputs_of(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """Every tensor of the model's output, by path."""
+    return dict(leaves(call_without_loss(model, name)))
+
+
+def zeroed(module: nn.Module, args: Any, output: Any) -> Any:
+    """An ablation: the block's main output becomes zero."""
+    if isinstance(output, Tensor):
+        return torch.zeros_like(output)
+    return (torch.zeros_like(output[0]), *output[1:])
+
+
+def counting_hook(kind: str, count: Counter[str]) -> Callable[..., None]:
+    """A hook of that kind that returns nothing and counts its firings by module name."""
+
+    def hook(*args: Any, site: hl.Site) -> None:
+        assert site.kind == kind
+        count[site.name] += 1
+
+    return hook
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors inside an output, each with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict | tuple | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
+
+
+def swapped(value: Any, swap: Callable[[Tensor], Tensor]) -> Any:
+    """The same output with other tensors."""
+    if isinstance(value, Tensor):
+        return swap(value)
+    if isinstance(value, dict):
+        return type(value)(**{key: swapped(item, swap) for key, item in value.items()})
+    if isinstance(value, tuple | list):
+        return type(value)(swapped(item, swap) for item in value)
+    return value
+
+
+def by_path(paths: tuple[str, ...], gradients: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    """The gradients that came, by path."""
+    pairs = zip(paths, gradients, strict=True)
+    return {path: gradient.clone() for path, gradient in pairs if gradient is not None}
+
+
+def gradients_by_alias(twin: nn.Module, name: str) -> Gradients:
+    """The reference: every output handed on as an alias, whose gradient is what the output's users send back."""
+    found: Gradients = {}
+    calls: Counter[str] = Counter()
+
+    def hand_on_aliases(module_name: str, output: Any) -> Any:
+        call, aliases = calls[module_name], {}
+        calls[module_name] += 1
+        for path, tensor in leaves(output):
+            if tensor.requires_grad and id(tensor) not in aliases:
+                aliases[id(tensor)] = alias = tensor.view_as(tensor)
+                alias.register_hook(
+                    lambda gradient, path=path: found.setdefault((module_name, call), {}).update({path: gradient})
+                )
+        return swapped(output, lambda tensor: aliases.get(id(tensor), tensor))
+
+    for module_name, module in twin.named_modules():
+        module.register_forward_hook(lambda module, args, output, name=module_name: hand_on_aliases(name, output))
+    step(twin, name)
+    return found
+
+
+def gradient_counts(name: str, model: nn.Module, training: bool) -> Counter[str]:
+    """How many calls of each module got a gradient."""
+    return Counter(module for module, _ in gradients_by_alias(twin_of(name, model).train(training), name))
+
+
+def torch_counts(twin: nn.Module, name: str) -> dict[str, Counter[str]]:
+    """How often torch's own hooks fire per module, for every kind that torch has rightly."""
+    register = {
+        "forward_pre": nn.Module.register_forward_pre_hook,
+        "forward": nn.Module.register_forward_hook,
+        "full_backward": nn.Module.register_full_backward_hook,
+        "state_dict_pre": nn.Module.register_state_dict_pre_hook,
+        "state_dict_post": nn.Module.register_state_dict_post_hook,
+        "load_state_dict_pre": nn.Module.register_load_state_dict_pre_hook,
+        "load_state_dict_post": nn.Module.register_load_state_dict_post_hook,
+    }
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in register}
+    for kind, register_on in register.items():
+        for module_name, module in twin.named_modules():
+            register_on(module, lambda *_, name=module_name, kind=kind: counts[kind].update([name]))
+    step(twin, name)
+    twin.load_state_dict(twin.state_dict())
+    return counts
+
+
+def torch_counts_of(twin: nn.Module, run: Callable[[], Any]) -> Counter[str]:
+    """How often torch's own forward hooks fire per module while ``run`` runs."""
+    counts: Counter[str] = Counter()
+    for module_name, module in twin.named_modules():
+        module.register_forward_hook(lambda *_, name=module_name: counts.update([name]))
+    run()
+    return counts
+
+
+def assert_same_gradients(seen: Gradients, expected: Gradients, *, exactly: bool) -> None:
+    """The same calls, the same outputs of each, the same values."""
+    assert {key: set(value) for key, value in seen.items()} == {key: set(v) for key, v in expected.items()}
+    assert seen
+    pairs = {(*key, path): (seen[key][path], expected[key][path]) for key in seen for path in seen[key]}
+    if exactly:
+        assert [where for where, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)] == []
+    for ours, theirs in pairs.values():
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def parameter_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of those parameters that have one."""
+    return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+
+
+def is_affine(name: str, module: nn.Module) -> bool:
+    """A linear or normalising layer, whoever wrote it, but for Mamba's dt_proj, which is never called."""
+    kind = type(module).__name__
+    return kind.endswith(("Linear", "Conv1D", "LayerNorm", "RMSNorm")) and not name.endswith("dt_proj")
+
+
+def watch_calls(
+    model: nn.Module, modules: list[nn.Module], name: str, style: str
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """One step with the calls of those modules written down: arguments, grad_input, grad_output."""
+    calls: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def before(module: nn.Module, args: Any, kwargs: Any, *, site: hl.Site) -> None:
+        calls[site.name, site.call] = {"args": frozen(args), "kwargs": frozen(kwargs)}
+
+    def after(module: nn.Module, grad_input: Any, grad_output: Any, *, site: hl.Site) -> None:
+        calls[site.name, site.call] |= {
+            "grad_input": by_path(site.inputs, grad_input),
+            "grad_output": by_path(site.outputs, grad_output),
+        }
+
+    hook = after if style != "lambda" else lambda *args, site: after(*args, site=site)
+    with (
+        hl.attach(model, modules, before, on="forward_pre", with_kwargs=True, observe=True),
+        hl.attach(model, modules, hook, on="backward", observe=style == "observe"),
+    ):
+        # A cache would be written to once more in the recomputation.
+        cache = {"use_cache": False} if name in ("gpt2", "llama", "t5", "mamba") else {}
+        loss_of(model(**batch_for(name), **cache)).backward()
+    return calls
+
+
+def frozen(value: Any) -> Any:
+    """Arguments whose tensors are copies, cut off from the graph, that want a gradient if the originals did."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: frozen(item) for key, item in value.items()}
+    return tuple(frozen(item) for item in value) if isinstance(value, tuple | list) else value
+
+
+def check_grad_input(module: nn.Module, call: dict[str, Any]) -> int:
+    """Compare grad_input with what autograd gives for this module alone; how many gradients there were."""
+    inputs = {path: t for path, t in leaves((*call["args"], call["kwargs"])) if t.requires_grad}
+    keyword = f"{len(call['args'])}."
+    inputs = {path.removeprefix(keyword): tensor for path, tensor in inputs.items()}
+    outputs = dict(leaves(module(*call["args"], **call["kwargs"])))
+    expected = torch.autograd.grad(
+        [outputs[path] for path in call["grad_output"]],
+        list(inputs.values()),
+        list(call["grad_output"].values()),
+        allow_unused=True,
+    )
+    wanted = {path: grad for path, grad in zip(inputs, expected, strict=True) if grad is not None}
+    assert call["grad_input"].keys() == wanted.keys()
+    for path, gradient in wanted.items():
+        torch.testing.assert_close(call["grad_input"][path], gradient, rtol=1e-5, atol=1e-8)
+    return len(wanted)
+
+
+def everything_on(model: nn.Module) -> dict[str, Any]:
+    """Every module's hooks in order, the names of its attributes, and the flag torch keeps for backward hooks."""
+    return {
+        name: (
+            {attribute: list(getattr(module, attribute).items()) for attribute in HOOK_DICTS},
+            sorted(vars(module)),
+            module._is_full_backward_hook,
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def foreign_hooks(model: nn.Module) -> dict[tuple[str, int], Any]:
+    """The forward hooks that are not ours, by module name and id."""
+    return {
+        (name, hook_id): hook
+        for name, module in model.named_modules()
+        for hook_id, hook in module._forward_hooks.items()
+        if not type_or_home(hook).startswith("hookline")
+    }
+
+
+def type_or_home(hook: Any) -> str:
+    """The module in which a hook, or its class, was written."""
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
+def remove_and_check_warning(handle: hl.HookHandle, model: nn.Module, fired: Any) -> None:
+    """Remove a hook from "*"; the warning names the modules where it did not fire, but for containers."""
+    modules = dict(model.named_modules())
+    silent = {name for name in modules if name not in fired}
+    assert set(handle.report().silent) == silent
+    expected = {name for name in silent if not isinstance(modules[name], nn.ModuleList)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle.remove()
+    if not expected or handle.report().kind in STATE_KINDS:
+        assert [str(warning.message) for warning in caught] == []
+        return
+    assert [warning.category for warning in caught] == [hl.HookNeverFired]
+    count, reasons = re.search(r"never fired on (\d+) of .*? ran\. (.*)", str(caught[0].message)).groups()  # type: ignore[union-attr]
+    named = {name for name in re.findall(r"'([\w.]*)'", reasons) if name in modules}
+    left_out = sum(int(more) for more in re.findall(r"and (\d+) more", reasons))
+    assert named <= expected
+    assert int(count) == len(expected) == len(named) + left_out

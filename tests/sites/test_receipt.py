@@ -1,0 +1,424 @@
+"""Receipts: what was matched, attached, fired, when and at what cost, and why a hook stayed silent."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hookline as hl
+
+
+def ignore(*args: object) -> None:
+    """A hook of any kind that does nothing."""
+
+
+class Bypasses(nn.Module):
+    """One child per way not to be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = nn.Linear(2, 2)
+        self.direct = nn.Linear(2, 2)
+        self.borrowed = nn.Linear(2, 2)
+        self.idle = nn.Linear(2, 2)
+        self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.called(x)
+        x = self.direct.forward(x)
+        x = F.linear(x, self.borrowed.weight, self.borrowed.bias)
+        x = self.experts[0].forward(x)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+X = torch.ones(1, 3, 2)
+
+
+def silent_warning(model: nn.Module, target: object, run=lambda model: model(X), **options: object) -> str:
+    """The one warning that attaching, running and removing gives."""
+    handle = hl.attach(model, target, ignore, **options)
+    run(model)
+    with pytest.warns(hl.HookNeverFired) as record:
+        handle.remove()
+    assert len(record) == 1
+    return str(record[0].message)
+
+
+def assert_quiet(handle: hl.HookHandle) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.remove()
+
+
+# -- the numbers ---------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_receipt_says_matched_and_attached_and_never():
+    """Before anything ran: attached everywhere, fired nowhere."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with hl.attach(model, "#", ignore, name="mine") as handle:
+        receipt = handle.report()
+        assert isinstance(receipt, hl.Receipt)
+        assert (receipt.name, receipt.kind) == ("mine", "forward")
+        assert (receipt.matched, receipt.attached, receipt.fired) == (2, 2, 0)
+        assert receipt.last_step is None
+        assert receipt.cost_us is None
+        assert receipt.silent == ("0", "1")
+        assert str(receipt) == "mine (forward): matched 2, attached 2, fired 0, never"
+
+
+def test_a_receipt_counts_firings_and_the_last_step():
+    """Steps are forwards of the model since the first hook came on, counted from 0."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    handle = hl.attach(model, "#", ignore, name="mine")
+    for _ in range(3):
+        model(X)
+    receipt = handle.report()
+    assert (receipt.fired, receipt.last_step) == (6, 2)
+    assert [(site.name, site.fired, site.last_step) for site in receipt.sites] == [("0", 3, 2), ("1", 3, 2)]
+    assert receipt.silent == ()
+    assert str(receipt) == "mine (forward): matched 2, attached 2, fired 6, last at step 2"
+    handle.remove()
+    assert handle.report().attached == 0
+    assert handle.report().fired == 6
+
+
+def test_a_receipt_is_a_snapshot():
+    """An older receipt does not change when the model runs on."""
+    model = nn.Linear(2, 2)
+    with hl.attach(model, ignore) as handle:
+        before = handle.report()
+        model(X)
+        assert before.fired == 0
+        assert handle.report().fired == 1
+
+
+def test_a_receipt_notes_the_step_in_which_each_module_last_fired():
+    """A module that is skipped now and then has an older last step."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.skip = nn.Identity(), nn.Identity(), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) if self.skip else self.b(self.a(x))
+
+    model = Skipping()
+    with hl.attach(model, ["a", "b"], ignore) as handle:
+        model(X)
+        model.skip = True
+        model(X)
+        assert {site.name: site.last_step for site in handle.report().sites} == {"a": 1, "b": 0}
+        assert handle.report().last_step == 1
+
+
+def test_a_module_called_three_times_fires_three_times_in_one_step():
+    """Reuse counts per call; the step is the model's."""
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, layer, layer)
+    calls = []
+
+    def note(module: nn.Module, args: object, output: object, *, site: hl.Site) -> None:
+        calls.append((site.step, site.call))
+
+    with hl.attach(model, nn.Linear, note) as handle:
+        model(X)
+        model(X)
+        assert handle.report().matched == 1
+        assert handle.report().fired == 6
+        assert handle.report().last_step == 1
+    assert calls == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward", "full_backward"])
+def test_gradient_hooks_fire_once_per_call_and_backward(kind):
+    """Two backward passes over one forward are two firings."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with hl.attach(model, "*", ignore, on=kind) as handle:
+        loss = model(torch.ones(1, 2, requires_grad=True)).sum()
+        loss.backward(retain_graph=True)
+        assert handle.report().fired == 3
+        loss.backward()
+        assert handle.report().fired == 6
+        assert handle.report().last_step == 0
+
+
+@pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_state_hooks_fire_once_per_module_and_have_no_step(kind):
+    """Saving is no forward: the step stays what it was."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with hl.attach(model, "*", ignore, on=kind) as handle:
+        model.load_state_dict(model.state_dict())
+        assert handle.report().fired == 3
+
+
+def test_the_cost_is_measured_when_profiling_is_on():
+    """A hook that sleeps for two milliseconds costs at least that, and not ten times that."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    def slow(module: nn.Module, args: object, output: object) -> None:
+        time.sleep(0.002)
+
+    with hl.attach(model, "#", slow, profile=True) as handle:
+        assert handle.report().cost_us is None
+        model(X)
+        receipt = handle.report()
+        assert 2_000 <= receipt.cost_us < 40_000
+        assert all(site.cost_us >= 2_000 for site in receipt.sites)
+        assert "µs each" in str(receipt)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "backward_pre", "backward", "full_backward", "state_dict_post"])
+def test_the_cost_is_measured_for_every_kind(kind):
+    """Profiling is no matter of forward hooks alone."""
+    model = nn.Linear(2, 2)
+
+    def slow(*args: object) -> None:
+        time.sleep(0.001)
+
+    with hl.attach(model, slow, on=kind, profile=True) as handle:
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        model.state_dict()
+        assert handle.report().cost_us >= 1_000
+
+
+def test_the_cost_of_a_hook_that_raises_counts():
+    """Time is taken however the hook ends."""
+    model = nn.Linear(2, 2)
+
+    def failing(module: nn.Module, args: object, output: object) -> None:
+        time.sleep(0.001)
+        raise ValueError("mine")
+
+    with hl.attach(model, failing, profile=True) as handle:
+        with pytest.raises(ValueError, match="mine"):
+            model(X)
+        assert handle.report().fired == 1
+        assert handle.report().cost_us >= 1_000
+
+
+def test_a_module_that_died_is_matched_but_no_longer_attached():
+    """The receipt outlives the module."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    handle = hl.attach(model, "#", ignore)
+    model(X)
+    del model[1]
+    gc.collect()
+    receipt = handle.report()
+    assert (receipt.matched, receipt.attached, receipt.fired) == (2, 1, 2)
+    handle.remove()
+
+
+# -- the warning ---------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_is_never_called_is_named():
+    """The plain case: it is there, and nobody calls it."""
+    message = silent_warning(Bypasses(), "idle")
+    assert message.startswith("forward hook 'ignore' never fired on 1 of 1 modules, although the model ran.")
+    assert "'idle': its module was never called" in message
+
+
+def test_a_direct_forward_is_recognized():
+    """``self.direct.forward(x)`` passes every hook by; the remedy is to call the module."""
+    message = silent_warning(Bypasses(), "direct")
+    assert "'direct': Bypasses calls its .forward() directly" in message
+    assert "call the module" in message
+
+
+def test_a_direct_forward_of_a_list_element_is_recognized():
+    """``self.experts[0].forward(x)`` is the same."""
+    assert "calls its .forward() directly" in silent_warning(Bypasses(), "experts.0")
+
+
+def test_borrowed_weights_are_recognized():
+    """A parent that uses the child's weights in a function never calls it; hook the parent."""
+    message = silent_warning(Bypasses(), "borrowed")
+    assert "'borrowed': Bypasses uses its weights in a function" in message
+    assert "hook Bypasses itself" in message
+
+
+def test_the_projection_of_multihead_attention_is_recognized():
+    """The best-known bypass, whose source does not spell it out."""
+    message = silent_warning(Bypasses(), "attention.out_proj")
+    assert "'attention.out_proj': MultiheadAttention uses its weights in a function" in message
+    assert "hook MultiheadAttention itself" in message
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward", "full_backward"])
+def test_a_container_alone_is_recognized(kind):
+    """A ModuleList is never called, whatever the kind of hook."""
+    assert "'experts': a container is never called; hook its children" in silent_warning(Bypasses(), "experts", on=kind)
+
+
+def test_a_container_among_others_is_passed_over():
+    """In a glob over everything nobody means the containers."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.add_module("spare", nn.ModuleList())
+    model.forward = lambda x: model[0](x)
+    handle = hl.attach(model, "*", ignore)
+    model(X)
+    assert_quiet(handle)
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_a_missing_backward_pass_is_recognized(kind):
+    """The module ran, but nobody differentiated."""
+    message = silent_warning(Bypasses(), "called", on=kind)
+    assert "it ran, but no backward pass came through its outputs" in message
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_a_forward_without_gradients_is_recognized(kind):
+    """Under no_grad there is no backward to see."""
+
+    def run(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(X)
+
+    assert "no backward pass" in silent_warning(Bypasses(), "called", run, on=kind)
+
+
+def test_a_gradient_hook_on_a_module_that_was_not_called_says_that():
+    """Never called comes before never differentiated."""
+    message = silent_warning(Bypasses(), "idle", lambda model: model(X).sum().backward(), on="backward")
+    assert "its module was never called" in message
+    assert "backward pass" not in message
+
+
+def test_the_full_backward_hook_says_what_sees_more():
+    """torch's own hook is silent in more cases; ours is offered."""
+    assert "on='backward' sees more" in silent_warning(Bypasses(), "called", on="full_backward")
+
+
+def test_several_causes_are_told_apart():
+    """One warning groups the silent modules by cause and leaves the others out."""
+    message = silent_warning(Bypasses(), ["called", "direct", "idle", "borrowed", "attention.out_proj"])
+    assert "never fired on 4 of 5 modules" in message
+    assert message.count(";") >= 3
+    assert "'called'" not in message
+
+
+def test_many_silent_modules_are_counted_rather_than_listed():
+    """A long list is cut."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+    model.forward = lambda x: model[0](x)
+    message = silent_warning(model, "#")
+    assert "'1', '2', '3', '4' and 4 more" in message
+
+
+def test_leaving_a_with_block_warns_too():
+    """The end of a block is a removal."""
+    model = Bypasses()
+    with pytest.warns(hl.HookNeverFired, match="'idle'"), hl.attach(model, "idle", ignore):
+        model(X)
+
+
+def test_the_warning_points_at_the_line_that_removed():
+    """Whoever reads it finds their own code, not ours, in both forms."""
+    model = Bypasses()
+    handle = hl.attach(model, "idle", ignore)
+    model(X)
+    with pytest.warns(hl.HookNeverFired) as by_call:
+        handle.remove()
+    with pytest.warns(hl.HookNeverFired) as by_block, hl.attach(model, "idle", ignore):
+        model(X)
+    assert by_call[0].filename == __file__
+    assert by_block[0].filename == __file__
+
+
+def test_the_warning_comes_once():
+    """A second removal, or leaving the block after one, adds nothing."""
+    model = Bypasses()
+    handle = hl.attach(model, "idle", ignore)
+    model(X)
+    with pytest.warns(hl.HookNeverFired) as record:
+        handle.remove()
+    assert len(record) == 1
+    assert_quiet(handle)
+
+
+def test_there_is_no_warning_when_the_model_did_not_run():
+    """Nothing could have fired."""
+    assert_quiet(hl.attach(Bypasses(), "idle", ignore))
+
+
+def test_there_is_no_warning_when_the_model_ran_before_only():
+    """Forwards from before the hook came on do not count."""
+    model = Bypasses()
+    with hl.attach(model, "called", ignore):
+        model(X)
+        late = hl.attach(model, "idle", ignore)
+        assert_quiet(late)
+
+
+def test_there_is_no_warning_when_it_fired_once():
+    """Once is enough."""
+    model = Bypasses()
+    handle = hl.attach(model, "called", ignore)
+    model(X)
+    model(X)
+    assert_quiet(handle)
+
+
+@pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_there_is_no_warning_for_state_hooks(kind):
+    """A model that runs need not be saved."""
+    model = Bypasses()
+    handle = hl.attach(model, "*", ignore, on=kind)
+    model(X)
+    assert_quiet(handle)
+
+
+def test_there_is_no_warning_from_a_hook_that_is_removed_in_the_middle_of_a_forward():
+    """While the model runs, a module may still have its turn."""
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    late = hl.attach(model, "1", ignore)
+    with hl.attach(model, "0", lambda *args: late.remove()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X)
+
+
+def test_the_fused_path_of_a_transformer_layer_is_left_when_its_children_are_hooked():
+    """Forward hooks on the children keep the eval fast path away, so they fire and nothing is warned."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0).eval()
+    handle = hl.attach(layer, "linear1", ignore)
+    with torch.no_grad():
+        layer(torch.ones(1, 3, 4))
+    assert handle.report().fired == 1
+    assert_quiet(handle)
+
+
+def test_a_module_that_left_the_model_meanwhile_does_not_break_the_removal():
+    """A hook on a part that was cut off comes off like any other."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    part = model[1]
+    handle = hl.attach(model, "1.0", ignore)
+    del model[1]
+    model(X)
+    with pytest.warns(hl.HookNeverFired):
+        handle.remove()
+    assert not part[0]._forward_hooks
+
+
+def test_a_parent_without_source_does_not_break_the_warning():
+    """A class made by exec has no source to read."""
+    space: dict[str, object] = {"nn": nn}
+    exec(
+        "class Made(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.idle = nn.Linear(2, 2)\n"
+        "    def forward(self, x):\n"
+        "        return x\n",
+        space,
+    )
+    assert "'idle': its module was never called" in silent_warning(space["Made"](), "idle")

@@ -1,0 +1,382 @@
+"""Selection: which modules a target means, under which names, in which order."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hookline as hl
+from hookline.sites.select import describe, named_modules, select
+
+
+class Block(nn.Module):
+    """Two layers, one of them possibly somebody else's."""
+
+    def __init__(self, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(2, 2)
+        self.norm = shared if shared is not None else nn.LayerNorm(2)
+
+
+class Tower(nn.Module):
+    """Twelve blocks that share a norm, a head, and a container within a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.LayerNorm(2)
+        self.layers = nn.ModuleList(Block(shared) for _ in range(12))
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
+        self.x1 = nn.Identity()
+
+
+def names(model: nn.Module, target: object = None, **options: object) -> list[str]:
+    return [name for name, _ in select(model, target, **options)]
+
+
+def test_nothing_selects_the_model_itself():
+    """No target is the root, under the empty name."""
+    model = Tower()
+    assert select(model) == [("", model)]
+    assert select(model, [None]) == [("", model)]
+
+
+def test_an_exact_name_selects_one_module():
+    """A name without wildcards is that module alone."""
+    model = Tower()
+    assert select(model, "layers.3.mlp") == [("layers.3.mlp", model.layers[3].mlp)]
+
+
+def test_names_are_case_sensitive():
+    """Python attributes are, so globs are."""
+    with pytest.raises(hl.NoMatchError):
+        select(Tower(), "Head")
+
+
+def test_a_star_crosses_dots_but_does_not_reach_the_prefix_itself():
+    """``head.*`` reaches grandchildren, not ``head``."""
+    assert names(Tower(), "head.*") == ["head.0", "head.1", "head.2", "head.2.0"]
+
+
+def test_a_lone_star_matches_everything_and_the_root_first():
+    """``*`` is every module, once each, the root under its empty name."""
+    model = Tower()
+    assert [module for _, module in select(model, "*")] == list(model.modules())
+    assert names(model, "*")[0] == ""
+
+
+def test_a_hash_is_one_numeric_part():
+    """``layers.#`` is every layer, none of their children, also with two digits."""
+    assert names(Tower(), "layers.#") == [f"layers.{i}" for i in range(12)]
+
+
+def test_a_hash_in_the_middle_is_one_numeric_part():
+    """``layers.#.mlp`` reaches into each layer."""
+    assert names(Tower(), "layers.#.mlp") == [f"layers.{i}.mlp" for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("head.#.#", ["head.2.0"]),
+        ("*.#", [*(f"layers.{i}" for i in range(12)), "head.0", "head.1", "head.2", "head.2.0"]),
+        ("head.#.*", ["head.2.0"]),
+        ("h*.#", ["head.0", "head.1", "head.2", "head.2.0"]),
+        ("h*.#.#", ["head.2.0"]),
+        ("*.#.*lp", [f"layers.{i}.mlp" for i in range(12)]),
+        ("*ers.#.m*", [f"layers.{i}.mlp" for i in range(12)]),
+    ],
+)
+def test_a_hash_goes_with_stars(pattern, expected):
+    """``#`` keeps its meaning wherever stars stand around it."""
+    assert names(Tower(), pattern) == expected
+
+
+def test_a_hash_matches_at_the_top_too():
+    """``#`` alone is every numbered child of the root."""
+    assert names(nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU())), "#") == ["0", "1"]
+    assert names(nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU())), "#.#") == ["1.0"]
+
+
+def test_a_hash_beside_letters_is_no_wildcard():
+    """``x#`` is the literal name, which no module bears, so it matches nothing."""
+    with pytest.raises(hl.NoMatchError):
+        select(Tower(), "x#")
+
+
+def test_a_hash_does_not_match_words():
+    """A numeric part is digits."""
+    with pytest.raises(hl.NoMatchError):
+        select(Tower(), "#")
+
+
+def test_a_bracket_is_one_character():
+    """``layers.[0-9]`` stops at one digit."""
+    assert names(Tower(), "layers.[0-9]") == [f"layers.{i}" for i in range(10)]
+    assert names(Tower(), "layers.[!0-8]") == ["layers.9"]
+    assert names(Tower(), "layers.1?") == ["layers.10", "layers.11"]
+
+
+def test_a_regular_expression_has_to_match_the_whole_name():
+    """A compiled pattern is matched like ``fullmatch``."""
+    assert names(Tower(), re.compile(r"layers\.(3|11)")) == ["layers.3", "layers.11"]
+    with pytest.raises(hl.NoMatchError, match=r"re\.compile\('layer'\)"):
+        select(Tower(), re.compile("layer"))
+
+
+def test_a_type_selects_its_instances_and_those_of_subclasses():
+    """A class matches like ``isinstance``."""
+    assert names(Tower(), nn.Sequential) == ["head", "head.2"]
+    assert len(select(Tower(), nn.Module)) == len(list(Tower().modules()))
+
+
+def test_several_types_select_the_union_in_the_order_of_the_model():
+    """A tuple or list of classes is their union, however they are listed."""
+    expected = ["head", "head.1", "head.2"]
+    assert names(Tower(), (nn.ReLU, nn.Sequential)) == expected
+    assert names(Tower(), [nn.Sequential, nn.ReLU]) == expected
+    assert names(Tower(), {nn.Sequential, nn.ReLU}) == expected
+
+
+def test_a_predicate_is_asked_for_name_and_module():
+    """A function of both decides."""
+    assert names(Tower(), lambda name, module: name.endswith("1") and isinstance(module, nn.ReLU)) == ["head.1"]
+
+
+def test_a_partial_and_a_callable_object_are_predicates_too():
+    """Whatever is callable and no module or class is a predicate."""
+
+    def ends(suffix: str, name: str, module: nn.Module) -> bool:
+        return name.endswith(suffix)
+
+    assert names(Tower(), functools.partial(ends, "x1")) == ["x1"]
+
+
+def test_a_predicate_that_raises_is_not_swallowed():
+    """A bug in the predicate surfaces as itself."""
+    with pytest.raises(ZeroDivisionError):
+        select(Tower(), lambda name, module: 1 / 0)
+
+
+def test_a_module_selects_itself_under_its_first_name():
+    """A module instance is found by identity."""
+    model = Tower()
+    assert select(model, model.head[2]) == [("head.2", model.head[2])]
+    assert select(model, model) == [("", model)]
+
+
+def test_a_module_of_another_model_is_refused():
+    """An equal module elsewhere is not this one."""
+    with pytest.raises(hl.TargetError, match="another model"):
+        select(Tower(), Tower().head)
+
+
+def test_a_list_mixes_every_way_to_say_it_and_takes_each_module_once():
+    """Overlapping elements do not select twice, and the order is the model's."""
+    model = Tower()
+    target = [model.head, "head.#", re.compile(r"head\.1"), nn.ReLU, lambda name, module: name == "x1"]
+    assert names(model, target) == ["head", "head.0", "head.1", "head.2", "x1"]
+
+
+@pytest.mark.parametrize("bad", ["nothing.*", nn.Conv2d, re.compile("nothing"), lambda name, module: False])
+def test_every_element_of_a_list_has_to_match(bad):
+    """One unmatched element makes the whole list fail, and the error is about that element."""
+    with pytest.raises(hl.NoMatchError, match=re.escape(describe(bad)) if not isinstance(bad, type) else "Conv2d"):
+        select(Tower(), ["head", bad])
+
+
+@pytest.mark.parametrize("empty", [[], (), set()])
+def test_an_empty_list_is_refused(empty):
+    """Nothing to select by is an error, not everything and not nothing."""
+    with pytest.raises(hl.TargetError, match="empty"):
+        select(Tower(), empty)
+
+
+@pytest.mark.parametrize("thing", [3, 2.5, object(), b"head", {"head": 1}])
+def test_something_that_is_no_target_is_refused(thing):
+    """The error shows the thing and lists what a target can be."""
+    with pytest.raises(hl.TargetError, match=r"is no target; give a name"):
+        select(Tower(), thing)
+
+
+def test_exclude_takes_modules_away():
+    """What exclude matches is left out, in the same grammar."""
+    assert names(Tower(), "head.*", exclude=["head.1", nn.Sequential]) == ["head.0", "head.2.0"]
+
+
+def test_exclude_takes_a_shared_module_away_by_any_of_its_names():
+    """Exclusion is of the module, not of one of its names."""
+    assert "layers.0.norm" not in names(Tower(), "*", exclude="layers.5.norm")
+
+
+def test_exclude_may_match_nothing():
+    """A list of exceptions may cover more models than this one."""
+    assert names(Tower(), "head.#", exclude="nothing.*") == ["head.0", "head.1", "head.2"]
+
+
+def test_exclude_of_everything_is_an_error_that_says_so():
+    """If nothing is left, the error blames exclude and not the target."""
+    with pytest.raises(hl.NoMatchError, match=r"exclude=.* takes all"):
+        select(Tower(), "head.#", exclude="*")
+
+
+def test_every_alias_of_a_shared_module_resolves():
+    """Each name a user can write finds the module, under the name that was written."""
+    model = Tower()
+    for index in range(12):
+        assert select(model, f"layers.{index}.norm") == [(f"layers.{index}.norm", model.layers[0].norm)]
+
+
+def test_a_shared_module_is_taken_once_under_its_first_matching_name():
+    """A glob over twelve names of one module gives it once."""
+    model = Tower()
+    assert select(model, "layers.#.norm") == [("layers.0.norm", model.layers[0].norm)]
+    assert names(model, ["layers.7.norm", "layers.#.norm"]) == ["layers.0.norm"]
+    assert names(model, ["layers.7.norm", "layers.9.norm"]) == ["layers.7.norm"]
+
+
+def test_a_shared_subtree_is_reached_by_every_path():
+    """Children of a module that has two names have two names as well."""
+    shared = nn.Sequential(nn.Linear(2, 2))
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    assert [name for name, _ in named_modules(model)] == ["", "a", "a.0", "b", "b.0"]
+    assert names(model, "b.0") == ["b.0"]
+    assert names(model, nn.Linear) == ["a.0"]
+
+
+def test_the_order_is_that_of_torch():
+    """Names come as ``named_modules(remove_duplicate=False)`` gives them."""
+    model = Tower()
+    assert list(named_modules(model)) == list(model.named_modules(remove_duplicate=False))
+
+
+def test_a_module_that_contains_itself_ends():
+    """A cycle is walked once, where torch's listing with duplicates would not end."""
+    model = nn.Sequential(nn.ReLU())
+    model.add_module("me", model)
+    assert names(model, "*") == ["", "0"]
+    assert [name for name, _ in named_modules(model)] == ["", "0"]
+
+
+def test_a_child_that_points_back_to_its_parent_ends():
+    """A longer cycle ends where it closes."""
+    model = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.ReLU()})})
+    model["a"].add_module("up", model)
+    assert [name for name, _ in named_modules(model)] == ["", "a", "a.b"]
+
+
+def test_a_none_child_is_passed_over():
+    """``register_module(name, None)`` is no module."""
+    model = nn.Sequential(nn.ReLU())
+    model.register_module("gone", None)
+    assert names(model, "*") == ["", "0"]
+
+
+def test_ten_thousand_modules_are_selected_in_order():
+    """A large flat model keeps its order."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(10_000)))
+    assert names(model, "#") == [str(i) for i in range(10_000)]
+
+
+def test_the_nearest_names_are_named():
+    """A mistyped name is answered with what is close."""
+    with pytest.raises(hl.NoMatchError, match=r"No module matches 'haed\.0' in this Tower.*nearest: 'head\.0'"):
+        select(Tower(), "haed.0")
+
+
+def test_a_model_without_children_says_so():
+    """There is nothing near in a lone layer."""
+    with pytest.raises(hl.NoMatchError, match="no submodules"):
+        select(nn.Linear(2, 2), "a")
+
+
+def test_a_predicate_that_matches_nothing_is_named_in_the_error():
+    """The message calls the function by its name."""
+
+    def is_attention(name: str, module: nn.Module) -> bool:
+        return False
+
+    with pytest.raises(hl.NoMatchError, match="is_attention"):
+        select(Tower(), is_attention)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("a.*", "'a.*'"),
+        (re.compile("a"), "re.compile('a')"),
+        (nn.Linear, "Linear"),
+        (["a", nn.Linear], "['a', Linear]"),
+        (nn.ReLU(), "the given ReLU"),
+        (len, "len"),
+    ],
+)
+def test_targets_are_described_as_written(target, text):
+    """Errors show a target the way a user would write it."""
+    assert describe(target) == text
+
+
+PARTS = st.sampled_from(["a", "b", "0", "1", "12", "ab", "a[", "weird-name", "é"])
+PATTERNS = st.text(alphabet="ab012.*?[]!-é", max_size=8)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> nn.Module:
+    """A small tree whose subtrees may be shared."""
+    pool: list[nn.Module] = [nn.Identity()]
+    for _ in range(draw(st.integers(1, 5))):
+        children = draw(st.dictionaries(PARTS, st.integers(0, len(pool) - 1), max_size=3))
+        module = nn.Module()
+        for name, index in children.items():
+            module.add_module(name, pool[index])
+        pool.append(module)
+    return pool[-1]
+
+
+@settings(deadline=None, max_examples=300)
+@given(model=models(), pattern=PATTERNS)
+def test_a_glob_selects_what_fnmatch_selects_over_all_names(model, pattern):
+    """Without ``#`` the grammar is exactly fnmatch over every alias name, each module once."""
+    expected = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if fnmatch.fnmatchcase(name, pattern):
+            expected.setdefault(id(module), name)
+    if not expected:
+        with pytest.raises(hl.NoMatchError):
+            select(model, pattern)
+    else:
+        assert {id(module): name for name, module in select(model, pattern)} == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(model=models(), parts=st.lists(st.sampled_from(["#", "a", "b", "*", "ab"]), min_size=1, max_size=4))
+def test_a_hash_selects_what_a_regular_expression_for_digits_selects(model, parts):
+    """With ``#`` as whole parts, the result is that of the same pattern with ``[0-9]+`` in their place."""
+    regex = re.compile(r"\.".join({"#": "[0-9]+", "*": ".*"}.get(part, part) for part in parts), re.DOTALL)
+    expected = {id(module) for name, module in model.named_modules(remove_duplicate=False) if regex.fullmatch(name)}
+    try:
+        found = {id(module) for _, module in select(model, ".".join(parts))}
+    except hl.NoMatchError:
+        found = set()
+    assert found == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(model=models(), target=PATTERNS, exclude=PATTERNS)
+def test_exclude_is_a_difference_of_modules(model, target, exclude):
+    """What stays is what the target selects without any module that exclude reaches by any name."""
+
+    def matched(pattern: str) -> set[int]:
+        every = model.named_modules(remove_duplicate=False)
+        return {id(module) for name, module in every if fnmatch.fnmatchcase(name, pattern)}
+
+    try:
+        found = {id(module) for _, module in select(model, target, exclude=exclude)}
+    except hl.NoMatchError:
+        found = set()
+    assert found == matched(target) - matched(exclude)

@@ -1,0 +1,439 @@
+"""What a hook can take and give back, told before it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hookline as hl
+from hookline.sites.kinds import Kind
+from hookline.sites.signature import check_hook, hook_name, may_return_value
+
+# -- what it can take ----------------------------------------------------------------------------------------
+
+
+def exact(module, args, output): ...
+def with_default(module, args, output, tag="x"): ...
+def positional(*args): ...
+def anything(*args, **kwargs): ...
+def with_site(module, args, output, *, site): ...
+def with_optional_site(module, args, output, *, site=None): ...
+def site_by_position(module, args, site): ...
+def positional_only(a, b, c, /): ...
+
+
+class Method:
+    """Callable in several ways."""
+
+    def __call__(self, module, args, output): ...
+    def bound(self, module, args, output): ...
+    @staticmethod
+    def static(module, args, output): ...
+    @classmethod
+    def of_class(cls, module, args, output): ...
+
+
+FITTING = [
+    exact,
+    with_default,
+    positional,
+    anything,
+    positional_only,
+    Method(),
+    Method().bound,
+    Method.static,
+    Method.of_class,
+    lambda m, a, o: None,
+    functools.partial(anything, tag=1),
+    functools.partial(lambda first, m, a, o: None, 0),
+    mock.Mock(),
+    print,
+]
+
+
+@pytest.mark.parametrize("hook", FITTING)
+def test_a_hook_that_fits_is_taken_and_gets_no_site(hook):
+    """Whatever can be called with the three arguments passes, and only a declared site is given."""
+    assert check_hook(hook, Kind.FORWARD, with_kwargs=False) is False
+
+
+@pytest.mark.parametrize("hook", [with_site, with_optional_site, functools.partial(with_site)])
+def test_a_keyword_only_site_is_noticed(hook):
+    """The declaration decides, default or not, partial or not."""
+    assert check_hook(hook, Kind.FORWARD, with_kwargs=False) is True
+
+
+def test_a_positional_argument_called_site_is_an_ordinary_one():
+    """Only a keyword-only site asks for a Site; this third argument is the output."""
+    assert check_hook(site_by_position, Kind.FORWARD, with_kwargs=False) is False
+
+
+def test_open_keywords_do_not_ask_for_a_site():
+    """``**kwargs`` alone is no declaration."""
+    assert check_hook(anything, Kind.FORWARD, with_kwargs=False) is False
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda m, a: None,
+        lambda m, a, o, more: None,
+        lambda m, a, o, *, tag: None,
+        lambda: None,
+        functools.partial(exact, 1),
+        functools.partial(exact, output=1),
+        Method.bound,
+    ],
+)
+def test_a_hook_that_does_not_fit_is_refused_with_its_signature(hook):
+    """The message holds the hook's own signature, the kind, and how it would be called."""
+    with pytest.raises(hl.HookSignatureError) as caught:
+        check_hook(hook, Kind.FORWARD, with_kwargs=False)
+    text = str(caught.value)
+    assert re.search(r"\(.*\) cannot be a forward hook: it is called as hook\(module, args, output\)", text)
+    assert hook_name(hook) in text
+
+
+@pytest.mark.parametrize("thing", [None, 3, "print", [print], torch.ones(1)])
+def test_something_not_callable_is_refused_and_shown(thing):
+    """The message shows what was given."""
+    with pytest.raises(hl.HookSignatureError, match=r"has to be callable, got") as caught:
+        check_hook(thing, Kind.FORWARD, with_kwargs=False)
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_hook_of_each_kind_takes_exactly_the_arguments_of_that_kind(kind):
+    """One argument fewer or more is refused, the right number passes."""
+
+    def with_arguments(count: int) -> object:
+        return eval(f"lambda {', '.join(f'a{i}' for i in range(count))}: None")
+
+    right = len(kind.args)
+    check_hook(with_arguments(right), kind, with_kwargs=False)
+    for wrong in (right - 1, right + 1):
+        with pytest.raises(hl.HookSignatureError):
+            check_hook(with_arguments(wrong), kind, with_kwargs=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(Kind.FORWARD_PRE, "module, args, kwargs"), (Kind.FORWARD, "module, args, kwargs, output")],
+)
+def test_with_kwargs_adds_one_argument_before_the_output(kind, names):
+    """The place of kwargs is torch's."""
+    with pytest.raises(hl.HookSignatureError, match=re.escape(f"hook({names})")):
+        check_hook(lambda: None, kind, with_kwargs=True)
+    check_hook(eval(f"lambda {names}: None"), kind, with_kwargs=True)
+
+
+def test_a_builtin_without_a_signature_is_taken_at_its_word():
+    """Where Python cannot tell, the hook passes."""
+    assert check_hook(dict.fromkeys, Kind.FORWARD_PRE, with_kwargs=False) is False
+    assert check_hook(max, Kind.FORWARD, with_kwargs=False) is False
+
+
+# -- how it is called ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "name"),
+    [
+        (exact, "exact"),
+        (functools.partial(functools.partial(exact)), "exact"),
+        (Method(), "Method"),
+        (Method().bound, "Method.bound"),
+        (print, "print"),
+        (nn.ReLU(), "ReLU"),
+    ],
+)
+def test_a_hook_is_named_after_its_function_or_class(hook, name):
+    """The name in reports is short and needs no option."""
+    assert hook_name(hook) == name
+
+
+# -- what it can give back -----------------------------------------------------------------------------------
+
+
+def says_nothing(m, gi, go):
+    gi[0].sum()
+
+
+def bare_return(m, gi, go):
+    if gi[0] is None:
+        return
+    gi[0].sum()
+
+
+def returns_none_twice(m, gi, go):
+    if gi[0] is None:
+        return None
+    return None
+
+
+def raises(m, gi, go):
+    raise ValueError
+
+
+def has_an_inner_function_that_returns(m, gi, go):
+    def inner():
+        return 3
+
+    inner()
+
+
+def loops_and_tries(m, gi, go):
+    for g in gi:
+        try:
+            if g is None:
+                continue
+            with contextlib.suppress(ValueError):
+                g.sum()
+        except RuntimeError:
+            return
+        finally:
+            print()
+    else:
+        print()
+
+
+def matches(m, gi, go):
+    match gi:
+        case (a,):
+            print(a)
+        case _:
+            return
+
+
+class Silent:
+    """Callable, gives nothing."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, m, gi, go):
+        self.seen.append(gi)
+
+    def bound(self, m, gi, go):
+        self.seen.append(gi)
+
+    @staticmethod
+    def static(m, gi, go):
+        print(gi)
+
+    @classmethod
+    def of_class(cls, m, gi, go):
+        print(gi)
+
+
+SILENT = [
+    says_nothing,
+    bare_return,
+    returns_none_twice,
+    raises,
+    has_an_inner_function_that_returns,
+    loops_and_tries,
+    matches,
+    lambda m, gi, go: None,
+    Silent(),
+    Silent().bound,
+    Silent.static,
+    Silent.of_class,
+    functools.partial(says_nothing),
+    functools.partial(functools.partial(Silent().bound)),
+]
+
+
+@pytest.mark.parametrize("hook", SILENT)
+def test_a_hook_that_can_only_give_none_is_known(hook):
+    """These need no extra node in the graph, whatever their shape."""
+    assert may_return_value(hook) is False
+
+
+def gives(m, gi, go):
+    return gi
+
+
+def gives_sometimes(m, gi, go):
+    if gi[0] is not None:
+        return gi
+
+
+def gives_or_none(m, gi, go):
+    return gi or None
+
+
+def gives_and_none(m, gi, go):
+    return gi and None
+
+
+def gives_a_choice(m, gi, go):
+    return None if gi[0] is None else gi
+
+
+def gives_the_other_choice(m, gi, go):
+    return gi if gi[0] is None else None
+
+
+def gives_a_variable(m, gi, go):
+    result = None
+    for g in gi:
+        result = g
+    return result
+
+
+def gives_what_another_gives(m, gi, go):
+    return says_nothing(m, gi, go)
+
+
+def gives_from_a_finally(m, gi, go):
+    try:
+        return None
+    finally:
+        return gi  # noqa: B012, SIM107
+
+
+def gives_from_an_except(m, gi, go):
+    try:
+        print()
+    except ValueError:
+        return gi
+
+
+def gives_from_a_match(m, gi, go):
+    match gi:
+        case (a,):
+            return (a,)
+        case _:
+            return None
+
+
+def gives_a_constant(m, gi, go):
+    return 3
+
+
+def generates(m, gi, go):
+    yield None
+
+
+async def waits(m, gi, go):
+    return None
+
+
+async def waits_and_generates(m, gi, go):
+    yield None
+
+
+@functools.wraps(says_nothing)
+def wrapped(*args):
+    return says_nothing(*args)
+
+
+class Giving(Silent):
+    """Callable, gives something."""
+
+    def __call__(self, m, gi, go):
+        return gi
+
+    def bound(self, m, gi, go):
+        return gi
+
+
+class CallsByAttribute:
+    """Callable through something that is no function."""
+
+    __call__ = functools.partial(print)
+
+
+GIVING = [
+    gives,
+    gives_sometimes,
+    gives_or_none,
+    gives_and_none,
+    gives_a_choice,
+    gives_the_other_choice,
+    gives_a_variable,
+    gives_what_another_gives,
+    gives_from_a_finally,
+    gives_from_an_except,
+    gives_from_a_match,
+    gives_a_constant,
+    generates,
+    waits,
+    waits_and_generates,
+    wrapped,
+    lambda m, gi, go: gi,
+    lambda m, gi, go: print(gi),
+    lambda m, gi, go: gi if gi else None,
+    lambda m, gi, go: (yield),
+    Giving(),
+    Giving().bound,
+    functools.partial(gives),
+    functools.partial(Giving()),
+    functools.lru_cache(says_nothing),
+    functools.partialmethod(gives).__get__(Giving()),
+    CallsByAttribute(),
+    Silent,
+    print,
+    max,
+    [].append,
+    torch.relu,
+    nn.ReLU(),
+    mock.Mock(return_value=None),
+]
+
+
+@pytest.mark.parametrize("hook", GIVING)
+def test_a_hook_that_may_give_something_is_never_taken_for_silent(hook):
+    """In doubt a hook may edit: missing an edit would be worse than an extra node."""
+    assert may_return_value(hook) is True
+
+
+def test_a_function_with_very_many_constants_is_still_read_right():
+    """Constants beyond the 256th need longer bytecode."""
+    many = ", ".join(f"'c{i}'" for i in range(400))
+    space: dict[str, object] = {}
+    exec(f"def silent(m, gi, go):\n  x = 0\n  for y in [{many}]: x = y\n  {many}\n", space)
+    exec("def giving(m, gi, go):\n" + "".join(f"  x = {i}.5\n" for i in range(400)) + "  return 400.5\n", space)
+    assert may_return_value(space["silent"]) is False
+    assert may_return_value(space["giving"]) is True
+
+
+STATEMENTS = ["pass", "x = gi", "print(gi)", "if gi: {0}", "for x in gi: {0}", "with gi: {0}", "return", "return None"]
+GIVERS = ["return gi", "return gi or None", "return 1", "return x", "return None or gi", "return (None, None)"]
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, bool]:
+    """The body of a hook, and whether it holds a return that can give a value."""
+    lines, giving = [], False
+    for _ in range(draw(st.integers(1, 5))):
+        text = draw(st.sampled_from(STATEMENTS))
+        inner = draw(st.sampled_from([*STATEMENTS[:3], "return", *GIVERS]))
+        if "{0}" in text and inner in GIVERS:
+            giving = True
+        lines.append(text.format(inner))
+    return "\n  ".join(["x = None", "if go: raise KeyError", *lines]), giving
+
+
+@settings(deadline=None, max_examples=150)
+@given(bodies())
+def test_silent_is_claimed_only_of_functions_that_are(body):
+    """Over generated functions: what is claimed silent has no giving return that can be reached."""
+    text, giving = body
+    space: dict[str, object] = {}
+    exec(f"def hook(m, gi, go):\n  {text}", space)
+    if not may_return_value(space["hook"]):
+        # A giver after an unconditional return is dead code, which the compiler leaves out.
+        reachable = text.split("\n  return", 1)[0]
+        assert not any(giver in reachable for giver in GIVERS)
+    elif not giving:
+        pytest.fail(f"taken for giving: {text}")

@@ -1,0 +1,256 @@
+"""Several threads on one hooked model: counts add up, steps and calls are each thread's own."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+THREADS = 4
+STEPS = 25
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches() -> Iterator[None]:
+    """Have Python switch threads as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(work: Callable[[int], object], count: int = THREADS) -> None:
+    """Run ``work(index)`` in several threads at once; raise what any of them raised."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait()
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def make_model() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    return nn.Sequential(layer, nn.Tanh(), layer)  # the layer is called twice per forward
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+@pytest.mark.parametrize("observe", [False, True])
+def test_forward_counts_of_all_threads_add_up(kind, observe):
+    """No firing is lost and none is counted twice."""
+    model, fired = make_model(), collections.Counter()
+    lock = threading.Lock()
+
+    def hook(module: nn.Module, *args: object) -> None:
+        with lock:
+            fired[type(module).__name__] += 1
+
+    def work(index: int) -> None:
+        for _ in range(STEPS):
+            model(torch.ones(1, 2))
+
+    with hl.attach(model, "*", hook, on=kind, observe=observe) as handle:
+        in_threads(work)
+        runs = THREADS * STEPS
+        assert fired == {"Sequential": runs, "Tanh": runs, "Linear": 2 * runs}
+        assert handle.report().fired == 4 * runs
+        assert handle.report().last_step == runs - 1
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+@pytest.mark.parametrize("edits", [False, True])
+def test_gradient_counts_of_all_threads_add_up(kind, edits):
+    """Each thread's backward fires the hooks of its own forwards, watched or edited."""
+    model = make_model()
+
+    def watch(module: nn.Module, *grads: object) -> None:
+        """Sees and gives nothing."""
+
+    def edit(module: nn.Module, *grads: object) -> object:
+        return grads[0]
+
+    def work(index: int) -> None:
+        for _ in range(STEPS):
+            x = torch.full((1, 2), float(index), requires_grad=True)
+            torch.autograd.grad(model(x).sum(), x)
+
+    with hl.attach(model, "*", edit if edits else watch, on=kind) as handle:
+        in_threads(work)
+        assert handle.report().fired == 4 * THREADS * STEPS
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
+def test_steps_and_calls_are_right_in_every_thread(kind):
+    """Within one forward of one thread the layer's calls are 0 and 1, and every step belongs to one thread."""
+    model = make_model()
+    seen: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+
+    def hook(*args: object, site: hl.Site) -> None:
+        seen[threading.get_ident()].append((site.step, site.call))
+
+    def work(index: int) -> None:
+        for _ in range(STEPS):
+            x = torch.ones(1, 2, requires_grad=True)
+            torch.autograd.grad(model(x).sum(), x)
+
+    with hl.attach(model, nn.Linear, hook, on=kind):
+        in_threads(work)
+    calls = [1, 0] if kind.startswith("backward") else [0, 1]
+    steps = []
+    for moments in seen.values():
+        for first, second in zip(moments[::2], moments[1::2], strict=True):
+            assert first[0] == second[0]
+            assert [first[1], second[1]] == calls
+            steps.append(first[0])
+    assert len(seen) == THREADS
+    assert sorted(steps) == list(range(THREADS * STEPS))
+
+
+def test_each_threads_hook_sees_that_threads_tensors():
+    """What is handed over belongs to the forward that is running in the thread."""
+    model = make_model()
+    mine = threading.local()
+    mixed = []
+
+    def pre(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0] is not mine.x:
+            mixed.append(1)
+
+    def work(index: int) -> None:
+        for _ in range(STEPS):
+            mine.x = torch.full((1, 2), float(index))
+            model(mine.x)
+
+    with hl.attach(model, pre, on="forward_pre"):
+        in_threads(work)
+    assert mixed == []
+
+
+def test_gradients_of_threads_are_not_mixed():
+    """The gradient a backward hook gets is that of its own thread's loss."""
+    model = nn.Sequential(nn.Identity())
+    mixed = []
+
+    def hook(module: nn.Module, grad_input: tuple[torch.Tensor], grad_output: tuple[torch.Tensor]) -> None:
+        if grad_output[0][0].item() != mine.scale or grad_input[0][0].item() != mine.scale:
+            mixed.append((grad_output[0][0].item(), mine.scale))
+
+    mine = threading.local()
+
+    def work(index: int) -> None:
+        for step in range(STEPS):
+            mine.scale = float(index * STEPS + step + 1)
+            x = torch.ones(2, requires_grad=True) * 2
+            (model(x) * mine.scale).sum().backward()
+
+    with hl.attach(model, "*", hook, on="backward"):
+        in_threads(work)
+    assert mixed == []
+
+
+def test_cleanup_hooks_of_threads_are_not_mixed():
+    """A call that fails in one thread cleans up after itself alone."""
+
+    class Sometimes(nn.Module):
+        def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+            if index % 2:
+                raise ValueError(index)
+            return x
+
+    model = Sometimes()
+    seen: list[tuple[int, bool]] = []
+
+    def cleanup(module: nn.Module, args: tuple[torch.Tensor, int], output: object) -> None:
+        seen.append((args[1], output is None))
+
+    def work(index: int) -> None:
+        for _ in range(STEPS):
+            with contextlib.suppress(ValueError):
+                model(torch.ones(1), index)
+
+    with hl.attach(model, cleanup, always_call=True):
+        in_threads(work)
+    assert collections.Counter(seen) == {(index, bool(index % 2)): STEPS for index in range(THREADS)}
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
+def test_the_first_call_under_a_process_wide_hook_may_come_from_many_threads_at_once(kind):
+    """Each module is hooked once, and each firing counted once, however many threads are first."""
+    for _ in range(5):
+        model = make_model()
+
+        def hook(*args: object) -> None:
+            """Does nothing."""
+
+        def work(index: int, model: nn.Module = model) -> None:
+            x = torch.ones(1, 2, requires_grad=True)
+            torch.autograd.grad(model(x).sum(), x)
+
+        with hl.attach_everywhere(hook, on=kind) as handle:
+            in_threads(work)
+            assert handle.report().matched == 3
+            assert handle.report().fired == 4 * THREADS
+        hl.assert_no_hooks(model, foreign=True)
+
+
+def test_hooks_may_be_attached_and_removed_in_many_threads_at_once():
+    """Tables stay whole: nothing raises, nothing is left."""
+    model = make_model()
+
+    def hook(*args: object) -> None:
+        """Does nothing."""
+
+    def work(index: int) -> None:
+        for step in range(STEPS):
+            kind = list(hl.Kind)[(index + step) % 9]
+            hl.attach(model, "*", hook, on=kind).remove()
+
+    in_threads(work)
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_saving_in_many_threads_while_hooks_come_and_go_leaves_nothing():
+    """State hooks taken off beside a save are gone afterwards."""
+    model = make_model()
+    stop = threading.Event()
+
+    def hook(*args: object) -> None:
+        """Does nothing."""
+
+    def work(index: int) -> None:
+        if index:
+            while not stop.is_set():
+                # torch itself does not bear a hook coming during its walk; that is its own error
+                with contextlib.suppress(RuntimeError):
+                    model.state_dict()
+            return
+        try:
+            for _ in range(STEPS * 4):
+                hl.attach(model, "*", hook, on="state_dict_post").remove()
+        finally:
+            stop.set()
+
+    in_threads(work)
+    hl.attach(model, hook).remove()
+    hl.assert_no_hooks(model, foreign=True)
+    for module in model.modules():
+        assert not module._state_dict_hooks

@@ -1,0 +1,289 @@
+"""Structures: every tensor in them is found, and putting other tensors in changes nothing else."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+import typing
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from transformers.modeling_outputs import BaseModelOutput
+
+from hookline.sites.tree import leaves, replace, swap_back
+
+
+class Pair(typing.NamedTuple):
+    """A namedtuple."""
+
+    left: object
+    right: object
+
+
+@dataclasses.dataclass
+class Plain:
+    """A dataclass."""
+
+    a: object
+    b: object = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A dataclass that refuses assignment."""
+
+    a: object
+    b: object = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    """A dataclass without a dictionary."""
+
+    a: object
+    b: object = 3
+
+
+class Opaque:
+    """A container nobody knows."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+TENSORS = st.builds(lambda n: torch.full((2,), float(n)), st.integers(-5, 5))
+LEAVES = st.one_of(TENSORS, st.none(), st.integers(), st.text(max_size=3), st.booleans())
+KEYS = st.one_of(st.text("abc", min_size=1, max_size=3), st.integers(0, 9))
+STRUCTURES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(KEYS, inner, max_size=3).map(collections.OrderedDict),
+        st.dictionaries(KEYS, inner, max_size=3).map(collections.UserDict),
+        st.builds(Pair, inner, inner),
+        st.builds(Plain, inner, inner),
+        st.builds(Frozen, inner, inner),
+        st.builds(Slotted, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(STRUCTURES)
+def test_a_structure_in_which_nothing_changes_is_the_very_same_object(value):
+    """Swapping each tensor for itself copies nothing."""
+    assert replace(value, lambda tensor: tensor) is value
+
+
+@settings(deadline=None, max_examples=200)
+@given(STRUCTURES)
+def test_every_tensor_is_replaced_and_nothing_else(value):
+    """After a swap the leaves are the same in number, order, path and type; tensors are swapped, others kept."""
+    before = list(leaves(value))
+    after = list(leaves(replace(value, double)))
+    assert [path for path, _ in before] == [path for path, _ in after]
+    for (_, old), (_, new) in zip(before, after, strict=True):
+        if isinstance(old, Tensor):
+            assert torch.equal(new, old * 2)
+        else:
+            assert new is old
+
+
+@settings(deadline=None, max_examples=200)
+@given(STRUCTURES)
+def test_there_and_back_again_gives_the_same_tensors_in_the_same_types(value):
+    """A round trip restores every leaf by identity, in containers of the same types."""
+    originals = {}
+
+    def there(tensor: Tensor) -> Tensor:
+        new = tensor.clone()
+        originals[id(new)] = (new, tensor)
+        return new
+
+    changed = replace(value, there)
+    back = replace(changed, lambda tensor: originals[id(tensor)][1])
+    assert type(back) is type(value)
+    assert all(a is b for (_, a), (_, b) in zip(leaves(value), leaves(back), strict=True))
+    assert repr(back) == repr(value)
+
+
+@settings(deadline=None, max_examples=100)
+@given(STRUCTURES)
+def test_what_was_changed_in_place_can_be_swapped_back(value):
+    """Lists and dicts keep their identity, and get their own tensors back; everything else is a copy."""
+    before = [(path, id(leaf)) for path, leaf in leaves(value)]
+    swapped = []
+    replace(value, double, swapped)
+    swap_back(swapped)
+    assert [(path, id(leaf)) for path, leaf in leaves(value)] == before
+    assert swapped == []
+
+
+def test_a_lone_value_is_one_leaf_without_a_path():
+    """A tensor, or anything unknown, is itself."""
+    tensor = torch.ones(1)
+    assert list(leaves(tensor)) == [("", tensor)]
+    assert list(leaves(None)) == [("", None)]
+    assert list(leaves("text")) == [("", "text")]
+
+
+def test_paths_are_keys_and_places_joined_by_dots():
+    """A path can be read and written down."""
+    value = {"a": [torch.ones(1), {"b": torch.ones(1)}], "p": Pair(1, Plain(torch.ones(1)))}
+    assert [path for path, _ in leaves(value)] == ["a.0", "a.1.b", "p.0", "p.1.a", "p.1.b"]
+
+
+def test_an_empty_container_has_no_leaves():
+    """Nothing in, nothing out."""
+    assert list(leaves(())) == []
+    assert list(leaves({"a": []})) == []
+
+
+def test_a_string_is_not_taken_apart():
+    """A string is a leaf, though it is a sequence."""
+    assert list(leaves(["ab"])) == [("0", "ab")]
+
+
+def test_untouched_siblings_keep_their_identity():
+    """Only the way to the changed tensor is rebuilt."""
+    sibling = [torch.ones(1)]
+    tensor = torch.ones(1)
+    new = replace({"a": sibling, "b": [tensor]}, lambda t: t + 1 if t is tensor else t)
+    assert new["a"] is sibling
+
+
+def test_a_namedtuple_stays_one():
+    """Fields stay reachable by name."""
+    new = replace(Pair(torch.ones(1), "x"), double)
+    assert type(new) is Pair
+    assert new.left.item() == 2
+    assert new.right == "x"
+
+
+def test_what_torch_returns_from_max_stays_that():
+    """torch's own named results are rebuilt as such."""
+    new = replace(torch.max(torch.tensor([[1.0, 3.0]]), 1), lambda t: t + 1)
+    assert type(new) is torch.return_types.max
+    assert new.values.item() == 4
+
+
+def test_a_size_is_left_alone():
+    """torch.Size is a tuple of numbers."""
+    size = torch.Size([2, 3])
+    assert replace(size, double) is size
+
+
+def test_a_packed_sequence_stays_packed():
+    """The data is replaced, lengths and order stay, and an LSTM takes it."""
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    new = replace(packed, lambda t: t * 2 if t.is_floating_point() else t)
+    assert isinstance(new, PackedSequence)
+    assert torch.equal(new.data, packed.data * 2)
+    assert new.batch_sizes is packed.batch_sizes
+    output, _ = nn.LSTM(2, 2)(new)
+    assert isinstance(output, PackedSequence)
+
+
+def test_a_model_output_stays_one_by_attribute_and_by_key():
+    """A transformers output is both a dictionary and a dataclass; both views change."""
+    hidden = torch.ones(1, 2)
+    value = BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden, torch.zeros(1)))
+    new = replace(value, lambda t: t + 1)
+    assert type(new) is BaseModelOutput
+    assert torch.equal(new.last_hidden_state, hidden + 1)
+    assert new["last_hidden_state"] is new.last_hidden_state
+    assert new[0] is new.last_hidden_state
+    assert new.hidden_states[1].item() == 1
+    assert new.attentions is None
+    assert new is value
+
+
+@pytest.mark.parametrize("cls", [Plain, Frozen, Slotted])
+def test_a_dataclass_stays_one_frozen_or_not(cls):
+    """Fields are replaced on a copy, without running __init__ again."""
+    value = cls(torch.ones(1), "x")
+    new = replace(value, double)
+    assert type(new) is cls
+    assert new.a.item() == 2
+    assert new.b == "x"
+    assert value.a.item() == 1
+
+
+def test_a_dataclass_with_a_field_never_set_is_read():
+    """A field without a value counts as None."""
+
+    @dataclasses.dataclass
+    class Late:
+        a: object = dataclasses.field(init=False)
+
+    assert list(leaves(Late())) == [("a", None)]
+
+
+def test_a_dataclass_type_is_a_leaf():
+    """The class itself is no instance."""
+    assert list(leaves(Plain)) == [("", Plain)]
+
+
+def test_a_user_dict_and_a_defaultdict_stay_what_they_are():
+    """Mappings keep their type and their extras."""
+    new = replace(collections.UserDict(a=torch.ones(1)), double)
+    assert type(new) is collections.UserDict
+    assert new["a"].item() == 2
+    new = replace(collections.defaultdict(list, a=torch.ones(1)), double)
+    assert new.default_factory is list
+
+
+def test_a_read_only_mapping_is_replaced_or_left_alone_but_does_not_raise():
+    """A mapping that cannot be copied must not break the model that returns it."""
+    value = types.MappingProxyType({"a": torch.ones(1)})
+    assert [path for path, _ in leaves(replace(value, double))]
+
+
+def test_a_tuple_subclass_with_its_own_constructor_does_not_raise():
+    """A tuple type that takes other arguments than its items must not break the model that returns it."""
+
+    class Boxes(tuple):
+        def __new__(cls, boxes, scores):
+            return super().__new__(cls, (boxes, scores))
+
+    new = replace(Boxes(torch.ones(1), torch.zeros(1)), double)
+    assert type(new) is Boxes
+    assert new[0].item() == 2
+
+
+def test_a_list_that_contains_itself_does_not_hang():
+    """A structure with a cycle ends; what is in the cycle may be left alone."""
+    value: list[object] = [torch.ones(1)]
+    value.append(value)
+    assert len(tensors_in(value)) == 1
+    assert len(replace(value, double)) == 2
+
+
+def test_a_container_nobody_knows_is_left_alone():
+    """A cache object is one leaf, the very same afterwards."""
+    value = Opaque(torch.ones(1))
+    assert list(leaves(value)) == [("", value)]
+    assert replace([value], double)[0] is value
+
+
+def test_a_parameter_and_a_tensor_subclass_are_tensors():
+    """Subclasses of Tensor are leaves to swap."""
+    parameter = nn.Parameter(torch.ones(1))
+    assert tensors_in([parameter]) == [parameter]
+    assert replace([parameter], double)[0].item() == 2

@@ -1,0 +1,374 @@
+"""The errors: each is ours and the built-in one would guess, and each message says asked, found, next."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline import errors
+
+BUILTINS = {
+    "NoMatchError": (KeyError, LookupError),
+    "TargetError": (ValueError,),
+    "KindError": (ValueError,),
+    "OptionError": (ValueError, TypeError),
+    "HookSignatureError": (TypeError,),
+    "UnhookableError": (TypeError, RuntimeError),
+    "HookReturnError": (RuntimeError,),
+    "HooksLeftError": (AssertionError,),
+}
+
+
+def make_model() -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("inner", nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    model.add_module("outer", nn.Linear(2, 2))
+    return model
+
+
+def hook(module, args, output):
+    """A forward hook that does nothing."""
+
+
+def assert_untouched(model: nn.Module) -> None:
+    hl.assert_no_hooks(model, foreign=True)
+    assert hl.attached(model) == []
+    for module in model.modules():
+        assert "_call_impl" not in vars(module)
+        assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize(("name", "builtins"), sorted(BUILTINS.items()))
+def test_each_error_is_also_the_builtin_one_would_guess(name, builtins):
+    """``except KeyError`` around a mistyped name does what it looks like."""
+    error = getattr(hl, name)
+    assert issubclass(error, hl.HooklineError)
+    for builtin in builtins:
+        assert issubclass(error, builtin)
+
+
+def test_every_error_of_the_module_is_public_and_has_a_builtin():
+    """No error class is missing from the table above, from ``__all__`` or from the package."""
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, hl.HooklineError) and value is not hl.HooklineError
+    }
+    assert classes == set(BUILTINS)
+    assert classes < set(errors.__all__)
+    assert set(errors.__all__) <= set(hl.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(BUILTINS))
+def test_each_error_prints_its_sentence_unquoted_and_survives_pickling(name):
+    """``str`` is the sentence, not its repr, also after a trip through another process."""
+    error = getattr(hl, name)("No module matches 'a'.")
+    assert str(error) == "No module matches 'a'."
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+
+
+def test_a_no_match_error_without_arguments_prints_nothing():
+    """An empty error does not raise while it is shown."""
+    assert str(hl.NoMatchError()) == ""
+
+
+def test_the_tree_in_the_docstring_names_every_error():
+    """The picture at the top of the file is complete."""
+    assert all(name in errors.__doc__ for name in [*BUILTINS, "HooklineError"])
+
+
+# -- bad input: what is refused, as what, with which words, and that nothing stays attached -------------------
+
+
+def one_arg(module):
+    """A hook that takes too little."""
+
+
+def needs_more(module, args, output, extra):
+    """A hook that needs too much."""
+
+
+def keyword_needed(module, args, output, *, tag):
+    """A hook with a keyword that nobody gives."""
+
+
+BAD = {
+    "unknown kind": (
+        ("*", hook),
+        {"on": "foward"},
+        hl.KindError,
+        ValueError,
+        r"'foward'.*[Nn]earest: 'forward'.*Kinds: ",
+    ),
+    "a kind that is no string": (("*", hook), {"on": 3}, hl.KindError, ValueError, r"3.*Kinds: "),
+    "no kind at all": (("*", hook), {"on": None}, hl.KindError, ValueError, r"None.*Kinds: "),
+    "the legacy backward hook": (
+        ("*", hook),
+        {"on": "register_backward_hook"},
+        hl.KindError,
+        ValueError,
+        r"deprecated.*use on='backward'",
+    ),
+    "with_kwargs on a backward hook": (
+        ("*", hook),
+        {"on": "backward", "with_kwargs": True},
+        hl.OptionError,
+        ValueError,
+        r"with_kwargs.*'backward'.*goes with forward, forward_pre",
+    ),
+    "always_call on a pre-hook": (
+        ("*", lambda module, args: None),
+        {"on": "forward_pre", "always_call": True},
+        hl.OptionError,
+        TypeError,
+        r"always_call.*'forward_pre'.*goes with forward",
+    ),
+    "observe on a state hook": (
+        ("*", lambda *args: None),
+        {"on": "state_dict_pre", "observe": True},
+        hl.OptionError,
+        ValueError,
+        r"observe.*'state_dict_pre'.*goes with",
+    ),
+    "sees without observe": (("*", hook), {"sees": "raw"}, hl.OptionError, ValueError, r"sees='raw'.*observe=True"),
+    "sees of another value": (
+        ("*", hook),
+        {"observe": True, "sees": "rare"},
+        hl.OptionError,
+        ValueError,
+        r"'edited' or 'raw', got 'rare'",
+    ),
+    "a hook that is not callable": (("*", "print"), {}, hl.HookSignatureError, TypeError, r"callable.*'print'"),
+    "a hook that is None": (("*", None), {}, hl.HookSignatureError, TypeError, r"callable.*None"),
+    "a hook that takes too little": (
+        ("*", one_arg),
+        {},
+        hl.HookSignatureError,
+        TypeError,
+        r"one_arg\(module\).*forward.*hook\(module, args, output\)",
+    ),
+    "a hook that needs too much": (
+        ("*", needs_more),
+        {},
+        hl.HookSignatureError,
+        TypeError,
+        r"needs_more\(module, args, output, extra\).*extra",
+    ),
+    "a hook with a keyword nobody gives": (
+        ("*", keyword_needed),
+        {},
+        hl.HookSignatureError,
+        TypeError,
+        r"keyword_needed\(module, args, output, \*, tag\).*tag",
+    ),
+    "a hook without room for the keyword arguments": (
+        ("*", lambda module, args, output: None),
+        {"with_kwargs": True},
+        hl.HookSignatureError,
+        TypeError,
+        r"hook\(module, args, kwargs, output\)",
+    ),
+    "an empty list of targets": (([], hook), {}, hl.TargetError, ValueError, r"empty.*give a name"),
+    "an empty tuple of targets": (((), hook), {}, hl.TargetError, ValueError, r"empty.*give a name"),
+    "a target that is a number": ((7, hook), {}, hl.TargetError, ValueError, r"7 is no target; give a name"),
+    "a module of another model": (
+        (nn.Linear(2, 2), hook),
+        {},
+        hl.TargetError,
+        ValueError,
+        r"given Linear.*Sequential.*another model",
+    ),
+    "a mistyped name": (
+        ("outr.*", hook),
+        {},
+        hl.NoMatchError,
+        KeyError,
+        r"No module matches 'outr\.\*'.*nearest: .*'outer'.*hookline\.find",
+    ),
+    "a list with one mistyped name": (
+        (["inner", "otuer"], hook),
+        {},
+        hl.NoMatchError,
+        KeyError,
+        r"No module matches 'otuer'.*nearest: 'outer'",
+    ),
+    "a type the model does not have": (
+        (nn.Conv2d, hook),
+        {},
+        hl.NoMatchError,
+        KeyError,
+        r"is a Conv2d; it has Sequential ×2, Linear ×2, ReLU ×1",
+    ),
+    "an exclude that leaves nothing": (
+        ("inner.*", hook),
+        {"exclude": "inner.*"},
+        hl.NoMatchError,
+        KeyError,
+        r"'inner\.\*'.*exclude='inner\.\*' takes all",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input_is_refused_in_words_and_leaves_nothing(case):
+    """Each is an error of ours and the built-in, says asked, found and next, and nothing is attached."""
+    arguments, options, ours, builtin, message = BAD[case]
+    model = make_model()
+    with pytest.raises(ours) as caught:
+        hl.attach(model, *arguments, **options)
+    assert isinstance(caught.value, builtin)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("case", ["unknown kind", "with_kwargs on a backward hook", "a hook that takes too little"])
+def test_attach_everywhere_refuses_the_same_and_leaves_nothing(case):
+    """Bad input to the process-wide verb leaves no global hook behind."""
+    (_, bad_hook), options, ours, _, message = BAD[case]
+    with pytest.raises(ours, match=message):
+        hl.attach_everywhere(bad_hook, **options)
+    assert not torch.nn.modules.module._has_any_global_hook()
+
+
+def test_a_script_module_is_refused_and_nothing_else_is_hooked():
+    """A model with a scripted part, targeted as a whole, is refused as a whole."""
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), scripted)
+    with pytest.raises(hl.UnhookableError, match=r"ScriptModule.*before it is scripted") as caught:
+        hl.attach(model, "*", hook)
+    assert isinstance(caught.value, TypeError)
+    assert isinstance(caught.value, RuntimeError)
+    assert hl.attached(model) == []
+    for module in (model, model[0]):
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_scripted_model_is_refused():
+    """The model itself may not be a ScriptModule either."""
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(hl.UnhookableError, match="ScriptModule"):
+        hl.attach(scripted, hook)
+
+
+@pytest.mark.parametrize("thing", [None, 3, torch.ones(1), nn.Linear, [nn.ReLU()]])
+def test_something_that_is_no_module_is_refused(thing):
+    """attach says what it got instead of a module."""
+    with pytest.raises(hl.UnhookableError, match=r"needs a torch\.nn\.Module, got") as caught:
+        hl.attach(thing, "*", hook)
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("forgotten", ["inner", nn.Linear, (nn.Linear, nn.ReLU), re.compile("inner")])
+def test_a_forgotten_hook_is_not_taken_for_one(forgotten):
+    """``attach(model, nn.Linear)`` is an attach without a hook, not the class as a hook."""
+    model = make_model()
+    with pytest.raises(hl.HookSignatureError):
+        hl.attach(model, forgotten)
+    assert_untouched(model)
+
+
+def test_a_forgotten_hook_and_target_say_so():
+    """``attach(model)`` says that a hook is missing rather than showing a placeholder object."""
+    model = make_model()
+    with pytest.raises((hl.HookSignatureError, TypeError)) as caught:
+        hl.attach(model)
+    assert "<object object" not in str(caught.value)
+    assert_untouched(model)
+
+
+def test_a_pre_hook_with_kwargs_that_returns_nonsense_is_named():
+    """The error of a bad return names the hook, the module and what was expected."""
+    model = make_model()
+
+    def bad_return(module, args, kwargs):
+        return args
+
+    with (
+        hl.attach(model, "outer", bad_return, on="forward_pre", with_kwargs=True),
+        pytest.raises(hl.HookReturnError, match=r"bad_return.*'outer'.*\(new_args, new_kwargs\)") as caught,
+    ):
+        model(torch.ones(1, 2))
+    assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("nonsense", "a str"),
+        ((), "tuple of 1.*got 0"),
+        ((torch.ones(3, 3),), r"shape \(3, 3\)"),
+        ((torch.ones(1, 2, dtype=torch.float64),), "float64"),
+        (("x",), "entry 0 is a str"),
+    ],
+)
+def test_a_gradient_hook_that_returns_a_misfit_is_named(value, words):
+    """A gradient of the wrong number, shape, dtype or type is refused with the hook's name."""
+    model = make_model()
+
+    def misfit(module, grad_input, grad_output):
+        return value
+
+    with hl.attach(model, "outer", misfit, on="backward"):
+        output = model(torch.ones(1, 2))
+        with pytest.raises(hl.HookReturnError, match=rf"misfit.*'outer'.*{words}"):
+            output.sum().backward()
+
+
+def test_hooks_left_are_listed_by_module_and_hook():
+    """assert_no_hooks names what it found and where to look."""
+    model = make_model()
+    expected = pytest.raises(hl.HooksLeftError, match=r"1 hooks? .*outer: hook \(forward\).*hookline\.attached")
+    with hl.attach(model, "outer", hook), expected:
+        hl.assert_no_hooks(model)
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "either value= or norm="),
+        ({"value": 1.0, "norm": 1.0}, "either value= or norm="),
+        ({"value": 0.0}, "above 0, got 0"),
+        ({"norm": -1.0}, "above 0, got -1"),
+        ({"value": float("nan")}, "above 0, got nan"),
+    ],
+)
+def test_clip_gradients_refuses_nonsense_bounds(options, words):
+    """Neither, both, or a bound that is not positive is an OptionError, and nothing is hooked."""
+    model = make_model()
+    with pytest.raises(hl.OptionError, match=words):
+        hl.clip_gradients(model, "outer", **options)
+    assert_untouched(model)
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_clip_gradients_that_cannot_attach_leaves_no_parameter_hook():
+    """All or nothing: a target with a ScriptModule leaves neither module nor parameter hooks."""
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), scripted)
+    with pytest.raises(hl.UnhookableError):
+        hl.clip_gradients(model, "*", value=1.0)
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not model[0]._forward_hooks
+
+
+def test_without_strict_a_missing_target_warns_and_the_handle_is_on_nothing():
+    """strict=False turns the no-match error into a warning with the same words."""
+    model = make_model()
+    with pytest.warns(hl.HooklineWarning, match=r"No module matches 'outr'.*nearest"):
+        handle = hl.attach(model, "outr", hook, strict=False)
+    assert handle.report().matched == 0
+    handle.remove()
+    assert_untouched(model)
