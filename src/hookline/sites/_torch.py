@@ -83,27 +83,26 @@ Edges: TypeAlias = dict[Any, dict[int, int]]
 
 
 def boundary(roots: list[Any], edges: Edges, since: int) -> list[tuple[Any, list[tuple[int, int]]]]:
-    """The nodes younger than ``since``, found by walking from ``roots``, that have one of ``edges``.
+    """The nodes younger than ``since``, found by walking from ``roots`` (used up), that have one of ``edges``.
 
     With each come the slots of its gradient that go there and the caller's numbers. Nodes that accumulate
     into a leaf carry the largest number there is and lead nowhere, so they are passed over.
     """
     found: list[tuple[Any, list[tuple[int, int]]]] = []
-    todo = [node for node in roots if since <= node._sequence_nr() < _LEAF_SEQUENCE]
-    seen = set(todo)
+    todo = roots
+    seen = {None, *edges, *roots}
     while todo:
         node = todo.pop()
-        hits: list[tuple[int, int]] | None = None
+        hits: list[tuple[int, int]] = []
         for slot, (target, output) in enumerate(node.next_functions):
-            outputs = edges.get(target)
-            if outputs is not None and output in outputs:
-                if hits is None:
-                    hits = []
-                    found.append((node, hits))
-                hits.append((slot, outputs[output]))
-            elif target is not None and target not in seen and since <= target._sequence_nr() < _LEAF_SEQUENCE:
+            if target in seen:
+                if target in edges and output in edges[target]:
+                    hits.append((slot, edges[target][output]))
+            elif since <= target._sequence_nr() < _LEAF_SEQUENCE:
                 seen.add(target)
                 todo.append(target)
+        if hits:
+            found.append((node, hits))
     return found
 
 
@@ -134,8 +133,13 @@ def drop_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
 
 
 def hook_tensor(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
-    """``tensor.register_hook``, which torch leaves untyped."""
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    """What ``tensor.register_hook`` does for a tensor that some node made, without the handle (7 → 5 µs)."""
+    hooks = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    hooks[RemovableHandle.next_id] = hook
+    RemovableHandle.next_id += 1
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:

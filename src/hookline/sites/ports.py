@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _ABSENT: Any = object()
+_WHERE_STALE = (*_torch.HOOK_DICTS, _torch.CALL_IMPL)
 _EDIT = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
 
 
@@ -74,6 +75,8 @@ class StalePort:
 
 def drop_stale(module: nn.Module) -> None:
     """Take what is left of copied hooks off a module, outside of torch's own iterations over them."""
+    if not any(map(module.__dict__.get, _WHERE_STALE)):
+        return
     for attribute, hook_id, hook in _torch.hooks_of(module):
         if isinstance(hook, StalePort) and not (StatePort.running and "state_dict" in attribute):
             _torch.drop_hook(module, attribute, hook_id)
@@ -134,7 +137,8 @@ class PreBack(BackPort):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
         table = self.table
-        table.keep_places()
+        if len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1:
+            table.keep_places()
         if self.entries or self.held is not None:
             for entry in self.due():
                 run_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)

@@ -72,45 +72,32 @@ _SLOTS: Final[dict[_Slot, tuple[type[Port], str, str | None]]] = {
 class Table:
     """The hooks of one module."""
 
-    __slots__ = (
-        "__weakref__",
-        "_full_backward_flag",
-        "_lanes",
-        "_module",
-        "_places",
-        "_ports",
-        "calls_seen",
-        "covered",
-        "edits_gradients",
-        "edits_outputs",
-        "guard",
-        "has_gradients",
-        "root",
-        "tells_sites",
-        "watches_inputs",
-    )
+    # Defaults of the class, not set one by one for each of ten thousand modules.
+    _full_backward_flag: Any = None
+    _places: tuple[_Place, ...] | None = None
+    guard: CallGuard | None = None
+    root: Root | None = None
+    """Set while hooks are attached through this module, that is with it as the model."""
+    calls_seen = 0
+    """How often the module was called while it had gradient hooks."""
+    covered = -1
+    """Up to which generation of process-wide hooks the module has them all."""
+    backward_pre: tuple[Entry, ...] = ()
+    backward: tuple[Entry, ...] = ()
+    """The live gradient hooks, where the backward pass finds them fast."""
+    has_gradients = False
+    edits_gradients = False
+    """Whether a gradient hook may return a value, so that inputs have to go in as aliases."""
+    edits_outputs = False
+    """The same for the gradients of outputs, which pass a gate if there are several."""
+    watches_inputs = False
+    tells_sites = False
+    """Whether a gradient hook wants to know its site."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = _ModuleRef(module, _forget)
         self._lanes: dict[Kind, tuple[Entry, ...]] = {}
         self._ports: dict[_Slot, Port] = {}
-        self._full_backward_flag: Any = None
-        self._places: tuple[_Place, ...] | None = None
-        self.guard: CallGuard | None = None
-        self.root: Root | None = None
-        """Set while hooks are attached through this module, that is with it as the model."""
-        self.calls_seen = 0
-        """How often the module was called while it had gradient hooks."""
-        self.covered = -1
-        """Up to which generation of process-wide hooks the module has them all."""
-        self.has_gradients = False
-        self.edits_gradients = False
-        """Whether a gradient hook may return a value, so that inputs have to go in as aliases."""
-        self.edits_outputs = False
-        """The same for the gradients of outputs, which pass a gate if there are several."""
-        self.watches_inputs = False
-        self.tells_sites = False
-        """Whether a gradient hook wants to know its site."""
 
     def port(self, slot: type[Port]) -> Port | None:
         """The port at one end of the queue, if the module has one."""
@@ -146,6 +133,8 @@ class Table:
         lane = self._lanes.get(kind)
         self._lanes[kind] = (entry,) if lane is None else tuple(sorted((*lane, entry), key=_rank))
         self._sync(entry)
+        if not self._looks_after_itself():
+            entry.root.tables.add(self)
 
     def discard(self, entry: Entry) -> None:
         """Take a hook off; nothing happens if it is off already."""
@@ -158,6 +147,8 @@ class Table:
         else:
             self._lanes[kind] = tuple(other for other in lane if other is not entry)
         self._sync(entry)
+        if self._looks_after_itself() or not any(other.root is entry.root for other in self.entries()):
+            entry.root.tables.discard(self)
         self._drop_if_empty()
 
     def set_root(self, root: Root | None) -> None:
@@ -175,6 +166,8 @@ class Table:
         if places is None:
             places = self._places = self._find_places()
         for hooks, hook_id, first in places:
+            if len(hooks) == 1:
+                continue
             try:
                 in_place = next(iter(hooks) if first else reversed(hooks), None) == hook_id
             except RuntimeError:  # another thread is at it; there is another call
@@ -216,7 +209,6 @@ class Table:
         if changed.attachment.always_call:
             self._sync_guard(module)
         self._places = None
-        self._tell_root(changed.root)
 
     def _sync_pre(self, module: nn.Module) -> None:
         lane = self.lane(_FORWARD_PRE)
@@ -227,14 +219,14 @@ class Table:
     def _sync_post(self, module: nn.Module) -> None:
         lane = self.lane(_FORWARD)
         back = _back(lane)
-        always = any(entry.attachment.always_call for entry in back)
+        always = bool(back) and any(entry.attachment.always_call for entry in back)
         self._sync_port(module, PostFront, _front(lane), needed=always)
         if back or self.has_gradients or PostBack in self._ports:
             self._sync_port(module, PostBack, back, needed=self.has_gradients)
             self._sync_pre(module)
 
     def _sync_gradients(self, module: nn.Module) -> None:
-        pre, post = (self.lane(kind) for kind in _GRADIENT_KINDS)
+        pre, post = self.backward_pre, self.backward = [self.lane(kind) for kind in _GRADIENT_KINDS]
         self.has_gradients = bool(pre or post)
         self.edits_outputs = any(map(_may_edit, pre))
         self.edits_gradients = any(map(_may_edit, post))
@@ -293,12 +285,10 @@ class Table:
                 del module.__dict__[_torch.CALL_IMPL]
             self.guard = None
 
-    def _tell_root(self, root: Root) -> None:
-        """Have the root look after our places at the start of each of its forwards, while hooks came through it."""
-        if any(entry.root is root for entry in self.entries()):
-            root.tables.add(self)
-        else:
-            root.tables.discard(self)
+    def _looks_after_itself(self) -> bool:
+        """Whether there is nothing but ports at the end, which keep their places without the root's help."""
+        pre = self._ports.get(PreBack)
+        return pre is not None and not pre.entries and set(self._ports) == {PreBack, PostBack}
 
     def _drop_if_empty(self) -> None:
         module = self._module()
@@ -370,6 +360,8 @@ def _front(lane: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def _back(lane: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    if not lane or lane[-1].attachment.phase is not _OBSERVE:
+        return ()
     return tuple(entry for entry in lane if entry.attachment.phase is _OBSERVE)
 
 

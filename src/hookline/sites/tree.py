@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -72,13 +72,12 @@ def replace(
     return _rebuild(value, changed)
 
 
-def swap_back(swapped: list[Swapped]) -> None:
+def swap_back(swapped: Iterable[Swapped]) -> None:
     """Put back what `replace` has taken out of lists and dicts, where nobody else has put something."""
     for container, key, new, old in swapped:
         with suppress(LookupError):
             if container[key] is new:
                 container[key] = old
-    swapped.clear()
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
