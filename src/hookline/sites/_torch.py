@@ -1,8 +1,8 @@
-"""Every private name of torch that hookline leans on, in one place.
+"""The private functions and habits of torch that hookline leans on, in one place.
 
-Checked on torch 2.11 and 2.13; ``tests/sites/test_torch_contract.py`` fails when one of them changes.
-Nothing else in the package touches an underscored name of torch, but for the hook dictionaries of
-``nn.Module`` that are read here and handed on.
+Checked on torch 2.11 and 2.13; ``tests/sites/test_torch_contract.py`` fails when one of them changes. Used where
+they are needed, and not wrapped here, are four old attributes: ``Tensor._base`` and ``_version``, ``Module._modules``
+and the hook dictionaries of ``Module``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ __all__ = [
     "hook_tensor",
     "hooks_of",
     "in_run",
+    "in_transform",
     "kwargs_of_call",
     "made_since",
+    "parameter_hooks_of",
     "place_first",
     "place_last",
     "queue_end_of_backward",
+    "queue_id",
     "sequence_number",
     "sequence_number_of",
 ]
@@ -157,6 +160,19 @@ def caller() -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
+def queue_id(depth: int) -> int:
+    """Tells the queues of hooks of one module call from those of others: torch runs each call in a frame of its own.
+
+    ``depth`` is how many calls above this one torch's own frame is.
+    """
+    return id(sys._getframe(depth + 1))
+
+
+def in_transform() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode AD is at work, which custom functions do not bear."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
 def in_run() -> bool:
     """Whether a forward or backward is under way in this thread; walks the stack, so not for hot paths."""
     if graph_task_id() != -1:
@@ -178,6 +194,13 @@ def kwargs_of_call() -> dict[str, Any]:
     """
     kwargs: dict[str, Any] = sys._getframe(3).f_locals.get("kwargs", {})
     return kwargs
+
+
+def parameter_hooks_of(module: nn.Module) -> Iterator[Any]:
+    """Every post-accumulate hook on the module's own parameters."""
+    for parameter in module._parameters.values():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        yield from list(hooks.values()) if hooks else ()
 
 
 def place_first(hooks: dict[int, Any], hook_id: int) -> None:

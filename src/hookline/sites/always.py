@@ -54,7 +54,9 @@ class CallGuard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A shallow copy of the module, a data-parallel replica say, shares this guard.
-        module = _torch.caller() or self._table.module()
+        module = _torch.caller()
+        if module is None:
+            module = self._table.module()
         attempt = _Attempt(args, kwargs)
         self._attempts.stack.append(attempt)
         try:

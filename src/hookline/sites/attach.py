@@ -83,6 +83,8 @@ def attach(
         if hook is _MISSING or isinstance(hook, type | str | list | tuple | re.Pattern | nn.Module):
             given = "attach(model)" if hook is _MISSING else f"attach(model, {describe(hook)})"
             raise HookSignatureError(f"{given} has no hook; write attach(model, target, hook) or attach(model, hook).")
+    if target is _MISSING:
+        target = None
     if not isinstance(model, nn.Module):
         raise UnhookableError(f"attach needs a torch.nn.Module, got a {type(model).__name__}.")
     request = Request.check(

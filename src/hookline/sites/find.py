@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, overload
 from hookline.errors import HooksLeftError
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
+from hookline.sites.parameters import ParameterHook
 from hookline.sites.ports import Port, drop_stale
-from hookline.sites.select import named_modules, select
+from hookline.sites.select import check_model, named_modules, select
 from hookline.sites.signature import hook_name
 from hookline.sites.site import Site
 from hookline.sites.table import existing_table, sweep, tables_in
@@ -91,6 +92,7 @@ def attached(model: nn.Module) -> list[HookHandle]:
             print(handle)
             handle.remove()
     """
+    check_model(model)
     sweep()
     found: dict[int, Attachment] = {}
     for _, table in tables_in(model):
@@ -109,6 +111,7 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
 
     What a copied or unpickled model has kept of our hooks is cleared away first: it does nothing.
     """
+    check_model(model)
     sweep()
     left: list[str] = []
     seen: set[int] = set()
@@ -132,13 +135,17 @@ def _own_hooks(module: nn.Module) -> Iterator[str]:
     table = existing_table(module)
     for entry in table.entries() if table is not None else ():
         yield f"{entry.attachment.name} ({entry.attachment.kind.value})"
+    names = {hook.name for hook in _torch.parameter_hooks_of(module) if isinstance(hook, ParameterHook)}
+    yield from (f"{name} (parameters)" for name in sorted(names))
 
 
 def _foreign_hooks(module: nn.Module) -> Iterator[str]:
-    for attribute, _, hook in _torch.hooks_of(module):
-        if not isinstance(hook, Port):
+    hooks = [(attribute.strip("_").removesuffix("_hooks"), hook) for attribute, _, hook in _torch.hooks_of(module)]
+    hooks += [("parameter", hook) for hook in _torch.parameter_hooks_of(module)]
+    for where, hook in hooks:
+        if not isinstance(hook, Port | ParameterHook):
             home = getattr(hook, "__module__", None) or type(hook).__module__
-            yield f"foreign {home}.{hook_name(hook)} ({attribute.strip('_').removesuffix('_hooks')})"
+            yield f"foreign {home}.{hook_name(hook)} ({where})"
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:

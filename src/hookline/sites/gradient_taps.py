@@ -110,6 +110,8 @@ class _Gate(torch.autograd.Function):
 
 def pass_gate(call: GradientCall, members: list[Place]) -> dict[int, Tensor]:
     """What comes out of the gate in place of each member, by its id."""
+    if _torch.in_transform():
+        return {}
     places = [place for place, _ in members]
     passed = _Gate.apply(call, places, *(tensor for _, tensor in members))  # type: ignore[no-untyped-call]
     return {id(tensor): twin for (_, tensor), twin in zip(members, passed, strict=True)}
@@ -183,6 +185,7 @@ class _EndOfBackward:
     def __call__(self) -> None:
         # In the order autograd would have reached them: the last that began comes first.
         late = [call for call in self.calls if not call.done]
+        self.calls.clear()
         for call in sorted(late, key=lambda call: call.order, reverse=True):
             call.fire_post()
 
@@ -191,10 +194,22 @@ class _EndOfBackward:
 _ENDS: Final[weakref.WeakValueDictionary[int, _EndOfBackward]] = weakref.WeakValueDictionary()
 
 
+class _Latest:
+    """The end that was asked for last: within one pass, the dictionary is asked once."""
+
+    task = -1
+    end: Callable[[], _EndOfBackward | None] = staticmethod(lambda: None)
+
+
 def at_end_of(task: int) -> list[GradientCall]:
     """The calls that take part in a backward pass, to add one to."""
+    if task == _Latest.task:
+        latest = _Latest.end()
+        if latest is not None:
+            return latest.calls
     end = _ENDS.get(task)
     if end is None:
         end = _ENDS[task] = _EndOfBackward()
         _torch.queue_end_of_backward(end)
+    _Latest.task, _Latest.end = task, weakref.ref(end)
     return end.calls

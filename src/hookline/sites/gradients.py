@@ -136,6 +136,12 @@ class GradientCall:
                 if node is None and not only.requires_grad:
                     carrier.edges = {}
                     return args, carrier
+                if table.uses_input_once and node is not None:
+                    # One user more or less of the same tensor: an alias is the cheapest tap, and changes no sum.
+                    carrier.edges = {}
+                    alias = only.view_as(only)
+                    _torch.hook_tensor(alias, self._take_input)
+                    return (alias,), carrier
                 if node is not None:
                     carrier.edges = {node: {only.output_nr: 0}}
                     if only._base is not None:
@@ -280,6 +286,8 @@ class GradientCall:
                 if place >= 0:
                     self._back = place, index
                     self._lost_aliases |= {place}
+                    if not carrier.aliases:  # a leaf handed back: the alias leads straight to the input
+                        source.grad_fn.register_hook(self._collector([(0, place)]))
             elif place >= 0:
                 self._back = place, index
                 if not self._table.watches_inputs:
@@ -336,7 +344,8 @@ class GradientCall:
         if task != self._task:
             self._task = task
             self._pre_done = self.done = False
-            self._awaited = len(self._last_outputs or ())
+            if self._last_outputs is not None:
+                self._awaited = len(self._last_outputs)
             self._grad_outputs: list[Tensor | None] = [None] * self._num_outputs
             self._grad_inputs: list[Tensor | None] = [None] * self._num_inputs
             at_end_of(task).append(self)
@@ -364,6 +373,12 @@ class GradientCall:
         self.fire_post()
         grad, self._grad_inputs[index] = self._grad_inputs[index], None
         return grad
+
+    def _take_input(self, grad: Tensor) -> None:
+        """The gradient of the one input of a layer that uses it once has come, and with it its turn."""
+        if not self.done and self._task == _torch.graph_task_id():
+            self._grad_inputs[0] = grad
+            self.fire_post()
 
     def take_turn(self, index: int, grad: Tensor | None) -> Tensor | None:
         """The producer of an input has its turn, so all that this call made has run; the gradient to go on with."""

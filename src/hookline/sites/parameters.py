@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, linalg
 
 from hookline.errors import OptionError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from hookline.types import Grads, Target
 
-__all__ = ["clip_gradients", "freeze"]
+__all__ = ["ParameterHook", "clip_gradients", "freeze"]
 
 
 def clip_gradients(
@@ -43,20 +44,23 @@ def clip_gradients(
     if (value is None) == (norm is None):
         raise OptionError("clip_gradients takes either value= or norm=.")
     bound = value if value is not None else norm
-    assert bound is not None
-    if not bound > 0:
-        raise OptionError(f"clip_gradients needs a bound above 0, got {bound}.")
+    if not isinstance(bound, int | float) or not bound > 0:
+        raise OptionError(f"clip_gradients needs a bound above 0, got {bound!r}.")
     clip = _clamp(bound) if value is not None else _shrink(bound)
 
     def clip_inputs(module: nn.Module, grad_input: Grads, grad_output: Grads) -> Grads:
         return tuple(None if grad is None else clip(grad) for grad in grad_input)
 
     def clip_parameter(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            parameter.grad.copy_(clip(parameter.grad))
+        grad = parameter.grad
+        if grad is not None and grad.is_sparse:
+            parameter.grad = grad.coalesce()
+            parameter.grad.values().copy_(clip(parameter.grad.values()))
+        elif grad is not None:
+            grad.copy_(clip(grad))
 
     on_modules = attach(model, target, clip_inputs, on=Kind.BACKWARD, name="clip_gradients")
-    handles = _on_parameters(model, target, clip_parameter)
+    handles = _on_parameters(model, target, ParameterHook("clip_gradients", clip_parameter))
     handles.add(on_modules)
     return handles
 
@@ -69,19 +73,33 @@ def freeze(model: nn.Module, target: Target = None) -> HandleSet:
         with hookline.freeze(model, "backbone"):
             train(model)
 
-    Their ``.grad`` is dropped now and whenever a backward has filled it, so that no optimizer moves them, by
-    momentum or weight decay neither; what flows through the modules to those below is unchanged.
+    Their ``.grad`` is dropped now, and whenever a backward has filled it, and does not come back; so no optimizer
+    moves them, by momentum or weight decay neither. What flows through the modules to those below is unchanged. A
+    weight that another module shares is frozen there too; buffers, such as BatchNorm's statistics, still move.
     """
     for parameter in _parameters(model, target):
         parameter.grad = None
-    return _on_parameters(model, target, _drop_gradient)
+    return _on_parameters(model, target, ParameterHook("freeze", _drop_gradient))
+
+
+class ParameterHook:
+    """A hook of ours on parameters, which `find` and `assert_no_hooks` know by its class."""
+
+    __slots__ = ("hook", "name")
+
+    def __init__(self, name: str, hook: Callable[[Tensor], None]) -> None:
+        self.name = name
+        self.hook = hook
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.hook(parameter)
 
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _on_parameters(model: nn.Module, target: Any, hook: Callable[[Tensor], None]) -> HandleSet:
+def _on_parameters(model: nn.Module, target: Any, hook: ParameterHook) -> HandleSet:
     return HandleSet(
         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         for parameter in _parameters(model, target)
@@ -105,9 +123,11 @@ def _clamp(bound: float) -> Callable[[Tensor], Tensor]:
 
 def _shrink(bound: float) -> Callable[[Tensor], Tensor]:
     def shrink(grad: Tensor) -> Tensor:
-        # clamp_max keeps this free of a host sync; a tensor within the bound is multiplied by exactly 1.
-        scale = (bound / linalg.vector_norm(grad).clamp_min(1e-38)).clamp_max(1.0)
-        shrunk: Tensor = grad * scale.to(grad.dtype)
+        # In float32, as the norm of half-precision gradients may not fit into theirs; no host sync. A tensor
+        # within the bound is multiplied by exactly 1.
+        norm = linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+        scale = (bound / norm.clamp_min(1e-38)).clamp_max(1.0)
+        shrunk: Tensor = (grad.to(norm.dtype) * scale).to(grad.dtype)
         return shrunk
 
     return shrink

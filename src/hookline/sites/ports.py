@@ -98,18 +98,20 @@ class PreFront(Port):
             table.root.begin()
         if not self.entries:
             return None
-        back = table.port(PreBack)
-        later = back.entries if back is not None else ()
+        back = table.back_port(PreBack)
+        later = () if back is None else back.entries
+        if back is not None:
+            back.release()
         given = args, kwargs
         named = {} if kwargs is _ABSENT else kwargs
         for entry in self.entries:
-            result = run_pre(entry, module, args, named)
+            result = _run_pre(entry, module, args, named)
             if result is not None and entry.attachment.phase is _EDIT:
                 args, named = _new_arguments(entry, result, named)
                 if table.guard is not None:
                     table.guard.note(args, named, None)
-        if isinstance(back, BackPort) and back.entries is not later:
-            back.held = later  # the observers of this call are those it began with
+        if back is not None:
+            back.hold(later)
         if kwargs is _ABSENT:
             return None if args is given[0] else args
         return None if args is given[0] and named is kwargs else (args, named)
@@ -118,16 +120,27 @@ class PreFront(Port):
 class BackPort(Port):
     """Base of the ports at the end of a queue: they run the observers that were on when the queue began."""
 
-    __slots__ = ("held",)
+    __slots__ = ("_held",)
 
     def __init__(self, table: Table) -> None:
         super().__init__(table)
-        self.held: tuple[Entry, ...] | None = None
+        self._held: tuple[int, tuple[Entry, ...]] | None = None
+
+    def hold(self, entries: tuple[Entry, ...]) -> None:
+        """Hooks at the front of the queue have changed the observers: those of this call are still ``entries``."""
+        if self.entries is not entries:
+            self._held = _torch.queue_id(2), entries
+
+    def release(self) -> None:
+        """A queue begins; whatever an earlier one held that never came to its end is no longer due."""
+        self._held = None
 
     def due(self) -> tuple[Entry, ...]:
         """The observers of the call under way."""
-        held, self.held = self.held, None
-        return self.entries if held is None else held
+        held, self._held = self._held, None
+        if held is not None and held[0] == _torch.queue_id(2):
+            return held[1]
+        return self.entries
 
 
 class PreBack(BackPort):
@@ -139,12 +152,14 @@ class PreBack(BackPort):
         table = self.table
         if len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1:
             table.keep_places()
-        if self.entries or self.held is not None:
+        if self.entries or self._held is not None:
             for entry in self.due():
-                run_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)
+                _run_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)
         if kwargs is _ABSENT or not table.has_gradients or not torch.is_grad_enabled():
             return None
-        return GradientCall(table, module).enter(args, kwargs)
+        call = GradientCall(table, module)
+        table.entered = call.order
+        return call.enter(args, kwargs)
 
 
 class PostFront(Port):
@@ -159,16 +174,18 @@ class PostFront(Port):
         guard = self.table.guard
         if guard is not None:
             guard.note(args, kwargs, output)
-        back = self.table.port(PostBack)
-        later = back.entries if back is not None else ()
+        back = self.table.back_port(PostBack)
+        later = () if back is None else back.entries
+        if back is not None:
+            back.release()
         for entry in self.entries:
-            result = run_post(entry, module, args, kwargs, output)
+            result = _run_post(entry, module, args, kwargs, output)
             if result is not None and entry.attachment.phase is _EDIT:
                 output = result
                 if guard is not None:
                     guard.note(args, kwargs, output)
-        if isinstance(back, BackPort) and back.entries is not later:
-            back.held = later  # the observers of this call are those it began with
+        if back is not None:
+            back.hold(later)
         return None if output is given else output
 
 
@@ -180,9 +197,9 @@ class PostBack(BackPort):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _ABSENT) -> Any:
         if output is _ABSENT:
             kwargs, output = {}, kwargs
-        if self.entries or self.held is not None:
+        if self.entries or self._held is not None:
             for entry in self.due():
-                run_post(entry, module, args, kwargs, output)
+                _run_post(entry, module, args, kwargs, output)
         table = self.table
         if not table.has_gradients:
             return None
@@ -192,6 +209,7 @@ class PostBack(BackPort):
         carrier = kwargs if isinstance(kwargs, Carrier) else getattr(args, "carrier", None)
         if carrier is None:  # a pre-hook behind ours has made new keyword arguments: the inputs are lost
             carrier = GradientCall(table, module).enter((), {})[1]
+            carrier.call.order = table.entered
         watched = carrier.call.leave(output, carrier)
         return None if watched is output else watched
 
@@ -230,7 +248,7 @@ class StatePort(Port):
             StatePort.running -= 1
 
 
-def run_pre(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_pre(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One forward pre-hook."""
     entry.count()
     if entry.simple:
@@ -238,7 +256,7 @@ def run_pre(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict
     return entry.call(module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
 
 
-def run_post(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _run_post(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """One forward hook."""
     entry.fired += 1  # entry.count(), without the call: this is the hot path
     entry.last_step = entry.root.step

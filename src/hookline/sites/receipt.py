@@ -155,10 +155,13 @@ def _likely_cause(entry: Entry, attachment: Attachment) -> str:
         return "a container is never called; hook its children"
     if attachment.kind.is_gradient and entry.table.calls_seen:
         return "it ran, but no backward pass came through its outputs before it came off"
+    parent, child = _parent_of(entry)
+    cause = _cause_in_parent(parent, child) if parent is not None else None
+    if cause is not None:
+        return cause
     if attachment.kind is Kind.FULL_BACKWARD:
         return "it was not called, or no backward pass came through it; on='backward' sees more"
-    parent, child = _parent_of(entry)
-    return _cause_in_parent(parent, child) if parent is not None else "its module was never called"
+    return "its module was never called, or the call ended before the hook's turn"
 
 
 def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:
@@ -176,7 +179,7 @@ def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:
     return parent, child
 
 
-def _cause_in_parent(parent: nn.Module, child: str) -> str:
+def _cause_in_parent(parent: nn.Module, child: str) -> str | None:
     """What the parent's own code does with the child, read from its source."""
     kind = type(parent).__name__
     if isinstance(parent, nn.MultiheadAttention):
@@ -188,7 +191,7 @@ def _cause_in_parent(parent: nn.Module, child: str) -> str:
         return f"{kind} uses its weights in a function and never calls it; hook {kind} itself"
     if isinstance(parent, nn.TransformerEncoderLayer) and not parent.training:
         return f"{kind} took its fused inference path, which calls none of its children"
-    return "its module was never called"
+    return None
 
 
 def _source_of(cls: type) -> str:

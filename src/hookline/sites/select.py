@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from hookline.errors import NoMatchError, TargetError
+from hookline.errors import NoMatchError, TargetError, UnhookableError
 
 if TYPE_CHECKING:
     from hookline.types import Target
 
-__all__ = ["Named", "named_modules", "select"]
+__all__ = ["Named", "check_model", "describe", "named_modules", "select"]
 
 Named: TypeAlias = tuple[str, nn.Module]
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
@@ -43,6 +43,7 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     ``outer``), ``#`` is one numeric part, ``[0-9]`` one character. A module that several names reach is
     taken under the first that matches. Every element of a list has to match something.
     """
+    check_model(model)
     everything = list(named_modules(model))
     items = _as_list(target)
     matchers = [_matcher(item if item is not None else model) for item in items]
@@ -50,17 +51,23 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     for item, hit in zip(items, matched, strict=True):
         if not hit:
             raise _no_match(model, everything, item)
-    if exclude is None:
+    if exclude is None or exclude == []:
         return chosen
     unwanted, _ = _matches(everything, [_matcher(item) for item in _as_list(exclude)])
     unwanted_ids = {id(module) for _, module in unwanted}
     kept = [named for named in chosen if id(named[1]) not in unwanted_ids]
     if not kept:
         raise NoMatchError(
-            f"{describe(target)} matches modules of {type(model).__name__}, "
+            f"{'The model itself' if target is None else describe(target)} matches in this {type(model).__name__}, "
             f"but exclude={describe(exclude)} takes all of them away."
         )
     return kept
+
+
+def check_model(model: Any) -> None:
+    """Raise unless it is a module."""
+    if not isinstance(model, nn.Module):
+        raise UnhookableError(f"A torch.nn.Module is needed, got a {type(model).__name__}.")
 
 
 def named_modules(model: nn.Module) -> Iterator[Named]:
@@ -111,6 +118,8 @@ def _matches(everything: list[Named], matchers: list[_Matcher]) -> tuple[list[Na
 
 
 def _as_list(target: Any) -> list[Any]:
+    if isinstance(target, tuple) and target and all(isinstance(item, type) for item in target):
+        return [target]  # types to choose from, as isinstance takes them
     if isinstance(target, list | tuple | set | frozenset):
         if not target:
             raise TargetError("The target is empty: give a name, a glob, a type, a module, or a list of these.")
@@ -127,7 +136,7 @@ def _matcher(item: Any) -> _Matcher:
         return lambda name, module: item.fullmatch(name)
     if isinstance(item, nn.Module):
         return lambda name, module: module is item
-    if isinstance(item, type):
+    if isinstance(item, type | tuple):
         return lambda name, module: isinstance(module, item)
     if callable(item):
         return item  # type: ignore[no-any-return]
@@ -157,10 +166,10 @@ def _no_match(model: nn.Module, everything: list[Named], item: Any) -> Exception
         return TargetError(
             f"The given {type(item).__name__} is not a module of this {kind}; it belongs to another model."
         )
-    if isinstance(item, type):
+    if isinstance(item, type | tuple):
         census = Counter(type(module).__name__ for _, module in everything).most_common(8)
         here = ", ".join(f"{name} ×{count}" for name, count in census)
-        return NoMatchError(f"No module of this {kind} is a {item.__name__}; it has {here}.")
+        return NoMatchError(f"No module of this {kind} is a {describe(item)}; it has {here}.")
     names = [name for name, _ in everything if name]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
     near = difflib.get_close_matches(text, names, n=4, cutoff=0.4) if text else names[:4]

@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import torch
+from torch import nn
 
 from hookline.errors import UnhookableError
 from hookline.sites import _torch
@@ -18,6 +19,7 @@ from hookline.sites.always import CallGuard
 from hookline.sites.entry import Entry, Phase
 from hookline.sites.kinds import Kind
 from hookline.sites.ports import (
+    BackPort,
     FullBackwardPort,
     Port,
     PostBack,
@@ -32,8 +34,6 @@ from hookline.sites.root import Root
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import nn
-
     from hookline.sites.entry import Attachment
 
 __all__ = ["LOCK", "Table", "existing_table", "release_roots", "root_of", "sweep", "table_of", "tables_in"]
@@ -44,6 +44,24 @@ LOCK: Final = threading.RLock()
 # Weak, so that a hook which refers to its own model does not keep it alive: a table belongs to the ports on
 # its module. (A WeakValueDictionary does the same at three times the price.)
 _TABLES: dict[int, weakref.ref[Table]] = {}
+_USE_INPUT_ONCE: Final = frozenset(
+    {
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.LayerNorm,
+        nn.RMSNorm,
+        nn.GroupNorm,
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.BatchNorm3d,
+        nn.GELU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.Softmax,
+    }
+)
 _LEFT_BEHIND: list[tuple[_ModuleRef, str, int]] = []
 # Looking an enum member up by its class costs 0.2 µs, ten times over for every module that is hooked.
 _FORWARD_PRE: Final = Kind.FORWARD_PRE
@@ -80,6 +98,8 @@ class Table:
     """Set while hooks are attached through this module, that is with it as the model."""
     calls_seen = 0
     """How often the module was called while it had gradient hooks."""
+    entered = -1
+    """When the latest call that gradient hooks take part in began."""
     covered = -1
     """Up to which generation of process-wide hooks the module has them all."""
     backward_pre: tuple[Entry, ...] = ()
@@ -91,6 +111,8 @@ class Table:
     edits_outputs = False
     """The same for the gradients of outputs, which pass a gate if there are several."""
     watches_inputs = False
+    uses_input_once = False
+    """Whether the module is one of torch's layers that read their one input once, and write elsewhere."""
     tells_sites = False
     """Whether a gradient hook wants to know its site."""
 
@@ -102,6 +124,11 @@ class Table:
     def port(self, slot: type[Port]) -> Port | None:
         """The port at one end of the queue, if the module has one."""
         return self._ports.get(slot)
+
+    def back_port(self, slot: type[BackPort]) -> BackPort | None:
+        """The same for the end of a queue."""
+        port = self._ports.get(slot)
+        return port if isinstance(port, BackPort) else None
 
     def module(self) -> nn.Module | None:
         """The module, unless it is gone."""
@@ -231,6 +258,7 @@ class Table:
         self.edits_outputs = any(map(_may_edit, pre))
         self.edits_gradients = any(map(_may_edit, post))
         self.watches_inputs = bool(post)
+        self.uses_input_once = type(module) in _USE_INPUT_ONCE and "forward" not in module.__dict__
         self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
         self._sync_post(module)
         self._sync_pre(module)
@@ -366,7 +394,11 @@ def _back(lane: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def sweep() -> None:
-    """Remove the ports that could not go when they should have."""
+    """Remove the ports that could not go when they should have, and what is left of modules that died in a ring."""
+    if len(_TABLES) > _Prune.at:
+        for key in [key for key, ref in _TABLES.items() if ref() is None]:
+            del _TABLES[key]
+        _Prune.at = 2 * len(_TABLES) + 64
     if _LEFT_BEHIND and not StatePort.running:
         for module_ref, attribute, hook_id in _LEFT_BEHIND:
             module = module_ref()
@@ -375,7 +407,13 @@ def sweep() -> None:
         _LEFT_BEHIND.clear()
 
 
-class _ModuleRef(weakref.ref["nn.Module"]):
+class _Prune:
+    """When to look through the tables next: twice as many, twice as late."""
+
+    at = 64
+
+
+class _ModuleRef(weakref.ref[nn.Module]):
     """A weak reference that remembers where its table is kept."""
 
     __slots__ = ("key",)

@@ -1,0 +1,87 @@
+"""Gradients in corners: leaves handed back, transforms, outputs that are used inside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, vmap
+
+import hookline as hl
+
+
+class Both(nn.Module):
+    """Gives out a tensor that it uses itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.a(x)
+        return h, self.b(h)
+
+
+def _watch(module, *grads) -> None:
+    """Returns nothing."""
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout().eval()])
+def test_a_leaf_handed_back_goes_out_as_an_alias_and_is_reported(module: nn.Module, kind: str) -> None:
+    """A leaf cannot be tapped for one call alone: here the module reports its own share, and sums may be regrouped."""
+    seen = []
+
+    def look(module, *grads):
+        seen.append(grads[0][0])
+
+    leaf = torch.randn(64, requires_grad=True)
+    with hl.attach(module, look, on=kind):
+        (3 * module(leaf) + 2 * leaf).sum().backward()
+    assert [grad.unique().tolist() for grad in seen] == [[3.0]]
+    assert leaf.grad.unique().tolist() == [5.0]
+
+
+def test_the_users_inside_a_module_are_not_reported_as_its_outputs_users() -> None:
+    """Of the first output, only what came from outside: 1, not what the second layer sent back."""
+    model, seen = Both(), []
+
+    def look(module, grad_output):
+        seen.append(grad_output)
+
+    with hl.attach(model, look, on="backward_pre"):
+        first, second = model(torch.ones(1, 3))
+        (first.sum() + 2 * second.sum()).backward()
+    assert [grad.tolist() for grad in seen[0]] == [[[1.0] * 3], [[2.0] * 3]]
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_transforms_of_torch_func_run_beside_gradient_hooks(kind: str) -> None:
+    """grad and vmap(grad) give what they give without hooks, also where an output would pass the gate."""
+    model = Both()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, x):
+        return sum(out.sum() for out in functional_call(model, parameters, (x,)))
+
+    x = torch.randn(4, 3)
+    expected = grad(loss)(parameters, x), vmap(grad(loss), (None, 0))(parameters, x)
+    with hl.attach(model, "*", _watch, on=kind):
+        hooked = grad(loss)(parameters, x), vmap(grad(loss), (None, 0))(parameters, x)
+    for ours, theirs in zip(hooked, expected, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_forward_mode_runs_beside_gradient_hooks() -> None:
+    """A Jacobian-vector product is the same with gradient hooks on."""
+    model, x, tangent = Both(), torch.randn(2, 3), torch.randn(2, 3)
+
+    def product() -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent))[1]).tangent
+
+    expected = product()
+    with hl.attach(model, "*", _watch, on="backward"):
+        assert torch.equal(product(), expected)
