@@ -287,7 +287,8 @@ class GradientCall:
                     self._back = place, index
                     self._lost_aliases |= {place}
                     if not carrier.aliases:  # a leaf handed back: the alias leads straight to the input
-                        source.grad_fn.register_hook(self._collector([(0, place)]))
+                        node: Any = source.grad_fn
+                        node.register_hook(self._collector([(0, place)]))
             elif place >= 0:
                 self._back = place, index
                 if not self._table.watches_inputs:
