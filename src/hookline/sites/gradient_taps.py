@@ -49,7 +49,7 @@ class Tap:
             if shape is None or grad is None:
                 grad = call.take_output(index, grad)
             else:
-                seen = grad.reshape(shape)
+                seen = grad.view(shape) if grad.is_contiguous() else grad.reshape(shape)
                 new = call.take_output(index, seen)
                 if new is not seen and new is not None:
                     grad = new.reshape(grad.shape)

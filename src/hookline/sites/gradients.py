@@ -108,6 +108,8 @@ class GradientCall:
     _num_outputs = 1
     _input_names: tuple[str, ...] = ("0",)
     _output_names: tuple[str, ...] = ("",)
+    _grad_outputs: list[Tensor | None]
+    _grad_inputs: list[Tensor | None]
     _task = -1
     """The backward pass that came by last."""
     done = True
@@ -136,7 +138,7 @@ class GradientCall:
                 if node is None and not only.requires_grad:
                     carrier.edges = {}
                     return args, carrier
-                if table.uses_input_once and node is not None:
+                if table.uses_input_once and table.watches_inputs and node is not None:
                     # One user more or less of the same tensor: an alias is the cheapest tap, and changes no sum.
                     carrier.edges = {}
                     alias = only.view_as(only)
@@ -324,6 +326,16 @@ class GradientCall:
 
     def take_output(self, index: int, grad: Tensor | None) -> Tensor | None:
         """The gradient of an output has come; the gradient to go on with."""
+        task = _torch.graph_task_id()
+        if task != self._task and self._num_outputs == 1:  # the common case, in one go
+            self._task = task
+            self._pre_done, self.done = True, False
+            self._grad_inputs = [None] * self._num_inputs
+            at_end_of(task).append(self)
+            if self._table.backward_pre:
+                (grad,) = self._fire(self._table.backward_pre, (grad,), ())
+            self._grad_outputs = [grad]
+            return grad
         self.collect_output(index, grad)
         if self._last_outputs is None:
             return self.release_outputs()[index]
@@ -347,8 +359,8 @@ class GradientCall:
             self._pre_done = self.done = False
             if self._last_outputs is not None:
                 self._awaited = len(self._last_outputs)
-            self._grad_outputs: list[Tensor | None] = [None] * self._num_outputs
-            self._grad_inputs: list[Tensor | None] = [None] * self._num_inputs
+            self._grad_outputs = [None] * self._num_outputs
+            self._grad_inputs = [None] * self._num_inputs
             at_end_of(task).append(self)
         self._grad_outputs[index] = grad
 

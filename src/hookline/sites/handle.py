@@ -19,7 +19,24 @@ from hookline.sites.table import LOCK, release_roots, sweep
 __all__ = ["HandleSet", "HookHandle"]
 
 
-class HookHandle(RemovableHandle):
+class _Handle(RemovableHandle):
+    """What both handles share: a ``with`` block that removes."""
+
+    def __init__(self) -> None:
+        super().__init__(_NO_HOOKS)  # torch's wants a dictionary to point at; ours are in tables
+
+    def remove(self, *, quiet: bool = False) -> None:
+        """Take off; warn, unless ``quiet``, of hooks that never fired although their model ran."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove(quiet=exc_info[0] is not None)  # after an error, a hook that had no turn is no news
+
+
+class HookHandle(_Handle):
     """One hook on one or many modules.
 
     Recipe::
@@ -34,7 +51,7 @@ class HookHandle(RemovableHandle):
     """
 
     def __init__(self, attachment: Attachment) -> None:
-        super().__init__(_NO_HOOKS)
+        super().__init__()
         self._attachment = attachment
 
     def remove(self, *, quiet: bool = False) -> None:
@@ -72,12 +89,6 @@ class HookHandle(RemovableHandle):
         """Whether the hook is off."""
         return self._attachment.removed
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove(quiet=exc_info[0] is not None)  # after an error, a hook that had no turn is no news
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HookHandle) and other._attachment is self._attachment
 
@@ -95,7 +106,7 @@ class HookHandle(RemovableHandle):
         return _removed_handle, (self.name, self._attachment.kind.value)
 
 
-class HandleSet(RemovableHandle):
+class HandleSet(_Handle):
     """Several handles that come off together, the last one first.
 
     Recipe::
@@ -105,7 +116,7 @@ class HandleSet(RemovableHandle):
     """
 
     def __init__(self, handles: Iterable[RemovableHandle] = ()) -> None:
-        super().__init__(_NO_HOOKS)
+        super().__init__()
         self._handles = list(handles)
 
     def add(self, handle: RemovableHandle) -> None:
@@ -117,7 +128,7 @@ class HandleSet(RemovableHandle):
         errors: list[BaseException] = []
         for handle in reversed(self._handles):
             try:
-                if isinstance(handle, HookHandle | HandleSet):
+                if isinstance(handle, _Handle):
                     handle.remove(quiet=quiet)
                 else:
                     handle.remove()
@@ -139,12 +150,6 @@ class HandleSet(RemovableHandle):
     def __getitem__(self, index: int) -> RemovableHandle:
         return self._handles[index]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove(quiet=exc_info[0] is not None)
-
     def __repr__(self) -> str:
         return f"<HandleSet of {len(self._handles)}>"
 
@@ -156,5 +161,4 @@ def _removed_handle(name: str, kind: str) -> HookHandle:
     return HookHandle(Attachment(print, Kind(kind), name, Phase.EDIT, removed=True))
 
 
-# RemovableHandle wants a dictionary to point at; ours are in tables.
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
