@@ -32,7 +32,8 @@ Each ratio is the median over many rounds, with its quartiles. In a round every 
 one process with one torch thread and the garbage collector off; it counts with the least of several timings, and the
 ratio is formed inside the round. The A/A column is the denominator measured against itself in the same rounds: a
 difference smaller than that spread is none. On the CPU it is CPU time of the thread, on the GPU wall-clock time up to a
-synchronize. Rows without a target only inform; a missed target stays on the page.
+synchronize. oneDNN (mkldnn) is off, since on some machines it makes small layers so slow that they hide every overhead.
+Rows without a target only inform; a missed target stays on the page.
 """
 
 HEADER = (

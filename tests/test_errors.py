@@ -264,7 +264,7 @@ def test_a_scripted_model_is_refused():
 @pytest.mark.parametrize("thing", [None, 3, torch.ones(1), nn.Linear, [nn.ReLU()]])
 def test_something_that_is_no_module_is_refused(thing):
     """attach says what it got instead of a module."""
-    with pytest.raises(hl.UnhookableError, match=r"needs a torch\.nn\.Module, got") as caught:
+    with pytest.raises(hl.UnhookableError, match=r"A torch\.nn\.Module is needed, got") as caught:
         hl.attach(thing, "*", hook)
     assert isinstance(caught.value, TypeError)
 

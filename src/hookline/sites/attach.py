@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError, UnhookableError
+from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
 from hookline.sites.entry import Attachment, Entry, Phase
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
-from hookline.sites.select import Named, describe, select
+from hookline.sites.select import Named, check_model, describe, select
 from hookline.sites.signature import check_hook, hook_name, may_return_value
 from hookline.sites.table import LOCK, root_of, sweep, table_of
 
@@ -30,8 +30,8 @@ _MISSING: Any = object()
 
 def attach(
     model: nn.Module,
-    target: Any = _MISSING,
-    hook: Any = _MISSING,
+    target: Target | Hook = _MISSING,
+    hook: Hook = _MISSING,
     *,
     on: str | Kind = Kind.FORWARD,
     prepend: bool = False,
@@ -78,17 +78,10 @@ def attach(
         NoMatchError: (a KeyError) naming the nearest modules.
         KindError, OptionError, TargetError, HookSignatureError, UnhookableError: before anything is attached.
     """
-    if hook is _MISSING:
-        target, hook = None, target
-        if hook is _MISSING or isinstance(hook, type | str | list | tuple | re.Pattern | nn.Module):
-            given = "attach(model)" if hook is _MISSING else f"attach(model, {describe(hook)})"
-            raise HookSignatureError(f"{given} has no hook; write attach(model, target, hook) or attach(model, hook).")
-    if target is _MISSING:
-        target = None
-    if not isinstance(model, nn.Module):
-        raise UnhookableError(f"attach needs a torch.nn.Module, got a {type(model).__name__}.")
+    check_model(model)
+    place, wanted = _sort_out(target, hook)
     request = Request.check(
-        hook,
+        wanted,
         Kind.parse(on),
         prepend=prepend,
         with_kwargs=with_kwargs,
@@ -99,13 +92,23 @@ def attach(
         profile=profile,
     )
     try:
-        chosen = select(model, target, exclude=exclude)
+        chosen = select(model, place, exclude=exclude)
     except NoMatchError as error:
         if strict:
             raise
         warnings.warn(str(error), HooklineWarning, stacklevel=2)
         chosen = []
     return fasten(request, model, chosen)
+
+
+def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
+    """Target and hook as meant: ``attach(model, hook)`` and ``attach(model, hook=hook)`` have no target."""
+    if hook is _MISSING:
+        target, hook = None, target
+        if hook is _MISSING or isinstance(hook, type | str | list | tuple | re.Pattern | nn.Module):
+            given = "attach(model)" if hook is _MISSING else f"attach(model, {describe(hook)})"
+            raise HookSignatureError(f"{given} has no hook; write attach(model, target, hook) or attach(model, hook).")
+    return (None if target is _MISSING else target), hook
 
 
 @dataclass(frozen=True, slots=True)
