@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -738,3 +739,16 @@ def test_saving_the_weights_is_the_same_with_hooks(kind):
         after = model.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_process_that_ends_with_hooks_on_says_nothing():
+    """The tables of modules that die with the interpreter go without a word."""
+    code = (
+        "import torch, hookline as hl\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
+        "def hook(*args): pass\n"
+        "handles = [hl.attach(model, '*', hook, on=kind) for kind in ('forward', 'forward_pre', 'backward')]\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

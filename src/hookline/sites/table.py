@@ -426,9 +426,10 @@ class _ModuleRef(weakref.ref[nn.Module]):
         return ref
 
 
-def _forget(ref: _ModuleRef) -> None:
+def _forget(ref: _ModuleRef, tables: dict[int, weakref.ref[Table]] = _TABLES) -> None:
     """The module is gone, and with it its table."""
-    table_ref = _TABLES.pop(ref.key, None)
+    # The dictionary comes as a default because at the end of the process the name is already gone.
+    table_ref = tables.pop(ref.key, None)
     table = table_ref() if table_ref is not None else None
     for entry in table.entries() if table is not None else ():
         entry.attachment.let_go(entry)
