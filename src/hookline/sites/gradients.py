@@ -13,11 +13,13 @@ its users run, so an extra node that gathers some of them first may change the r
 output that is a plain reshape (a Linear's, say) the tensor behind it is tapped. Where a tap would tell too
 much or too little (an output that is used inside the module as well, another kind of view, several outputs
 whose gradients may be edited together), the output passes a node of ours, the `_Gate`. What comes to it are
-the last users of the tensor, which autograd adds up first anyway, so nothing is rounded otherwise.
+the last users of the tensor, which autograd adds up first anyway, so nothing is rounded otherwise (unless
+somebody holds the tensor from before the gate: docs/sources.md).
 
 *Inputs, watched* (no hook can return a value): the nodes through which the module reaches each input are found
 by walking its part of the graph, and hooks on them collect what they send; the input's producer gives the
-signal to fire. Nothing is added to the graph, so the run is the same to the last bit.
+signal to fire. Nothing is added to the graph, so the run is the same to the last bit. (Layers of torch's own that
+read their one input once, such as Linear, take an alias in: that is cheaper, and one term regroups no sum.)
 
 *Inputs, edited*: each goes in as an alias whose tensor hook sees, and may replace, this module's own share.
 Several inputs get two aliases each: the ones made later run first and collect, the ones made earlier run after
@@ -138,8 +140,8 @@ class GradientCall:
                 if node is None and not only.requires_grad:
                     carrier.edges = {}
                     return args, carrier
-                if table.uses_input_once and table.watches_inputs and node is not None:
-                    # One user more or less of the same tensor: an alias is the cheapest tap, and changes no sum.
+                if table.uses_input_once and table.watches_inputs and node is not None and not only.is_nested:
+                    # An alias in the place of the one user is the cheapest tap, and regroups no sum.
                     carrier.edges = {}
                     alias = only.view_as(only)
                     _torch.hook_tensor(alias, self._take_input)
