@@ -92,7 +92,7 @@ def line(cells: Sequence[object]) -> str:
 
 def machine(section: str) -> str:
     """Processor, cores and system; for the GPU section the device as well."""
-    host = f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+    host = f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release().split('-')[0]}"
     return f"{torch.cuda.get_device_name()}; {host}" if section == "GPU" else host
 
 
