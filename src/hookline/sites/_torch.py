@@ -149,9 +149,9 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
     """Every hook in the module's own dictionaries: dictionary, id, callable."""
     for attribute in HOOK_DICTS:
         hooks: OrderedDict[int, Any] = getattr(module, attribute)
+        wrapped = attribute == "_load_state_dict_pre_hooks"  # torch keeps these in a wrapper that adds the module
         for hook_id, hook in list(hooks.items()) if hooks else ():
-            # load_state_dict pre-hooks are kept in a wrapper that adds the module
-            yield attribute, hook_id, getattr(hook, "hook", hook)
+            yield attribute, hook_id, getattr(hook, "hook", hook) if wrapped else hook
 
 
 def caller() -> nn.Module | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,7 +22,7 @@ from hookline.sites.table import LOCK, root_of, sweep, table_of
 if TYPE_CHECKING:
     from hookline.types import Hook, Sees, Target
 
-__all__ = ["Request", "add_entries", "attach", "fasten"]
+__all__ = ["add_entries", "attach", "check_request", "fasten"]
 
 _MISSING: Any = object()
 
@@ -58,8 +57,8 @@ def attach(
     Args:
         model: The model; names are relative to it. ``attach(module, hook)`` hooks the module itself.
         target: A name or glob (``*`` crosses dots, ``#`` is one numeric part), a compiled regular expression
-            (matched whole), a module type, a module of the model, a predicate ``(name, module)``, or a list
-            of these.
+            (matched whole), a module type or a tuple of types to choose from, a module of the model, a predicate
+            ``(name, module)``, or a list of these, each of which has to match.
         hook: Called as its kind says (see `Kind`). Where it declares a keyword-only ``site``, it gets one.
         on: The kind of hook: ``forward_pre``, ``forward``, ``backward_pre``, ``backward``,
             ``full_backward``, ``state_dict_pre`` …
@@ -80,7 +79,7 @@ def attach(
     """
     check_model(model)
     place, wanted = _sort_out(target, hook)
-    request = Request.check(
+    attachment = check_request(
         wanted,
         Kind.parse(on),
         prepend=prepend,
@@ -98,7 +97,7 @@ def attach(
             raise
         warnings.warn(str(error), HooklineWarning, stacklevel=2)
         chosen = []
-    return fasten(request, model, chosen)
+    return fasten(attachment, model, chosen)
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
@@ -111,66 +110,44 @@ def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
     return (None if target is _MISSING else target), hook
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A hook with its options, checked; not yet on any module."""
-
-    hook: Hook
-    kind: Kind
-    name: str
-    phase: Phase
-    prepend: bool
-    with_kwargs: bool
-    always_call: bool
-    wants_site: bool
-    profile: bool
-
-    @classmethod
-    def check(
-        cls,
-        hook: Any,
-        kind: Kind,
-        *,
-        prepend: bool = False,
-        with_kwargs: bool = False,
-        always_call: bool = False,
-        observe: bool = False,
-        sees: str = "edited",
-        name: str | None = None,
-        profile: bool = False,
-    ) -> Request:
-        """The request, or the error that says what is wrong with it."""
-        kind.check_options(with_kwargs=with_kwargs, always_call=always_call, observe=observe)
-        if sees not in ("edited", "raw"):
-            raise OptionError(f"sees= is 'edited' or 'raw', got {sees!r}.")
-        if sees == "raw" and not observe:
-            raise OptionError("sees='raw' is for observers: add observe=True, or leave sees= out.")
-        wants_site = check_hook(hook, kind, with_kwargs=with_kwargs)
-        phase = Phase.EDIT if not observe else Phase.RAW if sees == "raw" else Phase.OBSERVE
-        return cls(hook, kind, name or hook_name(hook), phase, prepend, with_kwargs, always_call, wants_site, profile)
-
-    def attachment(self, *, everywhere: bool = False) -> Attachment:
-        """A fresh attachment, on no module yet."""
-        return Attachment(
-            hook=self.hook,
-            kind=self.kind,
-            name=self.name,
-            phase=self.phase,
-            prepend=self.prepend,
-            with_kwargs=self.with_kwargs,
-            always_call=self.always_call,
-            wants_site=self.wants_site,
-            profile=self.profile,
-            everywhere=everywhere,
-            may_edit=may_return_value(self.hook),
-        )
+def check_request(
+    hook: Any,
+    kind: Kind,
+    *,
+    prepend: bool,
+    with_kwargs: bool,
+    always_call: bool,
+    observe: bool,
+    sees: str,
+    name: str | None,
+    profile: bool,
+    everywhere: bool = False,
+) -> Attachment:
+    """The attachment that is asked for, on no module yet, or the error that says what is wrong with it."""
+    kind.check_options(with_kwargs=with_kwargs, always_call=always_call, observe=observe)
+    if sees not in ("edited", "raw"):
+        raise OptionError(f"sees= is 'edited' or 'raw', got {sees!r}.")
+    if sees == "raw" and not observe:
+        raise OptionError("sees='raw' is for observers: add observe=True, or leave sees= out.")
+    return Attachment(
+        hook=hook,
+        kind=kind,
+        wants_site=check_hook(hook, kind, with_kwargs=with_kwargs),
+        name=name or hook_name(hook),
+        phase=Phase.EDIT if not observe else Phase.RAW if sees == "raw" else Phase.OBSERVE,
+        prepend=prepend,
+        with_kwargs=with_kwargs,
+        always_call=always_call,
+        profile=profile,
+        everywhere=everywhere,
+        may_edit=may_return_value(hook),
+    )
 
 
-def fasten(request: Request, model: nn.Module, chosen: list[Named], *, everywhere: bool = False) -> HookHandle:
+def fasten(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> HookHandle:
     """Attach to all of the chosen modules, or, if one of them refuses, to none."""
     with LOCK:
         sweep()
-        attachment = request.attachment(everywhere=everywhere)
         handle = HookHandle(attachment)
         try:
             add_entries(attachment, model, chosen)

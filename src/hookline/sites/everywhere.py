@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hookline.errors import OptionError, TargetError
 from hookline.sites import _torch
-from hookline.sites.attach import Request, add_entries, fasten
+from hookline.sites.attach import add_entries, check_request, fasten
 from hookline.sites.gradients import Carrier, CarrierArgs
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
@@ -59,7 +59,7 @@ def attach_everywhere(
     reaches every module that is called in this process from now on, named as seen from the outermost call it
     was found in; saving and loading, and ``exclude``, need ``within``.
     """
-    request = Request.check(
+    attachment = check_request(
         hook,
         Kind.parse(on),
         prepend=prepend,
@@ -69,16 +69,17 @@ def attach_everywhere(
         sees=sees,
         name=name,
         profile=profile,
+        everywhere=True,
     )
     if within is not None:
         if not isinstance(within, nn.Module):
             raise TargetError(f"within= takes a torch.nn.Module, got a {type(within).__name__}.")
-        return fasten(request, within, select(within, "*", exclude=exclude), everywhere=True)
-    if request.kind.is_state:
-        raise OptionError(f"on={request.kind.value!r} cannot be hooked process-wide; name a model with within=.")
+        return fasten(attachment, within, select(within, "*", exclude=exclude))
+    if attachment.kind.is_state:
+        raise OptionError(f"on={attachment.kind.value!r} cannot be hooked process-wide; name a model with within=.")
     if exclude is not None:
         raise OptionError("exclude= selects by name, and names need a model: give within= as well.")
-    return _EVERYWHERE.add(request)
+    return _EVERYWHERE.add(attachment)
 
 
 class _Everywhere:
@@ -89,10 +90,9 @@ class _Everywhere:
         self._global: RemovableHandle | None = None
         self._generation = 0
 
-    def add(self, request: Request) -> HookHandle:
+    def add(self, attachment: Attachment) -> HookHandle:
         with LOCK:
             sweep()
-            attachment = request.attachment(everywhere=True)
             attachment.on_remove = self.drop
             self._attachments = (*self._attachments, attachment)
             self._generation += 1

@@ -18,7 +18,7 @@ from hookline.sites.kinds import Kind
 from hookline.sites.select import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -60,7 +60,7 @@ def clip_gradients(
             grad.copy_(clip(grad))
 
     on_modules = attach(model, target, clip_inputs, on=Kind.BACKWARD, name="clip_gradients")
-    handles = _on_parameters(model, target, ParameterHook("clip_gradients", clip_parameter))
+    handles = _hook_parameters(_parameters(model, target), ParameterHook("clip_gradients", clip_parameter))
     handles.add(on_modules)
     return handles
 
@@ -77,9 +77,10 @@ def freeze(model: nn.Module, target: Target = None) -> HandleSet:
     moves them, by momentum or weight decay neither. What flows through the modules to those below is unchanged. A
     weight that another module shares is frozen there too; buffers, such as BatchNorm's statistics, still move.
     """
-    for parameter in _parameters(model, target):
-        parameter.grad = None
-    return _on_parameters(model, target, ParameterHook("freeze", _drop_gradient))
+    parameters = _parameters(model, target)
+    for parameter in parameters:
+        _drop_gradient(parameter)
+    return _hook_parameters(parameters, ParameterHook("freeze", _drop_gradient))
 
 
 class ParameterHook:
@@ -99,22 +100,18 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _on_parameters(model: nn.Module, target: Any, hook: ParameterHook) -> HandleSet:
+def _hook_parameters(parameters: list[nn.Parameter], hook: ParameterHook) -> HandleSet:
     return HandleSet(
         parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for parameter in _parameters(model, target)
+        for parameter in parameters
         if parameter.requires_grad
     )
 
 
-def _parameters(model: nn.Module, target: Any) -> Iterator[nn.Parameter]:
+def _parameters(model: nn.Module, target: Any) -> list[nn.Parameter]:
     """The parameters of the named modules, each once."""
-    seen: set[int] = set()
-    for _, module in select(model, target):
-        for parameter in module.parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
+    found = {id(parameter): parameter for _, module in select(model, target) for parameter in module.parameters()}
+    return list(found.values())
 
 
 def _clamp(bound: float) -> Callable[[Tensor], Tensor]:

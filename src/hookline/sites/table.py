@@ -261,7 +261,6 @@ class Table:
         self.uses_input_once = type(module) in _USE_INPUT_ONCE and "forward" not in module.__dict__
         self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
         self._sync_post(module)
-        self._sync_pre(module)
 
     def _sync_port(self, module: nn.Module, slot: _Slot, entries: tuple[Entry, ...], *, needed: bool = False) -> None:
         """One port per slot while it has entries or is needed for something else; none otherwise."""
