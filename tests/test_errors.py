@@ -22,6 +22,7 @@ BUILTINS = {
     "UnhookableError": (TypeError, RuntimeError),
     "HookReturnError": (RuntimeError,),
     "HooksLeftError": (AssertionError,),
+    "ScopeError": (RuntimeError,),
 }
 
 

@@ -15,10 +15,16 @@ FUNCTIONS = {
     "assert_no_hooks",
     "attach",
     "attach_everywhere",
+    "attach_function",
+    "attach_node",
+    "attach_optimizer",
+    "attach_tensor",
     "attached",
     "clip_gradients",
     "find",
     "freeze",
+    "profile",
+    "saved_tensors",
 }
 ERRORS = {
     "HookReturnError",
@@ -28,12 +34,25 @@ ERRORS = {
     "KindError",
     "NoMatchError",
     "OptionError",
+    "ScopeError",
     "TargetError",
     "UnhookableError",
 }
 WARNINGS = {"HookNeverFired", "HooklineWarning"}
-CLASSES = {"HandleSet", "HookHandle", "Kind", "Receipt", "Site", "Sites"}
-ALIASES = {"ModulePostHook", "ModulePreHook"}
+CLASSES = {
+    "FunctionSite",
+    "HandleSet",
+    "HookHandle",
+    "Kind",
+    "OptimizerSite",
+    "Profile",
+    "ProfileRow",
+    "Receipt",
+    "SavedTensors",
+    "Site",
+    "Sites",
+}
+ALIASES = {"FunctionPostHook", "FunctionPreHook", "ModulePostHook", "ModulePreHook"}
 # The subpackages of the finished design, of which only some exist yet.
 SUBPACKAGES = {
     "analyses",

@@ -11,6 +11,7 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── HookSignatureError  TypeError            a hook that cannot take what the kind hands over
     ├── UnhookableError     TypeError RuntimeError  a module that Python hooks cannot reach
     ├── HookReturnError     RuntimeError         a return value that cannot replace what the hook was shown
+    ├── ScopeError          RuntimeError         scopes that are left in another order than they were entered
     └── HooksLeftError      AssertionError       hooks where none were expected
 """
 
@@ -26,6 +27,7 @@ __all__ = [
     "KindError",
     "NoMatchError",
     "OptionError",
+    "ScopeError",
     "TargetError",
     "UnhookableError",
 ]
@@ -65,6 +67,10 @@ class UnhookableError(HooklineError, TypeError, RuntimeError):
 
 class HookReturnError(HooklineError, RuntimeError):
     """A hook returned something that cannot stand in for what it was shown."""
+
+
+class ScopeError(HooklineError, RuntimeError):
+    """A scope is left while one that was entered later is still open."""
 
 
 class HooksLeftError(HooklineError, AssertionError):

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["Grads", "Hook", "ModulePostHook", "ModulePreHook", "Predicate", "Sees", "Target"]
+__all__ = [
+    "FunctionPostHook",
+    "FunctionPreHook",
+    "Grads",
+    "Hook",
+    "ModulePostHook",
+    "ModulePreHook",
+    "Predicate",
+    "Sees",
+    "Target",
+]
 
 Grads: TypeAlias = "tuple[Tensor | None, ...]"
 """Gradients in the order of the tensors they belong to; None where none arrived."""
@@ -28,13 +38,20 @@ ModulePreHook: TypeAlias = "Callable[[nn.Module, tuple[Any, ...]], Any]"
 ModulePostHook: TypeAlias = "Callable[[nn.Module, tuple[Any, ...], Any], Any]"
 """``(module, inputs, output)`` for ``forward``, ``(module, grad_inputs, grad_outputs)`` for ``backward``."""
 
+# The first argument is a hookline.FunctionSite, which is above this file in the order of imports.
+FunctionPreHook: TypeAlias = "Callable[[Any, tuple[Tensor | None, ...]], Any]"
+"""``(fn, inputs)`` for ``forward_pre``, ``(fn, grad_outputs)`` for ``backward_pre``."""
+
+FunctionPostHook: TypeAlias = "Callable[[Any, tuple[Tensor | None, ...], tuple[Tensor | None, ...]], Any]"
+"""``(fn, inputs, outputs)`` for ``forward``, ``(fn, grad_inputs, grad_outputs)`` for ``backward``."""
+
 Predicate: TypeAlias = "Callable[[str, nn.Module], bool]"
 """Tells for a dotted name and its module whether to take it."""
 
 Target: TypeAlias = (
-    "str | re.Pattern[str] | type[nn.Module] | tuple[Any, ...] | Sequence[Any] | Predicate | nn.Module | None"
+    "str | re.Pattern[str] | type[nn.Module] | tuple[Any, ...] | Sequence[Any] | Predicate | nn.Module | Tensor | None"
 )
-"""What ``attach`` and ``find`` select by; see ``hookline.sites.select``."""
+"""What ``attach`` and ``find`` select by, see ``hookline.sites.select``; a parameter with ``on="param_grad"`` alone."""
 
 Sees: TypeAlias = Literal["edited", "raw"]
 """Whether an observer is shown a value after all edits of its site, or before them."""

@@ -521,3 +521,204 @@ def test_everywhere_hooks_may_come_and_go_while_everywhere_hooks_fire():
     finally:
         for handle in handles:
             handle.remove()
+
+
+# -- functions --------------------------------------------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    """A function of one's own."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad * b, grad * a
+
+
+FUNCTIONS = {
+    "function": (torch.mul, torch.mul),
+    "name": ("torch.atan2", torch.atan2),
+    "operator": ("aten.atan2", torch.atan2),
+    "class": (Twice, lambda a, b: Twice.apply(a, b)),
+}
+each_function = pytest.mark.parametrize("what", FUNCTIONS)
+
+
+class Calls(nn.Module):
+    """A module with one function in its forward."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def forward(self, a, b):
+        return self.run(a, b)
+
+
+@each_function
+@pytest.mark.parametrize("kind", GRADIENT_KINDS + FORWARD_KINDS)
+def test_three_function_hooks_are_removed_one_by_one(what, kind):
+    """On a function as on a module: (1,1,1), (2,1,2), (2,1,3)."""
+    target, run = FUNCTIONS[what]
+    counts = [0, 0, 0]
+
+    def counter(index):
+        def hook(fn, *tensors):
+            counts[index] += 1
+
+        return hook
+
+    def step():
+        run(batch(), batch()).sum().backward()
+        return counts
+
+    handles = [hl.attach_function(target, counter(index), on=kind) for index in range(3)]
+    assert step() == [1, 1, 1]
+    handles[1].remove()
+    assert step() == [2, 1, 2]
+    handles[0].remove()
+    assert step() == [2, 1, 3]
+    handles[2].remove()
+    assert step() == [2, 1, 3]
+
+
+@each_function
+def test_module_and_function_hooks_open_and_close_like_brackets(what):
+    """module pre, function pre, function post, module post; the same in the backward pass."""
+    target, run = FUNCTIONS[what]
+    module, events = Calls(run), []
+    kinds = ("forward_pre", "forward_post", "backward_pre", "backward_post")
+    handles = [hl.attach_function(target, logger(events, f"function {kind}"), on=kind) for kind in kinds]
+    handles += [hl.attach(module, logger(events, f"module {kind}"), on=kind) for kind in kinds]
+    with hl.HandleSet(handles):
+        output = module(batch(), batch() * 2)
+        assert events == ["module forward_pre", "function forward_pre", "function forward_post", "module forward_post"]
+        output.sum().backward()
+    assert events[4:] == [
+        "module backward_pre",
+        "function backward_pre",
+        "function backward_post",
+        "module backward_post",
+    ]
+
+
+def test_a_linear_layer_shows_all_three_levels_in_order():
+    """Module, function and operator, forward and backward, on a layer whose gradients take a way of their own."""
+    module, events = nn.Linear(3, 2), []
+    handles = []
+    for kind in FORWARD_KINDS + GRADIENT_KINDS:
+        handles.append(hl.attach_function("aten.addmm.default", logger(events, f"operator {kind}"), on=kind))
+        handles.append(hl.attach_function("torch.nn.functional.linear", logger(events, f"function {kind}"), on=kind))
+        handles.append(hl.attach(module, logger(events, f"module {kind}"), on=kind))
+    with hl.HandleSet(handles):
+        module(batch() * 1).sum().backward()
+    levels = ("module", "function", "operator")
+    expected = []
+    for before, after in (FORWARD_KINDS, GRADIENT_KINDS):
+        expected += [f"{level} {before}" for level in levels] + [f"{level} {after}" for level in reversed(levels)]
+    assert events == expected
+
+
+@each_function
+def test_function_observers_that_return_values_change_nothing(what):
+    """What an observer of a function returns is ignored: outputs and gradients are bit-identical."""
+    target, run = FUNCTIONS[what]
+    fired = []
+
+    def junk(fn, *tensors):
+        fired.append(fn.name)
+        return "junk"
+
+    results = []
+    for hooked in (False, True):
+        a, b = batch(), batch()
+        kinds = FORWARD_KINDS + GRADIENT_KINDS if hooked else []
+        with hl.HandleSet(hl.attach_function(target, junk, on=kind, observe=True) for kind in kinds):
+            output = run(a, b)
+            output.square().sum().backward()
+        results.append((output, a.grad, b.grad))
+    assert len(fired) == 4
+    assert all(map(torch.equal, *results))
+
+
+@each_function
+@pytest.mark.parametrize("kind", GRADIENT_KINDS)
+def test_a_function_hook_removed_or_added_between_forward_and_backward_does_not_fire(what, kind):
+    """The same rule as for modules: removal is immediate, and a hook takes part in calls that begin after it."""
+    target, run = FUNCTIONS[what]
+    events = []
+    removed = hl.attach_function(target, logger(events, "removed"), on=kind)
+    output = run(batch(), batch())
+    removed.remove(quiet=True)
+    with hl.attach_function(target, logger(events, "added"), on=kind):
+        output.sum().backward()
+        assert events == []
+        run(batch(), batch()).sum().backward()
+    assert events == ["added"]
+
+
+@each_function
+def test_under_no_grad_only_the_forward_hooks_of_functions_fire(what):
+    """And a later, unrelated backward fires nothing."""
+    target, run = FUNCTIONS[what]
+    events = []
+    kinds = FORWARD_KINDS + GRADIENT_KINDS
+    with hl.HandleSet(hl.attach_function(target, logger(events, kind), on=kind) for kind in kinds):
+        with torch.no_grad():
+            run(batch(), batch())
+        assert events == FORWARD_KINDS
+        batch().sum().backward()
+    assert events == FORWARD_KINDS
+
+
+@each_function
+@pytest.mark.parametrize("kind", FORWARD_KINDS + GRADIENT_KINDS)
+def test_function_hooks_may_come_and_go_while_firing(what, kind):
+    """A hook that removes itself and adds another neither crashes nor affects the current call."""
+    target, run = FUNCTIONS[what]
+    events, added = [], []
+
+    def first(*_):
+        events.append("first")
+        handle.remove()
+        added.append(hl.attach_function(target, logger(events, "added"), on=kind))
+
+    handle = hl.attach_function(target, first, on=kind)
+    with hl.attach_function(target, logger(events, "second"), on=kind):
+        run(batch(), batch()).sum().backward()
+        assert events == ["first", "second"]
+        run(batch(), batch()).sum().backward()
+        added[0].remove()
+    assert events == ["first", "second", "second", "added"]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_the_calls_of_a_function_are_numbered_anew_in_each_iteration(kind):
+    """The same function three times per forward, two forwards: 0, 1, 2 in each, with the path of its module."""
+    model, calls = Reuse(), []
+    with hl.attach_function(
+        "torch.nn.functional.linear", lambda fn, *_: calls.append((fn.module, fn.step, fn.call)), on=kind, within=model
+    ):
+        for _ in range(2):
+            model(batch(columns=4)).sum().backward()
+    order = [0, 1, 2] if kind == "forward" else [2, 1, 0]
+    assert calls == [("block", step, call) for step in range(2) for call in order]
+
+
+def test_a_summed_gradient_comes_once():
+    """A function whose output is used twice waits for both: one call, with the sum (source: accumulate, then hooks)."""
+    x, seen = batch(), []
+    with (
+        hl.attach_function(torch.tanh, lambda fn, grads: seen.append(grads[0]), on="backward_pre"),
+        hl.attach_function(torch.tanh, lambda fn, inputs, outputs: seen.append(inputs[0]), on="backward_post"),
+    ):
+        y = torch.tanh(x)
+        (2 * y + 5 * y).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(seen[0], torch.full((4, 3), 7.0))
+    torch.testing.assert_close(seen[1], 7 * (1 - torch.tanh(x.detach()) ** 2))

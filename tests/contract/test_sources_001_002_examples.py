@@ -554,3 +554,158 @@ def test_002_fast_path(register):
     local = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
     assert not any(getattr(model, name) for name in local)
     assert not any(getattr(torch_module, f"_global{name}") for name in local)
+
+
+# -- source 001, section 2: function hooks -----------------------------------------------------------------
+
+
+class Square(torch.autograd.Function):
+    """What source 001 calls a Function: forward and backward of one operation."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+FUNCTIONS = {
+    "autograd.Function": (Square, lambda x: Square.apply(x)),
+    "torch": (torch.square, torch.square),
+    "name": ("torch.square", torch.square),
+    "operator": ("aten.square.default", torch.square),
+}
+
+
+@pytest.fixture(params=FUNCTIONS)
+def function(request):
+    """x², as a Function of one's own, a function of torch, by name, and as an operator: target and call."""
+    return FUNCTIONS[request.param]
+
+
+def test_001_function_forward_pre_hook(function):
+    """§2.1: called before the forward, with the function and its inputs."""
+    target, run = function
+    seen, x = [], batch(4, 3)
+
+    def hook(func, inputs):
+        seen.append((func, inputs))
+
+    handle = hl.attach_function(target, hook, on="forward_pre")
+    run(x)
+    handle.remove()
+    [(func, inputs)] = seen
+    assert isinstance(func, hl.FunctionSite)
+    assert len(inputs) == 1
+    assert inputs[0] is x
+    assert isinstance(handle, hl.HookHandle)
+
+
+def test_001_function_forward_post_hook(function):
+    """§2.2: called after the forward, with the function, its inputs and its outputs."""
+    target, run = function
+    seen, x = [], batch(4, 3)
+
+    def hook(func, inputs, outputs):
+        seen.append((inputs, outputs))
+
+    handle = hl.attach_function(target, hook, on="forward_post")
+    output = run(x)
+    handle.remove()
+    [(inputs, outputs)] = seen
+    assert inputs[0] is x
+    assert len(outputs) == 1
+    assert torch.equal(outputs[0], output)
+
+
+def test_001_function_backward_pre_hook(function):
+    """§2.3: called when the gradients of the outputs have been accumulated, with them."""
+    target, run = function
+    seen, x = [], batch(4, 3, requires_grad=True)
+
+    def hook(func, grad_outputs):
+        seen.append(grad_outputs)
+
+    handle = hl.attach_function(target, hook, on="backward_pre")
+    output = run(x)
+    (output + 2 * output).sum().backward()
+    handle.remove()
+    [(grad_output,)] = seen
+    assert torch.equal(grad_output, torch.full((4, 3), 3.0))
+
+
+def test_001_function_backward_post_hook(function):
+    """§2.4: called after the backward, with the gradients of inputs and outputs."""
+    target, run = function
+    seen, x = [], batch(4, 3, requires_grad=True)
+
+    def hook(func, grad_inputs, grad_outputs):
+        seen.append((grad_inputs, grad_outputs))
+
+    handle = hl.attach_function(target, hook, on="backward_post")
+    run(x).sum().backward()
+    handle.remove()
+    [((grad_input,), (grad_output,))] = seen
+    torch.testing.assert_close(grad_input, 2 * x.detach())
+    assert torch.equal(grad_output, torch.ones(4, 3))
+
+
+def test_001_function_hook_types():
+    """§2 and §3: one type for what goes before, one for what comes after, of functions and of modules."""
+    for name in ("FunctionPreHook", "FunctionPostHook", "ModulePreHook", "ModulePostHook"):
+        assert hasattr(hl, name)
+
+
+def test_001_function_call_flow(function):
+    """§5: module pre, function pre, forward, function post, module post; backward the same way round."""
+    target, run = function
+    events = []
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            events.append("Forward()")
+            return run(x)
+
+    module = Layer()
+    kinds = ("forward_pre", "forward_post", "backward_pre", "backward_post")
+    handles = [hl.attach(module, lambda *_, kind=kind: events.append(f"module {kind}"), on=kind) for kind in kinds]
+    handles += [
+        hl.attach_function(target, lambda *_, kind=kind: events.append(f"function {kind}"), on=kind) for kind in kinds
+    ]
+    with hl.HandleSet(handles):
+        output = module(batch(4, 3, requires_grad=True))
+        output.sum().backward()
+    assert events == [
+        "module forward_pre",
+        "Forward()",
+        "function forward_pre",
+        "function forward_post",
+        "module forward_post",
+        "module backward_pre",
+        "function backward_pre",
+        "function backward_post",
+        "module backward_post",
+    ]
+
+
+def test_001_function_hook_order_and_removal(function):
+    """§4 and §7: hooks run in registration order, and a removed one leaves the others alone."""
+    target, run = function
+    events, x = [], batch(4, 3)
+    handles = [
+        hl.attach_function(target, lambda func, inputs, label=label: events.append(label), on="forward_pre")
+        for label in "abc"
+    ]
+    run(x)
+    assert events == ["a", "b", "c"]
+    handles[1].remove()
+    run(x)
+    assert events == ["a", "b", "c", "a", "c"]
+    for handle in handles:
+        handle.remove()
+    run(x)
+    assert events == ["a", "b", "c", "a", "c"]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.sites.kinds import MODULE
 
 
 def make_model() -> nn.Sequential:
@@ -103,10 +104,10 @@ def test_the_table_names_other_peoples_hooks_by_their_home():
 def test_our_own_ports_are_not_shown_as_foreign():
     """What hookline registers with torch is ours, for every kind."""
     model = make_model()
-    handles = [hl.attach(model, "0", watcher, on=kind) for kind in hl.Kind]
+    handles = [hl.attach(model, "0", watcher, on=kind) for kind in MODULE.args]
     sites = hl.find(model, "*")
     assert not any("foreign" in text for site in sites for text in sites.hooks(site))
-    assert sites.hooks(sites[1]) == [f"watcher ({kind.value})" for kind in hl.Kind]
+    assert sites.hooks(sites[1]) == [f"watcher ({kind.value})" for kind in MODULE.args]
     for handle in handles:
         handle.remove()
 
@@ -188,7 +189,7 @@ def test_a_clean_model_passes():
     hl.assert_no_hooks(make_model(), foreign=True)
 
 
-@pytest.mark.parametrize("kind", list(hl.Kind))
+@pytest.mark.parametrize("kind", list(MODULE.args))
 def test_each_kind_of_hook_of_ours_is_found(kind):
     """The error names module, hook and kind, and is an AssertionError."""
     model = make_model()

@@ -17,15 +17,22 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
 from hookline.sites import table as tables
-from hookline.sites._torch import HOOK_DICTS
-from hookline.sites.kinds import Kind
+from hookline.sites._torch import HOOK_DICTS, parameter_hooks_of
+from hookline.sites.kinds import MODULE
 
-KINDS = [kind.value for kind in Kind]
+KINDS = [kind.value for kind in MODULE.args]
 RUN_KINDS = ["forward_pre", "forward", "backward_pre", "backward", "full_backward"]
+REGISTERING = ["register_module", "register_parameter", "register_buffer"]
+GLOBAL_DICTS = [
+    torch_module._global_module_registration_hooks,
+    torch_module._global_parameter_registration_hooks,
+    torch_module._global_buffer_registration_hooks,
+]
 
 
 def make_model() -> nn.Sequential:
@@ -36,14 +43,26 @@ def ignore(*args: object) -> None:
     """A hook of any kind that does nothing."""
 
 
+def one_place(kind: str) -> str:
+    """A target where a hook of that kind fires once in each `exercise`."""
+    return "0.weight" if kind == "param_grad" else "0"
+
+
 def exercise(model: nn.Module) -> None:
-    """Run whatever can fire a hook of any kind."""
+    """Run whatever can fire a hook of any kind, once on each module."""
     model(torch.ones(1, 2, requires_grad=True)).sum().backward()
     model.load_state_dict(model.state_dict())
+    for module in list(model.modules()):
+        module.add_module("guest", nn.Identity())
+        del module.guest
+        module.register_parameter("guest", nn.Parameter(torch.ones(1)))
+        del module.guest
+        module.register_buffer("guest", torch.ones(1))
+        del module.guest
 
 
-def assert_no_trace(model: nn.Module) -> None:
-    """Every dictionary of torch's is empty and the instances carry nothing of ours."""
+def assert_no_trace(model: nn.Module, *, alone: bool = True) -> None:
+    """Every dictionary of torch's is empty, those of the process if the model is alone, and the instances are bare."""
     for module in model.modules():
         for attribute, extras in HOOK_DICTS.items():
             for name in (attribute, *extras):
@@ -51,7 +70,14 @@ def assert_no_trace(model: nn.Module) -> None:
         assert "_call_impl" not in vars(module)
         assert "forward" not in vars(module)
         assert tables.existing_table(module) is None
+        assert list(parameter_hooks_of(module)) == []
+    assert GLOBAL_DICTS == [{}, {}, {}] or not alone
     hl.assert_no_hooks(model, foreign=True)
+
+
+hook_modules = torch_module.register_module_module_registration_hook
+hook_parameters = torch_module.register_module_parameter_registration_hook
+hook_buffers = torch_module.register_module_buffer_registration_hook
 
 
 class Counter:
@@ -190,11 +216,14 @@ def test_foreign_hooks_stay_when_ours_go():
         model[0].register_state_dict_post_hook(ignore),
         model[0].register_load_state_dict_pre_hook(ignore),
         model[0].register_load_state_dict_post_hook(ignore),
+        model[0].weight.register_post_accumulate_grad_hook(ignore),
+        *(register(ignore) for register in (hook_modules, hook_parameters, hook_buffers)),
     ]
     for kind in KINDS:
         hl.attach(model, "0", ignore, on=kind).remove()
     for handle in foreign:
         assert list(handle.hooks_dict_ref()) == [handle.id]
+        handle.remove()
     assert model[0]._is_full_backward_hook is True
 
 
@@ -220,9 +249,7 @@ def test_a_hook_may_remove_itself_while_firing(kind):
         fired.append(1)
         handle.remove()
 
-    first = hl.attach(model, "0", before, on=kind)
-    handle = hl.attach(model, "0", leave, on=kind)
-    last = hl.attach(model, "0", after, on=kind)
+    first, handle, last = (hl.attach(model, one_place(kind), hook, on=kind) for hook in (before, leave, after))
     exercise(model)
     exercise(model)
     assert len(fired) == 1
@@ -238,21 +265,25 @@ def test_a_lone_hook_may_remove_itself_beside_foreign_hooks(kind):
     """Torch walks some of its dictionaries live; our going must not disturb it."""
     model, foreign = make_model(), Counter()
     register = {
-        "forward_pre": "register_forward_pre_hook",
-        "forward": "register_forward_hook",
-        "backward_pre": "register_full_backward_pre_hook",
-        "backward": "register_full_backward_hook",
-        "full_backward": "register_full_backward_hook",
-        "state_dict_pre": "register_state_dict_pre_hook",
-        "state_dict_post": "register_state_dict_post_hook",
-        "load_state_dict_pre": "register_load_state_dict_pre_hook",
-        "load_state_dict_post": "register_load_state_dict_post_hook",
+        "forward_pre": model[0].register_forward_pre_hook,
+        "forward": model[0].register_forward_hook,
+        "backward_pre": model[0].register_full_backward_pre_hook,
+        "backward": model[0].register_full_backward_hook,
+        "full_backward": model[0].register_full_backward_hook,
+        "state_dict_pre": model[0].register_state_dict_pre_hook,
+        "state_dict_post": model[0].register_state_dict_post_hook,
+        "load_state_dict_pre": model[0].register_load_state_dict_pre_hook,
+        "load_state_dict_post": model[0].register_load_state_dict_post_hook,
+        "param_grad": model[0].weight.register_post_accumulate_grad_hook,
+        "register_module": hook_modules,
+        "register_parameter": hook_parameters,
+        "register_buffer": hook_buffers,
     }[kind]
     handle = hl.attach(model, "0", lambda *args: handle.remove(), on=kind)
-    theirs = getattr(model[0], register)(foreign)
+    theirs = register(foreign)
     exercise(model)
     exercise(model)
-    assert foreign.calls == 2
+    assert foreign.calls == 2 * (len(list(model.modules())) if kind in REGISTERING else 1)  # those are of the process
     theirs.remove()
     hl.assert_no_hooks(model)
     assert_no_trace(model)
@@ -266,9 +297,9 @@ def test_a_hook_may_attach_another_while_firing(kind):
 
     def invite(*args: object) -> None:
         if not handles:
-            handles.append(hl.attach(model, "0", late, on=kind))
+            handles.append(hl.attach(model, one_place(kind), late, on=kind))
 
-    handle = hl.attach(model, "0", invite, on=kind)
+    handle = hl.attach(model, one_place(kind), invite, on=kind)
     exercise(model)
     assert late.calls == 0
     exercise(model)
@@ -371,24 +402,38 @@ def test_two_threads_may_remove_the_same_handle_at_once():
 # -- weak to the model ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", REGISTERING)
+def test_a_model_that_goes_with_its_hooks_on_leaves_nothing_in_the_process(kind):
+    """torch's dictionaries of registration hooks, which know no module, are empty at the next registration."""
+    model = make_model()
+    hl.attach(model, "*", ignore, on=kind)
+    exercise(model)
+    assert sorted(map(len, GLOBAL_DICTS)) == [0, 0, 1]
+    del model
+    gc.collect()
+    exercise(make_model())
+    assert GLOBAL_DICTS == [{}, {}, {}]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_handle_keeps_neither_the_model_nor_its_modules_alive(kind):
     """With only the handle left, the model goes, and the handle can still report and be removed."""
     model = make_model()
     handle = hl.attach(model, "*", ignore, on=kind)
     exercise(model)
-    references = [weakref.ref(module) for module in model.modules()]
+    references = [weakref.ref(item) for item in (*model.modules(), *model.parameters())]
+    matched = len(list(model.parameters() if kind == "param_grad" else model.modules()))
     del model
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
-    assert handle.report().matched == len(references)
+    assert handle.report().matched == matched
     assert handle.report().attached == 0
     handle.remove()
 
 
-@pytest.mark.parametrize("kind", ["forward", "backward", "state_dict_post"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_whose_hook_refers_to_it_still_goes(kind):
-    """A method of the model as its own hook is a ring that the collector can see, as with torch's hooks."""
+    """A method of the model as its own hook is a ring that the collector can see; torch's param_grad is not."""
 
     class SelfHooked(nn.Sequential):
         def __init__(self) -> None:
@@ -400,10 +445,11 @@ def test_a_model_whose_hook_refers_to_it_still_goes(kind):
 
     model = SelfHooked()
     exercise(model)
-    reference = weakref.ref(model)
+    assert model.handle.report().fired > 0
+    references = [weakref.ref(item) for item in (*model.modules(), *model.parameters())]
     del model
     gc.collect()
-    assert reference() is None
+    assert [reference() for reference in references] == [None] * len(references)
 
 
 def test_a_model_goes_after_a_forward_that_raised():
@@ -639,7 +685,7 @@ def test_a_copied_model_carries_no_hook_of_ours(kind, duplicate):
     assert handle.report().fired == 0
     assert hl.attached(twin) == []
     hl.assert_no_hooks(twin, foreign=True)
-    assert_no_trace(twin)
+    assert_no_trace(twin, alone=False)
     exercise(model)
     assert handle.report().fired > 0
     handle.remove()
@@ -655,10 +701,10 @@ def test_a_copied_model_is_clean_at_its_first_use_without_being_asked(kind, dupl
         twin = duplicate(model)
         exercise(twin)
         exercise(twin)
-        with hl.attach(twin, "0", counter, on=kind):
+        with hl.attach(twin, one_place(kind), counter, on=kind):
             exercise(twin)
     assert counter.calls == 1
-    if Kind(kind).is_state:
+    if kind not in RUN_KINDS:
         hl.assert_no_hooks(twin, foreign=True)
     assert_no_trace(twin)
 

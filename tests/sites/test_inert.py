@@ -26,6 +26,9 @@ import hookline as hl
 STEPS = 20
 RUN_KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 STATE_KINDS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+REGISTRATION_KINDS = ("register_module", "register_parameter", "register_buffer")
+OBSERVABLE = (*RUN_KINDS, *REGISTRATION_KINDS)
+ALL_KINDS = (*RUN_KINDS, *STATE_KINDS, "param_grad", *REGISTRATION_KINDS)
 
 
 # -- the promise -------------------------------------------------------------------------------------------
@@ -47,13 +50,13 @@ def _all(kinds: tuple[str, ...], **options: Any) -> Hooking:
 def _everywhere(model: nn.Module) -> hl.HandleSet:
     return hl.HandleSet(
         hl.attach_everywhere(reading_hook(observe=observe), on=kind, observe=observe)
-        for kind in RUN_KINDS
+        for kind in OBSERVABLE
         for observe in (True, False)
     )
 
 
 def _everywhere_within(model: nn.Module) -> hl.HandleSet:
-    return hl.HandleSet(hl.attach_everywhere(reading_hook(), on=kind, within=model) for kind in RUN_KINDS)
+    return hl.HandleSet(hl.attach_everywhere(reading_hook(), on=kind, within=model) for kind in ALL_KINDS)
 
 
 def _with_options(model: nn.Module) -> hl.HandleSet:
@@ -64,21 +67,23 @@ def _with_options(model: nn.Module) -> hl.HandleSet:
             hl.attach(model, "*", reading_hook(), on="forward_pre", prepend=True),
             hl.attach(model, "*", reading_hook(wants_site=True), on="backward", prepend=True),
             hl.attach(model, "*", reading_hook(wants_site=True), on="backward_pre", profile=True),
+            hl.attach(model, "*", reading_hook(wants_site=True), on="param_grad", prepend=True, profile=True),
+            hl.attach(model, "*", reading_hook(wants_site=True), on="register_buffer", prepend=True, profile=True),
         ]
     )
 
 
 def _all_together(model: nn.Module) -> hl.HandleSet:
-    parts = (_all(RUN_KINDS, observe=True), _all((*RUN_KINDS, *STATE_KINDS)), _everywhere, _with_options)
+    parts = (_all(OBSERVABLE, observe=True), _all(ALL_KINDS), _everywhere, _with_options)
     return hl.HandleSet(handle for part in parts for handle in part(model))
 
 
 HOOKINGS: dict[str, Hooking] = {
-    **{f"observe {kind}": _one(kind, observe=True) for kind in RUN_KINDS},
-    **{f"raw {kind}": _one(kind, observe=True, sees="raw") for kind in ("forward", "backward")},
-    **{f"plain {kind}": _one(kind) for kind in (*RUN_KINDS, *STATE_KINDS)},
-    "observe all kinds": _all(RUN_KINDS, observe=True),
-    "plain all kinds": _all((*RUN_KINDS, *STATE_KINDS)),
+    **{f"observe {kind}": _one(kind, observe=True) for kind in OBSERVABLE},
+    **{f"raw {kind}": _one(kind, observe=True, sees="raw") for kind in ("forward", "backward", "register_buffer")},
+    **{f"plain {kind}": _one(kind) for kind in ALL_KINDS},
+    "observe all kinds": _all(OBSERVABLE, observe=True),
+    "plain all kinds": _all(ALL_KINDS),
     "everywhere": _everywhere,
     "everywhere within": _everywhere_within,
     "with options": _with_options,
@@ -94,7 +99,9 @@ def test_training_with_hooks_on_every_module_ends_with_the_same_bits(hooking: st
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
-@pytest.mark.parametrize("hooking", ["observe backward", "plain backward", "everywhere", "all together"])
+@pytest.mark.parametrize(
+    "hooking", ["observe backward", "plain backward", "plain param_grad", "everywhere", "all together"]
+)
 def test_training_a_hugging_face_model_with_hooks_ends_with_the_same_bits(name: str, hooking: str) -> None:
     """BERT (post-LN) and T5 (shared encoder output, position bias handed from layer to layer): the same bits."""
     assert differences(train(*RUNS[name], HOOKINGS[hooking]), train_without_hooks(*RUNS[name])) == []
@@ -310,6 +317,31 @@ def test_a_hook_that_edits_is_found_out(kind: str, edit: Callable[..., Any]) -> 
     assert differences(observed, plain) == []
 
 
+def test_a_param_grad_hook_that_changes_a_gradient_is_found_out() -> None:
+    """Control: scaling the gradients of one module changes its weights, and with them all others; a copy does not."""
+    plain = train_without_hooks(House, house_step)
+    edited = train(House, house_step, _one("param_grad", "encoder.norm", lambda parameter: parameter.grad.mul_(0.5)))
+    found = differences(edited, plain)
+    assert {"parameter.encoder.norm.weight", "parameter.head.weight"} <= set(found)
+    assert not any(name.startswith("random") for name in found)
+    watched = train(House, house_step, _one("param_grad", "encoder.norm", lambda parameter: parameter.grad.mul(0.5)))
+    assert differences(watched, plain) == []
+
+
+def test_a_registration_hook_that_replaces_a_buffer_is_found_out() -> None:
+    """Control: what is stored instead shows in the buffers; an observer that returns the same does not."""
+    plain = train_without_hooks(House, house_step)
+
+    def shift(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
+        return buffer + 1
+
+    assert "buffer.stem.1.running_mean" in differences(
+        train(House, house_step, _one("register_buffer", "stem.1", shift)), plain
+    )
+    observed = train(House, house_step, _one("register_buffer", "stem.1", shift, observe=True))
+    assert differences(observed, plain) == []
+
+
 def test_the_fingerprint_covers_weights_gradients_buffers_optimizer_and_random_streams() -> None:
     """Control: the comparison looks at all of these, and at a loss per step."""
     mark = train_without_hooks(House, house_step)
@@ -387,7 +419,7 @@ def house_batch(index: int) -> tuple[Tensor, Tensor]:
 
 
 def train(build: Build, step: Step, hooking: Hooking = lambda model: hl.HandleSet(), *, steps: int = STEPS) -> Mark:
-    """Train from seed zero, with hooks if given, a save and a load at each step; what the run leaves behind."""
+    """Train from seed zero, with hooks if given; at each step save, load and register; what the run leaves behind."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -400,12 +432,25 @@ def train(build: Build, step: Step, hooking: Hooking = lambda model: hl.HandleSe
         losses.append(step(model, index).detach())
         optimizer.step()
         model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+        register_anew(model)
     assert all(report.fired >= steps for report in handles.report())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hl.HookNeverFired)  # which modules fire is asked elsewhere
         handles.remove()
     hl.assert_no_hooks(model)
     return fingerprint(model, optimizer, losses)
+
+
+def register_anew(model: nn.Module) -> None:
+    """Store what every module has once more: its children and parameters as they are, its buffers as copies."""
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            module.add_module(name, child)
+        for name, parameter in list(module._parameters.items()):
+            module.register_parameter(name, parameter)
+        for name, buffer in list(module._buffers.items()):
+            setattr(module, name, None if buffer is None else buffer.clone())
+        module.register_buffer("fresh", torch.ones(1), persistent=False)
 
 
 @functools.cache
@@ -446,7 +491,7 @@ def reading_hook(*, observe: bool = False, wants_site: bool = False, **_: Any) -
     sums: dict[int, Tensor] = {}
 
     def read(*args: Any) -> None:
-        for index, tensor in enumerate(tensors_in(args[1:])):
+        for index, tensor in enumerate(tensors_in(args[1:] or (args[0], args[0].grad))):
             sums[index] = tensor.detach().sum()
 
     def read_with_site(*args: Any, site: hl.Site) -> None:
@@ -460,9 +505,11 @@ def reading_hook(*, observe: bool = False, wants_site: bool = False, **_: Any) -
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
+    """The tensors in nested tuples, lists and dictionaries; a module's parameters."""
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
     return [tensor for item in items for tensor in tensors_in(item)]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.sites.kinds import Kind
+from hookline.sites.kinds import FUNCTION, MODULE, NODE, OPTIMIZER, SAVED, TENSOR, Kind
 
 NAMES = [
     "forward_pre",
@@ -22,17 +22,64 @@ NAMES = [
     "state_dict_post",
     "load_state_dict_pre",
     "load_state_dict_post",
+    "param_grad",
+    "register_module",
+    "register_parameter",
+    "register_buffer",
 ]
-TAKES = {
-    "with_kwargs": {"forward_pre", "forward"},
-    "always_call": {"forward"},
-    "observe": {"forward_pre", "forward", "backward_pre", "backward", "full_backward"},
-}
+REGISTERING = {"register_module", "register_parameter", "register_buffer"}
+EDITING = {"forward_pre", "forward", "backward_pre", "backward", "full_backward", *REGISTERING}
+TAKES = {"with_kwargs": {"forward_pre", "forward"}, "always_call": {"forward"}, "observe": EDITING}
+SUBJECTS = [FUNCTION, MODULE, NODE, OPTIMIZER, SAVED, TENSOR]
 
 
-def test_the_kinds_are_exactly_these():
-    """Nine kinds, in the order they come up in a run."""
-    assert [kind.value for kind in Kind] == NAMES
+def test_the_kinds_of_a_module_are_exactly_these():
+    """Thirteen kinds: those of a run in the order they come up, of saving and loading, of parameters, of building."""
+    assert [kind.value for kind in MODULE.args] == NAMES
+
+
+def test_every_kind_belongs_to_something_and_nothing_has_others():
+    """What the subjects take together is what kinds there are."""
+    assert {kind for subject in SUBJECTS for kind in subject.args} == set(Kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "noun", "verb"),
+    [
+        ("step_pre", "optimizer", "attach_optimizer"),
+        ("step_post", "optimizer", "attach_optimizer"),
+        ("grad", "tensor", "attach_tensor"),
+        ("node_pre", "graph node", "attach_node"),
+        ("node_post", "graph node", "attach_node"),
+        ("saved_tensors", "scope", "saved_tensors"),
+    ],
+)
+def test_a_kind_of_another_subject_is_answered_with_the_verb_to_use(name, noun, verb):
+    """Every kind that a module does not have names what has it, and that call exists."""
+    with pytest.raises(hl.KindError, match=rf"on='{name}' is a kind of {noun} hook; put it on with {verb}\."):
+        Kind.parse(name)
+    assert callable(getattr(hl, verb))
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.verb)
+def test_each_subject_takes_its_own_kinds_and_sends_the_others_home(subject):
+    """For all kinds there are: taken, or answered with a subject that takes it."""
+    for kind in Kind:
+        if kind in subject.args:
+            assert Kind.parse(kind.value, subject) is kind
+            continue
+        with pytest.raises(hl.KindError, match=r"put it on with (\w+)\.") as caught:
+            Kind.parse(kind, subject)
+        verb = str(caught.value).rpartition(" ")[2].rstrip(".")
+        assert kind in next(other for other in SUBJECTS if other.verb == verb).args
+
+
+def test_an_alias_holds_where_it_is_one():
+    """pre and post are kinds of a node, not of a module."""
+    assert Kind.parse("pre", NODE) is Kind.NODE_PRE
+    assert Kind.parse("post", NODE) is Kind.NODE_POST
+    with pytest.raises(hl.KindError, match="No kind 'pre'"):
+        Kind.parse("pre")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -74,17 +121,17 @@ def test_a_mistyped_kind_is_answered_with_the_nearest(typo, meant):
 @given(st.one_of(st.none(), st.integers(), st.booleans(), st.floats(), st.binary(), st.text()))
 def test_whatever_is_no_kind_is_a_kind_error(value):
     """Nothing but a name or a kind passes, and everything else fails as one error."""
-    if value in NAMES or value in ("forward_post", "backward_post"):
+    if isinstance(value, str) and (value in list(Kind) or value in ("forward_post", "backward_post")):
         return
     with pytest.raises(hl.KindError, match="Kinds: forward_pre, forward, "):
         Kind.parse(value)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_argument_of_every_hook_is_the_module(name):
-    """Every kind hands the module over first, and no argument name comes twice."""
-    args = Kind(name).args
-    assert args[0] == "module"
+def test_the_first_argument_of_a_hook_is_what_it_is_on(name):
+    """The module, or for param_grad the parameter, and no argument name comes twice."""
+    args = MODULE.args[Kind(name)]
+    assert args[0] == ("parameter" if name == "param_grad" else "module")
     assert len(set(args)) == len(args)
 
 
@@ -99,16 +146,20 @@ def test_the_first_argument_of_every_hook_is_the_module(name):
         ("state_dict_pre", ("module", "prefix", "keep_vars")),
         ("state_dict_post", ("module", "state_dict", "prefix", "local_metadata")),
         ("load_state_dict_post", ("module", "incompatible_keys")),
+        ("param_grad", ("parameter",)),
+        ("register_module", ("module", "name", "submodule")),
+        ("register_parameter", ("module", "name", "parameter")),
+        ("register_buffer", ("module", "name", "buffer")),
     ],
 )
 def test_the_arguments_are_those_of_torch(name, args):
     """A hook written for torch fits."""
-    assert Kind(name).args == args
+    assert MODULE.args[Kind(name)] == args
 
 
 def test_a_load_pre_hook_takes_the_eight_arguments_of_torch():
     """The longest one, in torch's order."""
-    assert Kind.LOAD_STATE_DICT_PRE.args[1:] == (
+    assert MODULE.args[Kind.LOAD_STATE_DICT_PRE][1:] == (
         "state_dict",
         "prefix",
         "local_metadata",
@@ -120,11 +171,21 @@ def test_a_load_pre_hook_takes_the_eight_arguments_of_torch():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_kinds_are_the_four_of_saving_and_loading_and_edit_nothing(name):
-    """A kind either edits by its return value or is about state, never both, never neither."""
-    kind = Kind(name)
-    assert kind.is_state == ("state_dict" in name)
-    assert kind.edits != kind.is_state
+def test_state_kinds_are_the_four_of_saving_and_loading(name):
+    """By name, and by nothing else."""
+    assert Kind(name).is_state == ("state_dict" in name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kinds_that_edit_are_those_of_a_run_and_of_building(name):
+    """Saving, loading and param_grad have nothing that a return value could replace."""
+    assert Kind(name).edits == (name in EDITING)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_registration_kinds_are_the_three_of_building(name):
+    """Those that fire when something is stored in a module."""
+    assert Kind(name).is_registration == (name in REGISTERING)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,55 +1,611 @@
-"""clip_gradients and freeze: what they bound, in every precision, and that they can be seen."""
+"""param_grad: hooks that run when a backward pass has accumulated into a parameter's .grad."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import pickle
+import re
+import threading
+import warnings
+import weakref
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hookline as hl
+from hookline.sites._torch import parameter_hooks_of
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("bound", [1.0, 1e-3])
-def test_a_norm_is_bounded_in_every_precision(dtype: torch.dtype, bound: float) -> None:
-    """Gradients whose norm does not fit into their own precision come out scaled, not zeroed or unbounded."""
-    layer = nn.Linear(8, 8, bias=False).to(dtype)
-    with hl.clip_gradients(layer, norm=bound):
-        layer.weight.backward(torch.full((8, 8), 3e4, dtype=dtype))
-    norm = layer.weight.grad.double().norm().item()
-    assert norm == pytest.approx(bound, rel=2 * torch.finfo(dtype).eps + 1e-6)
+class Twice(nn.Module):
+    """Uses one weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + self.weight**2
 
 
-@pytest.mark.parametrize("limit", [{"value": 0.5}, {"norm": 0.5}])
-def test_sparse_gradients_are_bounded_and_stay_sparse(limit: dict[str, float]) -> None:
-    """An embedding with sparse gradients takes both bounds."""
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
-    with hl.clip_gradients(model, "0", **limit):
-        (model(torch.tensor([1, 1, 2])) * 100).sum().backward()
-    grad = model[0].weight.grad
-    assert grad.is_sparse
-    assert grad.to_dense().abs().max() <= 0.5
-    assert grad.to_dense().abs().max() > 0
+class Tied(nn.Module):
+    """An encoder and a decoder with one weight, and a layer that needs none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(2, 2)
+        self.middle = nn.Linear(2, 2)
+        self.decoder = nn.Linear(2, 2)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.middle(self.encoder(x)))
 
 
-def test_hooks_on_parameters_are_seen() -> None:
-    """find names them and assert_no_hooks minds them, until they are removed; foreign ones are foreign."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with hl.freeze(model, "0"):
-        assert "freeze (parameters)" in repr(hl.find(model))
-        with pytest.raises(hl.HooksLeftError, match="freeze"):
-            hl.assert_no_hooks(model)
+def without_addresses(value: object) -> str:
+    """An id that is the same in every process."""
+    return re.sub(r" at 0x\w+", "", repr(value))
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+
+
+ALL = ["0.weight", "0.bias", "2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"]
+
+
+def ignore(parameter: Tensor) -> None:
+    """A hook that does nothing."""
+
+
+def run_backward(model: nn.Module) -> None:
+    model(torch.ones(3, 2)).square().sum().backward()
+
+
+def names_of(model: nn.Module, target: Any, **options: Any) -> list[str]:
+    """The names that attach hooks."""
+    with hl.attach(model, target, ignore, on="param_grad", **options) as handle:
+        return list(handle.names)
+
+
+def assert_clean(model: nn.Module) -> None:
     hl.assert_no_hooks(model, foreign=True)
-    model[0].weight.register_post_accumulate_grad_hook(print)
+    assert [hook for module in model.modules() for hook in parameter_hooks_of(module)] == []
+    assert hl.attached(model) == []
+
+
+# -- when it fires -------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_used_twice_fires_once_with_the_sum():
+    """Of w·x + w² at w = 2, x = 3, the gradient is 3 + 4, and it is there when the hook runs."""
+    model, seen = Twice(), []
+    with hl.attach(model, "weight", lambda p: seen.append((p is model.weight, p.grad.item())), on="param_grad"):
+        model(torch.tensor(3.0)).backward()
+    assert seen == [(True, 7.0)]
+
+
+def test_every_backward_fires_with_what_has_accumulated_so_far():
+    """Micro-batches: the second sees the sum of both."""
+    model, seen = Twice(), []
+    with hl.attach(model, lambda p: seen.append(p.grad.item()), on="param_grad"):
+        for _ in range(3):
+            model(torch.tensor(3.0)).backward()
+    assert seen == [7.0, 14.0, 21.0]
+
+
+def test_two_backward_passes_over_one_graph_fire_twice():
+    """Once per pass, not once per forward."""
+    model, seen = Twice(), []
+    with hl.attach(model, lambda p: seen.append(p.grad.item()), on="param_grad"):
+        loss = model(torch.tensor(3.0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert seen == [7.0, 14.0]
+
+
+def test_two_registrations_both_fire_in_order_and_prepended_ones_first():
+    """Everywhere-hooks first, then as attached; prepend goes first among its own."""
+    model, order = Twice(), []
+
+    def note(text: str) -> Any:
+        return lambda p: order.append(text)
+
+    handles = hl.HandleSet([hl.attach(model, note(name), on="param_grad") for name in ("first", "second")])
+    handles.add(hl.attach(model, "weight", note("prepended"), on="param_grad", prepend=True))
+    handles.add(hl.attach_everywhere(note("everywhere"), on="param_grad", within=model))
+    with handles:
+        run_backward(model)
+    assert order == ["everywhere", "prepended", "first", "second"]
+    assert_clean(model)
+
+
+def test_ours_runs_once_beside_foreign_hooks_and_leaves_them_alone():
+    """A foreign hook on the same parameter fires, and is still there after ours has gone."""
+    model, order = Twice(), []
+    theirs = model.weight.register_post_accumulate_grad_hook(lambda p: order.append("theirs"))
+    with hl.attach(model, lambda p: order.append("ours"), on="param_grad"):
+        run_backward(model)
+    run_backward(model)
+    assert order == ["theirs", "ours", "theirs"]
+    theirs.remove()
+    assert_clean(model)
+
+
+def test_computing_gradients_without_accumulating_fires_nothing():
+    """autograd.grad leaves .grad alone, and the hook too."""
+    model, seen = make_model(), []
+    with hl.attach(model, seen.append, on="param_grad"):
+        torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
+        assert seen == []
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward(inputs=[model[0].bias])
+    assert [parameter is model[0].bias for parameter in seen] == [True]
+
+
+def test_the_return_value_is_ignored():
+    """torch would raise; nothing is replaced."""
+    model, twin = make_model(), make_model()
+    with hl.attach(model, lambda p: torch.zeros_like(p), on="param_grad") as handle:
+        run_backward(model)
+    run_backward(twin)
+    assert handle.report().fired == len(ALL)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_sparse_gradient_is_shown_as_it_is():
+    """An embedding's gradient stays sparse."""
+    model, seen = nn.Embedding(5, 2, sparse=True), []
+    with hl.attach(model, "weight", lambda p: seen.append(p.grad.is_sparse), on="param_grad"):
+        model(torch.tensor([1, 1, 3])).sum().backward()
+    assert seen == [True]
+    assert model.weight.grad.is_sparse
+
+
+def test_an_optimizer_may_step_inside_the_hook_and_drop_the_gradient():
+    """The recipe that saves the memory of all gradients ends where a step after the backward ends."""
+    model, twin = make_model(), make_model()
+    steppers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+
+    def step(parameter: Tensor) -> None:
+        steppers[parameter].step()
+        parameter.grad = None
+
+    with hl.attach(model, step, on="param_grad"):
+        for _ in range(5):
+            run_backward(model)
+            assert all(parameter.grad is None for parameter in model.parameters())
+    for _ in range(5):
+        plain.zero_grad()
+        run_backward(twin)
+        plain.step()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True))
+    assert not torch.equal(model[0].weight, make_model()[0].weight)
+
+
+def test_an_error_in_the_hook_comes_out_of_the_backward():
+    """As itself."""
+    model = Twice()
+
+    def fail(parameter: Tensor) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"), hl.attach(model, fail, on="param_grad"):
+        run_backward(model)
+    assert_clean(model)
+
+
+# -- the target ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (None, ALL),
+        ("*", ALL),
+        ("0.weight", ["0.weight"]),
+        ("*.bias", ["0.bias", "2.0.bias", "2.1.bias"]),
+        ("#.weight", ["0.weight"]),
+        ("2", ["2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"]),
+        ("2.#", ["2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"]),
+        (re.compile(r"2\..*weight"), ["2.0.weight", "2.1.weight"]),
+        (re.compile("0"), ["0.weight", "0.bias"]),
+        (nn.Linear, ["0.weight", "0.bias", "2.0.weight", "2.0.bias"]),
+        ((nn.Conv2d, nn.LayerNorm), ["2.1.weight", "2.1.bias"]),
+        (lambda name, module: name == "2.0", ["2.0.weight", "2.0.bias"]),
+        (["2.1.bias", "0"], ["0.weight", "0.bias", "2.1.bias"]),
+        (["0.bias", "*.bias"], ["0.bias", "2.0.bias", "2.1.bias"]),
+    ],
+    ids=without_addresses,
+)
+def test_a_target_names_parameters_or_modules_that_stand_for_theirs(target, names):
+    """Each once, in the model's own order."""
+    assert names_of(make_model(), target) == names
+
+
+def test_modules_and_parameters_of_the_model_are_targets():
+    """By themselves, and in a list with names."""
+    model = make_model()
+    assert names_of(model, model[2][0]) == ["2.0.weight", "2.0.bias"]
+    assert names_of(model, model[2][1].bias) == ["2.1.bias"]
+    assert names_of(model, [model[2][1].bias, model[0], "*.0.bias"]) == ["0.weight", "0.bias", "2.0.bias", "2.1.bias"]
+
+
+def test_a_glob_may_match_parameters_and_modules_at_once():
+    """What it matches of either is meant."""
+    model = nn.Module()
+    model.register_parameter("part_a", nn.Parameter(torch.ones(1)))
+    model.add_module("part_b", nn.Linear(1, 1, bias=False))
+    model.add_module("rest", nn.Linear(1, 1))
+    assert names_of(model, "part_?") == ["part_a", "part_b.weight"]
+
+
+@pytest.mark.parametrize(
+    ("exclude", "names"),
+    [
+        ("*.bias", ["0.weight", "2.0.weight", "2.1.weight"]),
+        ("2", ["0.weight", "0.bias"]),
+        (nn.LayerNorm, ALL[:4]),
+        ([nn.Linear, "2.1.bias"], ["2.1.weight"]),
+        (nn.Conv2d, ALL),
+        ("nothing.*", ALL),
+        ([], ALL),
+    ],
+    ids=without_addresses,
+)
+def test_exclude_takes_parameters_away_in_the_same_grammar(exclude, names):
+    """By parameter, by module, by type; it may match nothing."""
+    assert names_of(make_model(), "*", exclude=exclude) == names
+
+
+def test_exclude_takes_a_parameter_object():
+    """Of this model, or of another, which takes nothing away."""
+    model = make_model()
+    assert names_of(model, "0", exclude=model[0].bias) == ["0.weight"]
+    assert names_of(model, "0", exclude=[make_model()[0].bias]) == ["0.weight", "0.bias"]
+
+
+def test_exclude_of_everything_is_an_error_that_says_so():
+    """The error blames exclude and not the target."""
+    model = make_model()
+    with pytest.raises(hl.NoMatchError, match=r"'0' has parameters .*exclude=\['\*.weight', '0.bias'\] takes all"):
+        names_of(model, "0", exclude=["*.weight", "0.bias"])
+    assert_clean(model)
+
+
+def test_tied_parameters_are_hooked_once_and_every_name_resolves():
+    """Under the first name that matches, with the module of that name, in the model's own order."""
+    model = Tied()
+    names = ["encoder.weight", "encoder.bias", "middle.weight", "middle.bias", "decoder.bias"]
+    assert names_of(model, "*") == names
+    assert names_of(model, "decoder") == ["decoder.weight", "decoder.bias"]
+    assert names_of(model, "*coder.weight") == ["encoder.weight"]
+    assert names_of(model, "*", exclude="decoder.weight") == names[1:]
+    seen = []
+    with hl.attach(model, "decoder.weight", lambda p, *, site: seen.append(site), on="param_grad"):
+        run_backward(model)
+    assert [(site.name, site.module) for site in seen] == [("decoder.weight", model.decoder)]
+
+
+def test_what_matches_nothing_is_answered_with_the_nearest_names():
+    """Parameters and modules alike; nothing is attached, and a KeyError catches it."""
+    model = make_model()
+    with pytest.raises(KeyError, match=r"No parameter or module matches '0.wieght'.*nearest: '0.weight'"):
+        names_of(model, "0.wieght")
+    with pytest.raises(hl.NoMatchError, match=r"'0.b1as'"):
+        names_of(model, ["0.weight", "0.b1as"])
+    with pytest.raises(hl.NoMatchError, match=r"No module .* is a Conv2d; it has .*Linear"):
+        names_of(model, nn.Conv2d)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("target", ["1", nn.ReLU, ["0", nn.ReLU], lambda name, module: name == "1"])
+def test_a_module_without_parameters_is_not_enough(target):
+    """Alone or in a list, where each element has to mean a parameter."""
+    model = make_model()
+    with pytest.raises(hl.NoMatchError, match="has no parameter in this Sequential"):
+        names_of(model, target)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("stranger", [nn.Parameter(torch.ones(2)), nn.Linear(1, 1)])
+def test_a_parameter_or_module_of_another_model_is_refused(stranger):
+    """Named by type, without all its numbers."""
+    with pytest.raises(hl.TargetError, match=r"The given (Parameter of shape|Linear) .* this Sequential") as caught:
+        names_of(make_model(), ["0", stranger])
+    assert "tensor(" not in str(caught.value)
+
+
+def test_without_strict_no_match_warns_and_gives_a_handle_on_nothing():
+    """It reports nothing and comes off."""
+    model = make_model()
+    with pytest.warns(hl.HooklineWarning, match="No parameter or module matches"):
+        handle = hl.attach(model, "nothing", ignore, on="param_grad", strict=False)
+    run_backward(model)
+    assert (handle.report().matched, handle.report().fired) == (0, 0)
+    handle.remove()
+    assert_clean(model)
+
+
+def test_parameters_without_gradient_are_passed_over():
+    """In a glob, in a module and in a list of names that hold others."""
+    model = make_model()
+    model[0].bias.requires_grad_(False)
+    assert names_of(model, "*.bias") == ["2.0.bias", "2.1.bias"]
+    assert names_of(model, "0") == ["0.weight"]
+    assert names_of(model, None) == [name for name in ALL if name != "0.bias"]
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": False}])
+@pytest.mark.parametrize("target", ["2", "2.1.bias", ["0", "2.1.bias"], "2*"])
+def test_a_target_that_means_only_parameters_without_gradient_is_an_error(target, options):
+    """The error names them and says what to do; nothing is attached."""
+    model = make_model()
+    model[2].requires_grad_(False)
+    with pytest.raises(hl.UnhookableError, match=r"'2\..*requires_grad is False; set requires_grad_\(\) first"):
+        names_of(model, target, **options)
+    assert_clean(model)
+
+
+def test_a_lazy_layer_is_refused_before_anything_is_attached():
+    """torch can hook no parameter that has no shape yet."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls lazy modules experimental
+        model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+    with pytest.raises(hl.UnhookableError, match=r"'1.weight', '1.bias': lazy.*after the first forward"):
+        names_of(model, "*")
     hl.assert_no_hooks(model)
-    with pytest.raises(hl.HooksLeftError, match="print"):
-        hl.assert_no_hooks(model, foreign=True)
+    assert_clean(model[0])
+    model(torch.ones(1, 2))
+    assert names_of(model, "*") == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-@pytest.mark.parametrize("bound", [0, -1.0, float("nan"), "a"])
-def test_a_bound_that_is_none_is_refused(bound: object) -> None:
-    """Before anything is attached."""
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="above 0"):
-        hl.clip_gradients(model, value=bound)
-    hl.assert_no_hooks(model, foreign=True)
+def test_a_model_without_parameters_is_no_match():
+    """Whatever is asked for."""
+    for target in (None, "*", "weight"):
+        with pytest.raises(hl.NoMatchError, match=r"has no parameter in this ReLU|it has none"):
+            names_of(nn.ReLU(), target)
+
+
+# -- site and receipt ----------------------------------------------------------------------------------------
+
+
+def test_the_site_names_parameter_module_and_step():
+    """A hook that declares site gets one, fresh at each firing."""
+    model, seen = make_model(), []
+    with hl.attach(model, "2.#.bias", lambda p, *, site: seen.append((site, p)), on="param_grad"):
+        run_backward(model)
+        run_backward(model)
+    by_step = {(site.name, site.step): (site, parameter) for site, parameter in seen}
+    assert set(by_step) == {("2.0.bias", 0), ("2.1.bias", 0), ("2.0.bias", 1), ("2.1.bias", 1)}
+    for site, parameter in by_step.values():
+        assert site.kind is hl.Kind.PARAM_GRAD
+        assert site.module.bias is parameter
+        assert site.call == 0
+        assert not site.recompute
+
+
+def test_two_hooks_on_one_parameter_have_a_site_each():
+    """Attached through different models, they know different names."""
+    model, seen = make_model(), []
+
+    def note(parameter: Tensor, *, site: hl.Site) -> None:
+        seen.append((site.name, site.module is model[2][0]))
+
+    with hl.attach(model, "2.0.bias", note, on="param_grad"), hl.attach(model[2], "0.bias", note, on="param_grad"):
+        run_backward(model)
+    assert seen == [("2.0.bias", True), ("0.bias", True)]
+
+
+def test_the_step_is_known_in_a_thread_that_ran_no_forward():
+    """As on an accelerator, where the engine has threads of its own."""
+    model, steps = Twice(), []
+    with hl.attach(model, lambda p, *, site: steps.append(site.step), on="param_grad"):
+        model(torch.tensor(1.0))
+        loss = model(torch.tensor(1.0))
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert steps == [1]
+
+
+def test_the_receipt_counts_each_parameter():
+    """Matched, attached, fired and last step, of all and of each; the cost when it is asked for."""
+    model = make_model()
+    with hl.attach(model, "0", ignore, on="param_grad", name="mine", profile=True) as handle:
+        assert repr(handle) == "<HookHandle mine param_grad on 2 parameters, fired 0>"
+        run_backward(model)
+        run_backward(model)
+        report = handle.report()
+    assert (report.name, report.kind) == ("mine", "param_grad")
+    assert (report.matched, report.attached, report.fired, report.last_step) == (2, 2, 4, 1)
+    assert {site.name: site.fired for site in report.sites} == {"0.weight": 2, "0.bias": 2}
+    assert report.cost_us > 0
+    assert handle.report().attached == 0
+
+
+@pytest.mark.parametrize("option", ["with_kwargs", "always_call", "observe"])
+def test_options_that_mean_nothing_here_are_refused(option):
+    """There is no call and nothing to edit."""
+    with pytest.raises(hl.OptionError, match=f"{option}= does not go with on='param_grad'"):
+        hl.attach(make_model(), ignore, on="param_grad", **{option: True})
+
+
+def test_a_hook_with_the_arguments_of_another_kind_is_refused():
+    """It is called with the parameter alone."""
+    with pytest.raises(hl.HookSignatureError, match=r"called as hook\(parameter\)"):
+        hl.attach(make_model(), lambda module, args, output: None, on="param_grad")
+
+
+# -- coming off ----------------------------------------------------------------------------------------------
+
+
+def test_removal_between_forward_and_backward_is_immediate():
+    """A hook taken off after the forward does not fire in the backward."""
+    model, seen = make_model(), []
+    handle = hl.attach(model, seen.append, on="param_grad")
+    loss = model(torch.ones(1, 2)).sum()
+    handle.remove()
+    loss.backward()
+    assert seen == []
+    assert_clean(model)
+
+
+def test_a_hook_attached_between_forward_and_backward_fires():
+    """Gradients arrive after it came on."""
+    model = make_model()
+    loss = model(torch.ones(1, 2)).sum()
+    with hl.attach(model, "0", ignore, on="param_grad") as handle:
+        loss.backward()
+        assert handle.report().fired == 2
+
+
+def test_a_hook_may_remove_itself_in_the_middle_of_a_backward():
+    """It fires on the first parameter that has its gradient, and on no other."""
+    model, seen = make_model(), []
+
+    def leave(parameter: Tensor) -> None:
+        seen.append(parameter)
+        handle.remove()
+
+    handle = hl.attach(model, leave, on="param_grad")
+    run_backward(model)
+    assert len(seen) == 1
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert_clean(model)
+
+
+def test_a_model_that_refuses_one_parameter_keeps_none_hooked():
+    """All or nothing, when torch refuses in the middle."""
+
+    class Refusing(nn.Parameter):
+        def register_post_accumulate_grad_hook(self, hook):
+            raise RuntimeError("not this one")
+
+    model = make_model()
+    model[2][1].bias = Refusing(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="not this one"):
+        hl.attach(model, ignore, on="param_grad")
+    assert_clean(model)
+
+
+# -- everywhere ----------------------------------------------------------------------------------------------
+
+
+def test_everywhere_within_a_model_reaches_every_parameter_but_the_excluded():
+    """Named as seen from the model."""
+    model = make_model()
+    with hl.attach_everywhere(ignore, on="param_grad", within=model, exclude=nn.LayerNorm) as handle:
+        run_backward(model)
+        assert list(handle.names) == ALL[:4]
+        assert handle.report().fired == 4
+    assert_clean(model)
+
+
+def test_everywhere_needs_a_model():
+    """Parameters of the whole process cannot be hooked."""
+    with pytest.raises(hl.OptionError, match=r"on='param_grad' cannot be hooked process-wide.*within="):
+        hl.attach_everywhere(ignore, on="param_grad")
+
+
+# -- lifetime ------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_that_holds_the_parameters_frees_them_with_the_model():
+    """Optimizers inside the hook refer to the parameters; with torch's own hooks, these would stay for good."""
+
+    def train() -> list[weakref.ref[Tensor]]:
+        model = make_model()
+        steppers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        hl.attach(model, lambda p: steppers[p].step(), on="param_grad")
+        run_backward(model)
+        return [weakref.ref(parameter) for parameter in model.parameters()]
+
+    references = train()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(ALL)
+
+
+def test_a_hook_lives_on_a_part_that_outlives_its_model():
+    """Like every hook on a module: the layer is kept, the model is gone, the hook still fires."""
+    model, seen = make_model(), []
+    hl.attach(model, "*", seen.append, on="param_grad")
+    layer = model[2][0]
+    del model
+    gc.collect()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert {id(parameter) for parameter in seen} == {id(layer.weight), id(layer.bias)}
+    (handle,) = hl.attached(layer)
+    handle.remove()
+    assert_clean(layer)
+
+
+def test_a_tied_weight_keeps_its_hook_when_one_of_its_modules_goes():
+    """As long as one module of the model has it."""
+    model = Tied()
+    hl.attach(model, "encoder.weight", ignore, on="param_grad")
+    model.encoder = nn.Identity()
+    gc.collect()
+    run_backward(model)
+    (handle,) = hl.attached(model)
+    assert handle.report().fired == 1
+    handle.remove()
+    assert_clean(model)
+
+
+def test_a_bare_parameter_that_outlives_its_modules_is_left_alone():
+    """The hook went with the model, and what torch still calls takes itself off."""
+    model, seen = Twice(), []
+    handle = hl.attach(model, seen.append, on="param_grad")
+    weight = model.weight
+    del model, handle
+    gc.collect()
+    (weight * 2).backward()
+    assert seen == []
+    assert weight._post_accumulate_grad_hooks == {}
+
+
+def test_a_hooked_parameter_can_be_swapped():
+    """torch.utils.swap_tensors, which model.to() may use, takes no tensor that has weak references."""
+    model = make_model()
+    with hl.attach(model, ignore, on="param_grad"):
+        torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(2, 2)))
+    assert torch.count_nonzero(model[0].weight) == 0
+    assert_clean(model)
+
+
+def roundtrip_torch(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, roundtrip_torch, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_carries_none(duplicate):
+    """The copy works, fires nothing, and its parameters are its own."""
+    model = make_model()
+    handle = hl.attach(model, lambda p: None, on="param_grad")
+    twin = duplicate(model)
+    run_backward(twin)
+    assert handle.report().fired == 0
+    assert_clean(twin)
+    run_backward(model)
+    assert handle.report().fired == len(ALL)
+    handle.remove()
+    assert_clean(model)
+
+
+def test_the_weights_of_a_hooked_model_load_as_weights_only():
+    """A state dict that keeps the parameters themselves holds nothing of ours."""
+    model, buffer = make_model(), io.BytesIO()
+    with hl.attach(model, lambda p: None, on="param_grad"):
+        torch.save(model.state_dict(keep_vars=True), buffer)
+    buffer.seek(0)
+    assert list(torch.load(buffer, weights_only=True)) == ALL

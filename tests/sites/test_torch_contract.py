@@ -9,6 +9,7 @@ import ast
 import copy
 import gc
 import inspect
+import math
 import pathlib
 import sys
 import threading
@@ -19,10 +20,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 import hookline
 from hookline.sites import _torch
+from hookline.sites.kinds import OPTIMIZER
 
 
 def node_of(tensor: torch.Tensor):
@@ -481,6 +484,259 @@ def test_the_state_hook_dictionary_marks_public_hooks_by_an_attribute():
     assert hook._from_public_api is True
 
 
+# -- graph nodes and what they save ------------------------------------------------------------------------------
+
+
+def test_the_engine_tells_which_nodes_the_running_pass_comes_to():
+    """Only those that this backward reaches; it refuses leaves inside of autograd.grad()."""
+    x = torch.ones(2, requires_grad=True)
+    used, unused = x.sin(), x.cos()
+    told = []
+    used.register_hook(lambda grad: told.extend(map(_torch.will_execute, (node_of(used), node_of(unused)))))
+    used.sum().backward(retain_graph=True)
+    assert told == [True, False]
+    leaf = torch.autograd.graph.get_gradient_edge(x).node
+    used.register_hook(lambda grad: told.append(_torch.will_execute(leaf)))
+    used.sum().backward(retain_graph=True)
+    assert told[-1] is True
+    with pytest.raises(RuntimeError, match="leaf node"):
+        torch.autograd.grad(used.sum(), x)
+
+
+def test_a_handle_of_torchs_leads_to_the_hooks_beside_its_own():
+    """For tensors and for nodes, before and after; one dictionary each, until the graph is gone."""
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    for register in (x.register_hook, y.register_hook, node_of(y).register_prehook, node_of(y).register_hook):
+        register(len)
+        handle = register(print)
+        assert _torch.hooks_beside(handle) == [len, print]
+    del y, register
+    assert _torch.hooks_beside(handle) == []
+
+
+def test_changing_a_tensor_in_place_leaves_its_hooks_with_the_old_value():
+    """The tensor has a new dictionary, so a port is not found again where it no longer belongs."""
+    y = torch.ones(2, requires_grad=True) * 2
+    y.register_hook(len)
+    y.mul_(2)
+    assert _torch.hooks_beside(y.register_hook(print)) == [print]
+
+
+class _Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        torch.sin,
+        torch.exp,
+        _Keeps.apply,
+        lambda x: torch.index_put(x, (torch.tensor([0]),), torch.ones(1)),
+        lambda x: torch.nn.functional.nll_loss(x[None], torch.tensor([0])),  # saves a weight that is not given
+    ],
+    ids=["input", "output", "custom", "list", "optional"],
+)
+def test_what_a_node_saved_is_there_until_a_backward_frees_it(operation):
+    """Also where the graph is retained."""
+    y = operation(torch.ones(3, requires_grad=True))
+    assert _torch.keeps_saved(node_of(y)) is True
+    y.sum().backward(retain_graph=True)
+    assert _torch.keeps_saved(node_of(y)) is True
+    y.sum().backward()
+    assert _torch.keeps_saved(node_of(y)) is False
+
+
+def test_a_node_that_saved_nothing_says_so():
+    """Before and after."""
+    y = torch.ones(3, requires_grad=True) + 1
+    assert _torch.keeps_saved(node_of(y)) is None
+    y.sum().backward()
+    assert _torch.keeps_saved(node_of(y)) is None
+
+
+@pytest.mark.parametrize("packed", [0, None])
+def test_asking_what_a_node_saved_unpacks_nothing(packed):
+    """Whatever it was packed into, and also after it was freed."""
+    asked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed, lambda value: asked.append(value)):
+        y = torch.ones(3, requires_grad=True).sin()
+    assert _torch.keeps_saved(node_of(y)) is True
+    assert asked == []
+
+
+def test_the_stack_of_hooks_on_saved_tensors_can_be_looked_at_pushed_and_popped():
+    """The innermost pair comes back as it was pushed; the stack belongs to the thread."""
+    assert _torch.innermost_saved_hooks() is None
+    _torch.push_saved_hooks(repr, str)
+    try:
+        assert _torch.innermost_saved_hooks() == (repr, str)
+        elsewhere = []
+        thread = threading.Thread(target=lambda: elsewhere.append(_torch.innermost_saved_hooks()))
+        thread.start()
+        thread.join()
+        assert elsewhere == [None]
+    finally:
+        _torch.pop_saved_hooks()
+    assert _torch.innermost_saved_hooks() is None
+
+
+def test_torch_hands_a_saved_output_over_with_the_node_that_keeps_it():
+    """Why we detach it: a pack function that gives it back makes a ring that nobody sees."""
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or 0, lambda value: value):
+        y = torch.ones(3, requires_grad=True).exp()
+    assert seen[0] is y
+
+
+def test_a_leafs_accumulating_node_is_made_anew_when_nobody_holds_it():
+    """Without its hooks, which is why we hold it."""
+    x = torch.ones(2, requires_grad=True)
+    fired = []
+    torch.autograd.graph.get_gradient_edge(x).node.register_hook(lambda *grads: fired.append(1))
+    x.sum().backward()
+    assert fired == []
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------
+
+
+def make_optimizer(kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    return kind([weight], lr=0.1)
+
+
+OPTIMIZER_KINDS = [kind.value for kind in OPTIMIZER.args]
+
+
+def test_every_hook_dictionary_of_an_optimizer_is_known():
+    """One per kind, in order of registration, filled by the public call; a new one would be a kind we lack."""
+    optimizer = make_optimizer()
+    there = {name for name in vars(optimizer) if name.endswith("_hooks")}
+    assert there == {f"_optimizer_{kind}_hooks" for kind in OPTIMIZER_KINDS}
+    for kind in OPTIMIZER_KINDS:
+        handle = getattr(optimizer, f"register_{kind}_hook")(print)
+        hooks = _torch.optimizer_hooks(optimizer, kind)
+        assert isinstance(hooks, OrderedDict)
+        assert hooks == {handle.id: print}
+        assert handle.hooks_dict_ref() is hooks
+        assert _torch.takes_optimizer_hooks(optimizer, kind)
+    assert not _torch.takes_optimizer_hooks(object.__new__(torch.optim.SGD), "step_pre")
+
+
+@pytest.mark.parametrize("kind", ["step_pre", "step_post"])
+def test_an_inner_step_is_told_from_an_outer_one(kind):
+    """torch wraps the step of each class in the same code, which has the optimizer in a variable."""
+
+    class Calls(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    other = make_optimizer()  # also makes torch wrap the parent's step
+    optimizer = make_optimizer(Calls)
+    seen = []
+    getattr(optimizer, f"register_{kind}_hook")(lambda opt, args, kwargs: seen.append(_torch.is_inner_step(opt)))
+    getattr(other, f"register_{kind}_hook")(lambda opt, args, kwargs: seen.append(_torch.is_inner_step(opt)))
+    other.step()
+    assert seen == [False]
+    seen.clear()
+    optimizer.step(lambda: other.step() or 0.0)
+    assert sorted(seen) == [False, False, True]  # outer, inner, and the other's
+    assert not _torch.is_inner_step(optimizer)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZER_KINDS)
+def test_an_optimizers_hooks_are_walked_live_and_the_walk_is_seen(kind):
+    """Until the last one has its turn; a hook that leaves before that makes torch fail."""
+    optimizer = make_optimizer()
+    hooks = _torch.optimizer_hooks(optimizer, kind)
+    register = getattr(optimizer, f"register_{kind}_hook")
+    seen = []
+
+    def run() -> None:
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    first = register(lambda *args: seen.append(_torch.being_walked(hooks)))
+    second = register(lambda *args: seen.append(_torch.being_walked(hooks)))
+    run()
+    assert seen == [True, False]
+    assert not _torch.being_walked(hooks)
+    first.remove()
+    second.remove()
+    leaving = register(lambda *args: leaving.remove())
+    run()  # alone, it may go
+    leaving = register(lambda *args: leaving.remove())
+    register(lambda *args: None)
+    with pytest.raises(RuntimeError, match="mutated during iteration"):
+        run()
+
+
+def test_a_walk_in_another_thread_is_seen():
+    """All threads' stacks are looked at."""
+    optimizer = make_optimizer()
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait(*args: object) -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    optimizer.register_step_post_hook(wait)
+    optimizer.register_step_post_hook(lambda *args: None)
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    assert entered.wait(10)
+    walked = _torch.being_walked(_torch.optimizer_hooks(optimizer, "step_post"))
+    leave.set()
+    thread.join()
+    assert walked
+    assert not _torch.being_walked(_torch.optimizer_hooks(optimizer, "step_post"))
+
+
+def test_an_optimizers_own_pre_hooks_are_not_begun_when_a_global_one_runs():
+    """What a global pre-hook registers on the optimizer runs in the same step."""
+    optimizer = make_optimizer()
+    log = []
+    optimizer.register_step_pre_hook(lambda *args: log.append("own"))
+
+    def first_sight(opt, args, kwargs) -> None:
+        opt.register_step_pre_hook(lambda *args: log.append("pre"))
+        opt.register_step_post_hook(lambda *args: log.append("post"))
+
+    handle = register_optimizer_step_pre_hook(first_sight)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert log == ["own", "pre", "post"]
+
+
+def test_what_is_untraced_runs_as_it_is_in_a_compiled_function():
+    """Methods too; the compiler would not know what to do with a stack."""
+
+    class Looks:
+        @_torch.untraced
+        def __call__(self) -> str:
+            return sys._getframe(0).f_code.co_name
+
+    looks = Looks()
+    assert looks() == "__call__"
+    compiled = torch.compile(lambda x: (x + 1, looks()), backend="eager")
+    try:
+        assert compiled(torch.ones(1))[1] == "__call__"
+    finally:
+        torch._dynamo.reset()
+
+
 # -- the one file --------------------------------------------------------------------------------------------
 
 
@@ -508,3 +764,118 @@ def test_every_name_of_the_file_is_used_and_documented():
     for name in _torch.__all__:
         value = getattr(_torch, name)
         assert not inspect.isfunction(value) or value.__doc__, name
+
+
+# -- functions and operators -------------------------------------------------------------------------------
+
+
+def test_a_number_beside_a_tensor_is_kept_marked_in_the_node_of_a_product():
+    """The only place where Python can get hold of a tensor that counts as a number; ``set_`` keeps the mark."""
+    marked = _torch._marked_numbers()[float].data.set_(torch.tensor(0.1, dtype=torch.float64))
+    assert torch.result_type(torch.arange(3), marked) is torch.float32
+    assert torch.result_type(torch.arange(3), torch.tensor(0.1, dtype=torch.float64)) is torch.float64
+    assert marked.item() == 0.1
+    assert _torch._marked_numbers()[float].item() == 1.0
+
+
+def test_a_kernel_can_be_overridden_and_put_back():
+    """What ran before runs again, and torch's list of Python kernels is as it was."""
+    x = torch.randn(3, 3)
+    before = set(torch.library._impls)
+    calls = []
+
+    def make(original):
+        def kernel(keys, *args):
+            calls.append(args)
+            return original(keys, *args)
+
+        return kernel
+
+    restore = _torch.override_kernel(torch.ops.aten.mm.default, "CPU", make)
+    assert restore is not None
+    expected = x @ x
+    assert torch.equal(torch.mm(x, x), expected)
+    assert len(calls) == 2
+    restore()
+    assert torch.equal(torch.mm(x, x), expected)
+    assert len(calls) == 2
+    assert set(torch.library._impls) == before
+
+
+def test_an_operator_without_a_kernel_is_told():
+    """An operator of another backend has nothing to override here."""
+    torch.library.define("hookline_test::bare", "(Tensor x) -> Tensor")
+    assert _torch.override_kernel(torch.ops.hookline_test.bare.default, "CPU", lambda original: original) is None
+
+
+class _Plain(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _modes():
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def test_a_mode_slips_under_others_and_is_lifted_out_again():
+    """The bottom is index 0; others keep their order, and their ``with`` blocks take off their own."""
+    ours, first, second = _Plain(), _Plain(), _Plain()
+    with first:
+        with second:
+            _torch.slip_mode_under(ours)
+            assert _modes() == [ours, first, second]
+        assert _modes() == [ours, first]
+        assert not _torch.pop_mode(ours)
+        assert _torch.lift_mode(ours)
+        assert not _torch.lift_mode(ours)
+        assert _modes() == [first]
+    assert _modes() == []
+
+
+def test_a_default_device_keeps_the_lowest_place():
+    """``torch.set_default_device`` looks for its own mode at the very bottom, and raises if it is not there."""
+    ours = _Plain()
+    torch.set_default_device("cpu")
+    try:
+        _torch.slip_mode_under(ours)
+        assert _modes()[1:] == [ours]
+    finally:
+        torch.set_default_device(None)
+        _torch.lift_mode(ours)
+    assert _modes() == []
+
+
+def test_the_running_modules_are_found_on_the_stack():
+    """Innermost and outermost, and none outside of a forward."""
+    found = []
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            found.append((_torch.running_module(), *_torch.running_modules()))
+            return x
+
+    inner = Inner()
+    outer = nn.Sequential(nn.Sequential(inner))
+    outer(torch.ones(1))
+    assert found == [(inner, inner, outer)]
+    assert _torch.running_module() is None
+    assert _torch.running_modules() == (None, None)
+
+
+def test_what_a_function_mode_is_shown_is_known():
+    """Factories, native functions and Python functions that ask for modes; not any other."""
+    assert torch.ones in _torch.factories()
+    assert _torch.is_native("relu_", torch.relu_)
+    assert _torch.is_native("gelu", torch.nn.functional.gelu)
+    assert _torch.handles_modes(torch.nn.functional.softmax)
+    assert not _torch.handles_modes(test_what_a_function_mode_is_shown_is_known)
+    assert not _torch.is_native("sin", math.sin)
+
+
+def test_fake_tensors_are_tracing():
+    """Under a fake mode, and only there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not _torch.is_tracing()
+    with FakeTensorMode():
+        assert _torch.is_tracing()

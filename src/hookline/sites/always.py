@@ -1,7 +1,8 @@
-"""``always_call``: forward hooks that run however the call ends.
+"""What has to happen however a call ends: ``always_call`` hooks, and leaving what was entered around it.
 
 Takes the place of the module's ``_call_impl`` (the method behind ``module(...)``) while its `Table` holds such
-hooks, hands the call on, and runs those that have not had their turn when it is cut short.
+hooks, or something to be `Around` the call; hands the call on, and runs the hooks that have not had their turn when
+it is cut short.
 """
 
 from __future__ import annotations
@@ -9,16 +10,33 @@ from __future__ import annotations
 import threading
 import warnings
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.compiler import is_compiling
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hookline.sites.entry import Entry
     from hookline.sites.table import Table
 
-__all__ = ["CallGuard"]
+__all__ = ["Around", "CallGuard", "StaleGuard"]
+
+
+class Around(Protocol):
+    """Something that is on for the time of a call."""
+
+    def enter(self) -> None:
+        """The call begins in this thread."""
+
+    def leave(self) -> None:
+        """It is over, however it ended."""
+
+    def entries(self) -> Iterator[Entry]:
+        """The hooks that it is there for, one entry of each."""
 
 
 class _Attempt:
@@ -38,6 +56,16 @@ class _Attempts(threading.local):
         self.stack: list[_Attempt] = []
 
 
+class StaleGuard:
+    """What a copied or unpickled model finds in place of a guard: goes at the first call, which it hands on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = _torch.caller()
+        if module is not None and module.__dict__.get(_torch.CALL_IMPL) is self:
+            del module.__dict__[_torch.CALL_IMPL]
+        return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
+
+
 class CallGuard:
     """Wraps one module's call.
 
@@ -53,10 +81,26 @@ class CallGuard:
         self._attempts = _Attempts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # frames cannot be traced
+            module = self._table.module()
+            return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
         # A shallow copy of the module, a data-parallel replica say, shares this guard.
         module = _torch.caller()
         if module is None:
             module = self._table.module()
+        table = self._table
+        around = table.around
+        if around is None:
+            return self._attempt(module, args, kwargs)
+        around.enter()
+        try:
+            if table.calls_always:
+                return self._attempt(module, args, kwargs)
+            return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
+        finally:
+            around.leave()
+
+    def _attempt(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attempt = _Attempt(args, kwargs)
         self._attempts.stack.append(attempt)
         try:
@@ -68,8 +112,7 @@ class CallGuard:
             self._attempts.stack.pop()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In a copied or pickled model the module's own method takes this place again.
-        return getattr, (self._table.module(), _torch.CALL_IMPL)
+        return StaleGuard, ()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The call has come this far."""

@@ -14,7 +14,9 @@ from torch import nn
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
 from hookline.sites.entry import Attachment, Entry, Phase
 from hookline.sites.handle import HookHandle
-from hookline.sites.kinds import Kind
+from hookline.sites.kinds import MODULE, Kind, Subject
+from hookline.sites.parameters import fasten_parameters, select_parameters
+from hookline.sites.registration import hold_registrations
 from hookline.sites.select import Named, check_model, describe, select
 from hookline.sites.signature import check_hook, hook_name, may_return_value
 from hookline.sites.table import LOCK, root_of, sweep, table_of
@@ -61,7 +63,8 @@ def attach(
             ``(name, module)``, or a list of these, each of which has to match.
         hook: Called as its kind says (see `Kind`). Where it declares a keyword-only ``site``, it gets one.
         on: The kind of hook: ``forward_pre``, ``forward``, ``backward_pre``, ``backward``,
-            ``full_backward``, ``state_dict_pre`` …
+            ``full_backward``, ``state_dict_pre`` …; with ``param_grad`` the target may also name parameters
+            (``"*.bias"``) or be one, and a module stands for all parameters below it.
         prepend: Run before the hooks of ours that are there already.
         with_kwargs: Hand over the keyword arguments of the call as well (forward kinds).
         always_call: Run the forward hook however the call ends, with ``output=None`` if it was cut short.
@@ -91,6 +94,8 @@ def attach(
         profile=profile,
     )
     try:
+        if attachment.kind is Kind.PARAM_GRAD:
+            return fasten_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
         chosen = select(model, place, exclude=exclude)
     except NoMatchError as error:
         if strict:
@@ -114,16 +119,17 @@ def check_request(
     hook: Any,
     kind: Kind,
     *,
-    prepend: bool,
-    with_kwargs: bool,
-    always_call: bool,
-    observe: bool,
-    sees: str,
-    name: str | None,
-    profile: bool,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
+    observe: bool = False,
+    sees: str = "edited",
+    name: str | None = None,
+    profile: bool = False,
+    subject: Subject = MODULE,
     everywhere: bool = False,
 ) -> Attachment:
-    """The attachment that is asked for, on no module yet, or the error that says what is wrong with it."""
+    """The attachment that is asked for, on nothing yet, or the error that says what is wrong with it."""
     kind.check_options(with_kwargs=with_kwargs, always_call=always_call, observe=observe)
     if sees not in ("edited", "raw"):
         raise OptionError(f"sees= is 'edited' or 'raw', got {sees!r}.")
@@ -132,7 +138,8 @@ def check_request(
     return Attachment(
         hook=hook,
         kind=kind,
-        wants_site=check_hook(hook, kind, with_kwargs=with_kwargs),
+        subject=subject,
+        wants_site=check_hook(hook, kind, subject=subject, with_kwargs=with_kwargs),
         name=name or hook_name(hook),
         phase=Phase.EDIT if not observe else Phase.RAW if sees == "raw" else Phase.OBSERVE,
         prepend=prepend,
@@ -154,6 +161,8 @@ def fasten(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> Hoo
         except BaseException:
             handle.remove()
             raise
+        if attachment.kind.is_registration:
+            hold_registrations(attachment)
         return handle
 
 

@@ -1,6 +1,7 @@
-"""One hook on one module, with what it has done so far.
+"""One hook at one site, with what it has done so far.
 
-Takes its options from the `Attachment` it belongs to, sits in a `Table`, is called by the ports.
+Takes its options from the `Attachment` it belongs to, sits in a `Holder` (for modules: a `Table`), is called
+by the ports.
 """
 
 from __future__ import annotations
@@ -12,19 +13,17 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from hookline.sites import _torch
+from hookline.sites.kinds import MODULE
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
-
-    from hookline.sites.kinds import Kind
+    from hookline.sites.kinds import Kind, Subject
     from hookline.sites.root import Root
-    from hookline.sites.table import Table
     from hookline.types import Hook
 
-__all__ = ["Attachment", "Entry", "Phase", "next_order"]
+__all__ = ["Attachment", "Entry", "Holder", "Phase", "next_order"]
 
 next_order = itertools.count().__next__
 """One clock for attachments and calls: a gradient hook takes part in the calls that begin after it was attached."""
@@ -41,7 +40,7 @@ class Phase(IntEnum):
     """Observers of what downstream will see."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Attachment:
     """What one call of ``attach`` asked for, and the entries it made."""
 
@@ -49,6 +48,8 @@ class Attachment:
     kind: Kind
     name: str
     phase: Phase
+    subject: Subject = MODULE
+    """What it is put on."""
     roots: dict[Root, None] = field(default_factory=dict)
     """The models it was attached through: one, or for process-wide hooks each model as it is met."""
     prepend: bool = False
@@ -61,6 +62,8 @@ class Attachment:
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
     order: int = field(default_factory=next_order)
     entries: dict[Entry, None] = field(default_factory=dict)
+    clock: Callable[[], Any] | None = None
+    """For gradient hooks that ask when the call's own part of the backward pass was over (``site.ended``)."""
     removed: bool = False
     on_remove: Callable[[Attachment], None] | None = None
     """Told when the hook comes off."""
@@ -86,8 +89,26 @@ class Attachment:
         return not (self.with_kwargs or self.wants_site or self.profile or self.always_call)
 
 
+class Holder:
+    """What entries sit in; one per place that torch can be made to call us from."""
+
+    __slots__ = ()
+
+    def discard(self, entry: Entry) -> None:
+        """Take a hook off; nothing happens if it is off already."""
+        raise NotImplementedError
+
+    def alive(self) -> bool:
+        """Whether the place is still there."""
+        return True
+
+    def why_silent(self, entry: Entry) -> str:
+        """The likely reason why a hook never fired though its model ran."""
+        raise NotImplementedError
+
+
 class Entry:
-    """One hook on one module."""
+    """One hook on one module, function, tensor, …"""
 
     __slots__ = (
         "attachment",
@@ -102,14 +123,14 @@ class Entry:
         "table",
     )
 
-    def __init__(self, attachment: Attachment, name: str, table: Table, root: Root) -> None:
+    def __init__(self, attachment: Attachment, name: str, table: Any, root: Root) -> None:
         self.attachment = attachment
         self.hook = attachment.hook
         self.simple = attachment.simple
         self.root = root
         self.step_at_attach = root.step
         self.name = name
-        self.table = table
+        self.table = table  # a Holder; which, its subject decides
         self.fired = 0
         self.last_step = -1
         self.seconds = 0.0
@@ -119,13 +140,13 @@ class Entry:
         self.fired += 1
         self.last_step = self.root.step
 
-    def site(self, module: nn.Module) -> Site:
+    def site(self, module: Any) -> Site:
         """This firing, for a hook that asked to know."""
         step, call = self.root.moment(self)
-        recompute = _torch.graph_task_id() != -1
+        recompute = _torch.graph_task_id() != -1 and _torch.in_recomputation()
         return Site(self.name, module, self.attachment.kind, call, step, recompute)
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], site: Site | None = None) -> Any:
+    def call(self, module: Any, args: tuple[Any, ...], site: Any = None) -> Any:
         """Run the hook with whatever options it has; ``args`` are those of its kind after the module."""
         attachment = self.attachment
         options = {}

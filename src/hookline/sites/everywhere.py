@@ -20,8 +20,11 @@ from hookline.sites import _torch
 from hookline.sites.attach import add_entries, check_request, fasten
 from hookline.sites.gradients import Carrier, CarrierArgs
 from hookline.sites.handle import HookHandle
-from hookline.sites.kinds import Kind
+from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
+from hookline.sites.optimizers import hook_optimizers_everywhere
+from hookline.sites.parameters import fasten_parameters, select_parameters
 from hookline.sites.ports import Port, PreBack, PreFront
+from hookline.sites.registration import hook_registrations_everywhere
 from hookline.sites.select import select
 from hookline.sites.table import LOCK, existing_table, sweep, table_of
 
@@ -57,11 +60,14 @@ def attach_everywhere(
 
     It runs before the hooks on single modules. The options are those of ``attach``. Without ``within`` it
     reaches every module that is called in this process from now on, named as seen from the outermost call it
-    was found in; saving and loading, and ``exclude``, need ``within``.
+    was found in; saving and loading, ``param_grad`` and ``exclude`` need ``within``. With ``step_pre`` and
+    ``step_post`` it is put on every optimizer of the process instead; registration hooks also see modules that are
+    built later.
     """
+    subject = OPTIMIZER if str(on) in (Kind.STEP_PRE, Kind.STEP_POST) else MODULE
     attachment = check_request(
         hook,
-        Kind.parse(on),
+        Kind.parse(on, subject),
         prepend=prepend,
         with_kwargs=with_kwargs,
         always_call=always_call,
@@ -69,16 +75,25 @@ def attach_everywhere(
         sees=sees,
         name=name,
         profile=profile,
+        subject=subject,
         everywhere=True,
     )
+    if subject is OPTIMIZER:
+        if within is not None or exclude is not None:
+            raise OptionError(f"on={attachment.kind.value!r} is about optimizers: within= and exclude= do not apply.")
+        return hook_optimizers_everywhere(attachment)
     if within is not None:
         if not isinstance(within, nn.Module):
             raise TargetError(f"within= takes a torch.nn.Module, got a {type(within).__name__}.")
+        if attachment.kind is Kind.PARAM_GRAD:
+            return fasten_parameters(attachment, within, select_parameters(within, None, exclude=exclude))
         return fasten(attachment, within, select(within, "*", exclude=exclude))
-    if attachment.kind.is_state:
+    if attachment.kind.is_state or attachment.kind is Kind.PARAM_GRAD:
         raise OptionError(f"on={attachment.kind.value!r} cannot be hooked process-wide; name a model with within=.")
     if exclude is not None:
         raise OptionError("exclude= selects by name, and names need a model: give within= as well.")
+    if attachment.kind.is_registration:
+        return hook_registrations_everywhere(attachment)
     return _EVERYWHERE.add(attachment)
 
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, overload
 from hookline.errors import HooksLeftError
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
-from hookline.sites.parameters import ParameterHook
+from hookline.sites.parameters import ParameterPort, parameter_entries
 from hookline.sites.ports import Port, drop_stale
 from hookline.sites.select import check_model, named_modules, select
 from hookline.sites.signature import hook_name
 from hookline.sites.site import Site
-from hookline.sites.table import existing_table, sweep, tables_in
+from hookline.sites.table import existing_table, sweep
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.entry import Attachment
+    from hookline.sites.entry import Attachment, Entry
     from hookline.types import Target
 
 __all__ = ["Sites", "assert_no_hooks", "attached", "find"]
@@ -95,8 +95,8 @@ def attached(model: nn.Module) -> list[HookHandle]:
     check_model(model)
     sweep()
     found: dict[int, Attachment] = {}
-    for _, table in tables_in(model):
-        for entry in table.entries():
+    for module in model.modules():
+        for entry in _own_entries(module):
             found[entry.attachment.order] = entry.attachment
     return [HookHandle(found[order]) for order in sorted(found)]
 
@@ -120,7 +120,7 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
             continue
         seen.add(id(module))
         drop_stale(module)
-        hooks = _hooks_on(module) if foreign else list(_own_hooks(module))
+        hooks = _hooks_on(module) if foreign else _own_hooks(module)
         left += [f"{name or '(the model)'}: {text}" for text in hooks]
     if left:
         shown = "; ".join(left[:8]) + (f"; and {len(left) - 8} more" if len(left) > 8 else "")
@@ -131,19 +131,25 @@ def _hooks_on(module: nn.Module) -> list[str]:
     return [*_own_hooks(module), *_foreign_hooks(module)]
 
 
-def _own_hooks(module: nn.Module) -> Iterator[str]:
+def _own_entries(module: nn.Module) -> Iterator[Entry]:
     table = existing_table(module)
-    for entry in table.entries() if table is not None else ():
-        yield f"{entry.attachment.name} ({entry.attachment.kind.value})"
-    names = {hook.name for hook in _torch.parameter_hooks_of(module) if isinstance(hook, ParameterHook)}
-    yield from (f"{name} (parameters)" for name in sorted(names))
+    if table is not None:
+        yield from table.entries()
+        if table.around is not None:
+            yield from table.around.entries()
+    yield from parameter_entries(module)
+
+
+def _own_hooks(module: nn.Module) -> list[str]:
+    texts = [f"{entry.attachment.name} ({entry.attachment.kind.value})" for entry in _own_entries(module)]
+    return list(dict.fromkeys(texts))  # one that sits on several parameters is said once
 
 
 def _foreign_hooks(module: nn.Module) -> Iterator[str]:
     hooks = [(attribute.strip("_").removesuffix("_hooks"), hook) for attribute, _, hook in _torch.hooks_of(module)]
     hooks += [("parameter", hook) for hook in _torch.parameter_hooks_of(module)]
     for where, hook in hooks:
-        if not isinstance(hook, Port | ParameterHook):
+        if not isinstance(hook, Port | ParameterPort):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
 

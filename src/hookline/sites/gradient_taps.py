@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from hookline.sites import _torch
 
@@ -147,7 +146,9 @@ def accumulator(leaf: Tensor) -> Any:
     """The node that accumulates into a leaf; None for kinds of tensor that cannot be asked (sparse, nested)."""
     if leaf.layout is not torch.strided or leaf.is_nested:
         return None
-    return get_gradient_edge(leaf).node
+    # What get_gradient_edge does, at a third of its price: the calls that ask have gradients enabled.
+    node: Any = leaf.view_as(leaf).grad_fn
+    return node.next_functions[0][0]
 
 
 def _collect_and_release(index: int, collect: _Collect, release: _Release) -> _TensorHook:

@@ -40,15 +40,14 @@ from torch import Tensor
 
 from hookline.sites import _torch, tree
 from hookline.sites.entry import Phase, next_order
+from hookline.sites.functions.site import FunctionSite
 from hookline.sites.gradient_slots import Place, as_arguments, checked, distinct, names, tensors
 from hookline.sites.gradient_taps import accumulator, at_end_of, behind, join, pass_gate, tap
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hookline.sites.entry import Entry
-    from hookline.sites.table import Table
+    from hookline.sites.gradient_lanes import GradientLanes
     from hookline.types import Grads
 
 __all__ = ["Carrier", "CarrierArgs", "GradientCall"]
@@ -75,6 +74,10 @@ class Carrier(dict[str, Any]):
     swapped: tuple[tree.Swapped, ...] = ()
     """Where an alias stands in a list or dict of the caller's."""
 
+    def was_taken(self, tensor: Tensor) -> bool:
+        """Whether the very tensor is one of the noted inputs."""
+        return any(taken.tensor is tensor for taken in self.taken)
+
     def place_of(self, tensor: Tensor) -> int:
         """Which input the tensor is, handed back as it went in; -1 for none."""
         if tensor.grad_fn is None:
@@ -96,6 +99,8 @@ class GradientCall:
     default of the class, and the common case (one tensor in, one out, watched) has a way of its own.
     """
 
+    functions_too = False
+    """Whether gradients of functions are watched in this process, and not of modules alone."""
     _edits_inputs = False
     """Whether aliases of the inputs went in."""
     _back = (-1, -1)
@@ -112,12 +117,20 @@ class GradientCall:
     _output_names: tuple[str, ...] = ("",)
     _grad_outputs: list[Tensor | None]
     _grad_inputs: list[Tensor | None]
+    _windows: dict[int, _Window] | None = None
+    """Of inputs that are other views, and were changed in place: where they are in the tensor behind them."""
+    _began: Any = None
+    """The clock's mark when the first gradient of several outputs came."""
+    _ended: Any = None
+    """The clock's mark when the last gradient went to an input."""
+    _shares: Grads = ()
+    """What came for each input before it was edited."""
     _task = -1
     """The backward pass that came by last."""
     done = True
     """Whether there is nothing more to fire in it."""
 
-    def __init__(self, table: Table, module: nn.Module) -> None:
+    def __init__(self, table: GradientLanes, module: Any) -> None:
         self._table = table
         self._module = module
         self._first_node = _torch.sequence_number()
@@ -172,7 +185,7 @@ class GradientCall:
             node = tensor.grad_fn
             source, shape = behind(tensor)
             if node is None or tensor._base is not None or table.edits_gradients:
-                carrier.taken += (_Taken(index, tensor, source, shape),)
+                carrier.taken += (_Taken(index, tensor, source, shape, aliased=table.edits_gradients),)
             if node is None:
                 node = accumulator(tensor)
             elif table.watches_inputs:
@@ -241,7 +254,7 @@ class GradientCall:
         if self._table.tells_sites:
             self._output_names = names(args, kwargs)
         # The gradients of inputs that are reshapes come in the shape of the tensor behind them.
-        shapes = {taken.index: taken.tensor.shape for taken in carrier.taken if taken.node is not None}
+        shapes = {taken.index: taken.shape for taken in carrier.taken if taken.shape is not None}
         self._shapes = shapes or None
         if self._table.watches_inputs:
             for taken in carrier.taken:
@@ -258,12 +271,18 @@ class GradientCall:
         """The module has changed an input in place: find the gradient of what that was before."""
         if carrier.aliases:
             self._lost_aliases |= {taken.index}
-        elif taken.node is not None:
+        if taken.node is not None:
             carrier.edges.setdefault(taken.node, {})[taken.output] = taken.index
+        if taken.window is not None:
+            self._windows = {**(self._windows or {}), taken.index: taken.window}
+            taken.node.register_prehook(self._turn_behind_window(taken.index, taken.output))
 
     def _watch(self, members: list[Place], carrier: Carrier) -> set[int]:
         """Hook the nodes of this call that lead straight to a watched input; which outputs are used inside as well."""
-        edges = carrier.edges if self._table.watches_inputs and not carrier.aliases else {}
+        edges = carrier.edges if self._table.watches_inputs else {}
+        if carrier.aliases:  # these tell by themselves, but for those that are out of the graph
+            lost = {taken.node for taken in carrier.taken if taken.index in self._lost_aliases}
+            edges = {node: outputs for node, outputs in edges.items() if node in lost}
         if len(members) > 1:
             edges = {node: dict(outputs) for node, outputs in edges.items()}
             for index, tensor in members:
@@ -298,6 +317,8 @@ class GradientCall:
                 if not self._table.watches_inputs:
                     tap(tensor, tensor.grad_fn).inputs.append((self, place))
                 return passed
+            elif type(self._module) is FunctionSite and carrier.was_taken(tensor):
+                pass  # changed in place: its caller goes on with the tensor itself, whatever comes back from here
             elif index in inside:
                 gated.append((index, tensor))
                 continue
@@ -332,6 +353,7 @@ class GradientCall:
         if task != self._task and self._num_outputs == 1:  # the common case, in one go
             self._task = task
             self._pre_done, self.done = True, False
+            self._ended = None
             self._grad_inputs = [None] * self._num_inputs
             at_end_of(task).append(self)
             if self._table.backward_pre:
@@ -361,6 +383,8 @@ class GradientCall:
             self._pre_done = self.done = False
             if self._last_outputs is not None:
                 self._awaited = len(self._last_outputs)
+            if self._table.clock is not None:
+                self._began, self._ended = self._table.clock(), None
             self._grad_outputs = [None] * self._num_outputs
             self._grad_inputs = [None] * self._num_inputs
             at_end_of(task).append(self)
@@ -379,8 +403,12 @@ class GradientCall:
         if grad is not None and not self.done and self._task == _torch.graph_task_id():
             if self._shapes is not None and index in self._shapes:
                 grad = grad.reshape(self._shapes[index])
+            elif self._windows is not None and index in self._windows:
+                grad = self._windows[index].cut(grad)
             so_far = self._grad_inputs[index]
             self._grad_inputs[index] = grad if so_far is None else so_far + grad
+            if self._table.clock is not None:
+                self._ended = self._table.clock()
 
     def _release_input(self, index: int, grad: Tensor | None) -> Tensor | None:
         if self._task != _torch.graph_task_id():
@@ -393,6 +421,8 @@ class GradientCall:
         """The gradient of the one input of a layer that uses it once has come, and with it its turn."""
         if not self.done and self._task == _torch.graph_task_id():
             self._grad_inputs[0] = grad
+            if self._table.clock is not None:
+                self._ended = self._table.clock()
             self.fire_post()
 
     def take_turn(self, index: int, grad: Tensor | None) -> Tensor | None:
@@ -400,9 +430,9 @@ class GradientCall:
         running = self._task == _torch.graph_task_id()
         if index == self._back[0] and not (self._edits_inputs and running):
             return self._in_shape(index, grad, self._take_back)
+        if running and index in self._lost_aliases:
+            return self._in_shape(index, grad, self._take_lost)
         if running and not self.done:
-            if index in self._lost_aliases:
-                return self._in_shape(index, grad, self._take_lost)
             self.fire_post()
         return grad
 
@@ -415,10 +445,32 @@ class GradientCall:
         return grad
 
     def _take_lost(self, index: int, grad: Tensor | None) -> Tensor | None:
-        """The alias of this input is out of the graph; what comes to the tensor itself has to do."""
-        if self._grad_inputs[index] is None:
-            self._grad_inputs[index] = grad
-        return self.fire_post()[index]
+        """The alias of this input is out of the graph; the edit has to be made on what comes to the tensor itself."""
+        if not self.done:
+            if self._grad_inputs[index] is None:
+                self._grad_inputs[index] = grad
+                return self.fire_post()[index]
+            self.fire_post()
+        new, share = self._grad_inputs[index], self._shares[index]
+        if new is share or new is None or share is None or grad is None:
+            return grad
+        return grad + (new - share)  # others may have used the tensor before it was changed
+
+    def _turn_behind_window(self, index: int, output: int) -> Callable[[Grads], Grads | None]:
+        """As `take_turn`, at the producer of the tensor behind a view."""
+
+        def turn(grads: Grads) -> Grads | None:
+            if self._task != _torch.graph_task_id():
+                return None
+            self.fire_post()
+            if not self._edits_inputs or self._windows is None:
+                return None
+            new, share, grad = self._grad_inputs[index], self._shares[index], grads[output]
+            if new is share or new is None or share is None or grad is None:
+                return None
+            return *grads[:output], self._windows[index].add(grad, new - share), *grads[output + 1 :]
+
+        return turn
 
     def _in_shape(
         self, index: int, grad: Tensor | None, take: Callable[[int, Tensor | None], Tensor | None]
@@ -437,26 +489,50 @@ class GradientCall:
             return ()
         if not self._pre_done:
             self.release_outputs()
+        if GradientCall.functions_too and type(self._module) is not FunctionSite:
+            self._fire_functions_inside()
         self.done = True
         outputs, self._grad_outputs = tuple(self._grad_outputs), []
         inputs, self._grad_inputs = tuple(self._grad_inputs), []
         grads = self._fire(self._table.backward, inputs, (outputs,))
         if self._edits_inputs:
             self._grad_inputs = list(grads)  # until the aliases have let them through
+            self._shares = inputs
         return grads
+
+    def _fire_functions_inside(self) -> None:
+        """Functions that take in what the module takes in have their turn with it, or after; they come before it.
+
+        The module may hold the turn itself, by an alias. What the functions wait for is then there as well.
+        """
+        late: list[GradientCall] = []
+        for call in reversed(at_end_of(self._task)):
+            if call is self:
+                break
+            if not call.done and call.order > self.order and type(call._module) is FunctionSite:
+                late.append(call)
+        for call in sorted(late, key=lambda call: -call.order):
+            call.fire_post()
 
     def _fire(self, entries: tuple[Entry, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         """Call those hooks that were on when this call began; the gradients as edited."""
+        if (
+            type(self._module) is FunctionSite
+        ):  # a function's hooks are not taken out of what calls go by, as modules' are
+            entries = tuple(entry for entry in entries if not entry.attachment.removed)
         for entry in entries:
             attachment = entry.attachment
             if attachment.order > self.order:
                 continue
             entry.fired += 1
             entry.last_step = entry.root.step
+            module = self._module
+            if type(module) is FunctionSite:
+                module = module.seen_from(entry.root)
             if entry.simple:
-                result = entry.hook(self._module, grads, *more)
+                result = entry.hook(module, grads, *more)
             else:
-                result = entry.call(self._module, (grads, *more), self._site(entry))
+                result = entry.call(module, (grads, *more), self._site(entry))
             if result is not None and attachment.phase is _EDIT:
                 grads = checked(result, grads, entry)
         return grads
@@ -464,23 +540,63 @@ class GradientCall:
     def _site(self, entry: Entry) -> Site | None:
         if not entry.attachment.wants_site:
             return None
-        step, call = self._moments.get(entry.root, (-1, 0))
         kind = entry.attachment.kind
-        return Site(entry.name, self._module, kind, call, step, inputs=self._input_names, outputs=self._output_names)
+        fn = self._module
+        if isinstance(fn, FunctionSite):
+            fn = fn.seen_from(entry.root)
+            owner: Any = fn.owner
+            return Site(fn.name, owner, kind, fn.call, fn.step, began=self._began, ended=self._ended)
+        step, call = self._moments.get(entry.root, (-1, 0))
+        names = self._input_names, self._output_names
+        return Site(entry.name, self._module, kind, call, step, False, *names, self._began, self._ended)
 
 
 class _Taken:
     """An input as it went in, to tell whether the module has changed it in place."""
 
-    __slots__ = ("index", "node", "output", "tensor", "version")
+    __slots__ = ("index", "node", "output", "shape", "tensor", "version", "window")
 
-    def __init__(self, index: int, tensor: Tensor, source: Tensor, shape: torch.Size | None) -> None:
+    def __init__(
+        self, index: int, tensor: Tensor, source: Tensor, shape: torch.Size | None, *, aliased: bool = False
+    ) -> None:
         self.index = index
         self.tensor = tensor
+        self.shape = shape
+        """Its own, if the gradient may come in that of the tensor behind it."""
         self.version = tensor._version
-        # In-place on a view replaces its node; the tensor behind it keeps the old one.
-        self.node = None if shape is None else source.grad_fn
+        # In-place on a view replaces its node; the tensor behind it keeps the old one. Where an alias goes in, the
+        # tensor itself gets a new node.
+        self.node: Any = source.grad_fn if shape is not None or aliased else None
         self.output = source.output_nr
+        self.window: _Window | None = None
+        base = tensor._base
+        if shape is None and base is not None and base.grad_fn is not None:
+            self.node, self.output, self.window = base.grad_fn, base.output_nr, _Window(tensor, base)
+
+
+class _Window:
+    """A view that is no reshape: which part of the tensor behind it it shows."""
+
+    __slots__ = ("_behind", "_view")
+
+    def __init__(self, view: Tensor, base: Tensor) -> None:
+        self._behind = base.size(), base.stride()
+        self._view = view.size(), view.stride(), view.storage_offset() - base.storage_offset()
+
+    def cut(self, grad: Tensor) -> Tensor:
+        """The view's part of a gradient of the tensor behind it."""
+        return self._laid_out(grad).as_strided(*self._view)
+
+    def add(self, grad: Tensor, more: Tensor) -> Tensor:
+        """That gradient with something added to the view's part of it."""
+        whole = self._laid_out(grad)
+        whole.as_strided(*self._view).add_(more)
+        return whole
+
+    def _laid_out(self, grad: Tensor) -> Tensor:
+        """A copy in memory as the tensor itself is, whose offsets then hold."""
+        size, stride = self._behind
+        return torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _swap(aliases: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:

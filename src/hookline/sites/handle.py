@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch.utils.hooks import RemovableHandle
 
 from hookline.sites.entry import Attachment, Phase
-from hookline.sites.kinds import Kind
+from hookline.sites.kinds import MODULE, Kind
 from hookline.sites.receipt import Receipt, receipt_of, warn_if_never_fired
 from hookline.sites.table import LOCK, release_roots, sweep
 
@@ -37,7 +37,7 @@ class _Handle(RemovableHandle):
 
 
 class HookHandle(_Handle):
-    """One hook on one or many modules.
+    """One hook on one or many modules, functions, tensors, …
 
     Recipe::
 
@@ -81,7 +81,7 @@ class HookHandle(_Handle):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the modules that carry the hook."""
+        """Names of the modules, functions, … that carry the hook."""
         return tuple(entry.name for entry in self._attachment.entries)
 
     @property
@@ -97,7 +97,9 @@ class HookHandle(_Handle):
 
     def __repr__(self) -> str:
         report = self.report()
-        where = repr(report.sites[0].name) if report.matched == 1 else f"{report.matched} modules"
+        subject = self._attachment.subject
+        noun = "parameter" if subject is MODULE and report.kind == Kind.PARAM_GRAD else subject.noun
+        where = repr(report.sites[0].name) if report.matched == 1 else f"{report.matched} {noun}s"
         state = "removed, " if self.removed else ""
         return f"<HookHandle {report.name} {report.kind} on {where}, {state}fired {report.fired}>"
 

@@ -1,6 +1,7 @@
-"""The kinds of hook a module can carry, and which options each one takes.
+"""The kinds of hook there are, what can carry each, and which options each one takes.
 
-Takes the ``on=`` of the public calls, hands a `Kind` to every other file of this folder.
+Takes the ``on=`` of the public calls, hands a `Kind` to every other file of this folder. A `Subject` is what a
+hook is put on: the same kind means the same moment on a module and on a function, with other arguments.
 
     >>> Kind.parse("forward_post")
     <Kind.FORWARD: 'forward'>
@@ -9,16 +10,17 @@ Takes the ``on=`` of the public calls, hands a `Kind` to every other file of thi
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
 from hookline.errors import KindError, OptionError
 
-__all__ = ["Kind"]
+__all__ = ["FUNCTION", "MODULE", "NODE", "OPTIMIZER", "SAVED", "TENSOR", "Kind", "Subject"]
 
 
 class Kind(StrEnum):
-    """When a module hook fires and what it is handed.
+    """When a hook fires and what it is handed.
 
     One call of a module, top to bottom, with the hooks of each kind where they fire:
 
@@ -32,6 +34,9 @@ class Kind(StrEnum):
         ├─ the module's own backward
         │  BACKWARD          (module, grad_input, grad_output)     may return new gradients
         └─ on to the producer of the input
+
+    A function (``attach_function``) has the same four kinds, with ``(fn, inputs)``, ``(fn, inputs, outputs)``,
+    ``(fn, grad_outputs)`` and ``(fn, grad_inputs, grad_outputs)``; what is said below is for modules.
     """
 
     FORWARD_PRE = "forward_pre"
@@ -52,27 +57,44 @@ class Kind(StrEnum):
     """Before loading: ``(module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors)``."""
     LOAD_STATE_DICT_POST = "load_state_dict_post"
     """After loading: ``(module, incompatible_keys)``."""
+    PARAM_GRAD = "param_grad"
+    """When a backward pass has accumulated into a parameter's ``.grad``: ``(parameter)``."""
+    REGISTER_MODULE = "register_module"
+    """Before a submodule is stored in the module: ``(module, name, submodule)``; may return another."""
+    REGISTER_PARAMETER = "register_parameter"
+    """Before a parameter is: ``(module, name, parameter)``; may return another."""
+    REGISTER_BUFFER = "register_buffer"
+    """Before a buffer is: ``(module, name, buffer)``; may return another."""
+    STEP_PRE = "step_pre"
+    """Before an optimizer's step: ``(optimizer, args, kwargs)``; may return ``(args, kwargs)``."""
+    STEP_POST = "step_post"
+    """After it: ``(optimizer, args, kwargs)``."""
+    GRAD = "grad"
+    """When the gradient of a tensor is there: ``(grad)``; may return another."""
+    NODE_PRE = "node_pre"
+    """Before a graph node runs: ``(grad_outputs)``; may return others."""
+    NODE_POST = "node_post"
+    """After it: ``(grad_inputs, grad_outputs)``; may return other ``grad_inputs``."""
+    SAVED_TENSORS = "saved_tensors"
+    """When autograd keeps a tensor for the backward pass, and when it takes it out again."""
 
     @classmethod
-    def parse(cls, value: str | Kind) -> Kind:
-        """The kind of that name or alias; a `KindError` with suggestions for anything else."""
+    def parse(cls, value: str | Kind, subject: Subject | None = None) -> Kind:
+        """The kind of that name or alias that ``subject`` (a module) has; a `KindError` with suggestions otherwise."""
+        subject = subject or MODULE
         text = str(value) if isinstance(value, str) else repr(value)
-        if text in _LEGACY:
+        if text in _LEGACY and subject is MODULE:
             raise KindError(
                 f"on={text!r} is torch's deprecated backward hook, which reports the gradients of the last "
                 "operation instead of the module's; use on='backward'."
             )
         try:
-            return cls(_ALIASES.get(text, text))
+            kind = cls(subject.aliases.get(text, text))
         except ValueError:
-            near = difflib.get_close_matches(text, [*cls, *_ALIASES], n=3, cutoff=0.5)
-            hint = f" Nearest: {', '.join(map(repr, map(str, near)))}." if near else ""
-            raise KindError(f"No kind {text!r}.{hint} Kinds: {', '.join(cls)}.") from None
-
-    @property
-    def args(self) -> tuple[str, ...]:
-        """Names of the positional arguments that a hook of this kind is called with."""
-        return _ARGS[self]
+            kind = None
+        if kind is None or kind not in subject.args:
+            raise KindError(_no_kind(text, kind, subject))
+        return kind
 
     @property
     def edits(self) -> bool:
@@ -83,6 +105,11 @@ class Kind(StrEnum):
     def is_gradient(self) -> bool:
         """Whether it is built on our own gradient observation."""
         return self in (Kind.BACKWARD_PRE, Kind.BACKWARD)
+
+    @property
+    def is_registration(self) -> bool:
+        """Whether it fires when something is stored in a module."""
+        return self in (Kind.REGISTER_MODULE, Kind.REGISTER_PARAMETER, Kind.REGISTER_BUFFER)
 
     @property
     def is_state(self) -> bool:
@@ -99,36 +126,102 @@ class Kind(StrEnum):
                 )
 
 
-_EDITING: Final = frozenset({Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD, Kind.FULL_BACKWARD})
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """What hooks can be put on, with which kinds."""
+
+    noun: str
+    """What one of them is called in messages."""
+    verb: str
+    """The public call that puts a hook on it."""
+    args: dict[Kind, tuple[str, ...]]
+    """Its kinds, each with the names of the positional arguments that a hook of that kind is called with."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other spellings of its kinds."""
+
+
+def _no_kind(text: str, kind: Kind | None, subject: Subject) -> str:
+    elsewhere = [other for other in _SUBJECTS if kind in other.args]
+    if elsewhere:
+        other = elsewhere[0]
+        return f"on={text!r} is a kind of {other.noun} hook; put it on with {other.verb}."
+    near = difflib.get_close_matches(text, [*subject.args, *subject.aliases], n=3, cutoff=0.5)
+    hint = f" Nearest: {', '.join(map(repr, map(str, near)))}." if near else ""
+    return f"No kind {text!r}.{hint} Kinds: {', '.join(subject.args)}."
+
+
+_POST_ALIASES: Final = {"forward_post": "forward", "backward_post": "backward"}
+MODULE: Final = Subject(
+    "module",
+    "attach",
+    {
+        Kind.FORWARD_PRE: ("module", "args"),
+        Kind.FORWARD: ("module", "args", "output"),
+        Kind.BACKWARD_PRE: ("module", "grad_output"),
+        Kind.BACKWARD: ("module", "grad_input", "grad_output"),
+        Kind.FULL_BACKWARD: ("module", "grad_input", "grad_output"),
+        Kind.STATE_DICT_PRE: ("module", "prefix", "keep_vars"),
+        Kind.STATE_DICT_POST: ("module", "state_dict", "prefix", "local_metadata"),
+        Kind.LOAD_STATE_DICT_PRE: (
+            "module",
+            "state_dict",
+            "prefix",
+            "local_metadata",
+            "strict",
+            "missing_keys",
+            "unexpected_keys",
+            "error_msgs",
+        ),
+        Kind.LOAD_STATE_DICT_POST: ("module", "incompatible_keys"),
+        Kind.PARAM_GRAD: ("parameter",),
+        Kind.REGISTER_MODULE: ("module", "name", "submodule"),
+        Kind.REGISTER_PARAMETER: ("module", "name", "parameter"),
+        Kind.REGISTER_BUFFER: ("module", "name", "buffer"),
+    },
+    _POST_ALIASES,
+)
+FUNCTION: Final = Subject(
+    "function",
+    "attach_function",
+    {
+        Kind.FORWARD_PRE: ("fn", "inputs"),
+        Kind.FORWARD: ("fn", "inputs", "outputs"),
+        Kind.BACKWARD_PRE: ("fn", "grad_outputs"),
+        Kind.BACKWARD: ("fn", "grad_inputs", "grad_outputs"),
+    },
+    _POST_ALIASES,
+)
+OPTIMIZER: Final = Subject(
+    "optimizer",
+    "attach_optimizer",
+    {
+        Kind.STEP_PRE: ("optimizer", "args", "kwargs"),
+        Kind.STEP_POST: ("optimizer", "args", "kwargs"),
+        Kind.STATE_DICT_PRE: ("optimizer",),
+        Kind.STATE_DICT_POST: ("optimizer", "state_dict"),
+        Kind.LOAD_STATE_DICT_PRE: ("optimizer", "state_dict"),
+        Kind.LOAD_STATE_DICT_POST: ("optimizer",),
+    },
+)
+TENSOR: Final = Subject("tensor", "attach_tensor", {Kind.GRAD: ("grad",), Kind.PARAM_GRAD: ("tensor",)})
+NODE: Final = Subject(
+    "graph node",
+    "attach_node",
+    {Kind.NODE_PRE: ("grad_outputs",), Kind.NODE_POST: ("grad_inputs", "grad_outputs")},
+    {"pre": "node_pre", "post": "node_post"},
+)
+SAVED: Final = Subject("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("tensor",)})
+_SUBJECTS: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
+
 _STATE: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )
+_EDITING: Final = frozenset(Kind) - _STATE - {Kind.PARAM_GRAD, Kind.STEP_POST, Kind.SAVED_TENSORS}
 _TAKERS: Final[dict[str, frozenset[Kind]]] = {
     "with_kwargs": frozenset({Kind.FORWARD_PRE, Kind.FORWARD}),
     "always_call": frozenset({Kind.FORWARD}),
     "observe": _EDITING,
 }
-_ALIASES: Final = {"forward_post": "forward", "backward_post": "backward"}
 _LEGACY: Final = frozenset(
     {"legacy_backward", "backward_hook", "register_backward_hook", "non_full_backward", "backward_legacy"}
 )
-_ARGS: Final[dict[Kind, tuple[str, ...]]] = {
-    Kind.FORWARD_PRE: ("module", "args"),
-    Kind.FORWARD: ("module", "args", "output"),
-    Kind.BACKWARD_PRE: ("module", "grad_output"),
-    Kind.BACKWARD: ("module", "grad_input", "grad_output"),
-    Kind.FULL_BACKWARD: ("module", "grad_input", "grad_output"),
-    Kind.STATE_DICT_PRE: ("module", "prefix", "keep_vars"),
-    Kind.STATE_DICT_POST: ("module", "state_dict", "prefix", "local_metadata"),
-    Kind.LOAD_STATE_DICT_PRE: (
-        "module",
-        "state_dict",
-        "prefix",
-        "local_metadata",
-        "strict",
-        "missing_keys",
-        "unexpected_keys",
-        "error_msgs",
-    ),
-    Kind.LOAD_STATE_DICT_POST: ("module", "incompatible_keys"),
-}

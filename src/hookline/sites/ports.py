@@ -7,13 +7,13 @@ bears being called without the keyword arguments it asked for, when it was taken
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from hookline.errors import HookReturnError
 from hookline.sites import _torch
+from hookline.sites.always import StaleGuard
 from hookline.sites.entry import Phase
 from hookline.sites.gradients import Carrier, GradientCall
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hookline.sites.table import Table
 
 __all__ = [
+    "AnchorPort",
     "BackPort",
     "FullBackwardPort",
     "Port",
@@ -82,9 +83,8 @@ def drop_stale(module: nn.Module) -> None:
             _torch.drop_hook(module, attribute, hook_id)
             if attribute == "_backward_hooks" and not module._backward_hooks:
                 setattr(module, _torch.FULL_BACKWARD_FLAG, None)  # torch leaves it set
-    method = module.__dict__.get(_torch.CALL_IMPL)
-    if isinstance(method, MethodType) and method.__func__ is getattr(type(module), _torch.CALL_IMPL):
-        del module.__dict__[_torch.CALL_IMPL]  # what a CallGuard becomes in a copy
+    if isinstance(module.__dict__.get(_torch.CALL_IMPL), StaleGuard):
+        del module.__dict__[_torch.CALL_IMPL]
 
 
 class PreFront(Port):
@@ -94,7 +94,7 @@ class PreFront(Port):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
         table = self.table
-        if table.root is not None:
+        if table.root is not None and table.around is None:
             table.root.begin()
         if not self.entries:
             return None
@@ -246,6 +246,15 @@ class StatePort(Port):
                 entry.call(module, args)
         finally:
             StatePort.running -= 1
+
+
+class AnchorPort(StatePort):
+    """Keeps the table of a module alive whose hooks torch calls from elsewhere; does nothing."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        return None
 
 
 def _run_pre(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

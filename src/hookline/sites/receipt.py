@@ -16,7 +16,7 @@ from torch import nn
 
 from hookline.errors import HookNeverFired
 from hookline.sites import _torch
-from hookline.sites.kinds import Kind
+from hookline.sites.kinds import FUNCTION, MODULE, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,14 +31,14 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True)
 class SiteReceipt:
-    """What one module's hook has done."""
+    """What the hook has done at one site."""
 
     name: str
-    """Dotted name of the module."""
+    """Dotted name of the module, parameter or function; what else it is, in words."""
     fired: int
     """How often the hook ran here."""
     last_step: int | None
-    """The forward of the model in which it last ran; None if it never did."""
+    """The forward of the model in which it last ran; None if it never did, or there is no model."""
     cost_us: float | None
     """Microseconds per firing, with ``profile=True``."""
 
@@ -55,29 +55,29 @@ class Receipt:
     kind: str
     """The kind of hook."""
     matched: int
-    """How many modules the target selected."""
+    """How many modules, functions, … the target selected."""
     attached: int
     """How many of them still carry the hook: all, until it is removed or a module dies."""
     fired: int
     """How often the hook ran, on all of them together."""
     last_step: int | None
-    """The forward of the model in which it last ran, counted from 0; None if it never did."""
+    """The forward of the model in which it last ran, counted from 0; None if it never did, or there is no model."""
     cost_us: float | None
     """Microseconds per firing, with ``profile=True``; None without."""
     sites: tuple[SiteReceipt, ...]
-    """The same, module by module."""
+    """The same, site by site."""
 
     @property
     def silent(self) -> tuple[str, ...]:
-        """Names of the modules where the hook has not run yet."""
+        """Names of the sites where the hook has not run yet."""
         return tuple(site.name for site in self.sites if not site.fired)
 
     def __str__(self) -> str:
-        last = "never" if self.last_step is None else f"last at step {self.last_step}"
+        last = f", last at step {self.last_step}" if self.last_step is not None else "" if self.fired else ", never"
         cost = "" if self.cost_us is None else f", {self.cost_us:.1f} µs each"
         return (
             f"{self.name} ({self.kind}): matched {self.matched}, attached {self.attached}, "
-            f"fired {self.fired}, {last}{cost}"
+            f"fired {self.fired}{last}{cost}"
         )
 
 
@@ -87,7 +87,7 @@ def receipt_of(attachment: Attachment) -> Receipt:
     fired = sum(site.fired for site in sites) + attachment.retired
     steps = [site.last_step for site in sites if site.last_step is not None]
     seconds = sum(entry.seconds for entry in attachment.entries)
-    alive = [entry for entry in attachment.entries if entry.table.module() is not None]
+    alive = [entry for entry in attachment.entries if entry.table.alive()]
     return Receipt(
         name=attachment.name,
         kind=attachment.kind.value,
@@ -101,25 +101,35 @@ def receipt_of(attachment: Attachment) -> Receipt:
 
 
 def warn_if_never_fired(attachment: Attachment) -> None:
-    """One warning for the modules where the hook never ran, though the model did, with the likely cause."""
-    if attachment.kind.is_state:
-        return
-    silent = [entry for entry in attachment.entries if not entry.fired and entry.root.step > entry.step_at_attach]
-    if len(silent) < len(attachment.entries):
-        # In a glob over everything, containers come along; nobody means them.
-        silent = [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
+    """One warning for the sites where the hook never ran, though the model did, with the likely cause."""
+    silent = _silent(attachment)
     if not silent or _torch.in_run():  # while the model runs, there is no telling yet
         return
     causes: dict[str, list[str]] = defaultdict(list)
     for entry in silent:
-        causes[_likely_cause(entry, attachment)].append(entry.name)
+        cause = _likely_cause(entry, attachment) if attachment.subject is MODULE else entry.table.why_silent(entry)
+        causes[cause].append(entry.name)
     reasons = "; ".join(f"{_listed(names)}: {cause}" for cause, names in causes.items())
     warnings.warn(
         f"{attachment.kind.value} hook {attachment.name!r} never fired on {len(silent)} of "
-        f"{len(attachment.entries)} modules, although the model ran. {reasons}.",
+        f"{len(attachment.entries)} {attachment.subject.noun}s, although the model ran. {reasons}.",
         HookNeverFired,
         stacklevel=_outside(),
     )
+
+
+def _silent(attachment: Attachment) -> list[Entry]:
+    """The entries that had a chance to fire and did not."""
+    kind = attachment.kind
+    if kind.is_state or kind.is_registration or kind is Kind.PARAM_GRAD:
+        return []  # nobody says when these are due
+    silent = [entry for entry in attachment.entries if not entry.fired and entry.root.step > entry.step_at_attach]
+    if len(silent) == len(attachment.entries):
+        return silent
+    if attachment.subject is FUNCTION:
+        return []  # of all the functions that a glob matches, a model uses a few
+    # In a glob over everything, containers come along; nobody means them.
+    return [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
 
 
 def _outside() -> int:
@@ -137,7 +147,7 @@ def _site_receipt(entry: Entry) -> SiteReceipt:
     return SiteReceipt(
         name=entry.name,
         fired=entry.fired,
-        last_step=entry.last_step if entry.fired else None,
+        last_step=entry.last_step if entry.fired and entry.last_step >= 0 else None,
         cost_us=entry.seconds / entry.fired * 1e6 if profiled else None,
     )
 

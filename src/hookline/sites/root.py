@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.sites import _torch
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hookline.sites.table import Table
 
-__all__ = ["Root"]
+__all__ = ["NOWHERE", "Root"]
 
 
 class _Pass(threading.local):
@@ -75,3 +75,7 @@ class Root:
         call = calls.get(key, 0)
         calls[key] = call + 1
         return current.step, call
+
+
+NOWHERE: Final = Root()
+"""Stands for the model where there is none."""

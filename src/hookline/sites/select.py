@@ -25,7 +25,7 @@ from hookline.errors import NoMatchError, TargetError, UnhookableError
 if TYPE_CHECKING:
     from hookline.types import Target
 
-__all__ = ["Named", "check_model", "describe", "named_modules", "select"]
+__all__ = ["Named", "as_list", "check_model", "describe", "name_matcher", "named_modules", "select"]
 
 Named: TypeAlias = tuple[str, nn.Module]
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
@@ -45,7 +45,7 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     """
     check_model(model)
     everything = list(named_modules(model))
-    items = _as_list(target)
+    items = as_list(target)
     matchers = [_matcher(item if item is not None else model) for item in items]
     chosen, matched = _matches(everything, matchers)
     for item, hit in zip(items, matched, strict=True):
@@ -53,7 +53,7 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
             raise _no_match(model, everything, item)
     if exclude is None or exclude == []:
         return chosen
-    unwanted, _ = _matches(everything, [_matcher(item) for item in _as_list(exclude)])
+    unwanted, _ = _matches(everything, [_matcher(item) for item in as_list(exclude)])
     unwanted_ids = {id(module) for _, module in unwanted}
     kept = [named for named in chosen if id(named[1]) not in unwanted_ids]
     if not kept:
@@ -117,7 +117,8 @@ def _matches(everything: list[Named], matchers: list[_Matcher]) -> tuple[list[Na
     return list(chosen.values()), hits
 
 
-def _as_list(target: Any) -> list[Any]:
+def as_list(target: Any) -> list[Any]:
+    """The elements of a target, each of which has to match something."""
     if isinstance(target, tuple) and target and all(isinstance(item, type) for item in target):
         return [target]  # types to choose from, as isinstance takes them
     if isinstance(target, list | tuple | set | frozenset):
@@ -129,11 +130,9 @@ def _as_list(target: Any) -> list[Any]:
 
 def _matcher(item: Any) -> _Matcher:
     """One element of a target as a test of name and module."""
-    if isinstance(item, str):
-        regex = _compile_glob(item)
-        return lambda name, module: regex(name)
-    if isinstance(item, re.Pattern):
-        return lambda name, module: item.fullmatch(name)
+    if isinstance(item, str | re.Pattern):
+        matches = name_matcher(item)
+        return lambda name, module: matches(name)
     if isinstance(item, nn.Module):
         return lambda name, module: module is item
     if isinstance(item, type | tuple):
@@ -144,6 +143,11 @@ def _matcher(item: Any) -> _Matcher:
         f"{item!r} is no target; give a name, a glob, a compiled regular expression, a module type, "
         "a module, a predicate (name, module), or a list of these."
     )
+
+
+def name_matcher(pattern: str | re.Pattern[str]) -> Callable[[str], Any]:
+    """A glob, or a regular expression that has to match whole, as a test of names."""
+    return _compile_glob(pattern) if isinstance(pattern, str) else pattern.fullmatch
 
 
 @functools.lru_cache(maxsize=512)

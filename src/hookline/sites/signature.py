@@ -12,7 +12,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import HookSignatureError
-from hookline.sites.kinds import Kind
+from hookline.sites.kinds import MODULE, Kind, Subject
 
 if TYPE_CHECKING:
     from hookline.types import Hook
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["check_hook", "hook_name", "may_return_value"]
 
 
-def check_hook(hook: Any, kind: Kind, *, with_kwargs: bool) -> bool:
+def check_hook(hook: Any, kind: Kind, *, subject: Subject = MODULE, with_kwargs: bool = False) -> bool:
     """Raise unless ``hook`` can be called as its kind calls it; tell whether it declares ``site``."""
     if not callable(hook):
         raise HookSignatureError(f"A hook has to be callable, got {hook!r}.")
@@ -29,7 +29,7 @@ def check_hook(hook: Any, kind: Kind, *, with_kwargs: bool) -> bool:
     except (TypeError, ValueError):
         return False  # some built-ins have none; they are taken at their word
     wants_site = _declares_site(signature)
-    names = _arguments(kind, with_kwargs)
+    names = _arguments(subject.args[kind], with_kwargs)
     try:
         signature.bind(*names, **({"site": None} if wants_site else {}))
     except TypeError as error:
@@ -66,10 +66,10 @@ def may_return_value(hook: Hook) -> bool:
     return False
 
 
-def _arguments(kind: Kind, with_kwargs: bool) -> tuple[str, ...]:
+def _arguments(names: tuple[str, ...], with_kwargs: bool) -> tuple[str, ...]:
     if not with_kwargs:
-        return kind.args
-    return (*kind.args[:2], "kwargs", *kind.args[2:])
+        return names
+    return (*names[:2], "kwargs", *names[2:])
 
 
 def _declares_site(signature: inspect.Signature) -> bool:

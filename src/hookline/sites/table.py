@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import torch
@@ -15,10 +16,12 @@ from torch import nn
 
 from hookline.errors import UnhookableError
 from hookline.sites import _torch
-from hookline.sites.always import CallGuard
+from hookline.sites.always import Around, CallGuard
 from hookline.sites.entry import Entry, Phase
+from hookline.sites.gradient_lanes import GradientLanes
 from hookline.sites.kinds import Kind
 from hookline.sites.ports import (
+    AnchorPort,
     BackPort,
     FullBackwardPort,
     Port,
@@ -32,11 +35,11 @@ from hookline.sites.ports import (
 from hookline.sites.root import Root
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from hookline.sites.entry import Attachment
 
-__all__ = ["LOCK", "Table", "existing_table", "release_roots", "root_of", "sweep", "table_of", "tables_in"]
+__all__ = ["LOCK", "ON_SWEEP", "Table", "existing_table", "release_roots", "root_of", "sweep", "table_of"]
 
 LOCK: Final = threading.RLock()
 """Held while hooks come or go; firing takes no lock, it reads tuples that are replaced whole."""
@@ -67,12 +70,15 @@ _LEFT_BEHIND: list[tuple[_ModuleRef, str, int]] = []
 _FORWARD_PRE: Final = Kind.FORWARD_PRE
 _FORWARD: Final = Kind.FORWARD
 _FULL_BACKWARD: Final = Kind.FULL_BACKWARD
-_EDIT: Final = Phase.EDIT
 _OBSERVE: Final = Phase.OBSERVE
 _GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
+_CALLED_FROM_ELSEWHERE: Final = frozenset(
+    {Kind.PARAM_GRAD, Kind.REGISTER_MODULE, Kind.REGISTER_PARAMETER, Kind.REGISTER_BUFFER}
+)
 _Slot: TypeAlias = type[Port] | Kind
 _Place: TypeAlias = tuple[dict[int, Any], int, bool]
 """One of torch's dictionaries, the id of our port in it, and whether that has to be first or last."""
+_LOADED: Final = ("_load_state_dict_post_hooks", "register_load_state_dict_post_hook")
 _SLOTS: Final[dict[_Slot, tuple[type[Port], str, str | None]]] = {
     PreFront: (PreFront, "_forward_pre_hooks", None),
     PreBack: (PreBack, "_forward_pre_hooks", None),
@@ -82,39 +88,31 @@ _SLOTS: Final[dict[_Slot, tuple[type[Port], str, str | None]]] = {
     Kind.STATE_DICT_PRE: (StatePort, "_state_dict_pre_hooks", "register_state_dict_pre_hook"),
     Kind.STATE_DICT_POST: (StatePort, "_state_dict_hooks", "register_state_dict_post_hook"),
     Kind.LOAD_STATE_DICT_PRE: (StatePort, "_load_state_dict_pre_hooks", "register_load_state_dict_pre_hook"),
-    Kind.LOAD_STATE_DICT_POST: (StatePort, "_load_state_dict_post_hooks", "register_load_state_dict_post_hook"),
+    Kind.LOAD_STATE_DICT_POST: (StatePort, *_LOADED),
+    **dict.fromkeys(_CALLED_FROM_ELSEWHERE, (AnchorPort, *_LOADED)),
 }
 """For each slot: its port, torch's dictionary, and how to register there, if not by ``_torch.add_port``."""
+ON_SWEEP: Final[list[Callable[[], None]]] = []
+"""What else is to be cleared away when hooks come or go."""
 
 
-class Table:
+class Table(GradientLanes):
     """The hooks of one module."""
 
     # Defaults of the class, not set one by one for each of ten thousand modules.
     _full_backward_flag: Any = None
     _places: tuple[_Place, ...] | None = None
     guard: CallGuard | None = None
+    calls_always = False
+    """Whether there are hooks that run however a call ends."""
+    around: Around | None = None
+    """What is entered before each call of the module and left after it; if it is there, it counts the root's calls."""
     root: Root | None = None
     """Set while hooks are attached through this module, that is with it as the model."""
-    calls_seen = 0
-    """How often the module was called while it had gradient hooks."""
     entered = -1
     """When the latest call that gradient hooks take part in began."""
     covered = -1
     """Up to which generation of process-wide hooks the module has them all."""
-    backward_pre: tuple[Entry, ...] = ()
-    backward: tuple[Entry, ...] = ()
-    """The live gradient hooks, where the backward pass finds them fast."""
-    has_gradients = False
-    edits_gradients = False
-    """Whether a gradient hook may return a value, so that inputs have to go in as aliases."""
-    edits_outputs = False
-    """The same for the gradients of outputs, which pass a gate if there are several."""
-    watches_inputs = False
-    uses_input_once = False
-    """Whether the module is one of torch's layers that read their one input once, and write elsewhere."""
-    tells_sites = False
-    """Whether a gradient hook wants to know its site."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = _ModuleRef(module, _forget)
@@ -134,6 +132,10 @@ class Table:
         """The module, unless it is gone."""
         return self._module()
 
+    def alive(self) -> bool:
+        """Whether the module is still there."""
+        return self._module() is not None
+
     def lane(self, kind: Kind) -> tuple[Entry, ...]:
         """The live hooks of one kind, in the order they run."""
         return self._lanes.get(kind, ())
@@ -146,11 +148,6 @@ class Table:
     def always_called(self) -> list[Entry]:
         """The forward hooks that run however the call ends."""
         return [entry for entry in self.lane(_FORWARD) if entry.attachment.always_call]
-
-    def gradient_moments(self) -> dict[Root, tuple[int, int]]:
-        """Step and call number of the call that begins now, for gradient hooks that want to know."""
-        roots = {entry.root for kind in _GRADIENT_KINDS for entry in self.lane(kind) if entry.attachment.wants_site}
-        return {root: root.moment(self) for root in roots}
 
     # -- coming and going, under LOCK --------------------------------------------------------------------
 
@@ -186,6 +183,14 @@ class Table:
             self._sync_pre(module)
             self._places = None
         self._drop_if_empty()
+
+    def set_around(self, around: Around | None) -> None:
+        """From the next call on, this is entered before it and left after it."""
+        self.around = around
+        module = self._module()
+        if module is not None:
+            self._sync_guard(module)
+            self._sync_pre(module)
 
     def keep_places(self) -> None:
         """Put our edits before, and our observers after, hooks that others have registered since."""
@@ -239,7 +244,7 @@ class Table:
 
     def _sync_pre(self, module: nn.Module) -> None:
         lane = self.lane(_FORWARD_PRE)
-        self._sync_port(module, PreFront, _front(lane), needed=self.root is not None)
+        self._sync_port(module, PreFront, _front(lane), needed=self.root is not None and self.around is None)
         # A module with observers looks after their place at the start of each call, whoever makes it.
         self._sync_port(module, PreBack, _back(lane), needed=PostBack in self._ports)
 
@@ -253,13 +258,8 @@ class Table:
             self._sync_pre(module)
 
     def _sync_gradients(self, module: nn.Module) -> None:
-        pre, post = self.backward_pre, self.backward = [self.lane(kind) for kind in _GRADIENT_KINDS]
-        self.has_gradients = bool(pre or post)
-        self.edits_outputs = any(map(_may_edit, pre))
-        self.edits_gradients = any(map(_may_edit, post))
-        self.watches_inputs = bool(post)
+        self.set_gradient_hooks(*map(self.lane, _GRADIENT_KINDS))
         self.uses_input_once = type(module) in _USE_INPUT_ONCE and "forward" not in module.__dict__
-        self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
         self._sync_post(module)
 
     def _sync_port(self, module: nn.Module, slot: _Slot, entries: tuple[Entry, ...], *, needed: bool = False) -> None:
@@ -303,8 +303,9 @@ class Table:
             setattr(module, _torch.FULL_BACKWARD_FLAG, self._full_backward_flag)
 
     def _sync_guard(self, module: nn.Module) -> None:
-        """The wrapper around the whole call, while there are hooks that run however it ends."""
-        if self.always_called():
+        """The wrapper around the whole call, while there are hooks that run however it ends, or something around it."""
+        self.calls_always = bool(self.always_called())
+        if self.around is not None or self.calls_always:
             if self.guard is None:
                 self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self)
         elif self.guard is not None:
@@ -313,7 +314,9 @@ class Table:
             self.guard = None
 
     def _looks_after_itself(self) -> bool:
-        """Whether there is nothing but ports at the end, which keep their places without the root's help."""
+        """Whether no port has a place to keep, or only those at the end, which do so without the root's help."""
+        if self._ports.keys() <= _CALLED_FROM_ELSEWHERE:
+            return True
         pre = self._ports.get(PreBack)
         return pre is not None and not pre.entries and set(self._ports) == {PreBack, PostBack}
 
@@ -364,18 +367,6 @@ def release_roots(attachment: Attachment) -> None:
             table_of(model).set_root(None)
 
 
-def tables_in(model: nn.Module) -> Iterator[tuple[str, Table]]:
-    """The tables of a model's modules, under the first name of each."""
-    for name, module in model.named_modules():
-        table = existing_table(module)
-        if table is not None:
-            yield name, table
-
-
-def _may_edit(entry: Entry) -> bool:
-    return entry.attachment.may_edit and entry.attachment.phase is _EDIT
-
-
 def _rank(entry: Entry) -> tuple[int, bool, int]:
     return entry.attachment.rank
 
@@ -404,6 +395,8 @@ def sweep() -> None:
             if module is not None:
                 _torch.drop_hook(module, attribute, hook_id)
         _LEFT_BEHIND.clear()
+    for clear in ON_SWEEP:
+        clear()
 
 
 class _Prune:

@@ -1,0 +1,1 @@
+"""What a hook yields: times, and, as they come, statistics, captures and patches."""

@@ -1,0 +1,1 @@
+"""Where a hook sits: functions of torch, operators, custom autograd functions."""

@@ -1,0 +1,229 @@
+"""The hooks of one function, and one call of it with them around it.
+
+Takes entries from whoever keeps them (the function mode, a kernel override, a patched ``apply``), and from each of
+these the calls; hands tensors to the hooks and puts back what they return. Gradients go the way of a module's
+(`GradientCall`), with this in the place of its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hookline.errors import HookReturnError
+from hookline.sites import _torch, tree
+from hookline.sites.entry import Phase
+from hookline.sites.functions.site import FunctionSite
+from hookline.sites.gradient_lanes import GradientLanes
+from hookline.sites.gradients import Carrier, GradientCall
+from hookline.sites.kinds import Kind
+from hookline.sites.root import NOWHERE
+from hookline.sites.site import Site
+
+if TYPE_CHECKING:
+    from hookline.sites.entry import Entry
+    from hookline.sites.functions.mode import FunctionScope
+
+__all__ = ["FunctionHooks", "tensors_in"]
+
+_EDIT: Final = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
+_Tensors: TypeAlias = tuple[Tensor, ...]
+_Args: TypeAlias = tuple[Any, ...]
+_Run: TypeAlias = Callable[..., Any]
+
+
+class FunctionHooks(GradientLanes):
+    """The live hooks of one function, in the order they run."""
+
+    def __init__(self, name: str, func: Callable[..., Any], entries: Iterable[Entry]) -> None:
+        self.name = name
+        self.func = func
+        ordered = sorted(entries, key=lambda entry: entry.attachment.rank)
+        lanes = {kind: tuple(entry for entry in ordered if entry.attachment.kind is kind) for kind in _KINDS}
+        self.forward_pre = lanes[Kind.FORWARD_PRE]
+        self.forward = lanes[Kind.FORWARD]
+        self.set_gradient_hooks(lanes[Kind.BACKWARD_PRE], lanes[Kind.BACKWARD])
+        self.tells_sites = False  # the call itself says what they ask
+        if self.has_gradients:
+            GradientCall.functions_too = True
+        self.entries = ordered
+        self.scoped = any(entry.root is not NOWHERE for entry in ordered)
+        """Whether some of the hooks are bound to a model."""
+        # Of several scopes a model's counts the calls.
+        self.root = next((entry.root for entry in ordered if entry.root is not NOWHERE), NOWHERE)
+        self._other_roots = {entry.root for entry in ordered} - {self.root}
+        self._within: dict[tuple[FunctionScope, ...], FunctionHooks | None] = {}
+
+    def within(self, running: tuple[FunctionScope, ...]) -> FunctionHooks | None:
+        """Those of the hooks that count while a thread is in these scopes."""
+        if running not in self._within:
+            if len(self._within) > 16:
+                self._within.clear()  # it holds on to models that are gone
+            roots = {NOWHERE, *(scope.root for scope in running)}
+            due = [entry for entry in self.entries if entry.root in roots]
+            self._within[running] = FunctionHooks(self.name, self.func, due) if due else None
+        return self._within[running]
+
+    def call(self, run: _Run, args: _Args, kwargs: dict[str, Any], *, gradients: bool = True) -> Any:
+        """The function's result, with its hooks around it; ``run`` is the function itself.
+
+        Without ``gradients`` those are not wired: below autograd there is no graph to be had.
+        """
+        inputs = tensors_in(args, kwargs)
+        fn = self._site(args, kwargs)
+        if self.forward_pre:
+            edited = _fire(self.forward_pre, fn, inputs, ())
+            if edited is not inputs:
+                args, kwargs, inputs = *_rebuilt(args, kwargs, edited), edited
+        if not (self.has_gradients and gradients and torch.is_grad_enabled()):
+            output = run(*args, **kwargs)
+            if self.forward:
+                output = self._after(fn, inputs, output)
+            fn.let_go()
+            if getrefcount(fn) > _OWN_REFERENCES:
+                fn.locate()  # somebody keeps it, and may ask when the model no longer runs
+            return output
+        fn.locate()
+        self.calls_seen += 1
+        wiring = GradientCall(self, fn)
+        passed, carrier = wiring.enter(inputs, {})
+        if passed is not inputs:
+            args, kwargs = _rebuilt(args, kwargs, passed)
+        output = run(*args, **kwargs)
+        if passed is not inputs:
+            output = tree.replace(output, _changed_back(passed, inputs))
+        if self.forward:
+            output = self._after(fn, inputs, output)
+        fn.let_go()  # the graph is going to hold fn, which must not hold the graph
+        if self.func is Tensor.__setitem__:
+            wiring.leave(inputs[0], carrier)  # it changes its first argument and returns nothing
+            return output
+        return _watched(wiring, carrier, output)
+
+    def _site(self, args: _Args, kwargs: dict[str, Any]) -> FunctionSite:
+        fn = FunctionSite(self.name, self.func, _torch.running_module(), self.root)
+        fn.args, fn.kwargs = args, kwargs
+        if _torch.graph_task_id() != -1:
+            fn.in_backward = True
+            fn.recompute = _torch.in_recomputation()
+        if self._other_roots:
+            fn.also_seen_from(self._other_roots)
+        return fn
+
+    def _after(self, fn: FunctionSite, inputs: _Tensors, output: Any) -> Any:
+        """Run the forward hooks; the output to go on with."""
+        outputs = (output,) if isinstance(output, Tensor) else tensors_in((output,), {})
+        due = tuple(entry for entry in self.forward if not entry.attachment.removed)  # by a pre-hook of this call, say
+        edited = _fire(due, fn, outputs, (inputs,))
+        if edited is outputs:
+            return output
+        if isinstance(output, Tensor):
+            return edited[0]
+        fresh = iter(edited)
+        return tree.replace(output, lambda tensor: next(fresh))
+
+
+def _own_references() -> int:
+    """How many references to a local variable this interpreter counts when nobody else has one."""
+    local = object()
+    return getrefcount(local)
+
+
+_OWN_REFERENCES: Final = _own_references()
+_KINDS: Final = (Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD)
+
+
+def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> _Tensors:
+    """Every tensor among the arguments, in lists and tuples too, in order."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += (leaf for _, leaf in tree.leaves(value) if isinstance(leaf, Tensor))
+    return tuple(found)
+
+
+def _rebuilt(args: _Args, kwargs: dict[str, Any], tensors: _Tensors) -> tuple[_Args, dict[str, Any]]:
+    """The arguments with other tensors; lists and dicts in them are copied, since they are the caller's."""
+    fresh = iter(tensors)
+    return tuple(_with(value, fresh) for value in args), {key: _with(value, fresh) for key, value in kwargs.items()}
+
+
+def _with(value: Any, fresh: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(fresh)
+    if isinstance(value, list):
+        return [_with(item, fresh) for item in value]
+    if isinstance(value, dict):
+        return {key: _with(item, fresh) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tree.replace(value, lambda tensor: next(fresh))
+    return value
+
+
+def _changed_back(passed: _Tensors, given: _Tensors) -> Callable[[Tensor], Tensor]:
+    """Has an alias that an in-place function hands back be the tensor that it was made of."""
+    originals = {id(alias): tensor for alias, tensor in zip(passed, given, strict=True) if alias is not tensor}
+    return lambda tensor: originals.get(id(tensor), tensor)
+
+
+def _watched(wiring: GradientCall, carrier: Carrier, output: Any) -> Any:
+    """The output to go on with, once its gradients are watched.
+
+    A leaf (what a factory makes, with ``requires_grad=True``) has none that comes through the function, and has to
+    stay a leaf.
+    """
+    if isinstance(output, Tensor):
+        return output if output.grad_fn is None else wiring.leave(output, carrier)
+    outputs = tensors_in((output,), {})
+    if any(tensor.grad_fn is None and tensor.requires_grad for tensor in outputs):
+        return output
+    passed = wiring.leave(outputs, carrier)
+    if passed is outputs:
+        return output
+    fresh = iter(passed)
+    return tree.replace(output, lambda tensor: next(fresh))
+
+
+def _fire(entries: tuple[Entry, ...], fn: FunctionSite, tensors: _Tensors, before: tuple[_Tensors, ...]) -> _Tensors:
+    """Call hooks with ``before`` and the tensors; the tensors as edited."""
+    for entry in entries:
+        entry.fired += 1
+        shown = fn.seen_from(entry.root)
+        entry.last_step = shown.step
+        if entry.simple:
+            result = entry.hook(shown, *before, tensors)
+        else:
+            result = entry.call(shown, (*before, tensors), _listed(entry, shown))
+        if result is not None and entry.attachment.phase is _EDIT:
+            tensors = _checked(result, tensors, entry)
+    return tensors
+
+
+def _listed(entry: Entry, fn: FunctionSite) -> Site | None:
+    if not entry.attachment.wants_site:
+        return None
+    owner: Any = fn.owner
+    return Site(fn.name, owner, entry.attachment.kind, fn.call, fn.step, fn.recompute)
+
+
+def _checked(result: Any, tensors: _Tensors, entry: Entry) -> _Tensors:
+    """A hook's return value as tensors to go on with."""
+    if isinstance(result, Tensor) and len(tensors) == 1:
+        return (result,)
+    if (
+        isinstance(result, tuple | list)
+        and len(result) == len(tensors)
+        and all(isinstance(item, Tensor) for item in result)
+    ):
+        return tuple(result)
+    got = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+    raise HookReturnError(
+        f"{entry.attachment.kind.value} hook {entry.attachment.name!r} on {entry.name!r} must return None or a tuple "
+        f"of {len(tensors)} tensors, as it was shown, but got {got}. With observe=True the return value is ignored."
+    )

@@ -1,0 +1,190 @@
+"""Operators (``aten.mm``, a custom operator), hooked in the dispatcher: other operators run as if nothing were there.
+
+Takes entries from ``attach_function``, and calls from torch's dispatcher in every thread, those of the backward pass
+included. Each hooked operator has its kernels overridden in two places. At the *autograd* level the graph is in sight,
+so gradients can be watched and edits count. At the *backend* level arrives what never passes there: everything in
+inference mode, and what kernels call among themselves; a call that has been seen above is not counted again.
+A compiled frame calls kernels of its own; that is said once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.errors import HooklineWarning, UnhookableError
+from hookline.sites import _torch
+from hookline.sites.entry import Holder
+from hookline.sites.functions.hooks import FunctionHooks
+from hookline.sites.functions.mode import running_scopes
+from hookline.sites.functions.quiet import QUIET, undisturbed
+
+if TYPE_CHECKING:
+    from hookline.sites.entry import Entry
+    from hookline.sites.functions.names import Place
+
+__all__ = ["Operators", "operators"]
+
+
+class _Thread(threading.local):
+    """What this thread is in the middle of."""
+
+    def __init__(self) -> None:
+        self.above: set[Operator] = set()
+        """The operators whose autograd level has seen the call."""
+
+
+_THREAD: Final = _Thread()
+
+
+class Operator:
+    """One overload of one operator, with its kernels overridden."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.entries: dict[Entry, None] = {}
+        self.hooks: FunctionHooks | None = None
+        """The live hooks; None when there are none, or in a forked process."""
+        self._restore: list[Callable[[], None]] = []
+
+    def override(self) -> None:
+        """Take the place of its kernels on every device there is."""
+        for backend in _torch.backends():
+            for key, level in ((f"Autograd{backend}", self._at_autograd), (backend, self._at_backend)):
+                restore = _torch.override_kernel(self.place.func, key, level)
+                if restore is not None:
+                    self._restore.append(restore)
+        if not self._restore:
+            raise UnhookableError(
+                f"{self.place.name} has no kernel here that Python may stand in for, so no hook on it would ever fire. "
+                "Hook the function or the module that uses it."
+            )
+
+    def restore(self) -> None:
+        """Give the kernels their places back."""
+        for restore in self._restore:
+            restore()
+        self._restore.clear()
+
+    def refresh(self) -> None:
+        """Hooks have come or gone."""
+        self.hooks = FunctionHooks(self.place.name, self.place.func, self.entries) if self.entries else None
+
+    def _at_autograd(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if _torch.called_by_us(2):
+                return undisturbed(original)(keys, *args, **kwargs)
+            hooks = self._due()
+            if hooks is None:
+                return original(keys, *args, **kwargs)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                _THREAD.above.add(self)
+                try:
+                    return original(keys, *args, **kwargs)
+                finally:
+                    _THREAD.above.discard(self)
+
+            return hooks.call(run, args, kwargs)
+
+        return kernel
+
+    def _at_backend(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if _torch.called_by_us(2):
+                return undisturbed(original)(keys, *args, **kwargs)
+            hooks = None if self in _THREAD.above else self._due()
+            if hooks is None:
+                return original(keys, *args, **kwargs)
+            run = functools.partial(original, keys)
+            return hooks.call(run, args, kwargs, gradients=False)
+
+        return kernel
+
+    def _due(self) -> FunctionHooks | None:
+        """The hooks that this call is for."""
+        hooks = self.hooks
+        if hooks is None or QUIET.on:
+            return None
+        if _torch.is_tracing():
+            _warn_of_compiling(f"Something is being compiled that uses {self.place.name}")
+            return None
+        if hooks.scoped:
+            return hooks.within(running_scopes())
+        return hooks
+
+
+class Operators(Holder):
+    """All hooks on operators."""
+
+    def __init__(self) -> None:
+        self._operators: dict[_torch.OpOverload, Operator] = {}
+        self._places: dict[Entry, Operator] = {}
+        self._watches_forks = False
+
+    def add(self, entry: Entry, place: Place) -> None:
+        """Put a hook in its place; all or nothing."""
+        if _torch.has_compiled():
+            _warn_of_compiling("Code has been compiled in this process")
+        operator = self._operators.get(place.func)
+        if operator is None:
+            operator = Operator(place)
+            operator.override()
+            self._operators[place.func] = operator
+        entry.hook = undisturbed(entry.hook)
+        operator.entries[entry] = None
+        self._places[entry] = operator
+        operator.refresh()
+        if not self._watches_forks:
+            self._watches_forks = True
+            os.register_at_fork(after_in_child=self._disarm)
+
+    def discard(self, entry: Entry) -> None:
+        """Take a hook off; the last one gives the operator its kernels back."""
+        operator = self._places.pop(entry, None)
+        if operator is None:
+            return
+        del operator.entries[entry]
+        operator.refresh()
+        if not operator.entries:
+            operator.restore()
+            self._operators.pop(operator.place.func, None)
+
+    def why_silent(self, entry: Entry) -> str:
+        """What is known of operators that are never seen."""
+        if entry.attachment.kind.is_gradient:
+            return (
+                "it was not run where gradients are recorded, or no backward pass came through its outputs; reentrant "
+                "checkpointing repeats a forward outside of the model's own (use_reentrant=False shows all)"
+            )
+        return (
+            "the operator never ran in this thread's eager code; the model may come by another overload or operator "
+            "(a Linear runs aten.addmm or aten.mm), or run compiled"
+        )
+
+    def _disarm(self) -> None:
+        """In a forked worker the hooks, and whatever they write to, are the parent's."""
+        for operator in self._operators.values():
+            operator.hooks = None
+
+
+class _Said:
+    compiling = False
+
+
+def _warn_of_compiling(what: str) -> None:
+    if not _Said.compiling:
+        _Said.compiling = True
+        warnings.warn(
+            f"{what}: hooks on operators fire in eager code alone, and a compiled frame need never call them. Hook the "
+            "module instead, or run that part eagerly (torch.compiler.disable).",
+            HooklineWarning,
+            stacklevel=2,
+        )
+
+
+operators: Final = Operators()

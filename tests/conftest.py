@@ -1,0 +1,16 @@
+"""What every test starts from."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiling_has_been_said() -> None:
+    """The warning that compiled code calls no operator hooks comes once per process, whichever test compiles first.
+
+    It is tested in processes of its own (tests/sites/functions/test_kernels.py).
+    """
+    from hookline.sites.functions.kernels import _Said
+
+    _Said.compiling = True

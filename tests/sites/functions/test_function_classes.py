@@ -1,0 +1,302 @@
+"""Hooks on custom ``autograd.Function`` classes: their ``apply`` is ours for a while, and theirs again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from helpers_functions import KINDS, Around, Pair, Scale, fresh, label, noting
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+import hookline as hl
+
+pair_apply = Pair.apply
+"""A reference taken when the module was imported, as torch's own tutorials do: ``relu = MyReLU.apply``."""
+
+
+class Cube(torch.autograd.Function):
+    """In the newer style, with setup_context, a default argument and a rule for vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.scale = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.scale * 3 * x**2, None
+
+
+class Shifted(Scale):
+    """A subclass is another function."""
+
+
+class Own(torch.autograd.Function):
+    """With an ``apply`` of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+    @classmethod
+    def apply(cls, x: Tensor, plus: float = 0.0) -> Tensor:
+        return super().apply(x) + plus
+
+
+class InPlace(torch.autograd.Function):
+    """Changes its input and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Mixed(torch.autograd.Function):
+    """Gives an output without gradient, a number and None beside the real one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        indices = x.argsort()
+        ctx.mark_non_differentiable(indices)
+        return x * 2, indices, None, 7
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *others: Any) -> Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("cls", [Pair, Own, Shifted], ids=label)
+def test_the_class_is_as_before_when_the_last_hook_is_gone(cls: Any) -> None:
+    """Its ``apply``, inherited or its own, and its bases are the very same objects."""
+    before = vars(cls).get("apply"), cls.__bases__, cls.__mro__
+    first = hl.attach_function(cls, lambda fn, i, o: None)
+    second = hl.attach_function(cls, lambda fn, *_: None, on="backward")
+    assert (vars(cls).get("apply"), cls.__bases__, cls.__mro__) != before
+    first.remove()
+    second.remove()
+    assert (vars(cls).get("apply"), cls.__bases__, cls.__mro__) == before
+
+
+def test_an_apply_that_somebody_put_there_meanwhile_stays() -> None:
+    """What is not ours is not taken off."""
+
+    class Local(Scale):
+        pass
+
+    handle = hl.attach_function(Local, lambda fn, i, o: None)
+    theirs = classmethod(lambda cls, x, by: x)
+    Local.apply = theirs
+    handle.remove()
+    assert vars(Local)["apply"] is theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_to_apply_taken_before_the_hook_fires_too(kind: str) -> None:
+    """``pair = Pair.apply`` at the top of a file is how torch's documentation says to use a Function."""
+    events: list[str] = []
+    with hl.attach_function(Pair, noting(events, kind), on=kind):
+        pair_apply(fresh(2), fresh(2))[0].sum().backward()
+    assert events == [kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_to_apply_taken_while_a_hook_was_on_stays_good(kind: str) -> None:
+    """Called after the hook is gone, it is the plain function; with a new hook, that one fires once."""
+    events: list[str] = []
+    with hl.attach_function(Pair, noting(events, "first"), on=kind):
+        taken = Pair.apply
+        taken(fresh(2), fresh(2))[0].sum().backward()
+    product, total = taken(torch.ones(2), torch.ones(2))
+    assert (product.tolist(), total.tolist()) == ([1, 1], [2, 2])
+    assert events == ["first"]
+    with hl.attach_function(Pair, noting(events, "second"), on=kind):
+        taken(fresh(2), fresh(2))[0].sum().backward()
+    assert events == ["first", "second"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_subclass_is_another_function(kind: str) -> None:
+    """A hook on the base does not fire for it, nor the other way round; both at once fire once each."""
+    events: list[str] = []
+    x = fresh(2)
+    with hl.attach_function(Scale, noting(events, "base"), on=kind):
+        Shifted.apply(x, 2.0).sum().backward()
+        assert events == []
+        with hl.attach_function(Shifted, noting(events, "derived"), on=kind):
+            Shifted.apply(x, 2.0).sum().backward()
+            assert events == ["derived"]
+            Scale.apply(x, 2.0).sum().backward()
+    assert events == ["derived", "base"]
+    assert "apply" not in vars(Shifted)
+
+
+def test_setup_context_and_default_arguments() -> None:
+    """The newer style, called with its default and without."""
+    x, seen = fresh(3), []
+    with (
+        hl.attach_function(Cube, lambda fn, i, o: seen.append((fn.args[1:], fn.kwargs))),
+        hl.attach_function(Cube, lambda fn, gi, go: seen.append(gi[0].clone()), on="backward"),
+    ):
+        Cube.apply(x).sum().backward()
+        Cube.apply(x, 2.0).sum().backward()
+    assert seen[0] in [((), {}), ((1.0,), {})]  # as given, or with the default put in
+    assert seen[2] == ((2.0,), {})
+    torch.testing.assert_close(seen[1], 3 * x.detach() ** 2)
+    torch.testing.assert_close(seen[3], 6 * x.detach() ** 2)
+    torch.testing.assert_close(x.grad, 9 * x.detach() ** 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_vmap_and_grad_the_values_are_those_without_hooks(kind: str) -> None:
+    """A Function with a vmap rule, transformed."""
+    x = fresh(4, requires_grad=False)
+
+    def run() -> Tensor:
+        return torch.vmap(torch.func.grad(lambda x: Cube.apply(x, 2.0)))(x)
+
+    expected = run()
+    with hl.attach_function(Cube, lambda fn, *tensors: None, on=kind):
+        assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
+def test_an_apply_of_its_own_is_called_with_what_it_takes(editing: bool) -> None:
+    """Keywords too; what it adds around is part of the function."""
+    seen: list[Any] = []
+
+    def hook(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+        seen.append((grad_inputs[0].item(), grad_outputs[0].item()))
+        return grad_inputs if editing else None
+
+    x = torch.ones((), requires_grad=True)
+    with hl.attach_function(Own, hook, on="backward"):
+        y = Own.apply(x * 1, plus=5.0)
+        (3 * y).backward()
+    assert y.item() == 7.0
+    assert seen == [(6.0, 3.0)]
+    assert x.grad.item() == 6.0
+
+
+@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
+def test_a_function_that_changes_its_input(editing: bool) -> None:
+    """mark_dirty: the input comes out as the output, and gradients are its own."""
+    seen: list[Any] = []
+
+    def watch(fn: Any, grad_inputs: Any, grad_outputs: Any) -> None:
+        seen.append((grad_inputs[0].tolist(), grad_outputs[0].tolist()))
+
+    def edit(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+        watch(fn, grad_inputs, grad_outputs)
+        return grad_inputs
+
+    x = torch.ones(2, requires_grad=True)
+    with hl.attach_function(InPlace, edit if editing else watch, on="backward"):
+        h = x * 1
+        y = InPlace.apply(h)
+        (y * 5).sum().backward()
+    assert y.tolist() == [2, 2]
+    assert h.tolist() == [2, 2]
+    assert seen == [([10, 10], [5, 5])]
+    assert x.grad.tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
+def test_outputs_without_gradient_numbers_and_none(editing: bool) -> None:
+    """The caller gets the same structure; the hook gets the tensors, with None for a gradient that there is not."""
+    seen: list[Any] = []
+
+    def note(fn: Any, inputs: Any, outputs: Any) -> Any:
+        seen.append([output.dtype for output in outputs])
+        return tuple(outputs) if editing else None
+
+    def back(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+        seen.append(([grad is None for grad in grad_inputs], [grad is None for grad in grad_outputs]))
+        return grad_inputs if editing else None
+
+    x = fresh(3)
+    with hl.attach_function(Mixed, note), hl.attach_function(Mixed, back, on="backward"):
+        y, indices, nothing, seven = Mixed.apply(x)
+        y.sum().backward()
+    assert seen == [[torch.float32, torch.int64], ([False], [False, True])]
+    assert torch.equal(indices, x.argsort())
+    assert nothing is None
+    assert seven == 7
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_functions_inside_the_forward_of_a_class_are_seen_by_name_and_the_class_once() -> None:
+    """Its forward runs operators, which have hooks of their own."""
+    events: list[str] = []
+    with (
+        hl.attach_function(Scale, lambda fn, i, o: events.append(fn.name.rpartition(".")[2])),
+        hl.attach_function("aten.mul.Tensor", lambda fn, i, o: events.append("mul")),
+    ):
+        Scale.apply(torch.ones(2), 3.0)
+    assert events == ["mul", "Scale"]
+
+
+def test_in_all_threads_and_in_a_model() -> None:
+    """Bare hooks see every thread; with within= the forwards of the model."""
+    model, bare, scoped = Around(lambda x: Scale.apply(x, 2.0)), [], []
+    with (
+        hl.attach_function(Scale, noting(bare, 1)),
+        hl.attach_function(Scale, noting(scoped, 1), within=model),
+    ):
+        thread = threading.Thread(target=lambda: (model(torch.ones(1)), Scale.apply(torch.ones(1), 2.0)))
+        thread.start()
+        thread.join()
+    assert (len(bare), len(scoped)) == (2, 1)
+
+
+def test_a_class_in_a_checkpointed_or_data_parallel_looking_model_keeps_its_gradients() -> None:
+    """Through nn.Sequential, twice in one forward, with another Function between."""
+    model = nn.Sequential(
+        Around(lambda x: Scale.apply(x, 2.0)),
+        Around(lambda x: Pair.apply(x, x)[0]),
+        Around(lambda x: Scale.apply(x, 3.0)),
+    )
+    x = fresh(3)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    seen: list[Any] = []
+    with hl.attach_function([Scale, Pair], lambda fn, gi, go: seen.append((fn.module, fn.call)), on="backward"):
+        assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)
+    assert [module for module, _ in seen] == ["2", "1", "0"]
+
+
+def test_classes_made_later_are_found_and_dead_ones_are_not_kept() -> None:
+    """A glob looks at the classes that there are when the hook is attached."""
+    import gc
+    import weakref
+
+    class Passing(Scale):
+        pass
+
+    name = f"{__name__}.test_classes_made_later_are_found_and_dead_ones_are_not_kept.<locals>.Passing"
+    handle = hl.attach_function("*.Passing", lambda fn, i, o: None)
+    assert handle.names == (name,)
+    Passing.apply(torch.ones(1), 1.0)
+    handle.remove()
+    reference = weakref.ref(Passing)
+    del Passing, handle
+    gc.collect()
+    assert reference() is None

@@ -1,0 +1,529 @@
+"""Gradients of functions: this call's own, the same as in isolation, seen or edited, in every corner of autograd.
+
+Each case runs one function in a graph that uses its inputs elsewhere too and its output twice. The reference is the
+same function alone, on leaves, differentiated by ``torch.autograd.grad``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_functions import Around, Pair, Scale, fresh, sin_product, tensors_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, a call of it, and the shapes of its inputs."""
+
+    target: Any
+    run: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    in_place: bool = False
+    """Whether it changes its first input."""
+    views: bool = True
+    """Whether it takes inputs that are not contiguous."""
+    places: tuple[int, ...] | None = None
+    """Where the inputs are among those of the function; in order by default."""
+
+
+def _lstm(x: Tensor, *weights: Tensor) -> Any:
+    state = torch.zeros(1, x.shape[1], 4)
+    return torch.lstm(x, (state, state), list(weights), True, 1, 0.0, True, False, False)
+
+
+def _set_first(x: Tensor, y: Tensor) -> Tensor:
+    x[0] = y
+    return x
+
+
+aten = torch.ops.aten
+MATRIX = ((3, 4),)
+PAIR = ((3, 4), (3, 4))
+CASES: dict[str, Case] = {
+    "linear": Case(F.linear, F.linear, ((5, 3), (4, 3), (4,))),
+    "linear 3-D": Case(F.linear, F.linear, ((2, 5, 3), (4, 3), (4,))),
+    "linear without bias": Case(F.linear, F.linear, ((2, 5, 3), (4, 3))),
+    "linear by keyword": Case(
+        F.linear, lambda x, w, b: F.linear(bias=b, weight=w, input=x), ((5, 3), (4, 3), (4,)), places=(2, 1, 0)
+    ),
+    "matmul": Case(torch.Tensor.matmul, lambda a, b: a @ b, ((5, 3), (3, 4))),
+    "bmm": Case(torch.bmm, torch.bmm, ((2, 3, 4), (2, 4, 5))),
+    "einsum": Case(torch.einsum, lambda x, w: torch.einsum("bij,jk->bik", x, w), ((2, 5, 3), (3, 4))),
+    "einsum of three": Case(
+        torch.einsum, lambda x, w, v: torch.einsum("bij,jk,kl->bil", x, w, v), ((2, 5, 3), (3, 4), (4, 2))
+    ),
+    "attention": Case(
+        F.scaled_dot_product_attention, F.scaled_dot_product_attention, ((2, 2, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4))
+    ),
+    "causal attention": Case(
+        F.scaled_dot_product_attention,
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        ((2, 5, 4), (2, 5, 4), (2, 5, 4)),
+    ),
+    "softmax": Case(F.softmax, lambda x: F.softmax(x, -1), MATRIX),
+    "softmax of a tensor": Case(torch.Tensor.softmax, lambda x: x.softmax(-1), MATRIX),
+    "lstm": Case(torch.lstm, _lstm, ((5, 2, 3), (16, 3), (16, 4), (16,), (16,)), places=(0, 3, 4, 5, 6)),
+    "cross entropy": Case(F.cross_entropy, lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2])), MATRIX),
+    "layer norm": Case(F.layer_norm, lambda x, w, b: F.layer_norm(x, (4,), w, b), ((3, 4), (4,), (4,))),
+    "batch norm": Case(
+        F.batch_norm, lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), ((6, 3), (3,), (3,))
+    ),
+    "convolution": Case(F.conv2d, F.conv2d, ((2, 3, 5, 5), (4, 3, 3, 3), (4,))),
+    "embedding": Case(F.embedding, lambda w: F.embedding(torch.tensor([[0, 1], [2, 1]]), w), ((4, 3),), places=(1,)),
+    "square": Case(torch.Tensor.mul, lambda x: x * x, MATRIX),
+    "cat": Case(torch.cat, lambda a, b: torch.cat([a, b], 1), ((3, 4), (3, 2))),
+    "cat of one twice": Case(torch.cat, lambda a: torch.cat([a, a], 1), MATRIX),
+    "stack by keyword": Case(torch.stack, lambda a, b: torch.stack(tensors=[a, b], dim=1), PAIR),
+    "split": Case(torch.split, lambda x: torch.split(x, 2), ((6, 4),)),
+    "chunk": Case(torch.Tensor.chunk, lambda x: x.chunk(3), ((6, 4),)),
+    "unbind": Case(torch.Tensor.unbind, lambda x: x.unbind(), MATRIX),
+    "view": Case(torch.Tensor.view, lambda x: x.view(4, 3), MATRIX, views=False),
+    "transpose": Case(torch.Tensor.transpose, lambda x: x.transpose(0, 1), MATRIX),
+    "expand": Case(torch.Tensor.expand, lambda x: x.expand(2, 3, 4), MATRIX),
+    "slice": Case(torch.Tensor.__getitem__, lambda x: x[1:, :2], MATRIX),
+    "index": Case(torch.Tensor.__getitem__, lambda x: x[:, torch.tensor([0, 2])], MATRIX),
+    "max": Case(torch.max, lambda x: torch.max(x, 1), MATRIX),
+    "topk": Case(torch.topk, lambda x: torch.topk(x, 2), MATRIX),
+    "svd": Case(torch.linalg.svd, lambda x: torch.linalg.svd(x, full_matrices=False)[1:2], MATRIX),
+    "where": Case(torch.where, lambda a, b: torch.where(a > 0, a, b), PAIR, places=(1, 2)),
+    "relu_": Case(torch.relu_, torch.relu_, MATRIX, in_place=True),
+    "relu_ of a tensor": Case(torch.Tensor.relu_, lambda x: x.relu_(), MATRIX, in_place=True),
+    "relu in place": Case(F.relu, lambda x: F.relu(x, inplace=True), MATRIX, in_place=True),
+    "add_": Case(torch.Tensor.add_, lambda x, y: x.add_(y), PAIR, in_place=True),
+    "+=": Case(torch.Tensor.add_, lambda x, y: x.__iadd__(y), PAIR, in_place=True),
+    "mul_": Case(torch.Tensor.mul_, lambda x, y: x.mul_(y), PAIR, in_place=True),
+    "x[0] = y": Case(torch.Tensor.__setitem__, _set_first, ((3, 4), (4,)), in_place=True),
+    "class": Case(Pair, lambda a, b: Pair.apply(a, b), PAIR),
+    "class with a number": Case(Scale, lambda x: Scale.apply(x, 3.0), MATRIX),
+    "custom operator": Case(sin_product, sin_product, PAIR),
+    "aten.mm": Case(aten.mm.default, lambda a, b: a @ b, ((5, 3), (3, 4))),
+    "aten.bmm": Case(aten.bmm.default, torch.bmm, ((2, 3, 4), (2, 4, 5))),
+    "aten.mul": Case(aten.mul.Tensor, torch.mul, PAIR),
+    "aten.mul of one": Case(aten.mul.Tensor, lambda x: x * x, MATRIX),
+    "aten.mul by a number": Case(aten.mul.Tensor, lambda x: x * 2.5, MATRIX),
+    "aten.add": Case(aten.add.Tensor, torch.add, PAIR),
+    "aten.relu_": Case(aten.relu_.default, lambda x: F.relu(x, inplace=True), MATRIX, in_place=True),
+    "aten.add_": Case(aten.add_.Tensor, lambda x, y: x.add_(y), PAIR, in_place=True),
+    "aten.cat": Case(aten.cat.default, lambda a, b: torch.cat([a, b], 1), ((3, 4), (3, 2))),
+    "aten.max": Case(aten.max.dim, lambda x: torch.max(x, 1), MATRIX),
+    "aten._softmax": Case(aten._softmax.default, lambda x: F.softmax(x, -1), MATRIX),
+    "aten.native_layer_norm": Case(
+        aten.native_layer_norm.default, lambda x, w, b: F.layer_norm(x, (4,), w, b), ((3, 4), (4,), (4,))
+    ),
+    "aten.tanh": Case(aten.tanh.default, torch.tanh, MATRIX),
+    "aten.view": Case(aten.view.default, lambda x: x.view(4, 3), MATRIX, views=False),
+    "aten.transpose": Case(aten.transpose.int, lambda x: x.transpose(0, 1), MATRIX),
+    "aten.split": Case(aten.split.Tensor, lambda x: x.split(2), ((6, 4),)),
+    "aten.linear": Case(aten.linear.default, F.linear, ((2, 5, 3), (4, 3), (4,))),
+}
+STYLES = ("watched", "returned", "scaled")
+GIVEN = ("computed", "leaf", "view")
+
+
+def _inputs(case: Case, given: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves, and the tensors made of them that go in."""
+    leaves = [fresh(*shape, seed=index) for index, shape in enumerate(case.shapes)]
+    if given == "leaf":
+        return leaves, leaves
+    if given == "computed":
+        return leaves, [leaf * 1 for leaf in leaves]
+    return leaves, [_strided(leaf * 1) for leaf in leaves]
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """The same values as every other column of a tensor twice as wide: a view, and not a reshape."""
+    return torch.stack([tensor, tensor.detach()], -1)[..., 0]
+
+
+def _reference(case: Case, weights: list[Tensor]) -> list[Tensor | None]:
+    """The gradients of the inputs of the function alone."""
+    leaves = [fresh(*shape, seed=index) for index, shape in enumerate(case.shapes)]
+    inputs = [leaf * 1 for leaf in leaves] if case.in_place else leaves
+    outputs = tensors_of(case.run(*inputs))
+    weights += [torch.randn(output.shape, generator=torch.Generator().manual_seed(9)) for output in outputs]
+    return list(torch.autograd.grad(outputs, leaves, [2 * weight for weight in weights], allow_unused=True))
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_function_alone(name: str, style: str, given: str) -> None:
+    """Once per call: the summed gradient of each output, the call's own share of each input; edits reach the leaves."""
+    case = CASES[name]
+    if (case.in_place and given == "leaf") or (given == "view" and not case.views):
+        pytest.skip("torch itself does not allow it")
+    weights: list[Tensor] = []
+    expected = _reference(case, weights)
+    factor = 3 if style == "scaled" else 1
+    before: list[Any] = []
+    after: list[Any] = []
+
+    def pre(fn: Any, grad_outputs: Any) -> None:
+        before.append(_copied(grad_outputs))
+
+    def watch(fn: Any, grad_inputs: Any, grad_outputs: Any) -> None:
+        after.append((_copied(grad_inputs), _copied(grad_outputs)))
+
+    def edit(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+        watch(fn, grad_inputs, grad_outputs)
+        return tuple(None if grad is None else grad * factor for grad in grad_inputs)
+
+    model = Around(case.run)
+    leaves, inputs = _inputs(case, given)
+    elsewhere = sum((x * x).sum() for x in inputs if not case.in_place)
+    with (
+        hl.attach_function(case.target, pre, on="backward_pre", within=model),
+        hl.attach_function(case.target, watch if style == "watched" else edit, on="backward", within=model),
+    ):
+        outputs = tensors_of(model(*inputs))
+        elsewhere += sum((x * x).sum() for x in inputs if not case.in_place)
+        loss = sum(((y * w).sum() + (w * y).sum() for y, w in zip(outputs, weights, strict=True)), elsewhere)
+        loss.backward()
+    assert (len(before), len(after)) == (1, 1)
+    [grad_outputs], [(grad_inputs, grad_outputs_again)] = before, after
+    _assert_close([grad for grad in grad_outputs if grad is not None], [2 * weight for weight in weights])
+    _assert_close([grad for grad in grad_outputs_again if grad is not None], [2 * weight for weight in weights])
+    places = case.places or range(len(expected))
+    _assert_close([grad_inputs[place] for place in places], expected)
+    for leaf, grad in zip(leaves, expected, strict=True):
+        total = (0 if grad is None else factor * grad) + (0 if case.in_place else 4 * leaf.detach())
+        torch.testing.assert_close(leaf.grad, total)
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("name", CASES)
+def test_an_edit_of_the_gradient_of_the_outputs_flows_on(name: str, given: str) -> None:
+    """backward_pre returns it doubled: every gradient below the function is doubled, nothing beside it is."""
+    case = CASES[name]
+    if (case.in_place and given == "leaf") or (given == "view" and not case.views):
+        pytest.skip("torch itself does not allow it")
+    weights: list[Tensor] = []
+    expected = _reference(case, weights)
+    model = Around(case.run)
+    leaves, inputs = _inputs(case, given)
+
+    def double(fn: Any, grads: Any) -> Any:
+        return tuple(None if grad is None else 2 * grad for grad in grads)
+
+    elsewhere = sum((x * x).sum() for x in inputs if not case.in_place)
+    with hl.attach_function(case.target, double, on="backward_pre", within=model) as handle:
+        outputs = tensors_of(model(*inputs))
+        sum(((y * w).sum() for y, w in zip(outputs, weights, strict=True)), elsewhere).backward()
+    assert handle.report().fired == 1
+    for leaf, grad in zip(leaves, expected, strict=True):
+        total = (0 if grad is None else grad) + (0 if case.in_place else 2 * leaf.detach())
+        torch.testing.assert_close(leaf.grad, total)
+
+
+def _copied(grads: Any) -> list[Tensor | None]:
+    return [None if grad is None else grad.clone() for grad in grads]
+
+
+def _assert_close(got: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        if other is None:
+            assert one is None
+        else:
+            assert one is not None
+            torch.testing.assert_close(one, other)
+
+
+# -- kinds of backward pass --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
+@pytest.mark.parametrize(
+    ("target", "run"),
+    [("torch.tanh", torch.tanh), ("aten.tanh.default", torch.tanh), (Scale, lambda x: Scale.apply(x, 3.0))],
+    ids=["function", "operator", "class"],
+)
+class TestPasses:
+    """Ways to run a backward pass, with a hook that watches and one that hands back what it got."""
+
+    def hook(self, seen: list[Any], editing: bool) -> Callable[..., Any]:
+        def watch(fn: Any, grad_inputs: Any, grad_outputs: Any) -> None:
+            seen.append((grad_inputs[0].detach().clone(), grad_outputs[0].detach().clone()))
+
+        def edit(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+            watch(fn, grad_inputs, grad_outputs)
+            return grad_inputs
+
+        return edit if editing else watch
+
+    def test_twice_with_retain_graph(self, target: Any, run: Any, editing: bool) -> None:
+        """Each pass fires once, with its own gradients."""
+        x, seen = fresh(3), []
+        with hl.attach_function(target, self.hook(seen, editing), on="backward"):
+            y = run(x * 1)
+            y.sum().backward(retain_graph=True)
+            (2 * y).sum().backward()
+        assert len(seen) == 2
+        torch.testing.assert_close(seen[1][0], 2 * seen[0][0])
+        torch.testing.assert_close(x.grad, 3 * seen[0][0])
+
+    def test_autograd_grad(self, target: Any, run: Any, editing: bool) -> None:
+        """autograd.grad fires too, and leaves .grad alone."""
+        x, seen = fresh(3), []
+        h = x * 1
+        with hl.attach_function(target, self.hook(seen, editing), on="backward"):
+            y = run(h)
+            (grad,) = torch.autograd.grad(y.sum(), h)
+        assert len(seen) == 1
+        assert torch.equal(grad, seen[0][0])
+        assert x.grad is None
+
+    def test_autograd_grad_of_a_leaf(self, target: Any, run: Any, editing: bool) -> None:
+        """The same where the input is a leaf."""
+        x, seen = fresh(3), []
+        with hl.attach_function(target, self.hook(seen, editing), on="backward"):
+            (grad,) = torch.autograd.grad(run(x).sum(), x)
+        assert len(seen) == 1
+        assert torch.equal(grad, seen[0][0])
+
+    def test_double_backward(self, target: Any, run: Any, editing: bool) -> None:
+        """A second derivative is the same as without hooks."""
+        x, seen = fresh(3), []
+
+        def second() -> Tensor:
+            (first,) = torch.autograd.grad(run(x).pow(3).sum(), x, create_graph=True)
+            (grad,) = torch.autograd.grad(first.square().sum(), x)
+            return grad
+
+        expected = second()
+        with hl.attach_function(target, self.hook(seen, editing), on="backward"):
+            torch.testing.assert_close(second(), expected)
+        assert len(seen) >= 1
+
+    def test_two_calls_in_one_graph(self, target: Any, run: Any, editing: bool) -> None:
+        """Each call has its own gradients, the later call first."""
+        x, seen = fresh(3), []
+        with hl.attach_function(target, self.hook(seen, editing), on="backward"):
+            (run(x) * 2 + run(x) * 5).sum().backward()
+        assert sorted(grads[1][0].item() for grads in seen) == [2.0, 5.0]
+
+    def test_of_two_passes_only_what_was_asked_for(self, target: Any, run: Any, editing: bool) -> None:
+        """A pass that does not come through the function fires nothing."""
+        x, seen = fresh(3), []
+        with hl.attach_function(target, self.hook(seen, editing), on="backward"):
+            y = run(x)
+            (x * 3).sum().backward()
+            assert seen == []
+            del y
+
+    def test_an_output_that_is_not_used(self, target: Any, run: Any, editing: bool) -> None:
+        """No gradient, no hook, and no .grad of zeros."""
+        x, seen = fresh(3), []
+        unused = fresh(3, seed=4)
+        with hl.attach_function(target, self.hook(seen, editing), on="backward"):
+            run(unused)
+            x.sum().backward()
+        assert seen == []
+        assert unused.grad is None
+
+
+@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
+def test_of_several_outputs_the_unused_ones_have_none(editing: bool) -> None:
+    """A split of which one piece is used, a Function of which one output is."""
+    seen: list[Any] = []
+
+    def hook(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+        seen.append([grad is not None for grad in grad_outputs])
+        return grad_inputs if editing else None
+
+    x = fresh(6)
+    with hl.attach_function(["torch.Tensor.split", Pair], hook, on="backward", observe=not editing):
+        x.split(2)[1].sum().backward()
+        assert x.grad.tolist() == [0, 0, 1, 1, 0, 0]
+        a, b = fresh(2), fresh(2, seed=1)
+        Pair.apply(a, b)[1].sum().backward()
+    assert seen[0] == [False, True, False]
+    assert seen[1][1]
+    assert a.grad.tolist() == b.grad.tolist() == [1, 1]
+
+
+def test_a_leaf_that_a_function_does_not_use_keeps_no_gradient() -> None:
+    """An argument through which no gradient flows stays without one, edited or not."""
+    for returned in (False, True):
+        weight, x = fresh(4), fresh(3, 4)
+
+        def hook(fn: Any, grad_inputs: Any, grad_outputs: Any, returned: bool = returned) -> Any:
+            assert grad_inputs[1] is None
+            return grad_inputs if returned else None
+
+        class First(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Any:
+                return grad * 2, None
+
+        with hl.attach_function(First, hook, on="backward") as handle:
+            First.apply(x, weight).sum().backward()
+        assert handle.report().fired == 1
+        assert weight.grad is None
+
+
+# -- activation checkpointing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    ("target", "bare"),
+    [(torch.tanh, True), (torch.tanh, False), ("aten.tanh.default", True), ("aten.tanh.default", False)],
+    ids=["function bare", "function within", "operator bare", "operator within"],
+)
+def test_a_recomputed_call_is_marked(target: Any, bare: bool, reentrant: bool) -> None:
+    """Of two forwards under checkpointing, the calls that are not marked as recomputed are two."""
+    linear, seen = nn.Linear(3, 3), []
+    model = Around(lambda x: checkpoint(lambda h: torch.tanh(linear(h)), x, use_reentrant=reentrant))
+
+    def note(fn: Any, inputs: Any, outputs: Any) -> None:
+        seen.append((fn.recompute, fn.in_backward))
+
+    with hl.attach_function(target, note, within=None if bare else model):
+        for _ in range(2):
+            model(fresh(2, 3)).sum().backward()
+    assert [marks for marks in seen if not marks[0]] == [(False, False)] * 2
+    assert all(marks == (True, True) for marks in seen if marks[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
+@pytest.mark.parametrize("scoped", [False, True], ids=["bare", "within"])
+@pytest.mark.parametrize(
+    "target", [torch.tanh, torch.ops.aten.tanh.default, F.linear], ids=["tanh", "aten.tanh", "linear"]
+)
+def test_gradient_hooks_under_checkpointing_fire_once_and_leave_the_gradients_alone(
+    target: Any, scoped: bool, editing: bool, reentrant: bool
+) -> None:
+    """They fire once, or say on removal that they did not; the weights get the gradients of a plain run."""
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 3)
+    model = Around(lambda x: checkpoint(lambda h: torch.tanh(linear(h)), x, use_reentrant=reentrant))
+    seen: list[Any] = []
+
+    def hook(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+        seen.append([None if grad is None else grad.clone() for grad in grad_inputs])
+        return grad_inputs if editing else None
+
+    def watch(fn: Any, grad_inputs: Any, grad_outputs: Any) -> None:
+        hook(fn, grad_inputs, grad_outputs)
+
+    model(fresh(2, 3)).sum().backward()
+    expected = linear.weight.grad.clone()
+    linear.zero_grad()
+    handle = hl.attach_function(target, hook if editing else watch, on="backward", within=model if scoped else None)
+    model(fresh(2, 3)).sum().backward()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle.remove()
+    assert torch.equal(linear.weight.grad, expected)
+    if not (reentrant and [warning.category for warning in told] == [hl.HookNeverFired]):
+        assert len(seen) == 1
+
+
+# -- order, as in source 001 -------------------------------------------------------------------------------
+
+
+class Product(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.mul(a, b)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Any, Any, tuple[tuple[int, ...], ...]]] = {
+    "Linear": (lambda: nn.Linear(3, 2), F.linear, aten.addmm.default, ((4, 3),)),
+    "Linear 3-D": (lambda: nn.Linear(3, 2), F.linear, aten.addmm.default, ((2, 4, 3),)),
+    "LayerNorm": (lambda: nn.LayerNorm(3), F.layer_norm, aten.native_layer_norm.default, ((4, 3),)),
+    "ReLU": (nn.ReLU, F.relu, aten.relu.default, ((4, 3),)),
+    "GELU": (nn.GELU, F.gelu, aten.gelu.default, ((4, 3),)),
+    "Tanh": (nn.Tanh, torch.tanh, aten.tanh.default, ((4, 3),)),
+    "Softmax": (lambda: nn.Softmax(-1), F.softmax, aten._softmax.default, ((4, 3),)),
+    "Conv1d": (lambda: nn.Conv1d(3, 2, 2), torch.conv1d, aten.convolution.default, ((1, 3, 5),)),
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(3), F.batch_norm, aten.native_batch_norm.default, ((4, 3),)),
+    "Product": (Product, torch.mul, aten.mul.Tensor, ((4, 3), (4, 3))),
+    "Bilinear": (lambda: nn.Bilinear(3, 2, 2), F.bilinear, aten._trilinear.default, ((4, 3), (4, 2))),
+}
+
+
+@pytest.mark.parametrize("given", ["leaf", "computed", "data"])
+@pytest.mark.parametrize("function_edits", [False, True], ids=["function watched", "function edited"])
+@pytest.mark.parametrize("module_edits", [False, True], ids=["module watched", "module edited"])
+@pytest.mark.parametrize("with_operator", [False, True], ids=["", "operator"])
+@pytest.mark.parametrize("name", MODULES)
+def test_module_function_and_operator_open_and_close_like_brackets(
+    name: str, with_operator: bool, module_edits: bool, function_edits: bool, given: str
+) -> None:
+    """Forward and backward: module pre, function pre, operator pre, operator post, function post, module post."""
+    make, function, operator, shapes = MODULES[name]
+    module, events = make(), []
+
+    def labelled(label: str, edits: bool) -> Callable[..., Any]:
+        def watch(*args: Any) -> None:
+            events.append(label)
+
+        def edit(site: Any, values: Any, *more: Any) -> Any:
+            events.append(label)
+            return None if "forward" in label else values
+
+        return edit if edits else watch
+
+    leaves = [fresh(*shape, seed=index, requires_grad=given != "data") for index, shape in enumerate(shapes)]
+    inputs = [leaf * 1 for leaf in leaves] if given == "computed" else leaves
+    if given == "data" and not list(module.parameters()):
+        pytest.skip("there is no backward pass")
+    handles = []
+    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+        if with_operator:
+            hook = labelled(f"operator {kind}", function_edits)
+            handles.append(hl.attach_function(operator, hook, on=kind, within=module))
+        hook = labelled(f"function {kind}", function_edits)
+        handles.append(hl.attach_function(function, hook, on=kind, within=module))
+        handles.append(hl.attach(module, labelled(f"module {kind}", module_edits), on=kind))
+    with hl.HandleSet(handles):
+        module(*inputs).sum().backward()
+    levels = ["module", "function", "operator"] if with_operator else ["module", "function"]
+    forward = [f"{level} forward_pre" for level in levels] + [f"{level} forward" for level in reversed(levels)]
+    backward = [f"{level} backward_pre" for level in levels] + [f"{level} backward" for level in reversed(levels)]
+    assert events == forward + backward
+
+
+def test_in_a_sequence_each_function_closes_before_the_next_opens() -> None:
+    """Backward through two layers: the second layer's brackets, then the first's."""
+    model, events = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), []
+
+    def note(label: str) -> Callable[..., None]:
+        def hook(site: Any, *values: Any) -> None:
+            name = (
+                site.module
+                if isinstance(site, hl.FunctionSite)
+                else next(n for n, m in model.named_modules() if m is site)
+            )
+            events.append(f"{label} {name}")
+
+        return hook
+
+    functions = [F.linear, torch.tanh]
+    with hl.HandleSet(
+        [
+            hl.attach(model, "#", note("module pre"), on="backward_pre"),
+            hl.attach(model, "#", note("module post"), on="backward"),
+            hl.attach_function(functions, note("function pre"), on="backward_pre", within=model),
+            hl.attach_function(functions, note("function post"), on="backward", within=model),
+        ]
+    ):
+        model(fresh(4, 3)).sum().backward()
+    brackets = ("module pre", "function pre", "function post", "module post")
+    assert events == [f"{bracket} {layer}" for layer in "210" for bracket in brackets]

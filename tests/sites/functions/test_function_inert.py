@@ -1,0 +1,440 @@
+"""The house test for function hooks: a run that is watched ends with the same bits as the run that is not.
+
+Each test trains twice from the same seed and compares losses, weights, buffers, gradients, optimizer state and the
+random stream with ``torch.equal``. The negative controls show that the comparison can fail.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers_functions import KINDS, Pair, Scale, noting, sin_product
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+STEPS = 20
+
+
+class House(nn.Module):
+    """Embeddings, post-norm attention, BatchNorm, in-place ReLU, dropout, a custom Function, a custom operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        self.norm, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.batch_norm, self.relu = nn.BatchNorm1d(16), nn.ReLU(inplace=True)
+        self.lstm, self.conv = nn.LSTM(8, 8, batch_first=True), nn.Conv1d(8, 8, 3, padding=1)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        h = self.norm(h + self.attention(h, h, h)[0])
+        up = self.relu(self.batch_norm(self.up(h).transpose(1, 2)).transpose(1, 2))
+        h = self.norm2(h + self.drop(self.down(up)))
+        h = h + self.lstm(h)[0] + self.conv(h.transpose(1, 2)).transpose(1, 2)
+        product, total = Pair.apply(h, h * 0.5)
+        h = Scale.apply(product, 0.5) + total + sin_product(h, total)
+        h = torch.cat(h.split(1, dim=1), 1) * 0.9 + F.softmax(h, -1)
+        mixed = torch.einsum("bij,bkj->bik", h, h).mean() * 0.1
+        h = h * 2
+        h += mixed
+        h[:, 0] = mixed * 0.5
+        return self.head(h)
+
+
+class Checkpointed(House):
+    def forward(self, ids: Tensor) -> Tensor:
+        return checkpoint(super().forward, ids, use_reentrant=False)
+
+
+Hooking = Callable[[nn.Module], list[Any]]
+
+
+def reading(fn: Any, *tensors: Any) -> None:
+    """Reads all that it is shown, with operators of its own, and returns nothing."""
+    for group in tensors:
+        for tensor in group:
+            if tensor is not None and tensor.is_floating_point() and tensor.numel():
+                tensor.detach().double().square().mean()
+
+
+def train(
+    make: type[nn.Module] = House, hooking: Hooking | None = None, steps: int = STEPS, autocast: bool = False
+) -> dict[str, Tensor]:
+    """All that a training run leaves behind."""
+    torch.manual_seed(0)
+    model = make().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.Generator().manual_seed(1)
+    losses = []
+    with hl.HandleSet(hooking(model) if hooking else []):
+        for _ in range(steps):
+            ids = torch.randint(11, (4, 6), generator=data)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                logits = model(ids)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.detach())
+    left = {f"state {name}": value.clone() for name, value in model.state_dict().items()}
+    left |= {f"grad {name}": parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        left |= {f"{key} {name}": torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
+    return {**left, "losses": torch.stack(losses), "random": torch.get_rng_state()}
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def hooks(target: Any, hook: Callable[..., Any] = reading, *, bare: bool = False, **options: Any) -> Hooking:
+    """One hook of each kind on a target."""
+    return lambda model: [
+        hl.attach_function(target, hook, on=kind, within=None if bare else model, **options) for kind in KINDS
+    ]
+
+
+def everything(model: nn.Module) -> list[Any]:
+    """Functions, operators and classes, watched by hooks that return nothing and by observers that do."""
+    returning: Callable[..., Any] = lambda fn, *tensors: "junk"  # noqa: E731
+    targets = ["*", "torch.Tensor.*", "aten.*mm*", "aten.native_layer_norm*", "hookline_test.*", Pair, Scale]
+    return [
+        *hooks(targets)(model),
+        *hooks(targets, returning, observe=True)(model),
+        *hooks(targets, returning, observe=True, sees="raw", bare=True)(model),
+        *(hl.attach(model, "*", noting([], kind), on=kind) for kind in KINDS),
+    ]
+
+
+HOOKINGS: dict[str, Hooking] = {
+    "functions": hooks("*"),
+    "functions bare": hooks("*", bare=True),
+    "functions observed": hooks("*", observe=True),
+    "private functions and attributes": hooks(["torch._*", "torch.Tensor.*.__get__", "*"]),
+    "classes": hooks([Pair, Scale]),
+    "custom operator": hooks(sin_product),
+    "operators of the model": hooks(["aten.addmm", "aten.mm", "aten.bmm", "aten._softmax", "aten.native_layer_norm"]),
+    "element-wise operators": hooks(["aten.add", "aten.mul", "aten.sub", "aten.div", "aten.copy_"], bare=True),
+    "everything together": everything,
+}
+
+
+@pytest.fixture
+def shallow() -> Iterator[None]:
+    """A hook on an operator that its own wiring uses would call itself until the process dies; here it raises."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 300)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Tensor]:
+    return train()
+
+
+@pytest.mark.parametrize("hooking", HOOKINGS)
+def test_training_with_function_hooks_ends_with_the_same_bits(hooking: str, plain: dict[str, Tensor]) -> None:
+    """Twenty AdamW steps, all four kinds."""
+    assert differences(train(hooking=HOOKINGS[hooking]), plain) == []
+
+
+@pytest.mark.usefixtures("shallow")
+def test_training_with_hooks_on_every_operator_ends_with_the_same_bits(plain: dict[str, Tensor]) -> None:
+    """aten.*, three thousand of them, of all four kinds."""
+    began = time.perf_counter()
+    assert differences(train(hooking=hooks("aten.*")), plain) == []
+    assert time.perf_counter() - began < 60
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_one_kind_on_every_operator_end_with_the_same_bits(kind: str) -> None:
+    """Kind by kind, over three steps, so that a failure says which."""
+    hooking: Hooking = lambda model: [hl.attach_function("aten.*", reading, on=kind, within=model)]  # noqa: E731
+    assert differences(train(hooking=hooking, steps=3), train(steps=3)) == []
+
+
+def test_under_activation_checkpointing_the_bits_are_the_same() -> None:
+    """Recomputed calls pass the hooks a second time, or do not, and change nothing."""
+    plain = train(Checkpointed, steps=5)
+    assert differences(train(Checkpointed, hooks("*"), steps=5), plain) == []
+    assert differences(train(Checkpointed, hooks(["aten.addmm", "aten.native_layer_norm"]), steps=5), plain) == []
+    assert differences(train(Checkpointed, hooks("*", bare=True), steps=5), plain) == []
+
+
+def test_under_autocast_the_bits_are_the_same() -> None:
+    """bfloat16 on the CPU, where every cast rounds."""
+    plain = train(steps=5, autocast=True)
+    assert differences(train(hooking=everything, steps=5, autocast=True), plain) == []
+    assert differences(plain, train(steps=5)) != []
+
+
+def test_a_hook_that_draws_a_random_number_is_noticed(plain: dict[str, Tensor]) -> None:
+    """The comparison can fail: one draw from the stream in one hook of one step."""
+    drawn: list[Any] = []
+
+    def draw(fn: Any, *tensors: Any) -> None:
+        if not drawn:
+            drawn.append(torch.rand(1))
+
+    found = differences(train(hooking=hooks(F.linear, draw)), plain)
+    assert "random" in found
+    assert "losses" in found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_that_edits_is_noticed(kind: str, plain: dict[str, Tensor]) -> None:
+    """A return value of the last bit's size changes the weights, in every kind."""
+
+    def edit(fn: Any, *tensors: Any) -> Any:
+        return tuple(
+            tensor * (1 + 2**-20) if tensor is not None and tensor.is_floating_point() else tensor
+            for tensor in (tensors[0] if kind.startswith("backward") else tensors[-1])
+        )
+
+    hooking: Hooking = lambda model: [hl.attach_function(F.linear, edit, on=kind, within=model)]  # noqa: E731
+    assert "state up.weight" in differences(train(hooking=hooking), plain)
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_gradient_editors_that_return_what_they_got_change_nothing_beyond_rounding(kind: str) -> None:
+    """An editor may regroup sums, as it does on modules; the gradients of a step agree to the last few bits."""
+    hooking: Hooking = lambda model: [  # noqa: E731
+        hl.attach_function("*", lambda fn, grads, *_: grads, on=kind, within=model)
+    ]
+    hooked, reference = train(hooking=hooking, steps=1), train(steps=1)
+    for name in hooked:
+        if name.startswith("grad "):
+            torch.testing.assert_close(hooked[name], reference[name], rtol=1e-5, atol=1e-6)
+
+
+# -- what is the caller's stays the caller's -----------------------------------------------------------------
+
+
+MAKERS: dict[str, Callable[[], Tensor]] = {
+    "zeros": lambda: torch.zeros(3, requires_grad=True),
+    "randn": lambda: torch.randn(3, requires_grad=True),
+    "tensor": lambda: torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
+    "requires_grad_": lambda: torch.ones(3).requires_grad_(),
+    "empty_like": lambda: torch.zeros_like(torch.ones(3), requires_grad=True),
+    "init": lambda: nn.init.ones_(nn.Parameter(torch.zeros(3))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", MAKERS)
+def test_a_leaf_that_is_made_under_a_watching_hook_is_a_leaf(how: str, kind: str) -> None:
+    """It gets its gradient, and an optimizer takes it."""
+    with hl.attach_function("*", reading, on=kind):
+        leaf = MAKERS[how]()
+        assert leaf.is_leaf
+        (leaf * 2).sum().backward()
+        torch.optim.SGD([leaf], lr=0.1)
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2, 2]
+
+
+HANDED_BACK: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "to": lambda x: x.to("cpu"),
+    "float": lambda x: x.float(),
+    "requires_grad_": lambda x: x.requires_grad_(),
+    "dropout": lambda x: F.dropout(x, training=False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", ["leaf", "computed"])
+@pytest.mark.parametrize("how", HANDED_BACK)
+def test_what_a_function_hands_back_as_it_is_stays_the_same_object(how: str, given: str, kind: str) -> None:
+    """A watching hook does not put another tensor in its place."""
+    x = torch.ones(3, requires_grad=True)
+    if given == "computed":
+        if how == "requires_grad_":
+            pytest.skip("torch itself does not allow it")
+        x = x * 1
+    assert HANDED_BACK[how](x) is x
+    with hl.attach_function("*", reading, on=kind):
+        assert HANDED_BACK[how](x) is x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_built_moved_copied_and_saved_under_watching_hooks_is_as_without(kind: str) -> None:
+    """Construction, dtype, deepcopy, state dict, tied and normalised weights: parameters stay parameters and leaves."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)))
+        model = copy.deepcopy(model).double().float()
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        model.load_state_dict(torch.load(buffer))
+        model(torch.ones(2, 3)).sum().backward()
+        return model
+
+    expected = build()
+    with hl.attach_function("*", reading, on=kind):
+        model = build()
+    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert isinstance(one, nn.Parameter), name
+        assert one.is_leaf, name
+        assert torch.equal(one, other), name
+        assert torch.equal(one.grad, other.grad), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck_passes_under_watching_hooks(kind: str) -> None:
+    """First and second derivatives, against finite differences."""
+    x = torch.randn(3, 3, dtype=torch.double, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with hl.attach_function("*", reading, on=kind), hl.attach_function("aten.mm", reading, on=kind):
+        assert torch.autograd.gradcheck(lambda x: torch.tanh(x) @ x, (x,))
+        assert torch.autograd.gradgradcheck(lambda x: torch.tanh(x) @ x, (x,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_nested_and_complex_gradients_pass(kind: str) -> None:
+    """Layouts that cannot be asked for everything."""
+    table = nn.Embedding(4, 2, sparse=True)
+    waves = torch.ones(4, dtype=torch.complex64, requires_grad=True)
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], requires_grad=True, layout=torch.jagged)
+    with hl.attach_function("*", lambda fn, *tensors: None, on=kind):
+        table(torch.tensor([1, 1])).sum().backward()
+        torch.fft.fft(waves).abs().sum().backward()
+        (ragged * 2).values().sum().backward()
+    assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
+    assert waves.grad.dtype is torch.complex64
+    assert ragged.grad.values().unique().tolist() == [2]
+
+
+# -- models as they are ------------------------------------------------------------------------------------
+
+
+def gpt2(attention: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=31, n_positions=16, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    config._attn_implementation = attention
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def bert(attention: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+    )
+    config._attn_implementation = attention
+    return transformers.BertModel(config).eval()
+
+
+class Shown(TorchFunctionMode):
+    """Counts functions by name, independently of hookline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[getattr(func, "__name__", "?")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+MODELS = {
+    "gpt2": (gpt2, [f"transformer.h.{index}.attn" for index in range(3)]),
+    "bert": (bert, [f"encoder.layer.{index}.attention.self" for index in range(2)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("implementation", "target", "name"),
+    [("eager", "*.softmax", "softmax"), ("sdpa", "*.scaled_dot_product_attention", "scaled_dot_product_attention")],
+    ids=["eager", "sdpa"],
+)
+@pytest.mark.parametrize("model_name", MODELS)
+def test_attention_in_every_layer_of_a_real_model(
+    model_name: str, implementation: str, target: str, name: str, kind: str
+) -> None:
+    """One call per layer, with the path of its module; as many as an independent mode counts."""
+    make, layers = MODELS[model_name]
+    model = make(implementation)
+    ids = torch.randint(2, 31, (2, 6), generator=torch.Generator().manual_seed(0))
+    with Shown() as shown:
+        expected = model(ids)[0]
+    assert shown.seen[name] == len(layers)
+    seen: list[Any] = []
+    with hl.attach_function(target, lambda fn, *_: seen.append((fn.module, fn.step, fn.call)), on=kind, within=model):
+        for _ in range(2):
+            output = model(ids)[0]
+            output.sum().backward()
+    assert torch.equal(output, expected)
+    order = layers if kind.startswith("forward") else layers[::-1]
+    numbers = {layer: index for index, layer in enumerate(layers)}
+    assert seen == [(layer, step, numbers[layer]) for step in range(2) for layer in order]
+
+
+def test_attention_can_be_cut_in_one_layer_of_a_real_model() -> None:
+    """An edit by module path: the pattern of layer 1 made uniform changes the output, and only while it is on."""
+    model = gpt2("eager")
+    ids = torch.randint(2, 31, (2, 6), generator=torch.Generator().manual_seed(0))
+    patterns: list[Tensor] = []
+
+    def uniform(fn: Any, inputs: Any, outputs: Any) -> Any:
+        if fn.module != "transformer.h.1.attn":
+            return None
+        patterns.append(outputs[0])
+        return torch.full_like(outputs[0], 1 / outputs[0].shape[-1])
+
+    expected = model(ids).logits
+    with hl.attach_function("*.softmax", uniform, within=model):
+        cut = model(ids).logits
+    assert [tuple(pattern.shape) for pattern in patterns] == [(2, 2, 6, 6)]
+    assert not torch.allclose(cut, expected, atol=1e-5)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_generation_with_hooks_gives_the_same_tokens() -> None:
+    """A cache, a loop, no_grad: the calls are those of each token's forward."""
+    model, events = gpt2("sdpa"), []
+    ids = torch.randint(2, 31, (1, 3), generator=torch.Generator().manual_seed(0))
+
+    def generate() -> Tensor:
+        return model.generate(
+            ids,
+            max_new_tokens=4,
+            do_sample=False,
+            pad_token_id=0,
+            attention_mask=torch.ones_like(ids),
+            eos_token_id=None,
+        )
+
+    expected = generate()
+    with hl.attach_function("*.scaled_dot_product_attention", noting(events, 1), within=model):
+        assert torch.equal(generate(), expected)
+    assert len(events) == 3 * 4

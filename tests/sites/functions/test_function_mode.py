@@ -1,0 +1,720 @@
+"""The stack of function modes: hooks go on and come off under, over and between the modes of others."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import tracemalloc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_functions import Around, fresh, modes, noting
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+import hookline as hl
+
+
+class Counting(TorchFunctionMode):
+    """Somebody else's mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def default_device(device: str | None) -> Iterator[None]:
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None if before == torch.device("cpu") else before)
+
+
+def exp_hook(events: list[Any]) -> hl.HookHandle:
+    return hl.attach_function(torch.exp, noting(events, "exp"))
+
+
+# -- on and off --------------------------------------------------------------------------------------------
+
+
+def test_a_mode_is_on_exactly_while_a_bare_hook_is() -> None:
+    """One for all of them; operators and classes, and hooks with within=, need none outside of a forward."""
+    model = Around(torch.exp)
+    assert modes() == []
+    with hl.attach_function(torch.exp, lambda fn, i, o: None):
+        assert len(modes()) == 1
+        with hl.attach_function("*.relu", lambda fn, i, o: None):
+            assert len(modes()) == 1
+        assert len(modes()) == 1
+    assert modes() == []
+    with hl.attach_function(torch.exp, lambda fn, i, o: None, within=model):
+        assert modes() == []
+    with hl.attach_function("aten.exp.default", lambda fn, i, o: None):
+        assert modes() == []
+
+
+def test_with_within_the_mode_is_on_during_the_forward_alone() -> None:
+    """Before the first line of it and not after the last, for nested and repeated calls too."""
+    depths: list[int] = []
+    inner = Around(lambda x: (depths.append(len(modes())), torch.exp(x))[1])
+    model = nn.Sequential(inner, inner)
+    with hl.attach_function(torch.exp, lambda fn, i, o: None, within=model):
+        model(torch.ones(2))
+        assert modes() == []
+        inner(torch.ones(2))
+    assert depths == [1, 1, 0]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_raises_leaves_the_stack_clean(error: type[BaseException]) -> None:
+    """In the model itself or below it, and the next forward is hooked as ever."""
+    failing, events = [True], []
+
+    def run(x: Tensor) -> Tensor:
+        if failing:
+            raise error("mine")
+        return torch.exp(x)
+
+    model = nn.Sequential(nn.Identity(), Around(run))
+    with hl.attach_function(torch.exp, noting(events, "exp"), within=model):
+        for _ in range(3):
+            with pytest.raises(error, match="mine"):
+                model(torch.ones(1))
+            assert modes() == []
+        failing.clear()
+        model(torch.ones(1))
+    assert events == ["exp"]
+
+
+def test_recursion_and_nesting() -> None:
+    """A model that calls itself, and one within another, each with hooks of its own."""
+    depth: list[int] = []
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Around(torch.exp)
+
+        def forward(self, x: Tensor, again: int = 2) -> Tensor:
+            depth.append(len(modes()))
+            x = self.inner(x * 0.1)
+            return self(x, again - 1) if again else x
+
+    model, events = Twice(), Counter()
+    with (
+        hl.attach_function(torch.exp, lambda fn, i, o: events.update(["outer"]), within=model),
+        hl.attach_function(torch.exp, lambda fn, i, o: events.update(["inner"]), within=model.inner),
+        hl.attach_function(torch.exp, lambda fn, i, o: events.update(["bare"])),
+    ):
+        model(torch.ones(2))
+        assert len(modes()) == 1
+    assert events == {"outer": 3, "inner": 3, "bare": 3}
+    assert depth == [1, 1, 1]
+
+
+def test_a_call_of_the_model_inside_a_hook_of_it_leaves_the_stack_in_order() -> None:
+    """A hook that runs the model again: functions in there are its own affair, and everything comes off."""
+    model, events = Around(lambda x: torch.sin(torch.exp(x))), []
+
+    def hook(fn: Any, inputs: Any, outputs: Any) -> None:
+        events.append("exp")
+        if len(events) < 3:
+            model(torch.ones(1))
+
+    with hl.attach_function(torch.exp, hook, within=model):
+        model(torch.ones(1))
+        assert modes() == []
+    assert events[0] == "exp"
+    with hl.attach_function(torch.exp, noting(events, "after"), within=model):
+        model(torch.ones(1))
+    assert events[-1] == "after"
+
+
+def test_attached_in_the_middle_of_a_forward() -> None:
+    """A bare hook counts at once; one with within= from the next forward on, or at once; both come off clean."""
+    bare, scoped, handles = [], [], []
+
+    def run(x: Tensor) -> Tensor:
+        if not handles:
+            handles.append(hl.attach_function(torch.exp, noting(bare, "exp")))
+            handles.append(hl.attach_function(torch.exp, noting(scoped, "exp"), within=model))
+        return torch.exp(x)
+
+    model = Around(run)
+    model(torch.ones(1))
+    assert bare == ["exp"]
+    model(torch.ones(1))
+    assert bare == ["exp"] * 2
+    assert scoped in (["exp"], ["exp"] * 2)
+    for handle in handles:
+        handle.remove()
+    assert modes() == []
+
+
+def test_removed_in_the_middle_of_a_forward() -> None:
+    """From then on it does not fire, and when the forward is over the stack is as before."""
+    events: list[str] = []
+
+    def run(x: Tensor) -> Tensor:
+        x = torch.exp(x)
+        handle.remove()
+        return torch.exp(x)
+
+    model = Around(run)
+    for within in (model, None):
+        handle = hl.attach_function(torch.exp, noting(events, "exp"), within=within)
+        model(torch.ones(1))
+        assert modes() == []
+        model(torch.ones(1))
+    assert events == ["exp"] * 2
+
+
+def test_a_thousand_cycles_leave_nothing() -> None:
+    """The stack is empty and memory does not grow."""
+    model = Around(torch.exp)
+
+    def cycle(times: int) -> None:
+        for index in range(times):
+            handle = hl.attach_function(torch.exp, lambda fn, i, o: None, within=model if index % 2 else None)
+            if index % 10 == 0:
+                model(torch.ones(1))
+            handle.remove(quiet=True)
+
+    cycle(200)
+    gc.collect()
+    tracemalloc.start()
+    cycle(500)
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    cycle(500)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert modes() == []
+    assert grown < 20_000  # forty bytes a cycle, of which tracemalloc itself keeps some
+
+
+# -- among the modes of others -----------------------------------------------------------------------------
+
+
+def test_attached_inside_a_device_block_that_is_then_left() -> None:
+    """torch.device pops what is on top: it has to be its own; afterwards new tensors are on the CPU, and hooks fire."""
+    events: list[str] = []
+    with torch.device("meta"):
+        handle = exp_hook(events)
+        assert torch.ones(1).device.type == "meta"
+    assert torch.ones(1).device.type == "cpu"
+    torch.exp(torch.ones(1))
+    assert events == ["exp"]
+    handle.remove()
+    assert modes() == []
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_removed_inside_a_device_block() -> None:
+    """The block goes on, and ends, as if nothing had happened."""
+    events: list[str] = []
+    handle = exp_hook(events)
+    with torch.device("meta"):
+        handle.remove(quiet=True)
+        assert torch.ones(1).device.type == "meta"
+    assert torch.ones(1).device.type == "cpu"
+    assert modes() == []
+
+
+@pytest.mark.parametrize("hook_first", [True, False])
+@pytest.mark.parametrize("device_last", [True, False])
+def test_beside_a_default_device(hook_first: bool, device_last: bool) -> None:
+    """set_default_device looks for itself at the bottom of the stack, and has to find itself there."""
+    events: list[str] = []
+    handle = exp_hook(events) if hook_first else None
+    torch.set_default_device("meta")
+    try:
+        handle = handle or exp_hook(events)
+        assert torch.ones(1).device.type == "meta"
+        torch.exp(torch.ones(1, device="cpu"))
+        assert events == ["exp"]
+        torch.set_default_device("cpu")
+        assert torch.ones(1).device.type == "cpu"
+        torch.exp(torch.ones(1))
+        assert events == ["exp"] * 2
+        if not device_last:
+            handle.remove()
+            assert sum(isinstance(mode, DeviceContext) for mode in modes()) == 1
+    finally:
+        torch.set_default_device(None)
+    torch.exp(torch.ones(1))
+    assert events == ["exp"] * (3 if device_last else 2)
+    handle.remove()
+    assert modes() == []
+
+
+def test_within_beside_a_default_device() -> None:
+    """In the forward of a model, under a default device: factories still go there."""
+    events: list[str] = []
+    model = Around(lambda x: (torch.exp(x), torch.zeros(2))[1])
+    with default_device("meta"), hl.attach_function(torch.exp, noting(events, "exp"), within=model):
+        assert model(torch.ones(1, device="cpu")).device.type == "meta"
+        torch.set_default_device("cpu")
+        assert model(torch.ones(1)).device.type == "cpu"
+    assert events == ["exp"] * 2
+    assert torch.zeros(1).device.type == "cpu"
+
+
+def test_a_default_device_set_inside_the_forward() -> None:
+    """It stays on after the forward, and the mode of ours does not."""
+    events: list[str] = []
+
+    def run(x: Tensor) -> Tensor:
+        torch.set_default_device("meta")
+        return torch.exp(x)
+
+    model = Around(run)
+    try:
+        with hl.attach_function(torch.exp, noting(events, "exp"), within=model):
+            model(torch.ones(1, device="cpu"))
+            assert [type(mode) for mode in modes()] == [DeviceContext]
+            assert torch.ones(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert events == ["exp"]
+    assert modes() == []
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("ABh")), ids="".join)
+@pytest.mark.parametrize("leave", list(itertools.permutations("ABh")), ids="".join)
+def test_foreign_modes_entered_and_left_around_a_hook_in_any_order(order: Any, leave: Any) -> None:
+    """Two modes (left last in, first out, as ``with`` does) and a hook that goes on and comes off anywhere between."""
+    events: list[str] = []
+    foreign = {"A": Counting(), "B": Counting()}
+    if [name for name in leave if name != "h"] != [name for name in reversed(order) if name != "h"]:
+        leave = [name if name == "h" else ("B" if name == "A" else "A") for name in leave]
+    handle = None
+    for name in order:
+        if name == "h":
+            handle = exp_hook(events)
+        else:
+            foreign[name].__enter__()
+    assert handle is not None
+    torch.exp(torch.ones(1))
+    assert events == ["exp"]
+    assert [mode.seen["exp"] for mode in foreign.values()] == [1, 1]
+    left: set[str] = set()
+    for step, name in enumerate(leave):
+        if name == "h":
+            handle.remove()
+        else:
+            foreign[name].__exit__(None, None, None)
+        left.add(name)
+        torch.exp(torch.ones(1))
+        still = [mode.seen["exp"] - 2 - step == 0 for mode in foreign.values()]
+        assert still == [other not in left for other in foreign]
+        assert events == ["exp"] * (2 + step if "h" not in left else len(events))
+    assert modes() == []
+
+
+def test_a_foreign_mode_inside_the_forward_of_a_model() -> None:
+    """Entered and left by the model itself, or entered before and left after; both see what they would without us."""
+    events: list[str] = []
+
+    def run(x: Tensor) -> Tensor:
+        with Counting() as counting:
+            x = torch.exp(x)
+        assert counting.seen["exp"] == 1
+        return torch.exp(x)
+
+    model = Around(run)
+    with hl.attach_function(torch.exp, noting(events, "exp"), within=model), Counting() as outer:
+        model(torch.ones(1))
+        assert modes() == [outer]
+    assert outer.seen["exp"] == 2
+    assert events == ["exp"] * 2
+
+
+def test_a_model_that_leaves_a_mode_on_keeps_it() -> None:
+    """A foreign mode that the forward entered and did not leave is not ours to take off."""
+    foreign, events = Counting(), []
+    model = Around(lambda x: (foreign.__enter__(), torch.exp(x))[1])
+    with hl.attach_function(torch.exp, noting(events, "exp"), within=model):
+        model(torch.ones(1))
+        assert modes() == [foreign]
+        foreign.__exit__(None, None, None)
+    assert events == ["exp"]
+    assert modes() == []
+
+
+def test_a_foreign_mode_that_calls_other_functions_is_followed() -> None:
+    """A mode above ours that turns exp into sin: ours sees sin, which is what is called."""
+
+    class Turning(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return (torch.sin if func is torch.exp else func)(*args, **(kwargs or {}))
+
+    events: list[str] = []
+    with hl.attach_function(["torch.exp", "torch.sin"], lambda fn, i, o: events.append(fn.name)), Turning():
+        assert torch.equal(torch.exp(torch.zeros(1)), torch.zeros(1))
+    assert events == ["torch.sin"]
+
+
+def test_disabled_torch_function_disables_hooks_and_nothing_else() -> None:
+    """torch._C.DisableTorchFunction switches all modes off; then they are on again."""
+    events: list[str] = []
+    with exp_hook(events):
+        with torch._C.DisableTorchFunction():
+            torch.exp(torch.ones(1))
+        assert events == []
+        torch.exp(torch.ones(1))
+    assert events == ["exp"]
+
+
+def test_subclasses_of_tensor_pass_through() -> None:
+    """A subclass with its own __torch_function__ gets its turn after ours."""
+
+    class Tagged(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    seen: list[str] = []
+    events: list[str] = []
+    x = torch.ones(2).as_subclass(Tagged)
+    with exp_hook(events):
+        y = torch.exp(x)
+    assert type(y) is Tagged
+    assert seen.count("exp") == 1
+    assert events == ["exp"]
+
+
+# -- hooks that take themselves or others off --------------------------------------------------------------
+
+
+def test_removed_inside_a_hook_beside_a_foreign_mode() -> None:
+    """The foreign mode stays exactly where it was, and ours is gone when the call is over or at the next one."""
+    events: list[str] = []
+
+    def once(fn: Any, inputs: Any, outputs: Any) -> None:
+        events.append("exp")
+        handle.remove()
+
+    with Counting() as below:
+        handle = hl.attach_function(torch.exp, once)
+        with Counting() as above:
+            torch.exp(torch.ones(1))
+            torch.exp(torch.ones(1))
+        assert above.seen["exp"] == 2
+        torch.exp(torch.ones(1))
+    assert below.seen["exp"] == 3
+    assert events == ["exp"]
+    assert [mode for mode in modes() if isinstance(mode, Counting)] == []
+    exp_hook(events).remove()  # so that other tests find a clean stack
+
+
+def test_after_a_hook_removed_itself_the_next_hook_goes_on_and_off_as_ever() -> None:
+    """Whatever is left of the first is gone with the second."""
+    events: list[str] = []
+
+    def once(fn: Any, inputs: Any, outputs: Any) -> None:
+        events.append("once")
+        handle.remove()
+
+    handle = hl.attach_function(torch.exp, once)
+    torch.exp(torch.ones(1))
+    with exp_hook(events):
+        torch.exp(torch.ones(1))
+        assert len(modes()) == 1
+    torch.exp(torch.ones(1))
+    assert events == ["once", "exp"]
+    assert modes() == []
+
+
+def test_after_a_hook_removed_itself_its_mode_is_empty_and_goes_with_the_next() -> None:
+    """torch holds the mode while the hook runs and puts it back after it: inert, until the next hook comes or goes."""
+    before = modes()
+
+    def once(fn: Any, inputs: Any, outputs: Any) -> None:
+        handle.remove()
+
+    handle = hl.attach_function(torch.exp, once)
+    torch.exp(torch.ones(1))
+    torch.exp(torch.ones(1))
+    assert handle.report().fired == 1
+    assert [mode.table for mode in modes() if mode not in before] == [{}]
+    hl.attach_function(torch.exp, lambda fn, i, o: None, within=nn.Identity()).remove()
+    assert modes() == before
+
+
+# -- threads -----------------------------------------------------------------------------------------------
+
+
+def in_threads(*runs: Callable[[], Any]) -> None:
+    """Run each in a thread of its own, all at once; the first error is raised."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(runs))
+
+    def guarded(run: Callable[[], Any]) -> None:
+        try:
+            barrier.wait(10)
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if errors:
+        raise errors[0]
+
+
+def test_a_bare_hook_counts_in_its_own_thread_alone() -> None:
+    """Functions in other threads go unseen, before and after."""
+    events: list[str] = []
+    with exp_hook(events):
+        in_threads(lambda: torch.exp(torch.ones(1)), lambda: torch.exp(torch.ones(1)))
+        assert events == []
+        torch.exp(torch.ones(1))
+    assert events == ["exp"]
+
+
+def test_within_a_model_hooks_count_in_every_thread() -> None:
+    """Two threads on one model, and two on a model each: every call is seen once, with the number of its own thread."""
+    model, other = Around(lambda x: torch.exp(torch.exp(x))), Around(lambda x: torch.exp(x))
+    seen: list[Any] = []
+
+    def note(fn: Any, inputs: Any, outputs: Any) -> None:
+        seen.append((threading.get_ident(), fn.call))
+
+    with hl.attach_function(torch.exp, note, within=model):
+        in_threads(*[lambda: [model(torch.ones(1)) for _ in range(50)]] * 2, lambda: other(torch.ones(1)))
+    assert len(seen) == 200
+    by_thread: dict[int, list[int]] = {}
+    for thread, call in seen:
+        by_thread.setdefault(thread, []).append(call)
+    assert list(by_thread.values()) == [[0, 1] * 50] * 2
+
+
+def test_two_threads_each_with_a_bare_hook() -> None:
+    """Both on at the same time: each sees its own calls, and leaves its own stack clean."""
+    seen: dict[str, list[int]] = {"one": [], "two": []}
+    left: list[Any] = []
+    both_on, both_done = threading.Barrier(2), threading.Barrier(2)
+
+    def run(name: str) -> None:
+        with hl.attach_function(torch.exp, lambda fn, i, o: seen[name].append(threading.get_ident())):
+            both_on.wait(10)
+            for _ in range(20):
+                torch.exp(torch.ones(1))
+            both_done.wait(10)
+        left.extend(modes())
+
+    in_threads(lambda: run("one"), lambda: run("two"))
+    assert {name: (len(threads), len(set(threads))) for name, threads in seen.items()} == {
+        "one": (20, 1),
+        "two": (20, 1),
+    }
+    assert left == []
+
+
+def test_removed_from_another_thread() -> None:
+    """It fires no more; its mode goes with the next hook that comes off in its own thread, or is inert."""
+    events: list[str] = []
+    handle = exp_hook(events)
+    torch.exp(torch.ones(1))
+    in_threads(handle.remove)
+    assert handle.removed
+    torch.exp(torch.ones(1))
+    assert events == ["exp"]
+    with exp_hook(events):
+        torch.exp(torch.ones(1))
+    assert events == ["exp"] * 2
+    assert modes() == []
+
+
+def test_a_hook_removed_from_another_thread_leaves_an_empty_mode_until_the_next_comes() -> None:
+    """No thread can reach into the stack of another: the mode stays there, inert, and goes with the next of its own."""
+    before = modes()
+    handle = exp_hook([])
+    in_threads(lambda: handle.remove(quiet=True))
+    torch.exp(torch.ones(1))
+    assert handle.report().fired == 0
+    assert [mode.table for mode in modes() if mode not in before] == [{}]
+    hl.attach_function(torch.exp, lambda fn, i, o: None).remove()
+    assert modes() == before
+
+
+def test_threads_that_attach_and_remove_while_others_run() -> None:
+    """No call is lost or counted twice for a hook that is on throughout, and nothing raises."""
+    model, counts = Around(lambda x: torch.exp(torch.sin(x))), Counter()
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            with hl.attach_function([torch.exp, torch.cos], lambda fn, i, o: None, within=model):
+                pass
+
+    def work() -> None:
+        try:
+            for _ in range(200):
+                model(torch.ones(1))
+        finally:
+            stop.set()
+
+    with hl.attach_function(torch.exp, lambda fn, i, o: counts.update(["exp"]), within=model):
+        in_threads(work, churn)
+    assert counts == {"exp": 200}
+
+
+def test_a_thread_that_dies_takes_its_mode_along() -> None:
+    """Nothing of ours keeps the modes of threads that are over."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), TorchFunctionMode) for one in gc.get_objects())
+
+    before = kept()
+    model = Around(torch.exp)
+    with hl.attach_function(torch.exp, lambda fn, i, o: None, within=model):
+        for _ in range(5):
+            in_threads(lambda: model(torch.ones(1)))
+    assert kept() <= before + 1  # this thread's own
+
+
+# -- transforms, fakes, export -----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
+@pytest.mark.parametrize("target", ["torch.*", "aten.sin.default"])
+def test_transforms_of_torch_func_run_beside_function_hooks(target: str, kind: str) -> None:
+    """grad, vmap, jacrev, jvp and functional_call give what they give without hooks."""
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.sin(x).square().sum() + torch.softmax(x, -1)[..., 0].sum()
+
+    linear = nn.Linear(3, 3)
+    weights = dict(linear.named_parameters())
+
+    def run() -> list[Any]:
+        x = fresh(2, 3, requires_grad=False)
+        return [
+            torch.func.grad(loss)(x),
+            torch.vmap(torch.func.grad(loss))(x),
+            torch.func.jacrev(torch.sin)(x),
+            torch.func.jacfwd(torch.sin)(x),
+            torch.func.jvp(loss, (x,), (x,))[1],
+            torch.func.hessian(loss)(x),
+            torch.func.grad(lambda w: torch.func.functional_call(linear, w, (x,)).sum())(weights)["weight"],
+        ]
+
+    expected = run()
+    with hl.attach_function(target, lambda fn, *tensors: None, on=kind):
+        hooked = run()
+    assert all(map(torch.equal, hooked, expected))
+
+
+@pytest.mark.filterwarnings("ignore:Something is being compiled")
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward"])
+def test_fake_tensors_pass_function_hooks(kind: str) -> None:
+    """Shapes come out as without hooks; hooks on functions see the fakes, those on operators keep out."""
+    linear = nn.Linear(3, 2)
+    events: list[Any] = []
+    with (
+        hl.attach_function(F.linear, lambda fn, *tensors: events.append(fn.name), on=kind),
+        hl.attach_function("aten.tanh.default", lambda fn, *tensors: None, on=kind),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        y = torch.tanh(linear(torch.empty(5, 3, requires_grad=True)))
+        y.sum().backward()
+    assert y.shape == (5, 2)
+    assert events == ["torch.nn.functional.linear"]
+
+
+def test_meta_tensors_pass_function_hooks() -> None:
+    """On the meta device functions are seen; there is nothing to say of operators, whose kernels are not the CPU's."""
+    events: list[str] = []
+    with exp_hook(events), hl.attach_function("aten.exp.default", lambda fn, i, o: None):
+        assert torch.exp(torch.ones(2, device="meta")).shape == (2,)
+    assert events == ["exp"]
+
+
+def test_export_and_fx_trace_beside_function_hooks() -> None:
+    """A graph taken while hooks are on has no trace of them."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    x = torch.ones(2, 3)
+    expected = [node.target for node in torch.export.export(model, (x,)).graph.nodes]
+    traced = [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes]
+    with hl.attach_function(["torch.tanh", "torch.nn.functional.linear"], lambda fn, i, o: None):
+        assert [node.target for node in torch.export.export(model, (x,)).graph.nodes] == expected
+        assert [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes] == traced
+
+
+def test_a_base_mode_above_and_autocast_and_deterministic_code_run_the_same() -> None:
+    """Values under a plain foreign mode, and under autocast, are those without hooks."""
+    x, w = fresh(4, 4), fresh(4, 4, seed=1)
+
+    def run() -> list[Tensor]:
+        with BaseTorchFunctionMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            y = F.linear(x, w)
+        return [y, *torch.autograd.grad(y.float().sum(), [x, w])]
+
+    expected = run()
+    assert expected[0].dtype is torch.bfloat16
+    seen: list[Any] = []
+    with hl.HandleSet(
+        [
+            hl.attach_function(F.linear, lambda fn, i, o: seen.append((i[0].dtype, o[0].dtype))),
+            hl.attach_function(F.linear, lambda fn, gi, go: seen.append((gi[0].dtype, go[0].dtype)), on="backward"),
+        ]
+    ):
+        assert all(map(torch.equal, run(), expected))
+    assert seen == [(torch.float32, torch.bfloat16)] * 2
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [torch.exp, "aten.exp.default"], ids=["function", "operator"])
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
+@pytest.mark.parametrize("editing", [False, True], ids=["watched", "edited"])
+def test_the_graph_is_freed_without_the_collector(kind: str, target: Any, editing: bool) -> None:
+    """A hook on a call makes no ring of references with its tensors, whether a backward pass comes or not."""
+
+    def watch(fn: Any, *tensors: Any) -> None:
+        pass
+
+    def edit(fn: Any, *tensors: Any) -> Any:
+        return tensors[0] if kind.startswith("backward") else tensors[-1]
+
+    gc.collect()
+    gc.disable()
+    try:
+        with hl.attach_function(target, edit if editing else watch, on=kind):
+            for backward in (False, True):
+                x = torch.ones(3, requires_grad=True)
+                h = x * 1
+                y = torch.exp(h)
+                if backward:
+                    y.sum().backward()
+                references = [weakref.ref(tensor) for tensor in (x, h, y)]
+                del x, h, y
+                assert [reference() for reference in references] == [None, None, None]
+    finally:
+        gc.enable()

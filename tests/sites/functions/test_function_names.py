@@ -1,0 +1,358 @@
+"""Which functions a target means, and what is said of one that means none."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_functions import KINDS, Pair, Scale, label, modes, overridden_kernels, patched_classes, sin_product
+from torch import nn
+from torch.overrides import get_overridable_functions, resolve_name
+
+import hookline as hl
+
+HERE = "helpers_functions"
+
+
+def chosen(target: Any, **options: Any) -> list[str]:
+    """The names of the functions that a hook would be put on."""
+    handle = hl.attach_function(target, lambda fn, inputs, outputs: None, **options)
+    handle.remove(quiet=True)
+    return list(handle.names)
+
+
+# -- functions of torch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (torch.mm, "torch.mm"),
+        (torch.matmul, "torch.matmul"),
+        (torch.Tensor.matmul, "torch.Tensor.matmul"),
+        (torch.relu, "torch.relu"),
+        (F.relu, "torch.nn.functional.relu"),
+        (torch.Tensor.relu_, "torch.Tensor.relu_"),
+        (F.softmax, "torch.nn.functional.softmax"),
+        (torch.softmax, "torch.softmax"),
+        (torch.einsum, "torch.einsum"),
+        (torch.linalg.inv, "torch.linalg.inv"),
+        (torch.fft.fft, "torch.fft.fft"),
+        (torch.special.expit, "torch.special.expit"),
+        (torch.nn.init.normal_, "torch.nn.init.normal_"),
+        (torch.randn, "torch.randn"),
+        (F.scaled_dot_product_attention, "torch.nn.functional.scaled_dot_product_attention"),
+        (torch.Tensor.__getitem__, "torch.Tensor.__getitem__"),
+    ],
+)
+def test_a_function_and_its_name_mean_the_same(function: Any, name: str) -> None:
+    """By object and by name the same one function is chosen, under the name a user would write."""
+    assert chosen(function) == chosen(name) == [name]
+
+
+def test_mm_goes_by_its_own_name() -> None:
+    """torch's own table calls torch.mm "torch.spmm", and knows one name for each function."""
+    assert resolve_name(torch.mm) == "torch.spmm"
+    assert chosen(torch.mm) == ["torch.mm"]
+    assert chosen("torch.spmm") == ["torch.mm"]  # the same function, under its other name
+    assert torch.spmm == torch.mm  # two objects for one C function
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        ("*.relu", {"torch.nn.functional.relu", "torch.relu", "torch.Tensor.relu"}),
+        ("*.mm", {"torch.mm", "torch.Tensor.mm"}),
+        ("torch.m[mv]", {"torch.mm", "torch.mv"}),
+        ("torch.nn.functional.*_softmax", {"torch.nn.functional.log_softmax", "torch.nn.functional.gumbel_softmax"}),
+        (re.compile(r"torch\.(mm|bmm)"), {"torch.mm", "torch.bmm"}),
+        (re.compile(r".*\.mm"), {"torch.mm", "torch.Tensor.mm"}),
+        ([torch.mm, "torch.bmm"], {"torch.mm", "torch.bmm"}),
+        ((torch.mm, torch.bmm), {"torch.mm", "torch.bmm"}),
+        ([torch.mm, "torch.mm", re.compile("torch.mm")], {"torch.mm"}),
+    ],
+    ids=label,
+)
+def test_a_glob_a_regular_expression_or_a_list_chooses(target: Any, names: set[str]) -> None:
+    """Each function once; a glob and a regular expression have to match a name whole."""
+    found = chosen(target)
+    assert set(found) == names
+    assert len(found) == len(names)
+
+
+def test_the_glob_over_functional_takes_every_public_function_of_it() -> None:
+    """Every name in torch.nn.functional that torch lists as overridable, and nothing from elsewhere."""
+    listed = {
+        f"torch.nn.functional.{function.__name__}"
+        for function in get_overridable_functions()[F]
+        if getattr(F, function.__name__, None) is function and function.__name__[0] != "_"
+    }
+    assert len(listed) > 80
+    found = set(chosen("torch.nn.functional.*"))
+    assert listed <= found
+    assert {name for name in found if not name.startswith("torch.nn.functional.")} == set()
+    assert {"torch.nn.functional.linear", "torch.nn.functional.conv2d", "torch.nn.functional.embedding"} <= found
+
+
+def test_a_function_that_two_patterns_match_fires_once() -> None:
+    """A list of overlapping targets puts one hook on each function."""
+    seen = []
+    with hl.attach_function([torch.relu, "torch.relu", "*.relu"], lambda fn, i, o: seen.append(fn.name)) as handle:
+        torch.relu(torch.ones(2))
+    assert seen == ["torch.relu"]
+    assert len(handle.names) == len(set(handle.names)) == 3
+
+
+def test_private_functions_and_attributes_come_only_when_asked_for() -> None:
+    """A star means functions; torch._foo and the reads of attributes have to be named."""
+    everything = chosen("*")
+    assert not [name for name in everything if name.rpartition(".")[2] in ("__get__", "__set__", "__delete__")]
+    assert not [name for name in everything if re.match(r"_[^_]", name.rpartition(".")[2])]
+    assert chosen("torch.Tensor.shape.__get__") == ["torch.Tensor.shape.__get__"]
+    assert len(chosen("torch._softmax*")) >= 1
+
+
+@pytest.mark.parametrize(
+    ("exclude", "left"),
+    [
+        (F.relu, {"torch.relu", "torch.Tensor.relu"}),
+        ("torch.nn.*", {"torch.relu", "torch.Tensor.relu"}),
+        (["torch.relu", torch.Tensor.relu], {"torch.nn.functional.relu"}),
+        (re.compile(r".*Tensor.*"), {"torch.relu", "torch.nn.functional.relu"}),
+        ([], {"torch.relu", "torch.Tensor.relu", "torch.nn.functional.relu"}),
+        (None, {"torch.relu", "torch.Tensor.relu", "torch.nn.functional.relu"}),
+        ("torch.mm", {"torch.relu", "torch.Tensor.relu", "torch.nn.functional.relu"}),
+    ],
+    ids=label,
+)
+def test_exclude_takes_functions_away(exclude: Any, left: set[str]) -> None:
+    """In the same grammar as the target."""
+    assert set(chosen("*.relu", exclude=exclude)) == left
+
+
+def test_exclude_may_leave_something_and_may_not_leave_nothing() -> None:
+    """If all are taken away, that is an error which says so."""
+    with pytest.raises(hl.NoMatchError, match=r"exclude='\*' takes all away"):
+        chosen("*.relu", exclude="*")
+
+
+# -- operators ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [torch.ops.aten.mm.default, "aten.mm.default", "aten::mm.default"], ids=label)
+def test_an_overload_is_one_operator(target: Any) -> None:
+    """By object, or by name in either spelling."""
+    assert chosen(target) == ["aten.mm.default"]
+
+
+@pytest.mark.parametrize("target", [torch.ops.aten.mm, "aten.mm", "aten::mm", re.compile(r"aten\.mm")], ids=label)
+def test_a_packet_is_all_of_its_overloads(target: Any) -> None:
+    """Those that there are, as torch lists them."""
+    expected = {f"aten.mm.{overload}" for overload in torch.ops.aten.mm.overloads()}
+    assert "aten.mm.default" in expected
+    assert set(chosen(target)) == expected
+
+
+def test_a_glob_over_operators() -> None:
+    """aten.mm* takes mm and nothing that merely contains it."""
+    assert {name.split(".")[1] for name in chosen("aten.mm*")} == {"mm"}
+    assert {"add", "addmm"} <= {name.split(".")[1] for name in chosen("aten.add*")}
+    assert not [name for name in chosen("aten.*mm") if not name.split(".")[1].endswith("mm")]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        sin_product,
+        torch.ops.hookline_test.sin_product,
+        torch.ops.hookline_test.sin_product.default,
+        "hookline_test.sin_product",
+        "hookline_test::sin_product",
+        "hookline_test.sin*",
+        "hookline_test.*",
+    ],
+    ids=label,
+)
+def test_an_operator_of_ones_own(target: Any) -> None:
+    """By the object that torch.library.custom_op gives, packet, overload, name and glob."""
+    assert chosen(target) == ["hookline_test.sin_product.default"]
+
+
+# -- autograd.Function -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target", [Pair, f"{HERE}.Pair", "*.Pair", f"{HERE}.P*", re.compile(rf"{HERE}\.Pair"), [Pair]], ids=label
+)
+def test_a_function_class(target: Any) -> None:
+    """By object, by full name, by glob."""
+    assert chosen(target) == [f"{HERE}.Pair"]
+
+
+def test_several_function_classes() -> None:
+    """A list or a tuple of classes is a list of targets, and one glob may take both."""
+    assert set(chosen([Pair, Scale])) == {f"{HERE}.Pair", f"{HERE}.Scale"}
+    assert set(chosen(f"{HERE}.*")) == {f"{HERE}.Pair", f"{HERE}.Scale"}
+    assert set(chosen((Pair, Scale))) == {f"{HERE}.Pair", f"{HERE}.Scale"}
+
+
+def test_levels_may_be_mixed_in_one_list() -> None:
+    """One hook on a function, an operator, a custom operator and a class."""
+    names = {"torch.mm", "aten.mm.default", "hookline_test.sin_product.default", f"{HERE}.Pair"}
+    assert set(chosen([torch.mm, "aten.mm.default", sin_product, Pair])) == names
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def user_function(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class Callable:
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "says"),
+    [
+        ("torch.nn.functional.rleu", hl.NoMatchError, "'torch.nn.functional.relu'"),
+        ("torch.matmull", hl.NoMatchError, "'torch.matmul'"),
+        ("*.sofmax", hl.NoMatchError, "softmax"),
+        ("aten.mmm", hl.NoMatchError, "'aten.mm'"),
+        ("aten.no_such_operator*", hl.NoMatchError, "No operator matches 'aten.no_such_operator*'"),
+        ("hookline_test.sin_produkt", hl.NoMatchError, "'hookline_test.sin_product'"),
+        (f"{HERE}.Pear", hl.NoMatchError, f"'{HERE}.Pair'"),
+        ("nothing.at.all.*", hl.NoMatchError, "No function matches 'nothing.at.all.*'"),
+        (re.compile("torch.m"), hl.NoMatchError, "re.compile('torch.m')"),
+        (["torch.mm", "torch.nope"], hl.NoMatchError, "'torch.nope'"),
+        ([torch.mm, "aten.mm.default", Pair, "aten.nope"], hl.NoMatchError, "'aten.nope'"),
+        (math.sin, hl.UnhookableError, "sin is not a function that torch lets be overridden"),
+        (operator.add, hl.UnhookableError, "add is not a function"),
+        (lambda x: x, hl.UnhookableError, "<lambda> is not a function"),
+        (user_function, hl.UnhookableError, "user_function is not a function"),
+        (Callable(), hl.UnhookableError, "Callable object"),
+        (nn.Linear, hl.UnhookableError, "Linear is not a function"),
+        ([torch.mm, Pair, "aten.mm.default", math.sin], hl.UnhookableError, "sin"),
+        (nn.Linear(2, 2), hl.TargetError, "A Linear is a module"),
+        ("", hl.TargetError, "empty"),
+        (re.compile(""), hl.TargetError, "empty"),
+        ([], hl.TargetError, "empty"),
+        ((), hl.TargetError, "empty"),
+        (["torch.mm", ""], hl.TargetError, "empty"),
+        (None, hl.TargetError, "None is no function"),
+        (3, hl.TargetError, "3 is no function"),
+        (b"torch.mm", hl.TargetError, "is no function"),
+        (torch.ones(2), hl.TargetError, "is no function"),
+    ],
+    ids=label,
+)
+@pytest.mark.parametrize("kind", ["forward_pre", "backward"])
+def test_a_bad_target_is_refused_and_nothing_is_attached(target: Any, error: type, says: str, kind: str) -> None:
+    """Asked, found, next; and no mode, kernel or class is touched, also where other targets of the list were good."""
+    before = modes(), overridden_kernels()
+    with pytest.raises(error) as raised:
+        hl.attach_function(target, lambda fn, *tensors: None, on=kind)
+    assert says in str(raised.value)
+    assert (modes(), overridden_kernels()) == before
+    assert patched_classes() == []
+
+
+def test_no_match_is_a_key_error_and_a_function_out_of_reach_a_type_error() -> None:
+    """The built-in that a caller would guess."""
+    with pytest.raises(KeyError):
+        chosen("torch.nope")
+    with pytest.raises(TypeError):
+        chosen(math.sin)
+    with pytest.raises(ValueError, match="module"):
+        chosen(nn.ReLU())
+
+
+def test_the_base_of_all_function_classes_is_refused() -> None:
+    """torch.autograd.Function itself is never applied, so a hook on it would never fire."""
+    with pytest.raises(hl.HooklineError):
+        chosen(torch.autograd.Function)
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind", "says"),
+    [
+        (lambda fn: None, "forward_pre", r"hook\(fn, inputs\)"),
+        (lambda fn, inputs: None, "forward", r"hook\(fn, inputs, outputs\)"),
+        (lambda fn, inputs, outputs: None, "backward_pre", r"hook\(fn, grad_outputs\)"),
+        (lambda fn, grads: None, "backward", r"hook\(fn, grad_inputs, grad_outputs\)"),
+        (lambda *, site: None, "forward", r"hook\(fn, inputs, outputs\)"),
+        (3, "forward", "callable"),
+        (None, "forward", "callable"),
+    ],
+)
+@pytest.mark.parametrize("target", [torch.mm, "aten.mm.default", Pair], ids=label)
+def test_a_hook_that_does_not_fit_is_refused(target: Any, hook: Any, kind: str, says: str) -> None:
+    """Its signature is checked when it is attached, and the message shows how it would be called."""
+    before = modes(), overridden_kernels()
+    with pytest.raises(hl.HookSignatureError, match=says):
+        hl.attach_function(target, hook, on=kind)
+    assert (modes(), overridden_kernels()) == before
+    assert patched_classes() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("state_dict_pre", "put it on with attach"),
+        ("param_grad", "put it on with attach"),
+        ("step_pre", "put it on with attach_optimizer"),
+        ("grad", "put it on with attach_tensor"),
+        ("node_pre", "put it on with attach_node"),
+        ("full_backward", "put it on with attach"),
+        ("foward", "'forward'"),
+        ("", "No kind ''"),
+        (3, "3"),
+    ],
+)
+def test_a_kind_that_functions_do_not_have_is_refused(kind: Any, says: str) -> None:
+    """The message says who has it, or which is nearest."""
+    with pytest.raises(hl.KindError, match=re.escape(says)):
+        hl.attach_function(torch.mm, lambda fn, *tensors: None, on=kind)
+    assert modes() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"sees": "raw"}, hl.OptionError),
+        ({"sees": "cooked", "observe": True}, hl.OptionError),
+        ({"within": "model"}, hl.TargetError),
+        ({"within": nn.Linear}, hl.TargetError),
+        ({"exclude": "", "on": "forward"}, hl.TargetError),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused(options: dict[str, Any], error: type) -> None:
+    """Before anything is attached."""
+    with pytest.raises(error):
+        hl.attach_function(torch.mm, lambda fn, *tensors: None, **options)
+    assert modes() == []
+
+
+def test_strict_false_warns_and_gives_a_handle_on_nothing() -> None:
+    """As everywhere: the error becomes a warning with the same words."""
+    with pytest.warns(hl.HooklineWarning, match=r"No function matches 'torch.nope'"):
+        handle = hl.attach_function("torch.nope", lambda fn, i, o: None, strict=False)
+    assert handle.names == ()
+    torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    assert handle.report().fired == 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "forward_post", "backward_post"])
+def test_the_kinds_go_by_the_names_of_the_source(kind: str) -> None:
+    """forward_post and backward_post are the source's words for forward and backward."""
+    handle = hl.attach_function(torch.mm, lambda fn, *tensors: None, on=kind)
+    assert handle.report().kind == kind.removesuffix("_post")
+    handle.remove()

@@ -1,0 +1,551 @@
+"""attach_node: before and after a node of the graph runs, the order around it, what is refused, what is freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_training import differences, plain_step, train
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.sites import nodes
+from hookline.sites._torch import hooks_beside
+
+KINDS = ("pre", "post")
+
+
+class Doubles(torch.autograd.Function):
+    """An operation of the user's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def leaf() -> Tensor:
+    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+
+def ignore(*grads: Any) -> None:
+    """A hook that does nothing."""
+
+
+def logging(log: list[Any], what: Any) -> Any:
+    """A hook of any kind that notes that it ran."""
+    return lambda *grads: log.append(what)
+
+
+# -- what a hook gets and what it may return ---------------------------------------------------------------------
+
+
+def test_a_pre_hook_gets_the_gradients_of_the_outputs() -> None:
+    """Before the node runs, as a tuple."""
+    x = leaf()
+    y = x * 2
+    seen = []
+    handle = hl.attach_node(y.grad_fn, seen.append)
+    (y * 5).sum().backward()
+    assert [[grad.tolist() for grad in grads] for grads in seen] == [[[5.0] * 3]]
+    assert handle.names == ("MulBackward0",)
+    report = handle.report()
+    assert (report.kind, report.matched, report.attached, report.fired) == ("node_pre", 1, 1, 1)
+
+
+def test_a_post_hook_gets_the_gradients_of_the_inputs_too() -> None:
+    """After the node ran; None where an input needs none."""
+    x = leaf()
+    y = x * torch.full((3,), 2.0)
+    seen = []
+    hl.attach_node(y.grad_fn, lambda grad_inputs, grad_outputs: seen.append((grad_inputs, grad_outputs)), on="post")
+    (y * 5).sum().backward()
+    ((grad_inputs, grad_outputs),) = seen
+    assert grad_inputs[0].tolist() == [10.0] * 3
+    assert grad_inputs[1] is None
+    assert grad_outputs[0].tolist() == [5.0] * 3
+
+
+@pytest.mark.parametrize("shape", [tuple, list, lambda grads: grads[0]], ids=["tuple", "list", "bare tensor"])
+@pytest.mark.parametrize(("kind", "grad"), [("pre", 30.0), ("post", 30.0)])
+def test_what_a_hook_returns_replaces_the_gradients(kind: str, grad: float, shape: Any) -> None:
+    """As a tuple, a list, or a bare tensor where there is one only."""
+    x = leaf()
+    y = x.neg()
+    hl.attach_node(y, lambda *grads: shape([grads[0][0] * 10]), on=kind)
+    (y * 3).sum().backward()
+    assert x.grad.tolist() == [-grad] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_among_the_returned_takes_one_gradient_away(kind: str) -> None:
+    """torch then has nothing to accumulate."""
+    x, other = leaf(), leaf()
+    y = x.neg()
+    hl.attach_node(y, lambda *grads: (None,), on=kind)
+    (y + other).sum().backward()
+    assert x.grad is None or x.grad.tolist() == [0.0] * 3
+    assert other.grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        ((), "expected None or a tuple of 1, got 0 values"),
+        ([torch.ones(3)] * 2, "expected None or a tuple of 1, got 2 values"),
+        ("ab", "expected None or a tuple of 1, got a str"),
+        ((1.0,), "entry 0 is a float, not a tensor"),
+        (torch.ones(2), r"entry 0 is \(2,\), torch.float32, on cpu, the gradient is \(3,\)"),
+        ((torch.ones(3, dtype=torch.float64),), "torch.float64"),
+    ],
+    ids=["empty", "too many", "str", "float", "shape", "dtype"],
+)
+def test_a_return_value_that_does_not_fit_is_an_error_that_names_hook_and_node(
+    kind: str, result: Any, found: str
+) -> None:
+    """An observer may return anything."""
+    x = leaf()
+    y = x.neg()
+    with hl.attach_node(y, lambda *grads: result, on=kind, observe=True):
+        y.sum().backward()
+    hl.attach_node(y, lambda *grads: result, on=kind)
+    with pytest.raises(hl.HookReturnError, match=rf"node_{kind} hook '.*<lambda>' on 'NegBackward0': .*{found}"):
+        y.sum().backward()
+
+
+def test_a_bare_tensor_for_several_gradients_is_refused() -> None:
+    """It would be taken apart by its first dimension."""
+    x, y = leaf(), leaf()
+    z = x * y
+    hl.attach_node(z, lambda *grads: torch.ones(2, 3), on="post")
+    with pytest.raises(hl.HookReturnError, match="tuple of 2, got a Tensor"):
+        z.sum().backward()
+
+
+def test_a_gradient_that_did_not_come_cannot_be_given() -> None:
+    """Here that of a constant."""
+    z = leaf() * torch.ones(3)
+    hl.attach_node(z, lambda grad_inputs, grad_outputs: (grad_inputs[0], torch.ones(3)), on="post")
+    with pytest.raises(hl.HookReturnError, match=r"entry 1 .*None"):
+        z.sum().backward()
+
+
+def test_a_hook_that_asks_is_told_its_site() -> None:
+    """The node's type, or the name given."""
+    y = leaf() * 2
+    sites = []
+
+    def hook(grad_outputs: Any, *, site: hl.Site) -> None:
+        sites.append((site.name, site.kind, site.call))
+
+    hl.attach_node(y, hook)
+    hl.attach_node(y, hook, name="mine", profile=True)
+    y.sum().backward()
+    assert sites == [("MulBackward0", hl.Kind.NODE_PRE, 0), ("mine", hl.Kind.NODE_PRE, 0)]
+
+
+# -- what stands for a node --------------------------------------------------------------------------------------
+
+
+def test_a_node_may_be_given_as_an_edge_or_a_tensor() -> None:
+    """They all lead to the same place, in the order of attaching."""
+    x = leaf()
+    y = x * 2
+    log: list[Any] = []
+    for index, what in enumerate((y.grad_fn, get_gradient_edge(y), y)):
+        hl.attach_node(what, logging(log, index))
+    y.sum().backward()
+    assert log == [0, 1, 2]
+
+
+def test_a_leaf_stands_for_the_node_that_accumulates_into_it() -> None:
+    """Whose post hook gets no grad_inputs, for there are none."""
+    x = leaf()
+    seen = []
+    handle = hl.attach_node(x, lambda *grads: seen.append(grads), on="post")
+    (x * 2).sum().backward()
+    ((grad_inputs, grad_outputs),) = seen
+    assert grad_inputs == ()
+    assert grad_outputs[0].tolist() == [2.0] * 3
+    assert handle.names == ("AccumulateGrad",)
+    handle.remove()
+
+
+def test_a_node_of_the_users_own_operation_takes_hooks() -> None:
+    """torch.autograd.Function makes nodes like any other."""
+    x = leaf()
+    y = Doubles.apply(x)
+    log: list[Any] = []
+    for kind in KINDS:
+        hl.attach_node(y, logging(log, kind), on=kind)
+    y.sum().backward()
+    assert log == ["pre", "post"]
+
+
+@pytest.mark.parametrize("given", [None, 3, "node", nn.Linear(1, 1), [None]], ids=repr)
+def test_what_is_no_node_is_refused_with_what_to_pass(given: Any) -> None:
+    """None is what a tensor that was not computed has for a grad_fn."""
+    with pytest.raises(hl.UnhookableError, match=r"takes a node.*pass the grad_fn of a tensor"):
+        hl.attach_node(given, ignore)
+
+
+def test_a_tensor_that_needs_no_gradient_has_no_node() -> None:
+    """The message says so."""
+    with pytest.raises(hl.UnhookableError, match=r"tensor \(2,\) needs no gradient, so it has no node"):
+        hl.attach_node(torch.ones(2), ignore)
+
+
+def test_bad_options_are_refused_before_anything_is_attached() -> None:
+    """Kind and signature."""
+    y = leaf() * 2
+    with pytest.raises(hl.KindError, match="node_pre"):
+        hl.attach_node(y, ignore, on="before")
+    with pytest.raises(hl.HookSignatureError, match=r"hook\(grad_outputs\)"):
+        hl.attach_node(y, lambda a, b: None)
+    with pytest.raises(hl.HookSignatureError, match=r"hook\(grad_inputs, grad_outputs\)"):
+        hl.attach_node(y, lambda a: None, on="post")
+    for register in (y.grad_fn.register_prehook, y.grad_fn.register_hook):
+        assert hooks_beside(register(print)) == [print]
+
+
+# -- order -------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_around_a_computed_tensor() -> None:
+    """Tensor hooks, retain_grad, node pre, the node, node post; whatever the order of attaching."""
+    x = leaf()
+    y = x * 2
+    log: list[Any] = []
+    hl.attach_node(y, logging(log, "node post"), on="post")
+    hl.attach_node(y, lambda grads: log.append(("node pre", y.grad.tolist())))
+    y.retain_grad()
+    hl.attach_tensor(y, lambda grad: log.append(("tensor", y.grad)) or grad * 5)
+    hl.attach_tensor(x, logging(log, "producer"))
+    y.sum().backward()
+    assert log == [("tensor", None), ("node pre", [5.0] * 3), "node post", "producer"]
+
+
+def test_the_order_around_a_leaf() -> None:
+    """Tensor hooks, node pre, accumulate, post-accumulate, node post."""
+    x = leaf()
+    log: list[Any] = []
+
+    def noting(what: str) -> Any:
+        return lambda *args: log.append((what, None if x.grad is None else x.grad.tolist()))
+
+    handles = [
+        hl.attach_node(x, noting("node post"), on="post"),
+        hl.attach_node(x, noting("node pre")),
+        hl.attach_tensor(x, noting("post-accumulate"), on="param_grad"),
+        hl.attach_tensor(x, noting("tensor")),
+    ]
+    (x * 2).sum().backward()
+    assert log == [("tensor", None), ("node pre", None), ("post-accumulate", [2.0] * 3), ("node post", [2.0] * 3)]
+    hl.HandleSet(handles).remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_observers_come_after_edits_and_see_what_goes_on(kind: str) -> None:
+    """Whatever the order of attaching."""
+    x = leaf()
+    y = x.neg()
+    seen = []
+    hl.attach_node(y, lambda *grads: seen.append(grads[0][0].tolist()) or "ignored", on=kind, observe=True)
+    hl.attach_node(y, lambda *grads: (grads[0][0] * 5,), on=kind)
+    y.sum().backward()
+    assert [abs(number) for number in seen[0]] == [5.0] * 3
+    assert x.grad.tolist() == [-5.0] * 3
+
+
+# -- coming and going --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+def test_removal_between_forward_and_backward_is_immediate_and_can_be_repeated(kind: str, computed: bool) -> None:
+    """The others stay."""
+    x = leaf()
+    y = x + 2
+    log: list[int] = []
+    handles = [hl.attach_node(y if computed else x, logging(log, index), on=kind) for index in range(3)]
+    loss = y.sum()
+    loss.backward()
+    assert log == [0, 1, 2]
+    handles[1].remove()
+    handles[1].remove()
+    loss.backward()
+    assert log[3:] == [0, 2]
+    with handles[0], handles[2]:
+        pass
+    loss.backward()
+    assert len(log) == 5
+    assert [handle.report().attached for handle in handles] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_may_come_and_go_while_one_fires(kind: str) -> None:
+    """The pass that runs uses those that were there; the next one the new ones."""
+    y = leaf() + 2
+    log: list[str] = []
+
+    def first(*grads: Any) -> None:
+        log.append("first")
+        handles["first"].remove()
+        handles["second"].remove()
+        hl.attach_node(y, logging(log, "third"), on=kind)
+
+    handles = {"first": hl.attach_node(y, first, on=kind)}
+    handles["second"] = hl.attach_node(y, logging(log, "second"), on=kind)
+    y.sum().backward()
+    assert log == ["first", "second"]
+    y.sum().backward()
+    assert log == ["first", "second", "third"]
+
+
+def test_a_node_hook_on_a_leaf_survives_the_node_object() -> None:
+    """torch makes the node anew when nobody holds it; ours stays on until it is removed, then nothing is held."""
+    x = leaf()
+    log: list[Any] = []
+    handles = [hl.attach_node(get_gradient_edge(x).node, logging(log, kind), on=kind) for kind in KINDS]
+    for _ in range(2):
+        gc.collect()
+        (x * 2).sum().backward()
+    assert log == ["pre", "post"] * 2
+    hl.HandleSet(handles).remove()
+    x.sum().backward()
+    assert log == ["pre", "post"] * 2
+
+
+def test_a_node_hook_fires_in_every_pass_of_a_retained_graph() -> None:
+    """It belongs to the graph."""
+    y = leaf().sin()
+    log: list[Any] = []
+    handle = hl.attach_node(y, logging(log, 1))
+    loss = y.sum()
+    del y
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert log == [1, 1]
+    assert handle.report().fired == 2
+
+
+# -- nodes that ran ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        torch.sin,
+        torch.exp,
+        Doubles.apply,
+        lambda x: x.sin() + 1,
+        lambda x: (x.sin() + 1).reshape(3, 1).sum(),
+        lambda x: F.nll_loss(x[None], torch.tensor([0])),
+    ],
+    ids=["input", "output", "custom", "one behind it", "some behind it", "optional"],
+)
+def test_a_node_that_ran_is_refused_and_left_alone(operation: Any) -> None:
+    """What it kept is freed, or what it leads to kept; nothing is attached. A retained graph is fine."""
+    y = operation(leaf())
+    loss = y.sum()
+    loss.backward(retain_graph=True)
+    hl.attach_node(y, ignore).remove()
+    loss.backward()
+    node = y.grad_fn
+    for kind, register in zip(KINDS, (node.register_prehook, node.register_hook), strict=True):
+        with pytest.raises(hl.UnhookableError, match=r"has run.*retain_graph=True"):
+            hl.attach_node(node, ignore, on=kind)
+        assert hooks_beside(register(print)) == [print]
+
+
+def test_a_graph_that_keeps_nothing_can_run_again_and_be_hooked() -> None:
+    """Sums and the like."""
+    x = leaf()
+    y = x + 1
+    y.sum().backward()
+    log: list[Any] = []
+    hl.attach_node(y, logging(log, 1))
+    y.sum().backward()
+    assert log == [1]
+
+
+def test_a_new_node_on_top_of_a_graph_that_ran_is_fine() -> None:
+    """It is yet to run itself, as what it keeps shows."""
+    y = leaf().sin()
+    y.sum().backward()
+    log: list[Any] = []
+    other = leaf()
+    for z in (y.cos(), y + other.cos()):
+        hl.attach_node(z, logging(log, 1))
+        torch.autograd.grad(z.sum(), [y])
+    assert log == [1, 1]
+
+
+def test_a_leaf_can_always_be_hooked() -> None:
+    """However often a pass came by."""
+    x = leaf()
+    x.sin().sum().backward()
+    log: list[Any] = []
+    with hl.attach_node(x, logging(log, 1)):
+        x.sin().sum().backward()
+    assert log == [1]
+
+
+def test_attaching_does_not_repeat_a_checkpointed_forward() -> None:
+    """Looking whether a node ran unpacks nothing that was saved."""
+    calls = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin().exp()
+
+    y = checkpoint(forward, leaf(), use_reentrant=False)
+    log: list[Any] = []
+    hl.attach_node(y, logging(log, 1))
+    hl.attach_node(y + 1, ignore)
+    assert len(calls) == 1
+    y.sum().backward()
+    assert len(calls) == 2
+    assert log == [1]
+
+
+# -- inert -------------------------------------------------------------------------------------------------------
+
+
+def watched_step(model: nn.Sequential, x: Tensor, target: Tensor, draw: bool = False) -> None:
+    """Both kinds, on every node of the graph."""
+
+    def read(*grads: Any) -> None:
+        [grad.sum() for part in grads for grad in part if grad is not None]
+        if draw:
+            torch.rand(1)
+
+    loss = F.cross_entropy(model(x), target)
+    found, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [child for child, _ in node.next_functions]
+    assert len(found) > 10
+    handles = hl.HandleSet(
+        hl.attach_node(node, read, on=kind, observe=observe)
+        for node in found
+        for kind in KINDS
+        for observe in (True, False)
+    )
+    loss.backward()
+    assert all(report.fired == 1 for report in handles.report())
+    handles.remove()
+
+
+def test_training_with_node_hooks_ends_with_the_same_bits() -> None:
+    """Twenty AdamW steps through dropout and BatchNorm."""
+    assert differences(train(watched_step), train(plain_step)) == []
+
+
+def test_a_hook_that_draws_a_random_number_is_found_out() -> None:
+    """So the comparison can fail."""
+    found = train(lambda model, x, target: watched_step(model, x, target, draw=True))
+    assert {"random", "weight 0.weight", "exp_avg 0"} <= set(differences(found, train(plain_step)))
+
+
+# -- freed -------------------------------------------------------------------------------------------------------
+
+
+class Token:
+    """Something a hook holds."""
+
+
+@pytest.fixture
+def no_collector():
+    """Nothing but reference counts frees anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def hook_holding(token: Token) -> Any:
+    def hook(*grads: Any) -> None:
+        token
+
+    return hook
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backward", [False, True], ids=["dropped", "run"])
+@pytest.mark.parametrize("removed", [False, True], ids=["on", "removed"])
+@pytest.mark.usefixtures("no_collector")
+def test_graph_and_hook_go_without_the_collector(kind: str, backward: bool, removed: bool) -> None:
+    """Whether the graph was run or not, the hook removed or not."""
+    x, token = leaf(), Token()
+    y = x.sin()
+    handle = hl.attach_node(y.grad_fn, hook_holding(token), on=kind)
+    loss = y.exp().sum()
+    if backward:
+        loss.backward()
+    if removed:
+        handle.remove()
+    references = [weakref.ref(one) for one in (x, y, token)]
+    del x, y, token, handle, loss
+    assert [reference() for reference in references] == [None] * 3
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_handle_keeps_no_graph_alive_and_says_that_it_is_gone() -> None:
+    """It can still be asked and removed."""
+    x = leaf()
+    handle = hl.attach_node((y := x.sin()), ignore)
+    assert handle.report().attached == 1
+    reference = weakref.ref(x)
+    del x, y
+    assert reference() is None
+    assert handle.report().attached == 0
+    handle.remove()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_hooked_leaf_stays_until_the_hook_is_removed_and_no_longer() -> None:
+    """With two hooks, until both are."""
+    x = leaf()
+    reference = weakref.ref(x)
+    held = set(nodes._HELD)  # by other tests
+    handles = [hl.attach_node(x, ignore, on=kind) for kind in ("pre", "pre", "post")]
+    assert set(nodes._HELD) > held
+    del x
+    for handle in handles:
+        assert reference() is not None
+        handle.remove()
+    assert reference() is None
+    assert set(nodes._HELD) == held
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+def test_five_hundred_cycles_leave_nothing_behind(kind: str, computed: bool) -> None:
+    """Of attaching, firing and removing."""
+    x = leaf()
+
+    def cycle(times: int) -> int:
+        for _ in range(times):
+            y = x.sin()
+            with hl.attach_node(y if computed else x, ignore, on=kind):
+                y.sum().backward()
+        del y
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = cycle(10)
+    assert cycle(500) - before < 20

@@ -1,0 +1,1024 @@
+"""Hooks on optimizers: when they fire, in which order, what they may change, and that they come off without trace."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+import hookline as hl
+from hookline.sites.attach import check_request
+from hookline.sites.kinds import OPTIMIZER, Kind
+from hookline.sites.optimizers import (
+    OptimizerSite,
+    attach_optimizer,
+    hook_optimizers_everywhere,
+    optimizer_entries,
+)
+
+KINDS = [kind.value for kind in OPTIMIZER.args]
+STEP_KINDS = ["step_pre", "step_post"]
+STEPS = 24
+
+
+def make(kind: type[Optimizer] = SGD, **options: Any) -> Optimizer:
+    """An optimizer of one parameter with a gradient."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    return kind([weight], **{"lr": 0.1, **options})
+
+
+def weight_of(optimizer: Optimizer) -> Tensor:
+    return optimizer.param_groups[0]["params"][0]
+
+
+def ignore(*args: object) -> None:
+    """A hook of any kind that does nothing."""
+
+
+def dictionaries(optimizer: Optimizer) -> dict[str, list[Any]]:
+    """What torch holds for the optimizer, kind by kind."""
+    return {kind: list(getattr(optimizer, f"_optimizer_{kind}_hooks").values()) for kind in KINDS}
+
+
+def assert_no_trace(optimizer: Optimizer) -> None:
+    """Every dictionary of torch's is empty, the global ones too."""
+    assert dictionaries(optimizer) == {kind: [] for kind in KINDS}
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not torch_optimizer._global_optimizer_post_hooks
+
+
+def exercise(optimizer: Optimizer) -> None:
+    """Do whatever fires a hook of any kind."""
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def everywhere(hook: Callable[..., Any], on: str, **options: Any) -> hl.HookHandle:
+    """What ``attach_everywhere`` does with a step kind."""
+    kind = Kind.parse(on, OPTIMIZER)
+    return hook_optimizers_everywhere(check_request(hook, kind, subject=OPTIMIZER, everywhere=True, **options))
+
+
+# -- what a hook is handed, and what it may hand back -----------------------------------------------------------
+
+
+def test_hooks_are_called_with_what_torch_calls_them_with() -> None:
+    """The six kinds get the optimizer, the arguments of the step with the optimizer first, or the state dict."""
+    optimizer = make()
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    for kind in KINDS:
+        attach_optimizer(optimizer, lambda *args, kind=kind: ours.append((kind, len(args), args)), on=kind)
+        register = getattr(optimizer, f"register_{kind}_hook")
+        register(lambda *args, kind=kind: theirs.append((kind, len(args), args)))
+    optimizer.step(closure=None)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert [kind for kind, _, _ in ours] == KINDS
+    assert ours == theirs
+    assert ours[0] == ("step_pre", 3, (optimizer, (optimizer,), {"closure": None}))
+    assert ours[3][2][1] is saved
+
+
+def test_the_default_kind_is_step_post() -> None:
+    """It runs when the parameters have moved."""
+    optimizer = make()
+    seen: list[float] = []
+    with hl.attach_optimizer(optimizer, lambda opt, args, kwargs: seen.append(weight_of(opt)[0].item())):
+        optimizer.step()
+    assert seen == pytest.approx([0.9])
+
+
+def test_a_step_pre_hook_may_change_the_arguments_of_the_step() -> None:
+    """The step, later hooks and the post hooks get what it returned; what a post hook returns means nothing."""
+    optimizer = make()
+    seen: list[Any] = []
+
+    def closure() -> float:
+        return 7.0
+
+    attach_optimizer(optimizer, lambda opt, args, kwargs: (args, {"closure": closure}), on="step_pre")
+    attach_optimizer(optimizer, lambda opt, args, kwargs: seen.append(kwargs), on="step_pre")
+    attach_optimizer(optimizer, lambda opt, args, kwargs: (seen.append(kwargs), "nothing")[1])
+    assert optimizer.step() == 7.0
+    assert seen == [{"closure": closure}, {"closure": closure}]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda opt, args, kwargs: 5,
+        lambda opt, args, kwargs: [args, kwargs],
+        lambda opt, args, kwargs: (args, kwargs, None),
+        lambda opt, args, kwargs: (list(args), kwargs),
+        lambda opt, args, kwargs: (args, None),
+        lambda opt, args, kwargs: ((), kwargs),
+        lambda opt, args, kwargs: ((lambda: 0.0,), kwargs),
+    ],
+)
+def test_anything_else_from_a_step_pre_hook_is_an_error_that_names_it(returned: Callable[..., Any]) -> None:
+    """Also arguments that lack the optimizer, which torch would take the first of for ``self``."""
+    optimizer = make()
+    attach_optimizer(optimizer, returned, on="step_pre", name="mine")
+    with pytest.raises(hl.HookReturnError, match=r"step_pre hook 'mine' on SGD must return None or \(new_args, new_kw"):
+        optimizer.step()
+    assert torch.equal(weight_of(optimizer), torch.ones(3))
+
+
+def test_the_error_shows_what_was_returned_without_its_numbers() -> None:
+    """A tensor is a tensor, not a thousand digits."""
+    optimizer = make()
+    attach_optimizer(optimizer, lambda *args: (torch.ones(9), 3), on="step_pre")
+    with pytest.raises(hl.HookReturnError, match=r"but got \(a Tensor, 3\)\.$"):
+        optimizer.step()
+
+
+def test_state_hooks_may_put_another_dict_in_place() -> None:
+    """Each sees what the one before returned, the caller gets the last, and loading uses it."""
+    optimizer = make()
+    attach_optimizer(optimizer, lambda opt, state: {**state, "mark": 1}, on="state_dict_post")
+    attach_optimizer(optimizer, lambda opt, state: {**state, "mark": state["mark"] + 1}, on="state_dict_post")
+    saved = optimizer.state_dict()
+    assert saved["mark"] == 2
+
+    def faster(opt: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": [{**group, "lr": 9.0} for group in state["param_groups"]]}
+
+    attach_optimizer(optimizer, faster, on="load_state_dict_pre")
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 9.0
+
+
+@pytest.mark.parametrize("kind", ["state_dict_post", "load_state_dict_pre"])
+def test_a_state_hook_that_returns_no_dict_is_an_error_that_names_it(kind: str) -> None:
+    """torch would carry on with it."""
+    optimizer = make()
+    attach_optimizer(optimizer, lambda opt, state: "junk", on=kind, name="mine")
+    with pytest.raises(hl.HookReturnError, match=f"{kind} hook 'mine' on SGD must return None or a state dict, but"):
+        exercise(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["state_dict_pre", "load_state_dict_post", "step_post"])
+def test_what_the_other_kinds_return_means_nothing(kind: str) -> None:
+    """As in torch."""
+    optimizer = make()
+    handle = attach_optimizer(optimizer, lambda *args: "junk", on=kind)
+    exercise(optimizer)
+    assert handle.report().fired == 1
+
+
+def test_an_observer_is_not_listened_to_and_sees_what_the_step_gets() -> None:
+    """It runs after the edits, though it came first."""
+    optimizer = make()
+    seen: list[Any] = []
+
+    def closure() -> float:
+        return 7.0
+
+    attach_optimizer(optimizer, lambda opt, args, kwargs: (seen.append(kwargs), "junk")[1], on="step_pre", observe=True)
+    attach_optimizer(optimizer, lambda opt, args, kwargs: (args, {"closure": closure}), on="step_pre")
+    assert optimizer.step() == 7.0
+    assert seen == [{"closure": closure}]
+
+
+# -- the site ---------------------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_declares_site_gets_one() -> None:
+    """With name, optimizer, kind, and the step, counted from 0."""
+    optimizer = make(AdamW)
+    seen: list[OptimizerSite] = []
+
+    def hook(opt: Optimizer, *args: object, site: OptimizerSite) -> None:
+        seen.append(site)
+
+    for kind in KINDS:
+        attach_optimizer(optimizer, hook, on=kind)
+    optimizer.state_dict()
+    exercise(optimizer)
+    optimizer.step()
+    assert [(site.kind.value, site.step) for site in seen] == [
+        ("state_dict_pre", -1),
+        ("state_dict_post", -1),
+        ("step_pre", 0),
+        ("step_post", 0),
+        ("state_dict_pre", 0),
+        ("state_dict_post", 0),
+        ("load_state_dict_pre", 0),
+        ("load_state_dict_post", 0),
+        ("step_pre", 1),
+        ("step_post", 1),
+    ]
+    assert {(site.name, site.optimizer, site.found_inf) for site in seen} == {("AdamW", optimizer, None)}
+
+
+@pytest.mark.parametrize("kind", ["step_post", "state_dict_post"])
+def test_steps_are_counted_whatever_the_kind_of_hook(kind: str) -> None:
+    """Also those that raise, and again from 0 when the hooks were gone."""
+    optimizer = make()
+    steps: list[int] = []
+
+    def hook(*args: object, site: OptimizerSite) -> None:
+        steps.append(site.step)
+
+    def fail() -> float:
+        raise ValueError("mine")
+
+    for _ in range(2):
+        with attach_optimizer(optimizer, hook, on=kind):
+            exercise(optimizer)
+            with pytest.raises(ValueError, match="mine"):
+                optimizer.step(fail)
+            exercise(optimizer)
+    assert steps == [0, 2, 0, 2]
+    assert_no_trace(optimizer)
+
+
+# -- real optimizers --------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "SGD": lambda params: SGD(params, lr=0.05, momentum=0.9),
+    "AdamW foreach": lambda params: AdamW(params, foreach=True),
+    "AdamW fused": lambda params: AdamW(params, fused=True),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=4),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_step_fires_each_hook_once(name: str) -> None:
+    """However often the closure runs; the parameters end where they would."""
+
+    def run(hooked: bool) -> tuple[list[str], Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        log: list[str] = []
+        if hooked:
+            for kind in STEP_KINDS:
+                attach_optimizer(optimizer, lambda *args, kind=kind: log.append(kind), on=kind)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return log, torch.cat([param.detach().flatten() for param in model.parameters()])
+
+    log, weights = run(hooked=True)
+    assert log == STEP_KINDS * 3
+    assert torch.equal(weights, run(hooked=False)[1])
+
+
+@pytest.mark.parametrize("hooks_first", [True, False])
+def test_a_scheduler_that_wraps_the_step_changes_nothing(hooks_first: bool) -> None:
+    """It may come before or after the hooks, and gives none of its warnings."""
+    optimizer = make()
+    log: list[float] = []
+
+    def hook(opt: Optimizer, args: object, kwargs: object) -> None:
+        log.append(opt.param_groups[0]["lr"])
+
+    def schedule() -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    scheduler = None if hooks_first else schedule()
+    with attach_optimizer(optimizer, hook):
+        scheduler = scheduler or schedule()
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+    assert log == pytest.approx([0.1, 0.05, 0.025])
+    assert_no_trace(optimizer)
+
+
+def test_stochastic_weight_averaging_goes_well_with_hooks() -> None:
+    """A step_post hook is a place to average in."""
+    model = nn.Linear(2, 1)
+    averaged = AveragedModel(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = SWALR(optimizer, swa_lr=0.05)
+    with attach_optimizer(optimizer, lambda *args: averaged.update_parameters(model)):
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    assert averaged.n_averaged == 4
+
+
+# -- one step, one firing ---------------------------------------------------------------------------------------
+
+
+class Twice(SGD):
+    """Calls its parent's step, which torch has wrapped as well."""
+
+    log: list[str] = []
+    fail = False
+
+    def step(self, closure: Any = None) -> Any:
+        self.log.append("begin")
+        result = super().step(closure)
+        if self.fail:
+            raise ValueError("mine")
+        self.log.append("end")
+        return result
+
+
+def twice() -> Twice:
+    make(SGD)  # torch wraps a class's step when its first instance is made
+    optimizer = make(Twice)
+    assert isinstance(optimizer, Twice)
+    optimizer.log = []
+    return optimizer
+
+
+def log_steps(optimizer: Twice) -> None:
+    for kind in STEP_KINDS:
+        attach_optimizer(optimizer, lambda *args, kind=kind: optimizer.log.append(kind), on=kind)
+
+
+def test_a_step_that_calls_its_parents_step_is_one_step() -> None:
+    """Before all of it and after all of it, where torch's own hooks run twice."""
+    optimizer = twice()
+    theirs: list[int] = []
+    optimizer.register_step_post_hook(lambda *args: theirs.append(1))
+    log_steps(optimizer)
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.log == ["step_pre", "begin", "end", "step_post"] * 2
+    assert len(theirs) == 4
+
+
+def test_a_step_that_raised_leaves_nothing_behind() -> None:
+    """It has no post hook, and the next step fires as if nothing had been."""
+    optimizer = twice()
+    log_steps(optimizer)
+    optimizer.fail = True
+    with pytest.raises(ValueError, match="mine"):
+        optimizer.step()
+    optimizer.fail = False
+    optimizer.step()
+    assert optimizer.log == ["step_pre", "begin", "step_pre", "begin", "end", "step_post"]
+
+
+@pytest.mark.parametrize("where", ["closure", "step_pre", "step_post"])
+def test_a_step_of_another_optimizer_inside_a_step_fires_its_own_hooks(where: str) -> None:
+    """Each optimizer counts for itself."""
+    outer, inner = make(), make()
+    log: list[str] = []
+    for name, optimizer in (("outer", outer), ("inner", inner)):
+        for kind in STEP_KINDS:
+            attach_optimizer(optimizer, lambda *args, text=f"{name} {kind}": log.append(text), on=kind)
+
+    def inner_step(*args: object) -> None:
+        inner.step()
+
+    if where == "closure":
+        outer.step(lambda: inner_step() or 0.0)
+    else:
+        attach_optimizer(outer, inner_step, on=where)
+        outer.step()
+    assert [text for text in log if text.startswith("inner")] == ["inner step_pre", "inner step_post"]
+    assert [text for text in log if text.startswith("outer")] == ["outer step_pre", "outer step_post"]
+
+
+def test_a_hook_that_steps_its_own_optimizer_does_not_fire_itself() -> None:
+    """The step is made, as a part of the one under way."""
+    optimizer = make()
+    handle = attach_optimizer(optimizer, lambda opt, args, kwargs: opt.step() and None)
+    optimizer.step()
+    assert handle.report().fired == 1
+    assert torch.allclose(weight_of(optimizer), torch.full((3,), 0.8))
+
+
+def test_a_compiled_step_fires_once_also_for_hooks_that_came_later() -> None:
+    """Whether they were there when it was compiled or not."""
+    optimizer = make()
+    log: list[str] = []
+    attach_optimizer(optimizer, lambda *args: log.append("pre"), on="step_pre")
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    step()
+    with attach_optimizer(optimizer, lambda *args: log.append("post")):
+        step()
+    step()
+    torch._dynamo.reset()
+    assert log == ["pre", "pre", "post", "pre"]
+
+
+# -- loss scaling -----------------------------------------------------------------------------------------------
+
+
+def scaled_steps(optimizer: Optimizer, gradients: list[float]) -> None:
+    """One step of a real scaler per gradient."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for gradient in gradients:
+        optimizer.zero_grad()
+        scaler.scale((weight_of(optimizer) * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_step_that_a_scaler_skips_fires_nothing() -> None:
+    """The optimizer is not called: three batches, one with an infinite gradient, two steps."""
+    optimizer = make(AdamW)
+    log: list[tuple[str, int, object]] = []
+
+    def hook(*args: object, site: OptimizerSite) -> None:
+        log.append((site.kind.value, site.step, site.found_inf))
+
+    for kind in STEP_KINDS:
+        attach_optimizer(optimizer, hook, on=kind)
+    scaled_steps(optimizer, [1.0, float("inf"), 1.0])
+    assert log == [("step_pre", 0, None), ("step_post", 0, None), ("step_pre", 1, None), ("step_post", 1, None)]
+
+
+def test_a_step_that_a_fused_optimizer_skips_by_itself_is_marked() -> None:
+    """It is called and fires; what it will do is in the tensor that torch has given it, before and after."""
+    optimizer = make(AdamW, fused=True)
+    log: list[tuple[str, float]] = []
+    weights: list[Tensor] = []
+
+    def hook(opt: Optimizer, args: object, kwargs: object, *, site: OptimizerSite) -> None:
+        assert site.found_inf is opt.found_inf
+        log.append((site.kind.value, site.found_inf.item()))
+        weights.append(weight_of(opt).detach().clone())
+
+    for kind in STEP_KINDS:
+        attach_optimizer(optimizer, hook, on=kind)
+    scaled_steps(optimizer, [1.0, float("inf"), 1.0])
+    assert log == [(kind, found) for found in (0.0, 1.0, 0.0) for kind in STEP_KINDS]
+    moved = [not torch.equal(before, after) for before, after in zip(weights[::2], weights[1::2], strict=True)]
+    assert moved == [True, False, True]
+
+
+def test_without_a_scaler_nothing_is_marked() -> None:
+    """Also for a fused optimizer, and also if somebody else keeps a number under that name."""
+    optimizer = make(AdamW, fused=True)
+    seen: list[object] = []
+
+    def hook(*args: object, site: OptimizerSite) -> None:
+        seen.append(site.found_inf)
+
+    with attach_optimizer(optimizer, hook, on="step_pre"):
+        optimizer.step()
+        other = make(torch.optim.Adadelta)
+        other.found_inf = 3
+        with attach_optimizer(other, hook):
+            other.step()
+    assert seen == [None, None]
+
+
+# -- order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_run_in_the_order_they_came_and_prepended_ones_first(kind: str) -> None:
+    """The last to be prepended is the first."""
+    optimizer = make()
+    log: list[str] = []
+    for name, prepend in (("a", False), ("b", False), ("c", True), ("d", True)):
+        attach_optimizer(optimizer, lambda *args, name=name: log.append(name), on=kind, prepend=prepend)
+    exercise(optimizer)
+    assert log == ["d", "c", "a", "b"]
+
+
+@pytest.mark.parametrize("kind", STEP_KINDS)
+def test_hooks_on_every_optimizer_run_before_its_own(kind: str) -> None:
+    """Before and after the step alike, whoever came first; torch's run after its own when the step is over."""
+    optimizer = make()
+    log: list[str] = []
+    attach_optimizer(optimizer, lambda *args: log.append("own"), on=kind)
+    attach_optimizer(optimizer, lambda *args: log.append("own first"), on=kind, prepend=True)
+    with (
+        everywhere(lambda *args: log.append("everywhere"), kind),
+        everywhere(lambda *args: log.append("everywhere first"), kind, prepend=True),
+    ):
+        optimizer.step()
+    assert log == ["everywhere first", "everywhere", "own first", "own"]
+
+
+def test_an_observer_on_every_optimizer_runs_after_the_edits_of_its_own() -> None:
+    """Edits before observations, wherever they sit."""
+    optimizer = make()
+    log: list[str] = []
+    attach_optimizer(optimizer, lambda *args: log.append("observer"), on="step_pre", observe=True)
+    attach_optimizer(optimizer, lambda *args: log.append("edit"), on="step_pre")
+    with everywhere(lambda *args: log.append("everywhere"), "step_pre", observe=True):
+        optimizer.step()
+    assert log == ["edit", "everywhere", "observer"]
+
+
+# -- every optimizer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STEP_KINDS)
+def test_a_hook_on_every_optimizer_fires_for_all_there_are_and_will_be(kind: str) -> None:
+    """Once per step, ``super().step()`` or not, with a site that tells them apart."""
+    old, doubled = make(), twice()
+    seen: list[tuple[str, int]] = []
+
+    def hook(opt: Optimizer, args: object, kwargs: object, *, site: OptimizerSite) -> None:
+        seen.append((site.name, site.step))
+
+    with everywhere(hook, kind) as handle:
+        new = make(AdamW)
+        for optimizer in (old, doubled, new, old, doubled):
+            optimizer.step()
+        assert handle.report().fired == 5
+        assert handle.report().attached == 1
+    for optimizer in (old, doubled, new):
+        optimizer.step()
+        assert_no_trace(optimizer)
+    assert seen == [("SGD", 0), ("Twice", 0), ("AdamW", 0), ("SGD", 1), ("Twice", 1)]
+
+
+def test_a_step_pre_hook_on_every_optimizer_may_change_the_arguments() -> None:
+    """And an error in what it returns names it."""
+    optimizer = make()
+    with everywhere(lambda opt, args, kwargs: (args, {"closure": lambda: 7.0}), "step_pre"):
+        assert optimizer.step() == 7.0
+    with (
+        everywhere(lambda *args: 1, "step_pre", name="mine"),
+        pytest.raises(hl.HookReturnError, match="'mine' on SGD"),
+    ):
+        optimizer.step()
+    assert_no_trace(optimizer)
+
+
+def test_a_hook_on_every_optimizer_leaves_an_optimizers_own_hooks_on() -> None:
+    """Each comes off by itself."""
+    optimizer = make()
+    log: list[str] = []
+    own = attach_optimizer(optimizer, lambda *args: log.append("own"))
+    with everywhere(lambda *args: log.append("everywhere"), "step_post"):
+        optimizer.step()
+    optimizer.step()
+    own.remove()
+    optimizer.step()
+    assert log == ["everywhere", "own", "own"]
+    assert_no_trace(optimizer)
+
+
+def test_a_second_hook_on_every_optimizer_reaches_those_that_were_seen() -> None:
+    """Of the other kind, on an optimizer that runs one already."""
+    optimizer = make()
+    log: list[str] = []
+    with everywhere(lambda *args: log.append("pre"), "step_pre"):
+        optimizer.step()
+        with everywhere(lambda *args: log.append("post"), "step_post"):
+            optimizer.step()
+        optimizer.step()
+    assert log == ["pre", "pre", "post", "pre"]
+    assert_no_trace(optimizer)
+
+
+def test_a_hook_on_every_optimizer_may_take_itself_off_while_it_runs() -> None:
+    """It fires once, and nothing stays."""
+    optimizers = [make(), make()]
+    handles: list[hl.HookHandle] = []
+    handles.append(everywhere(lambda *args: handles[0].remove(), "step_pre"))
+    for optimizer in optimizers:
+        optimizer.step()
+    assert handles[0].report().fired == 1
+    for optimizer in optimizers:
+        assert_no_trace(optimizer)
+
+
+def test_somebody_elses_global_hook_may_take_ours_off() -> None:
+    """torch walks its dictionary of global hooks live; ours stays in it, idle, until the next change."""
+    optimizer = make()
+    fired: list[int] = []
+    ours = everywhere(lambda *args: fired.append(1), "step_pre")
+    theirs = [
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *args: ours.remove()),
+        torch_optimizer.register_optimizer_step_pre_hook(ignore),
+    ]
+    try:
+        optimizer.step()
+        optimizer.step()
+    finally:
+        for handle in theirs:
+            handle.remove()
+    assert fired == []
+    attach_optimizer(optimizer, ignore).remove()
+    assert_no_trace(optimizer)
+
+
+# -- coming and going -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_hook_leaves_the_optimizer_as_it_was(kind: str) -> None:
+    """Removal is immediate and may be repeated; other people's hooks stay where they are."""
+    optimizer = make()
+    theirs: list[str] = []
+    for other in KINDS:
+        getattr(optimizer, f"register_{other}_hook")(lambda *args, kind=other: theirs.append(kind))
+    before = dictionaries(optimizer)
+    fired: list[int] = []
+    first = attach_optimizer(optimizer, lambda *args: fired.append(1), on=kind)
+    second = attach_optimizer(optimizer, lambda *args: fired.append(2), on=kind)
+    assert len(dictionaries(optimizer)[kind]) == 2
+    first.remove()
+    first.remove()
+    exercise(optimizer)
+    second.remove()
+    exercise(optimizer)
+    assert fired == [2]
+    assert theirs == KINDS * 2
+    assert dictionaries(optimizer) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_may_take_itself_off_while_it_runs(kind: str) -> None:
+    """Alone in torch's dictionary it is gone at once."""
+    optimizer = make()
+    handles: list[hl.HookHandle] = []
+    handles.append(attach_optimizer(optimizer, lambda *args: handles[0].remove(), on=kind))
+    exercise(optimizer)
+    exercise(optimizer)
+    assert handles[0].report().fired == 1
+    assert_no_trace(optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_may_take_itself_off_with_somebody_elses_behind_it(kind: str) -> None:
+    """torch walks its dictionary live and fails if it changes: the port stays, idle, until the next change."""
+    optimizer = make()
+    handles: list[hl.HookHandle] = []
+    theirs: list[int] = []
+    handles.append(attach_optimizer(optimizer, lambda *args: handles[0].remove(), on=kind))
+    getattr(optimizer, f"register_{kind}_hook")(lambda *args: theirs.append(1))
+    exercise(optimizer)
+    exercise(optimizer)
+    assert handles[0].report().fired == 1
+    assert theirs == [1, 1]
+    attach_optimizer(make(), ignore).remove()
+    assert [len(hooks) for hooks in dictionaries(optimizer).values()] == [int(other == kind) for other in KINDS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_somebody_elses_hook_may_take_ours_off(kind: str) -> None:
+    """Ahead of it in torch's dictionary, and in the middle of torch's walk."""
+    optimizer = make()
+    getattr(optimizer, f"register_{kind}_hook")(lambda *args: ours.remove())
+    fired: list[int] = []
+    ours = attach_optimizer(optimizer, lambda *args: fired.append(1), on=kind)
+    getattr(optimizer, f"register_{kind}_hook")(ignore)
+    exercise(optimizer)
+    assert fired == []
+    again = attach_optimizer(optimizer, lambda *args: fired.append(2), on=kind)
+    exercise(optimizer)
+    again.remove()
+    assert fired == [2]
+    assert [len(hooks) for hooks in dictionaries(optimizer).values()] == [2 * (other == kind) for other in KINDS]
+
+
+def test_somebody_elses_pre_hook_may_put_our_post_hook_on() -> None:
+    """Though steps are counted in the dictionary that torch is walking."""
+    optimizer = make()
+    steps: list[int] = []
+    handles: list[hl.HookHandle] = []
+
+    def hook(*args: object, site: OptimizerSite) -> None:
+        steps.append(site.step)
+
+    def once(*args: object) -> None:
+        if not handles:
+            handles.append(attach_optimizer(optimizer, hook))
+
+    optimizer.register_step_pre_hook(once)
+    optimizer.register_step_pre_hook(ignore)
+    for _ in range(3):
+        optimizer.step()
+    assert steps == [-1, 0, 1]
+    handles[0].remove()
+    assert [len(hooks) for hooks in dictionaries(optimizer).values()] == [2, 0, 0, 0, 0, 0]
+
+
+def test_hooks_added_while_hooks_run_begin_with_the_next_step() -> None:
+    """The running queue is a snapshot, of those that come as of those that go."""
+    optimizer = make()
+    log: list[str] = []
+    handles: dict[str, hl.HookHandle] = {}
+
+    def first(*args: object) -> None:
+        log.append("first")
+        if "third" not in handles:
+            handles["third"] = attach_optimizer(optimizer, lambda *args: log.append("third"))
+            handles["second"].remove()
+
+    attach_optimizer(optimizer, first)
+    handles["second"] = attach_optimizer(optimizer, lambda *args: log.append("second"))
+    optimizer.step()
+    optimizer.step()
+    assert log == ["first", "second", "first", "third"]
+
+
+def test_another_thread_may_take_a_hook_off_in_the_middle_of_a_step() -> None:
+    """While it runs, with somebody else's behind it."""
+    optimizer = make()
+    entered, removed = threading.Event(), threading.Event()
+    theirs: list[int] = []
+
+    def wait(*args: object) -> None:
+        entered.set()
+        assert removed.wait(10)
+
+    handle = attach_optimizer(optimizer, wait)
+    optimizer.register_step_post_hook(lambda *args: theirs.append(1))
+
+    def take_off() -> None:
+        assert entered.wait(10)
+        handle.remove()
+        removed.set()
+
+    thread = threading.Thread(target=take_off)
+    thread.start()
+    optimizer.step()
+    thread.join()
+    optimizer.step()
+    assert handle.report().fired == 1
+    assert theirs == [1, 1]
+
+
+def test_an_error_in_a_hook_goes_up_and_the_next_step_fires_again() -> None:
+    """Nothing is stuck."""
+    optimizer = make()
+    calls: list[int] = []
+
+    def hook(*args: object) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("mine")
+
+    with attach_optimizer(optimizer, hook, on="step_pre"):
+        with pytest.raises(ValueError, match="mine"):
+            optimizer.step()
+        optimizer.step()
+    assert len(calls) == 2
+    assert_no_trace(optimizer)
+
+
+def test_the_entries_of_an_optimizer_are_its_own_hooks() -> None:
+    """By name and kind; none before, none after."""
+    optimizer = make()
+    assert list(optimizer_entries(optimizer)) == []
+    with (
+        attach_optimizer(optimizer, ignore, on="state_dict_post", name="b"),
+        attach_optimizer(optimizer, ignore, name="a"),
+        everywhere(ignore, "step_post"),
+    ):
+        optimizer.step()
+        found = {(entry.attachment.name, entry.attachment.kind.value) for entry in optimizer_entries(optimizer)}
+        assert found == {("a", "step_post"), ("b", "state_dict_post")}
+    assert list(optimizer_entries(optimizer)) == []
+
+
+# -- lifetime and copies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_handle_nor_table_keeps_the_optimizer_alive(kind: str) -> None:
+    """Nor does a hook on every optimizer; the receipt then says that nothing is attached."""
+    optimizer = make()
+    reference = weakref.ref(optimizer)
+    with everywhere(ignore, "step_post"):
+        handle = attach_optimizer(optimizer, ignore, on=kind)
+        exercise(optimizer)
+        assert handle.report().attached == 1
+        del optimizer
+        gc.collect()
+        assert reference() is None
+        assert handle.report().attached == 0
+        handle.remove()
+
+
+def test_a_hook_that_refers_to_its_optimizer_does_not_keep_it_alive() -> None:
+    """The ring of the two is collected, though the hook was never removed."""
+    optimizer = make()
+    reference = weakref.ref(optimizer)
+    attach_optimizer(optimizer, functools.partial(lambda held, *args: None, optimizer))
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    assert reference() is None
+
+
+class Keeps(SGD):
+    """Copies with everything it has, hooks included."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+def pickled(optimizer: Optimizer) -> Optimizer:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+def saved(optimizer: Optimizer) -> Optimizer:
+    buffer = io.BytesIO()
+    torch.save(optimizer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW, Keeps])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def test_a_copy_of_a_hooked_optimizer_works_and_carries_no_hooks(
+    kind: type[Optimizer], copied: Callable[[Optimizer], Optimizer]
+) -> None:
+    """Also if its class copies hooks: then nothing that acts comes along, and new hooks work as ever."""
+    optimizer = make(kind)
+    handles = [attach_optimizer(optimizer, ignore, on=each) for each in KINDS]
+    exercise(optimizer)
+    twin = copied(optimizer)
+    weight_of(twin).grad = torch.ones(3)
+    exercise(twin)
+    assert [handle.report().fired for handle in handles] == [1] * 6
+    assert list(optimizer_entries(twin)) == []
+    with attach_optimizer(twin, ignore) as handle:
+        twin.step()
+    assert handle.report().fired == 1
+    exercise(optimizer)
+    assert [handle.report().fired for handle in handles] == [2] * 6
+
+
+def test_a_hooked_optimizers_state_goes_into_another_and_back() -> None:
+    """With hooks on both ends: the same state, tensor by tensor."""
+    source, target = make(AdamW), make(AdamW)
+    for optimizer in (source, target):
+        for kind in KINDS:
+            attach_optimizer(optimizer, ignore, on=kind)
+    source.step()
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert differences(source.state_dict(), target.state_dict()) == []
+
+
+# -- errors and reports -----------------------------------------------------------------------------------------
+
+
+class Wrapper(Optimizer):
+    """Like accelerate's: an optimizer by name, that holds the real one and never sets itself up."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Bare(Wrapper):
+    """A wrapper that does not show what it holds."""
+
+    def __init__(self) -> None:
+        """Holds nothing."""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: nn.Linear(1, 1), r"takes a torch.optim.Optimizer, got a Linear\.$"),
+        (lambda: None, r"takes a torch.optim.Optimizer, got a NoneType\.$"),
+        (lambda: SGD, r"takes a torch.optim.Optimizer, got the class SGD\.$"),
+        (
+            lambda: torch.optim.lr_scheduler.StepLR(make(), 1),
+            r"got a StepLR\. Pass the optimizer inside it: its \.optimizer\.$",
+        ),
+        (lambda: Wrapper(make()), r"Wrapper has no place for hooks.*Pass the optimizer inside it: its \.optimizer\.$"),
+        (lambda: Bare(), r"Bare has no place for hooks.*Pass the optimizer inside it\.$"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_with_the_way_out(given: Callable[[], Any], message: str) -> None:
+    """It says what was given, and where the optimizer is."""
+    with pytest.raises(hl.UnhookableError, match=message):
+        attach_optimizer(given(), ignore)
+
+
+def test_wrong_kinds_options_and_hooks_are_refused_before_anything_is_attached() -> None:
+    """Each in its own words."""
+    optimizer = make()
+    with pytest.raises(hl.KindError, match=r"No kind 'step_pots'\. Nearest: 'step_post'"):
+        attach_optimizer(optimizer, ignore, on="step_pots")
+    with pytest.raises(hl.KindError, match="module hook; put it on with attach"):
+        attach_optimizer(optimizer, ignore, on="forward")
+    with pytest.raises(hl.OptionError, match="observe= does not go with on='step_post'"):
+        attach_optimizer(optimizer, ignore, observe=True)
+    with pytest.raises(hl.HookSignatureError, match=r"called as hook\(optimizer, args, kwargs\)"):
+        attach_optimizer(optimizer, lambda opt: None)
+    with pytest.raises(hl.HookSignatureError, match="callable"):
+        attach_optimizer(optimizer, "hook")
+    assert_no_trace(optimizer)
+
+
+def test_a_handle_reports_what_its_hook_did() -> None:
+    """Matched, attached, fired, and what it cost if it was asked to; without a model there is no step to name."""
+    optimizer = make(AdamW)
+    plain = attach_optimizer(optimizer, ignore)
+    measured = attach_optimizer(optimizer, ignore, on="step_pre", profile=True, name="mine")
+    for _ in range(3):
+        optimizer.step()
+    report = measured.report()
+    assert (report.name, report.kind, report.matched, report.attached, report.fired) == ("mine", "step_pre", 1, 1, 3)
+    assert report.last_step is None
+    assert report.cost_us is not None
+    assert report.cost_us > 0
+    assert plain.report().cost_us is None
+    assert plain.names == ("AdamW",)
+    assert repr(measured) == "<HookHandle mine step_pre on 'AdamW', fired 3>"
+    measured.remove()
+    assert measured.report().attached == 0
+    assert measured.report().fired == 3
+
+
+def test_a_hook_that_never_had_a_step_comes_off_without_a_word() -> None:
+    """An optimizer that was not stepped is no news."""
+    optimizer = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach_optimizer(optimizer, ignore).remove()
+
+
+# -- the house test ---------------------------------------------------------------------------------------------
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """Where two nested states are not the same bit for bit."""
+    if isinstance(one, Tensor):
+        return [] if torch.equal(one, other) else [path]
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return [found for key in one for found in differences(one[key], other[key], f"{path}/{key}")]
+    if isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        pairs = enumerate(zip(one, other, strict=True))
+        return [found for index, pair in pairs for found in differences(*pair, f"{path}/{index}")]
+    return [] if one == other else [path]
+
+
+def train(kinds: list[str], hook: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Steps through dropout and BatchNorm, with the optimizer's state saved and loaded now and then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+    optimizer = AdamW(model.parameters(), lr=1e-2, **options)
+    handles = [attach_optimizer(optimizer, hook, on=kind, observe=kind == "step_pre") for kind in kinds]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(12, 8)).square().mean().backward()
+        optimizer.step()
+        if step % 5 == 4:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(handle.report().fired >= STEPS // 5 for handle in handles)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+
+
+def read_all(optimizer: Optimizer, *args: object, site: OptimizerSite) -> float:
+    """An observer that reads every tensor of the optimizer, and whose return value must not matter."""
+    tensors = [param for group in optimizer.param_groups for param in group["params"]]
+    tensors += [param.grad for param in tensors if param.grad is not None]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.detach().float().norm().item() for tensor in tensors)
+
+
+def read_quietly(optimizer: Optimizer, *args: object, site: OptimizerSite) -> None:
+    """The same, for kinds whose return value counts."""
+    read_all(optimizer, *args, site=site)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+def test_training_with_observers_of_every_kind_ends_with_the_same_bits(options: dict[str, Any]) -> None:
+    """Weights, buffers, optimizer state and the random stream after two dozen AdamW steps."""
+    plain = train([], ignore, options)
+    assert differences(train(KINDS, read_quietly, options), plain) == []
+    assert differences(train(STEP_KINDS, read_all, options), plain) == []
+    with everywhere(read_all, "step_pre", observe=True), everywhere(read_all, "step_post"):
+        assert differences(train([], ignore, options), plain) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_that_draws_one_random_number_is_found_out(kind: str) -> None:
+    """The negative control: the comparison can fail, in the weights too."""
+
+    def draw(*args: object) -> None:
+        torch.rand(1)
+
+    found = differences(train([kind], draw, {}), train([], ignore, {}))
+    assert "/random" in found
+    assert "/model/0.weight" in found

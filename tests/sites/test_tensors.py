@@ -1,0 +1,769 @@
+"""attach_tensor: gradients of one tensor and of several, leaves that accumulate, what is refused, what is freed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_training import differences, plain_step, train
+from torch import Tensor, nn
+
+import hookline as hl
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values or (1.0, 2.0, 3.0), dtype=torch.float32, requires_grad=True)
+
+
+def firsts(grads: tuple[Tensor | None, ...]) -> list[float | None]:
+    """The first number of each gradient."""
+    return [None if grad is None else grad.flatten()[0].item() for grad in grads]
+
+
+def ignore(grad: Any) -> None:
+    """A hook that does nothing."""
+
+
+# -- one tensor --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+def test_a_hook_gets_the_gradient_of_its_tensor(computed: bool) -> None:
+    """Once per backward pass, the whole of it, summed over all uses."""
+    x = leaf()
+    y = x * 2 if computed else x
+    seen = []
+    handle = hl.attach_tensor(y, seen.append)
+    (y * 3 + y * 4).sum().backward()
+    assert [grad.tolist() for grad in seen] == [[7.0] * 3]
+    report = handle.report()
+    assert (report.matched, report.attached, report.fired, report.last_step) == (1, 1, 1, None)
+    assert handle.names == ("tensor (3,)",)
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+def test_what_a_hook_returns_replaces_the_gradient(computed: bool) -> None:
+    """For all that comes after, other hooks included."""
+    x = leaf()
+    y = x * 1 if computed else x
+    seen = []
+    hl.attach_tensor(y, lambda grad: grad * 10)
+    hl.attach_tensor(y, lambda grad: seen.append(grad) or grad + 1)
+    y.sum().backward()
+    assert seen[0].tolist() == [10.0] * 3
+    assert x.grad.tolist() == [11.0] * 3
+
+
+def test_a_hook_that_returns_none_changes_nothing() -> None:
+    """Not even the object that goes on."""
+    x = leaf()
+    y = x * 1
+    seen = []
+    y.register_hook(seen.append)
+    hl.attach_tensor(y, ignore)
+    y.register_hook(seen.append)
+    y.sum().backward()
+    assert seen[0] is seen[1]
+
+
+def test_an_observer_is_not_heard_and_comes_after_the_edits() -> None:
+    """Whatever the order of attaching, it sees what goes on."""
+    x = leaf()
+    seen = []
+    hl.attach_tensor(x, lambda grad: seen.append(grad) or grad * 0, observe=True)
+    hl.attach_tensor(x, lambda grad: grad * 5)
+    x.sum().backward()
+    assert seen[0].tolist() == x.grad.tolist() == [5.0] * 3
+
+
+def test_hooks_of_one_tensor_run_in_the_order_of_attaching() -> None:
+    """Several of ours, one after the other."""
+    x = leaf()
+    order = []
+    for index in range(4):
+        hl.attach_tensor(x, lambda grad, index=index: order.append(index))
+    x.sum().backward()
+    assert order == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
+def test_removal_between_forward_and_backward_is_immediate_and_can_be_repeated(computed: bool) -> None:
+    """The others stay, and the last one leaves no hook of ours behind."""
+    x = leaf()
+    y = x * 2 if computed else x
+    counts = [0, 0, 0]
+
+    def counting(index: int):
+        def hook(grad: Tensor) -> None:
+            counts[index] += 1
+
+        return hook
+
+    handles = [hl.attach_tensor(y, counting(index)) for index in range(3)]
+    loss = y.sum()
+    loss.backward(retain_graph=True)
+    assert counts == [1, 1, 1]
+    handles[1].remove()
+    handles[1].remove()
+    loss.backward(retain_graph=True)
+    assert counts == [2, 1, 2]
+    handles[0].remove()
+    loss.backward(retain_graph=True)
+    assert counts == [2, 1, 3]
+    assert handles[1].removed
+    assert handles[1].report().attached == 0
+    handles[2].remove()
+    loss.backward()
+    assert counts == [2, 1, 3]
+    assert not y._backward_hooks
+
+
+def test_a_with_block_takes_the_hook_off() -> None:
+    """Also when the body raises."""
+    x = leaf()
+    seen = []
+    with hl.attach_tensor(x, seen.append):
+        x.sum().backward()
+    with pytest.raises(ZeroDivisionError), hl.attach_tensor(x, seen.append):
+        1 / 0
+    x.sum().backward()
+    assert len(seen) == 1
+
+
+def test_hooks_may_come_and_go_while_one_fires() -> None:
+    """The pass that runs uses those that were there; the next one the new ones."""
+    x = leaf()
+    order = []
+
+    def first(grad: Tensor) -> None:
+        order.append("first")
+        handles["first"].remove()
+        handles["second"].remove()
+        handles["third"] = hl.attach_tensor(x, lambda grad: order.append("third"))
+
+    handles = {"first": hl.attach_tensor(x, first)}
+    handles["second"] = hl.attach_tensor(x, lambda grad: order.append("second"))
+    x.sum().backward()
+    assert order == ["first", "second"]
+    x.sum().backward()
+    assert order == ["first", "second", "third"]
+
+
+def test_a_hook_may_remove_itself_as_the_only_one() -> None:
+    """Nothing of ours is left on the tensor then."""
+    x = leaf()
+    seen = []
+
+    def once(grad: Tensor) -> None:
+        seen.append(grad)
+        handle.remove()
+
+    handle = hl.attach_tensor(x, once)
+    x.sum().backward()
+    x.sum().backward()
+    assert len(seen) == 1
+    assert not x._backward_hooks
+
+
+def test_the_unused_output_of_a_split_has_none_for_a_gradient() -> None:
+    """As in torch; and it cannot be given one."""
+    used, unused = (leaf(1, 2, 3, 4) * 1).split(2)
+    seen = []
+    with hl.attach_tensor(unused, seen.append):
+        used.sum().backward(retain_graph=True)
+    assert seen == [None]
+    hl.attach_tensor(unused, lambda grad: torch.ones(2), name="giver")
+    with pytest.raises(hl.HookReturnError, match=r"'giver'.*None"):
+        used.sum().backward()
+
+
+def test_an_edit_in_place_leaves_the_hook_with_the_value_before() -> None:
+    """One that is attached after the edit sees the gradient of the value after it."""
+    x = leaf()
+    y = x * 1
+    before, after = [], []
+    hl.attach_tensor(y, before.append)
+    y.mul_(3)
+    hl.attach_tensor(y, after.append)
+    y.sum().backward()
+    assert before[0].tolist() == [3.0] * 3
+    assert after[0].tolist() == [1.0] * 3
+
+
+def test_a_hook_fires_for_autograd_grad() -> None:
+    """On the input that is asked for, edits included."""
+    x = leaf()
+    hl.attach_tensor(x, lambda grad: grad * 2)
+    (grad,) = torch.autograd.grad(x.sum(), x)
+    assert grad.tolist() == [2.0] * 3
+
+
+def test_a_hook_takes_part_in_double_backward() -> None:
+    """What it returns is differentiated again."""
+    x = leaf()
+    y = x * x
+    hl.attach_tensor(y, lambda grad: grad * x.detach())
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)  # 2 x²: 2 x (x), of which x is a constant
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    assert second.tolist() == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (1.0, "a float, not a tensor"),
+        ((torch.ones(3),), "a tuple, not a tensor"),
+        (torch.ones(2), r"\(2,\), torch.float32, on cpu, the gradient is \(3,\), torch.float32, on cpu"),
+        (torch.ones(3, dtype=torch.float64), "torch.float64"),
+        (torch.ones(3, device="meta"), "on meta"),
+        (torch.ones(3).to_sparse(), "sparse"),
+    ],
+    ids=["float", "tuple", "shape", "dtype", "device", "layout"],
+)
+def test_a_return_value_that_does_not_fit_is_an_error_that_names_the_hook(result: Any, found: str) -> None:
+    """And says what was returned and what would fit; an observer may return anything."""
+    x = leaf()
+    with (
+        hl.attach_tensor(x, lambda grad: result, name="mine"),
+        pytest.raises(hl.HookReturnError, match=f"grad hook 'mine' on 'mine': the return value is {found}|{found}"),
+    ):
+        x.sum().backward()
+    with hl.attach_tensor(x, lambda grad: result, observe=True):
+        x.sum().backward()
+
+
+def test_an_error_in_a_hook_comes_out_of_the_backward() -> None:
+    """As it is."""
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("mine")
+
+    x = leaf()
+    hl.attach_tensor(x, fail)
+    with pytest.raises(ValueError, match="mine"):
+        x.sum().backward()
+
+
+def test_a_hook_that_asks_is_told_its_site() -> None:
+    """A tensor has no name but the one it is given, and no module."""
+    x = torch.ones(3, 4, requires_grad=True)
+    sites = []
+
+    def hook(grad: Tensor, *, site: hl.Site) -> None:
+        sites.append(site)
+
+    hl.attach_tensor(x, hook)
+    hl.attach_tensor(x, hook, name="mine")
+    for _ in range(2):
+        x.sum().backward()
+    assert [site.name for site in sites] == ["tensor (3, 4)", "mine"] * 2
+    assert [site.call for site in sites] == [0, 0, 1, 1]
+    assert {(site.kind, site.module, site.step) for site in sites} == {(hl.Kind.GRAD, None, -1)}
+
+
+def test_the_cost_of_a_hook_can_be_measured() -> None:
+    """With profile=True, and only then."""
+    x = leaf()
+    handles = [hl.attach_tensor(x, ignore, profile=profile) for profile in (True, False)]
+    x.sum().backward()
+    assert handles[0].report().cost_us > 0
+    assert handles[1].report().cost_us is None
+
+
+def test_a_backward_in_another_thread_fires_the_hook() -> None:
+    """Hooks belong to the tensor, not to the thread."""
+    x = leaf()
+    threads = []
+    hl.attach_tensor(x, lambda grad: threads.append(threading.current_thread()))
+    thread = threading.Thread(target=lambda: x.sum().backward())
+    thread.start()
+    thread.join()
+    assert threads == [thread]
+
+
+def test_foreign_hooks_stay_where_they_are() -> None:
+    """Removing ours touches none of theirs."""
+    x = leaf()
+    seen = []
+    foreign = x.register_hook(lambda grad: seen.append("foreign"))
+    hl.attach_tensor(x, lambda grad: seen.append("ours")).remove()
+    x.sum().backward()
+    assert seen == ["foreign"]
+    foreign.remove()
+
+
+@pytest.mark.parametrize("tensor", [leaf(), nn.Parameter(torch.ones(3))], ids=["tensor", "parameter"])
+def test_a_hooked_tensor_is_copied_and_saved_without_its_hooks(tensor: Tensor) -> None:
+    """And without a warning, which here would be an error."""
+    fired = []
+    hl.attach_tensor(tensor, fired.append)
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(tensor), torch.load(buffer, weights_only=False)):
+        twin.sum().backward()
+    assert fired == []
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_needs_no_gradient_is_refused_with_the_remedy() -> None:
+    """For both kinds."""
+    for kind in ("grad", "param_grad"):
+        with pytest.raises(hl.UnhookableError, match=r"tensor \(2, 3\) needs no gradient.*requires_grad_\(\)"):
+            hl.attach_tensor(torch.ones(2, 3), ignore, on=kind)
+    with torch.no_grad():
+        y = leaf() * 2
+    with pytest.raises(RuntimeError, match="gradients enabled"):
+        hl.attach_tensor(y, ignore)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, "got a NoneType"),
+        ("weight", "got a str"),
+        ({"a": torch.ones(1)}, "got a dict"),
+        (nn.Linear(1, 1), r"got a Linear; .*attach\(module, hook, on='param_grad'\)"),
+        (nn.Sequential(nn.Linear(1, 1)), "got a Sequential"),
+        ([torch.ones(1, requires_grad=True), 3, None], r"at 1 \(int\), 2 \(NoneType\) are none"),
+    ],
+    ids=["None", "str", "dict", "module", "iterable module", "in a list"],
+)
+def test_what_is_no_tensor_is_refused(given: Any, found: str) -> None:
+    """The message says what came instead."""
+    with pytest.raises(hl.UnhookableError, match=found):
+        hl.attach_tensor(given, ignore)
+
+
+def test_no_tensors_at_all_are_refused() -> None:
+    """An empty list, or a generator that gave nothing."""
+    for nothing in ([], (), iter(())):
+        with pytest.raises(hl.TargetError, match="no tensors"):
+            hl.attach_tensor(nothing, ignore)
+
+
+def test_bad_options_are_refused_before_anything_is_attached() -> None:
+    """Kind, mode, signature, and what does not go together."""
+    x, y = leaf(), leaf()
+    with pytest.raises(hl.KindError, match="attach"):
+        hl.attach_tensor(x, ignore, on="forward")
+    with pytest.raises(hl.OptionError, match="'all' or 'any', got 'some'"):
+        hl.attach_tensor([x, y], ignore, mode="some")
+    with pytest.raises(ValueError, match="'some'"):
+        hl.attach_tensor(x, ignore, mode="some")
+    with pytest.raises(hl.OptionError, match="mode='any'"):
+        hl.attach_tensor([x, y], ignore, on="param_grad", mode="any")
+    with pytest.raises(hl.OptionError, match="observe"):
+        hl.attach_tensor(x, ignore, on="param_grad", observe=True)
+    for tensors in (x, [x, y]):
+        with pytest.raises(hl.HookSignatureError, match=r"hook\(grad\)"):
+            hl.attach_tensor(tensors, lambda a, b: None)
+        with pytest.raises(hl.HookSignatureError, match="callable"):
+            hl.attach_tensor(tensors, "hook")
+    assert not x._backward_hooks
+    assert not y._backward_hooks
+
+
+# -- leaves that accumulate --------------------------------------------------------------------------------------
+
+
+def test_post_accumulate_hooks_on_a_parameter_used_twice_fire_once_with_the_sum() -> None:
+    """Two registrations both fire, in order, when .grad is there."""
+    weight = nn.Parameter(torch.ones(2))
+    log = []
+    first = hl.attach_tensor(weight, lambda tensor: log.append(("first", tensor.grad.tolist())), on="param_grad")
+    hl.attach_tensor(weight, lambda tensor: log.append(("second", tensor is weight)), on="param_grad")
+    (weight * 2 + weight * 3).sum().backward()
+    assert log == [("first", [5.0, 5.0]), ("second", True)]
+    first.remove()
+    weight.sum().backward()
+    assert log[2:] == [("second", True)]
+    assert first.report().fired == 1
+
+
+def test_only_leaves_take_a_param_grad_hook() -> None:
+    """The message says why, and what to use instead."""
+    y = leaf() * 2
+    with pytest.raises(hl.UnhookableError, match=r"Only leaves accumulate.*MulBackward0.*on='grad'"):
+        hl.attach_tensor(y, ignore, on="param_grad")
+
+
+def test_a_param_grad_hook_may_return_anything_and_may_ask_for_its_site() -> None:
+    """torch alone refuses a return value."""
+    x = leaf()
+    sites = []
+
+    def hook(tensor: Tensor, *, site: hl.Site) -> str:
+        sites.append(site.name)
+        return "ignored"
+
+    hl.attach_tensor(x, hook, on="param_grad")
+    x.sum().backward()
+    assert sites == ["tensor (3,)"]
+
+
+def test_a_param_grad_hook_on_several_leaves_is_called_for_each() -> None:
+    """Each once, wherever it is listed; if one of them refuses, none has it."""
+    model = nn.Linear(2, 2)
+    seen = []
+    handle = hl.attach_tensor([*model.parameters(), model.weight], seen.append, on="param_grad")
+    assert handle.report().matched == 2
+    model(torch.ones(1, 2)).sum().backward()
+    assert {id(tensor) for tensor in seen} == {id(tensor) for tensor in model.parameters()}
+    assert len(seen) == 2
+    handle.remove()
+    model.weight.requires_grad_(False)
+    with pytest.raises(hl.UnhookableError, match="positions 1 need"):
+        hl.attach_tensor([model.bias, model.weight], seen.append, on="param_grad")
+    assert not model.bias._post_accumulate_grad_hooks
+
+
+# -- several tensors ---------------------------------------------------------------------------------------------
+
+
+def test_a_hook_on_several_tensors_gets_all_gradients_once_the_last_is_there() -> None:
+    """In the order of the tensors, once per pass."""
+    x = leaf()
+    y, z = x * 2, x * 3
+    seen = []
+    handle = hl.attach_tensor([x, y, z], seen.append)
+    loss = (y * 5 + z * 7).sum()
+    loss.backward(retain_graph=True)
+    assert [firsts(grads) for grads in seen] == [[31.0, 5.0, 7.0]]
+    loss.backward(retain_graph=True)
+    assert len(seen) == 2
+    assert handle.report().fired == 2
+    assert handle.names == ("3 tensors",)
+    handle.remove()
+    handle.remove()
+    loss.backward()
+    assert len(seen) == 2
+
+
+def test_a_tensor_that_the_pass_does_not_reach_is_none_and_is_not_waited_for() -> None:
+    """The hook is called as soon as the last gradient that will come is there, before the pass goes on."""
+    x = leaf()
+    y, z = x * 2, x * 3
+    log = []
+    hl.attach_tensor((y, z), lambda grads: log.append(firsts(grads)))
+    hl.attach_tensor(x, lambda grad: log.append("x"))
+    (y * 5).sum().backward()
+    assert log == [[5.0, None], "x"]
+
+
+def test_a_tensor_that_is_gone_and_not_reached_is_waited_for_until_the_end_of_the_pass() -> None:
+    """There is no telling before that it will not come; one that is gone and reached is there in time."""
+    x = leaf()
+    log = []
+
+    def graph(used: bool) -> Tensor:
+        y, z = x * 2, x * 3
+        hl.attach_tensor((y, z), lambda grads: log.append(firsts(grads)))
+        return (y * 5 + z).sum() if used else (y * 5).sum()
+
+    hl.attach_tensor(x, lambda grad: log.append("x"))
+    graph(True).backward()
+    assert log == [[5.0, 1.0], "x"]
+    log.clear()
+    graph(False).backward()
+    assert log == ["x", [5.0, None]]
+
+
+def test_a_tensor_changed_in_place_meanwhile_still_counts() -> None:
+    """Its hook is on the value before, also where the pass does not come to the value after."""
+    x = leaf()
+    y, z = x * 2, x * 3
+    seen = []
+    hl.attach_tensor([y, z], seen.append)
+    old = y * 1
+    y.mul_(10)
+    (y + z).sum().backward(retain_graph=True)
+    (old + z).sum().backward()
+    assert [firsts(grads) for grads in seen] == [[10.0, 1.0], [1.0, 1.0]]
+
+
+def test_several_leaves_can_be_hooked_under_autograd_grad() -> None:
+    """torch's own hook raises there."""
+    x, y = leaf(), leaf()
+    seen = []
+    hl.attach_tensor([x, y], seen.append)
+    torch.autograd.grad((x * y).sum(), x)
+    torch.autograd.grad((x * y).sum(), [x, y])
+    assert [[grad is not None for grad in grads] for grads in seen] == [[True, False], [True, True]]
+
+
+def test_two_outputs_of_one_operation_come_together() -> None:
+    """The unused one as None."""
+    used, unused = (leaf(1, 2, 3, 4) * 1).split(2)
+    seen = []
+    hl.attach_tensor([used, unused], seen.append)
+    used.sum().backward()
+    assert [(grads[0].tolist(), grads[1]) for grads in seen] == [([1.0, 1.0], None)]
+
+
+def test_any_is_the_first_gradient_alone() -> None:
+    """Once per pass, whichever comes first."""
+    x = leaf()
+    y, z = x * 2, x * 3
+    seen = []
+    hl.attach_tensor([x, y, z], seen.append, mode="any")
+    (y * 5).sum().backward(retain_graph=True)
+    (z * 7).sum().backward(retain_graph=True)
+    (y * 5 + z * 7).sum().backward()
+    assert firsts(seen[:2]) == [5.0, 7.0]
+    assert len(seen) == 3
+
+
+def test_tensors_without_gradient_are_an_error_for_all_and_left_out_for_any() -> None:
+    """Unless there are no others."""
+    x, bare = leaf(), torch.ones(3)
+    with pytest.raises(hl.UnhookableError, match=r"Of 4 tensors, those at positions 1, 3 need no gradient"):
+        hl.attach_tensor([x, bare, x, bare], ignore)
+    assert not x._backward_hooks
+    seen = []
+    hl.attach_tensor([bare, x], seen.append, mode="any")
+    x.sum().backward()
+    assert len(seen) == 1
+    with pytest.raises(hl.UnhookableError, match="positions 0, 1 need"):
+        hl.attach_tensor([bare, bare], ignore, mode="any")
+
+
+def test_what_a_hook_on_several_tensors_returns_is_ignored_and_it_sees_no_value_twice() -> None:
+    """Editing is for hooks on one tensor."""
+    x, y = leaf(), leaf()
+    for mode in ("all", "any"):
+        hl.attach_tensor([x, y], lambda grads: "ignored", mode=mode)
+    (x + y).sum().backward()
+    assert x.grad.tolist() == [1.0] * 3
+
+
+def test_an_observer_of_several_tensors_sees_edits_whenever_they_were_attached() -> None:
+    """Like any other observer."""
+    x, y = leaf(), leaf()
+    seen = []
+    hl.attach_tensor([x, y], seen.append, observe=True)
+    hl.attach_tensor(x, lambda grad: grad * 5)
+    (x + y).sum().backward()
+    assert firsts(seen[0]) == [5.0, 1.0]
+
+
+def test_a_generator_of_tensors_will_do() -> None:
+    """The parameters of a model, say; the site says how many there are."""
+    model = nn.Linear(2, 2)
+    sites = []
+
+    def hook(grads: tuple[Tensor, ...], *, site: hl.Site) -> None:
+        sites.append((site.name, len(grads)))
+
+    hl.attach_tensor(model.parameters(), hook)
+    model(torch.ones(1, 2)).sum().backward()
+    assert sites == [("2 tensors", 2)]
+
+
+def test_a_pass_that_raises_leaves_no_gradient_behind_and_the_next_one_is_counted_afresh() -> None:
+    """The hook is not called for the broken pass, and what had come is freed."""
+    x = leaf()
+    y, z = x * 2, x * 3
+    seen, broken = [], [True]
+    reference: list[weakref.ref[Tensor]] = []
+
+    def fail(grad: Tensor) -> None:
+        if broken[0]:
+            raise ValueError("mine")
+
+    def keep(grad: Tensor) -> None:
+        reference.append(weakref.ref(grad))
+
+    hl.attach_tensor(y, fail)  # comes after z, whose operation is the younger one
+    hl.attach_tensor([y, z], seen.append)
+    hl.attach_tensor(z, keep)
+    loss = (y.sin() * 5 + z.sin() * 7).sum()
+    with pytest.raises(ValueError, match="mine"):
+        loss.backward(retain_graph=True)
+    assert reference[0]() is None
+    assert seen == []
+    broken[0] = False
+    loss.backward()
+    assert len(seen) == 1
+
+
+def test_a_hook_on_several_tensors_that_is_removed_in_mid_pass_stays_silent() -> None:
+    """Even if some of the gradients were there already."""
+    x = leaf()
+    y = x * 2
+    seen = []
+    handle = hl.attach_tensor([x, y], seen.append)
+    hl.attach_tensor(y, lambda grad: handle.remove())
+    y.sum().backward()
+    assert seen == []
+
+
+def test_passes_in_two_threads_are_kept_apart() -> None:
+    """Each has its own gradients, however they interleave."""
+    x = leaf()
+    seen = []
+    hl.attach_tensor([x, (y := x * 1)], lambda grads: seen.append(set(firsts(grads))))
+    barrier = threading.Barrier(2)
+    hl.attach_tensor(y, lambda grad: barrier.wait(timeout=10), observe=True)
+    losses = [(y * factor).sum() for factor in (2, 3)]
+    threads = [threading.Thread(target=lambda loss=loss: loss.backward(retain_graph=True)) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen, key=min) == [{2.0}, {3.0}]
+
+
+# -- inert -------------------------------------------------------------------------------------------------------
+
+
+def watched_step(model: nn.Sequential, x: Tensor, target: Tensor, hook: Any = None) -> None:
+    """Every kind of tensor hook, on parameters and activations, each reading what it is shown."""
+
+    def read(value: Any) -> None:
+        [one.sum() for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
+
+    hidden = model[0](x)
+    first = hl.attach_tensor(hidden, read)
+    activated = model[2](model[1](hidden))
+    logits = model[4](model[3](activated))
+    tensors = [activated, logits, *model.parameters()]
+    handles = hl.HandleSet(
+        [
+            first,
+            *(hl.attach_tensor(tensor, hook or read, observe=True) for tensor in tensors),
+            hl.attach_tensor(tensors, read),
+            hl.attach_tensor(tensors, read, mode="any"),
+            hl.attach_tensor(list(model.parameters()), read, on="param_grad"),
+        ]
+    )
+    F.cross_entropy(logits, target).backward()
+    assert all(report.fired for report in handles.report())
+    handles.remove()
+
+
+def test_training_with_tensor_hooks_ends_with_the_same_bits() -> None:
+    """Twenty AdamW steps through dropout and BatchNorm."""
+    assert differences(train(watched_step), train(plain_step)) == []
+
+
+def test_a_hook_that_draws_a_random_number_is_found_out() -> None:
+    """So the comparison can fail."""
+    found = train(lambda model, x, target: watched_step(model, x, target, lambda grad: torch.rand(1)))
+    assert {"random", "weight 0.weight", "exp_avg 0"} <= set(differences(found, train(plain_step)))
+
+
+# -- freed -------------------------------------------------------------------------------------------------------
+
+
+class Token:
+    """Something a hook holds."""
+
+
+@pytest.fixture
+def no_collector():
+    """Nothing but reference counts frees anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def hook_holding(token: Token) -> Any:
+    def hook(value: Any) -> None:
+        token
+
+    return hook
+
+
+WAYS = {
+    "computed": lambda x, y, z, hook: hl.attach_tensor(y, hook),
+    "leaf": lambda x, y, z, hook: hl.attach_tensor(x, hook),
+    "all": lambda x, y, z, hook: hl.attach_tensor([y, z], hook),
+    "any": lambda x, y, z, hook: hl.attach_tensor([y, z], hook, mode="any"),
+    "all, leaves too": lambda x, y, z, hook: hl.attach_tensor([x, y, z], hook),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backward", [False, True], ids=["dropped", "run"])
+@pytest.mark.parametrize("removed", [False, True], ids=["on", "removed"])
+@pytest.mark.usefixtures("no_collector")
+def test_tensors_and_hook_go_with_the_graph_without_the_collector(way: str, backward: bool, removed: bool) -> None:
+    """Whether the graph was run or not, the hook removed or not; torch's own hook on several tensors leaks here."""
+    x, token = leaf(), Token()
+    y = x.sin()
+    z = y.exp()
+    handle = WAYS[way](x, y, z, hook_holding(token))
+    loss = (y * z).sum()
+    if backward:
+        loss.backward()
+    if removed:
+        handle.remove()
+    references = [weakref.ref(one) for one in (x, y, z, token)]
+    del x, y, z, token, handle, loss
+    assert [reference() for reference in references] == [None] * 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("no_collector")
+def test_a_handle_keeps_no_tensor_alive_and_says_that_they_are_gone(way: str) -> None:
+    """It can still be asked and removed."""
+    x = leaf()
+    y = x.sin()
+    z = y.exp()
+    handle = WAYS[way](x, y, z, ignore)
+    assert handle.report().attached == 1
+    references = [weakref.ref(one) for one in (x, y, z)]
+    del x, y, z
+    assert [reference() for reference in references] == [None] * 3
+    assert handle.report().attached == 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("way", [*WAYS, "param_grad"])
+def test_five_hundred_cycles_leave_nothing_behind(way: str) -> None:
+    """Of attaching, firing and removing."""
+    x = leaf()
+
+    def cycle(times: int) -> int:
+        for _ in range(times):
+            y = x.sin()
+            z = y.exp()
+            if way == "param_grad":
+                handle = hl.attach_tensor(x, ignore, on="param_grad")
+            else:
+                handle = WAYS[way](x, y, z, ignore)
+            (y * z).sum().backward()
+            handle.remove()
+        del y, z, handle
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = cycle(10)
+    assert cycle(500) - before < 20
+
+
+def test_five_hundred_passes_with_hooks_that_stay_leave_nothing_behind() -> None:
+    """On leaves, where hooks live long."""
+    x, y = leaf(), leaf()
+    for tensors, mode in ((x, "all"), ([x, y], "all"), ([x, y], "any")):
+        hl.attach_tensor(tensors, ignore, mode=mode)
+
+    def cycle(times: int) -> int:
+        for _ in range(times):
+            (x * y).sum().backward()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = cycle(10)
+    assert cycle(500) - before < 20
