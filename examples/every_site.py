@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 from rich.console import Console
@@ -41,6 +42,22 @@ def see(module: nn.Module, *handed: object, site: hl.Site) -> None:
     FIRED.append((str(site.kind), site.name or "(the model)", ", ".join(filter(None, map(shape, handed)))))
 
 
+def see_function(fn: hl.FunctionSite, *handed: object, site: hl.Site) -> None:
+    """The same for a function, which is told apart by the module that calls it."""
+    name = fn.name.removeprefix("torch.nn.functional.")
+    FIRED.append((f"{site.kind}, function", f"{name} in {fn.module}", shape(handed[-1])))
+
+
+def see_parameter(parameter: nn.Parameter, *, site: hl.Site) -> None:
+    """The same for a parameter that has got its gradient."""
+    FIRED.append((str(site.kind), site.name, shape(parameter)))
+
+
+def see_other(kind: str, name: str) -> Callable[..., None]:
+    """The same for what is no part of the model: a tensor, an optimizer."""
+    return lambda *handed: FIRED.append((kind, name, shape(handed[0])))
+
+
 def every(module: nn.Module, args: tuple[Tensor, ...], output: Tensor, *, site: hl.Site) -> None:
     """The same, for the hook that goes on every module of the process."""
     FIRED.append(("forward, everywhere", site.name or "(the model)", ""))
@@ -60,7 +77,7 @@ def timeline(fired: list[tuple[str, str, str]]) -> Table:
     for kind, group in itertools.groupby(fired, key=lambda event: event[0]):
         _, names, shapes = zip(*group, strict=True)
         last = first + len(names) - 1
-        where = ", ".join(names) if len(names) < 4 else f"{names[0]} … {names[-1]} ({len(names)} modules)"
+        where = ", ".join(names) if len(names) < 4 else f"{names[0]} … {names[-1]} ({len(names)})"
         table.add_row(f"{first}" if first == last else f"{first}–{last}", kind, where, shapes[0])
         first = last + 1
     return table
@@ -87,11 +104,18 @@ def main() -> None:
             hl.attach(model, ["embed", "head"], see, on="state_dict_post"),  # a list
             hl.attach(model, "*.mlp.*", see, on="load_state_dict_pre", exclude=nn.GELU),  # * crosses dots
             hl.attach(model, "*.mlp", see, on="load_state_dict_post"),
+            hl.attach(model, "head.bias", see_parameter, on="param_grad"),  # a parameter
             hl.attach_everywhere(every),  # every module of the process
+            hl.attach_function("*.scaled_dot_product_attention", see_function, within=model),  # a function, by any name
+            hl.attach_function("aten.gelu*", see_function, on="forward_pre", within=model),  # an operator
+            hl.attach_function(nn.functional.layer_norm, see_function, on="backward", within=model),
+            hl.attach_optimizer(optimizer, see_other("step_pre", "SGD"), on="step_pre"),
         ]
     )
 
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    logits = model(tokens)
+    handles.add(hl.attach_tensor(logits, see_other("grad", "logits")))  # a tensor, by its gradient
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     loss.backward()
     optimizer.step()
     model.load_state_dict(model.state_dict())

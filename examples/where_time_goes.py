@@ -1,0 +1,44 @@
+"""Where the time of a training step goes: by module, by function, forward and backward.
+
+python examples/where_time_goes.py [trace.json]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+def main() -> None:
+    """Train a few steps of a small encoder under ``hl.profile``, print the table, save a trace if asked to."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(16, 32, 128)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # allocators and caches
+    with hl.profile(
+        model, "layers.*", functions=["*.linear", "*.layer_norm", "*.multi_head_attention_forward"]
+    ) as prof:
+        for _ in range(5):
+            step()
+
+    print(prof)
+    slowest = max(prof.rows, key=lambda row: row.forward_own_ms + row.backward_own_ms)
+    print(f"\nMost of it goes into {slowest.name or 'the model itself'}.")
+    if len(sys.argv) > 1:
+        print(f"Open {prof.save_trace(sys.argv[1])} in chrome://tracing or ui.perfetto.dev.")
+
+
+if __name__ == "__main__":
+    main()
