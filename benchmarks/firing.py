@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import hookline as hl
+from hookline.sites.kinds import MODULE
 
 __all__ = ["backward", "capture", "everywhere", "forward", "removed", "single"]
 
@@ -62,7 +63,7 @@ def over_copies(
 def touch(model: nn.Module, subject: Subject) -> None:
     """Put on hooks of every kind, see all of them fire, take them off."""
     with ExitStack() as hooks:
-        for kind in hl.Kind:  # but not where inputs are integers: torch's full backward hook warns there
+        for kind in MODULE.args:  # but not where inputs are integers: torch's full backward hook warns there
             hooks.enter_context(hl.attach(model, "?*", lambda *args: None, on=kind, exclude=nn.Embedding))
         hooks.enter_context(hl.attach(model, "*", empty, always_call=True))
         hooks.enter_context(hl.attach(model, "*", empty_grad, on="backward", observe=True))

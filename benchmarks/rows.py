@@ -1,6 +1,6 @@
 """The groups of rows, by the name that ``--only`` takes.
 
-Takes them from ``firing`` and ``attaching``, hands them to ``run``.
+Takes them from ``firing``, ``functions`` and ``attaching``, hands them to ``run``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from attaching import attaching, importing, twelve
 from firing import backward, capture, everywhere, forward, removed, single
+from functions import functions, operators, profiling
 from measure import Row
 from subject import Setting
 
@@ -18,14 +19,17 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "removed": removed,
     "forward": forward,
     "backward": backward,
+    "functions": functions,
+    "operators": operators,
     "attaching": attaching,
     "importing": importing,
     "single": single,
     "capture": capture,
     "everywhere": everywhere,
     "twelve": twelve,
+    "profiling": profiling,
 }
 """Those with targets first."""
 
-ON_GPU = ("removed", "forward", "backward")
+ON_GPU = ("removed", "forward", "backward", "functions", "operators", "profiling")
 """What a GPU can change: there the host runs ahead, and a hook costs only what it delays the launches."""
