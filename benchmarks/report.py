@@ -18,7 +18,7 @@ from measure import Row
 
 import hookline
 
-__all__ = ["console_line", "write"]
+__all__ = ["console_line", "put", "sections_of", "write"]
 
 SECTIONS = ("CPU", "GPU")
 
@@ -41,14 +41,39 @@ HEADER = (
 )  # fmt: skip
 
 
-def write(path: Path, section: str, rows: Sequence[Row]) -> None:
-    """Put a section into the page, in place of the one of that name."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    parts = re.split(r"^## (CPU|GPU)$", text, flags=re.MULTILINE)[1:]
-    sections = dict(zip(parts[::2], parts[1::2], strict=True))
-    sections[section] = body(section, rows)
+def write(path: Path, section: str, rows: Sequence[Row], *, keep: bool = False) -> None:
+    """Put a section into the page, in place of the one of that name; with ``keep``, in place of the same rows only."""
+    put(path, section, body(section, rows), keep=keep)
+
+
+def put(path: Path, section: str, text: str, *, keep: bool) -> None:
+    """The same for a section that was measured elsewhere."""
+    sections = sections_of(path)
+    sections[section] = merged(sections[section], text) if keep and section in sections else text
     page = [INTRO, *(f"## {name}\n\n{sections[name].strip()}\n" for name in SECTIONS if name in sections)]
     path.write_text("\n".join(page), encoding="utf-8")
+
+
+def sections_of(path: Path) -> dict[str, str]:
+    """The sections of a page, by name."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    parts = re.split(r"^## (CPU|GPU)$", text, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def merged(old: str, new: str) -> str:
+    """The old section with the rows of the new one, each where it was or at the end."""
+    head, old_rows = apart(old)
+    _, new_rows = apart(new)
+    return "\n".join([*head, *{**old_rows, **new_rows}.values()])
+
+
+def apart(section: str) -> tuple[list[str], dict[tuple[str, str], str]]:
+    """What stands above the rows of a section, and its rows by name and model."""
+    lines = section.strip().splitlines()
+    start = next(index for index, text in enumerate(lines) if text.startswith("| ---")) + 1
+    cells = {text: [cell.strip() for cell in text.strip("|").split("|")] for text in lines[start:]}
+    return lines[:start], {(row[0], row[3]): text for text, row in cells.items()}
 
 
 def body(section: str, rows: Sequence[Row]) -> str:

@@ -6,7 +6,8 @@
     python benchmarks/run.py --device cuda      the GPU section alone
 
 With ``--out PATH`` the page goes there, and --quick and --only write one as well. A page that exists keeps the
-section that was not measured, so that figures of two machines can share it.
+section that was not measured, so that figures of two machines can share it, and with --only the rows that were not.
+``--merge PAGE`` measures nothing and takes the rows of another page over, from another machine, say.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 from measure import Row
-from report import console_line, write
+from report import console_line, put, sections_of, write
 from rows import BENCHMARKS, ON_GPU
 from subject import Setting
 
@@ -30,6 +31,10 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 def main() -> None:
     """Parse the options, measure section by section."""
     options = parse()
+    if options.merge is not None:
+        for section, text in sections_of(options.merge).items():
+            put(options.out or RESULTS, section, text, keep=True)
+        return
     torch.set_num_threads(1)
     # On some machines mkldnn makes small linear layers 4–8× slower, which hides every overhead.
     torch.backends.mkldnn.enabled = False
@@ -39,7 +44,7 @@ def main() -> None:
     for section, device in devices(options.device):
         rows = measure(Setting(torch.device(device), options.quick), options.only)
         if rows and out is not None:
-            write(out, section, rows)
+            write(out, section, rows, keep=bool(options.only))
             print(f"written to {out}")
 
 
@@ -74,6 +79,9 @@ def parse() -> argparse.Namespace:
                         help=f"one group of rows (repeatable): {', '.join(BENCHMARKS)}")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), help="one section alone; by default all there are")
     parser.add_argument("--out", type=Path, help="where to write the page; by default RESULTS.md beside this file")
+    parser.add_argument(
+        "--merge", type=Path, metavar="PAGE", help="take the rows of another page over, measure nothing"
+    )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU on this machine")

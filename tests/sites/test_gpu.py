@@ -206,3 +206,73 @@ def test_what_checkpointing_repeats_on_a_gpu_is_backward_time_of_what_is_repeate
     assert {row.calls for row in prof.rows} == {3}
     assert rows["1.0.0"].backward_own_ms == pytest.approx(5 * ms, rel=0.1)
     assert rows["1.0.2"].backward_own_ms == pytest.approx(2 * ms, rel=0.1)
+
+
+def test_watching_every_function_and_operator_changes_no_bit_of_a_gpu_run() -> None:
+    """Observers of all kinds on all functions within the model, and on every operator in whichever thread."""
+    plain = _train(_model())
+    model = _model()
+
+    def two(fn, tensors): ...
+    def three(fn, a, b): ...
+
+    functions = [("forward_pre", two), ("forward", three), ("backward_pre", two), ("backward", three)]
+    with hl.HandleSet(
+        [
+            *(hl.attach_function("*", hook, on=kind, within=model, observe=True) for kind, hook in functions),
+            *(hl.attach_function("aten.*", hook, on=kind, observe=True) for kind, hook in functions),
+        ]
+    ) as handles:
+        watched = _train(model)
+        assert all(receipt.fired > 20 for receipt in handles.report())
+    for key, value in plain.items():
+        assert torch.equal(value, watched[key]), key
+
+
+def test_an_operator_hook_on_a_gpu_sees_forward_and_backward_in_their_threads() -> None:
+    """One aten.mm forward, two in the backward pass, which runs in a thread of autograd's own."""
+    seen = []
+    x, w = (torch.randn(4, 4, device="cuda", requires_grad=True) for _ in range(2))
+    with hl.attach_function(
+        "aten.mm", lambda fn, inputs, outputs: seen.append((fn.in_backward, outputs[0].device.type))
+    ):
+        torch.mm(x, w).sum().backward()
+    assert seen == [(False, "cuda"), (True, "cuda"), (True, "cuda")]
+
+
+@pytest.mark.parametrize("editing", [False, True])
+def test_gradients_of_functions_on_a_gpu_are_their_own(editing: bool) -> None:
+    """As autograd gives them for the function alone, though the inputs are used elsewhere too."""
+    x, w = (torch.randn(5, 4, device="cuda", requires_grad=True) for _ in range(2))
+    shown = []
+
+    def hook(fn, grad_inputs, grad_outputs):
+        shown.append(grad_inputs)
+        return grad_inputs if editing else None
+
+    for target in (nn.functional.linear, "aten.linear"):
+        a, b = x * 2, w * 3
+        with hl.attach_function(target, hook, on="backward"):
+            (nn.functional.linear(a, b).square().sum() + a.sum() + b.sum()).backward()
+        a, b = (x * 2).detach().requires_grad_(), (w * 3).detach().requires_grad_()
+        y = nn.functional.linear(a, b)
+        expected = torch.autograd.grad(y, (a, b), 2 * y)
+        for one, other in zip(shown.pop(), expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_fused_step_that_the_scaler_skips_is_marked() -> None:
+    """The flag is the device's own, and nothing was read on the way."""
+    layer = nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cuda")
+    found = []
+    with hl.attach_optimizer(
+        optimizer, lambda opt, args, kwargs, *, site: found.append(site.found_inf), on="step_post"
+    ):
+        for factor in (1.0, float("inf")):
+            scaler.scale(layer(torch.ones(2, 4, device="cuda")).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert [flag.item() for flag in found] == [0.0, 1.0]
