@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from hookline.errors import OptionError, TargetError
 from hookline.sites import _torch
 from hookline.sites.attach import add_entries, check_request, fasten
-from hookline.sites.gradients import Carrier, CarrierArgs
+from hookline.sites.gradient_inputs import Carrier, CarrierArgs
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
 from hookline.sites.optimizers import hook_optimizers_everywhere

@@ -41,55 +41,21 @@ from torch import Tensor
 from hookline.sites import _torch, tree
 from hookline.sites.entry import Phase, next_order
 from hookline.sites.functions.site import FunctionSite
+from hookline.sites.gradient_inputs import Carrier, Taken
 from hookline.sites.gradient_slots import Place, as_arguments, checked, distinct, names, tensors
 from hookline.sites.gradient_taps import accumulator, at_end_of, behind, join, pass_gate, tap
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Entry
+    from hookline.sites.gradient_inputs import Window
     from hookline.sites.gradient_lanes import GradientLanes
     from hookline.types import Grads
 
-__all__ = ["Carrier", "CarrierArgs", "GradientCall"]
+__all__ = ["GradientCall"]
 
 _EDIT: Final = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
 _NONE: Final[frozenset[int]] = frozenset()
-
-
-class Carrier(dict[str, Any]):
-    """The keyword arguments of one call, with its `GradientCall` in tow from pre-hook to post-hook.
-
-    torch hands the same object to both, so no stack has to be kept, and none is left behind by a forward
-    that raises. The graph nodes of the inputs travel here too and not in the call: the call hangs on hooks of
-    those very nodes, and the collector cannot see such a ring.
-    """
-
-    call: GradientCall
-    edges: _torch.Edges
-    """Where the graph leads to an input as it went in, and its place in ``grad_input``."""
-    aliases = False
-    """Whether aliases of the inputs went in."""
-    taken: tuple[_Taken, ...] = ()
-    """Inputs that could be changed in place unnoticed, or be leaves, as they went in."""
-    swapped: tuple[tree.Swapped, ...] = ()
-    """Where an alias stands in a list or dict of the caller's."""
-
-    def was_taken(self, tensor: Tensor) -> bool:
-        """Whether the very tensor is one of the noted inputs."""
-        return any(taken.tensor is tensor for taken in self.taken)
-
-    def place_of(self, tensor: Tensor) -> int:
-        """Which input the tensor is, handed back as it went in; -1 for none."""
-        if tensor.grad_fn is None:
-            return next((taken.index for taken in self.taken if taken.tensor is tensor), -1)
-        outputs = self.edges.get(tensor.grad_fn)
-        return -1 if outputs is None else outputs.get(tensor.output_nr, -1)
-
-
-class CarrierArgs(tuple[Any, ...]):
-    """Positional arguments with a `Carrier`, for a call whose keyword arguments cannot be exchanged."""
-
-    carrier: Carrier
 
 
 class GradientCall:
@@ -117,7 +83,7 @@ class GradientCall:
     _output_names: tuple[str, ...] = ("",)
     _grad_outputs: list[Tensor | None]
     _grad_inputs: list[Tensor | None]
-    _windows: dict[int, _Window] | None = None
+    _windows: dict[int, Window] | None = None
     """Of inputs that are other views, and were changed in place: where they are in the tensor behind them."""
     _began: Any = None
     """The clock's mark when the first gradient of several outputs came."""
@@ -164,7 +130,7 @@ class GradientCall:
                     if only._base is not None:
                         only, shape = behind(only)
                         node = only.grad_fn
-                        carrier.taken = (_Taken(0, args[0], only, shape),)
+                        carrier.taken = (Taken(0, args[0], only, shape),)
                     if table.watches_inputs:
                         tap(only, node).inputs.append((self, 0))
                     return args, carrier
@@ -185,7 +151,7 @@ class GradientCall:
             node = tensor.grad_fn
             source, shape = behind(tensor)
             if node is None or tensor._base is not None or table.edits_gradients:
-                carrier.taken += (_Taken(index, tensor, source, shape, aliased=table.edits_gradients),)
+                carrier.taken += (Taken(index, tensor, source, shape, aliased=table.edits_gradients),)
             if node is None:
                 node = accumulator(tensor)
             elif table.watches_inputs:
@@ -267,7 +233,7 @@ class GradientCall:
             passed = self._tap_outputs(members, carrier, inside)
         return tree.replace(output, _swap(passed)) if passed else output
 
-    def _follow(self, taken: _Taken, carrier: Carrier) -> None:
+    def _follow(self, taken: Taken, carrier: Carrier) -> None:
         """The module has changed an input in place: find the gradient of what that was before."""
         if carrier.aliases:
             self._lost_aliases |= {taken.index}
@@ -549,54 +515,6 @@ class GradientCall:
         step, call = self._moments.get(entry.root, (-1, 0))
         names = self._input_names, self._output_names
         return Site(entry.name, self._module, kind, call, step, False, *names, self._began, self._ended)
-
-
-class _Taken:
-    """An input as it went in, to tell whether the module has changed it in place."""
-
-    __slots__ = ("index", "node", "output", "shape", "tensor", "version", "window")
-
-    def __init__(
-        self, index: int, tensor: Tensor, source: Tensor, shape: torch.Size | None, *, aliased: bool = False
-    ) -> None:
-        self.index = index
-        self.tensor = tensor
-        self.shape = shape
-        """Its own, if the gradient may come in that of the tensor behind it."""
-        self.version = tensor._version
-        # In-place on a view replaces its node; the tensor behind it keeps the old one. Where an alias goes in, the
-        # tensor itself gets a new node.
-        self.node: Any = source.grad_fn if shape is not None or aliased else None
-        self.output = source.output_nr
-        self.window: _Window | None = None
-        base = tensor._base
-        if shape is None and base is not None and base.grad_fn is not None:
-            self.node, self.output, self.window = base.grad_fn, base.output_nr, _Window(tensor, base)
-
-
-class _Window:
-    """A view that is no reshape: which part of the tensor behind it it shows."""
-
-    __slots__ = ("_behind", "_view")
-
-    def __init__(self, view: Tensor, base: Tensor) -> None:
-        self._behind = base.size(), base.stride()
-        self._view = view.size(), view.stride(), view.storage_offset() - base.storage_offset()
-
-    def cut(self, grad: Tensor) -> Tensor:
-        """The view's part of a gradient of the tensor behind it."""
-        return self._laid_out(grad).as_strided(*self._view)
-
-    def add(self, grad: Tensor, more: Tensor) -> Tensor:
-        """That gradient with something added to the view's part of it."""
-        whole = self._laid_out(grad)
-        whole.as_strided(*self._view).add_(more)
-        return whole
-
-    def _laid_out(self, grad: Tensor) -> Tensor:
-        """A copy in memory as the tensor itself is, whose offsets then hold."""
-        size, stride = self._behind
-        return torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 def _swap(aliases: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:

@@ -15,7 +15,8 @@ from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.always import StaleGuard
 from hookline.sites.entry import Phase
-from hookline.sites.gradients import Carrier, GradientCall
+from hookline.sites.gradient_inputs import Carrier
+from hookline.sites.gradients import GradientCall
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,7 @@ from hookline.sites import _torch, tree
 from hookline.sites.entry import Phase
 from hookline.sites.functions.site import FunctionSite
 from hookline.sites.gradient_lanes import GradientLanes
-from hookline.sites.gradients import Carrier, GradientCall
+from hookline.sites.gradients import GradientCall
 from hookline.sites.kinds import Kind
 from hookline.sites.root import NOWHERE
 from hookline.sites.site import Site
@@ -27,6 +27,7 @@ from hookline.sites.site import Site
 if TYPE_CHECKING:
     from hookline.sites.entry import Entry
     from hookline.sites.functions.mode import FunctionScope
+    from hookline.sites.gradient_inputs import Carrier
 
 __all__ = ["FunctionHooks", "tensors_in"]
 
