@@ -478,9 +478,11 @@ def override_kernel(
     return restore
 
 
-_NEVER_OVERRIDDEN: Final = ("aten::set_", "aten::detach", "aten::alias")
+_NEVER_OVERRIDDEN: Final = ("aten::set_", "aten::detach", "aten::alias", "aten::empty")
 """Marked numbers are made with ``set_``, and a Python kernel in its place would lose the mark; parameters with
-``detach`` and subclasses with ``alias``, and torch makes neither of a tensor that Python has seen."""
+``detach`` and subclasses with ``alias``, and torch makes neither of a tensor that Python has seen. Kernels that work in
+several threads allocate with ``empty`` in each: a Python kernel there waits for the interpreter, which the thread that
+waits for them all holds while it runs a kernel through us."""
 
 
 def has_compiled() -> bool:
