@@ -35,6 +35,22 @@ class Carrier(dict[str, Any]):
     swapped: tuple[tree.Swapped, ...] = ()
     """Where an alias stands in a list or dict of the caller's."""
 
+    given: frozenset[int] = frozenset()
+    """The ids of all inputs, where there are several."""
+
+    def changed(self) -> list[Taken]:
+        """The inputs that were changed in place.
+
+        A view shows a change of what it is a view of: of one beside the input that it shows, and of the second of two
+        views of one tensor, it is taken that the other was meant (``x[0] = y``).
+        """
+        found: dict[int, Taken] = {}
+        for taken in self.taken:
+            base = taken.tensor._base
+            if taken.tensor._version != taken.version and id(base) not in self.given:
+                found.setdefault(id(taken) if base is None else id(base), taken)
+        return list(found.values())
+
     def was_taken(self, tensor: Tensor) -> bool:
         """Whether the very tensor is one of the noted inputs."""
         return any(taken.tensor is tensor for taken in self.taken)

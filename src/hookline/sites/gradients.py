@@ -142,6 +142,7 @@ class GradientCall:
         table = self._table
         found = tensors(args, kwargs)
         members = distinct(found)
+        carrier.given = frozenset(id(tensor) for _, tensor in members)
         self._num_inputs = len(found)
         if table.tells_sites:
             self._input_names = names(args, kwargs)
@@ -223,9 +224,8 @@ class GradientCall:
         shapes = {taken.index: taken.shape for taken in carrier.taken if taken.shape is not None}
         self._shapes = shapes or None
         if self._table.watches_inputs:
-            for taken in carrier.taken:
-                if taken.tensor._version != taken.version:
-                    self._follow(taken, carrier)
+            for taken in carrier.changed():
+                self._follow(taken, carrier)
         inside = self._watch(members, carrier)
         if len(members) > 1 and (self._table.edits_outputs or carrier.place_of(members[0][1]) >= 0):
             passed = pass_gate(self, members)

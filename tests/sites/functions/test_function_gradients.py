@@ -527,3 +527,33 @@ def test_in_a_sequence_each_function_closes_before_the_next_opens() -> None:
         model(fresh(4, 3)).sum().backward()
     brackets = ("module pre", "function pre", "function post", "module post")
     assert events == [f"{bracket} {layer}" for layer in "210" for bracket in brackets]
+
+
+@pytest.mark.parametrize("editing", [False, True])
+@pytest.mark.parametrize("target", ["*", "torch.Tensor.__setitem__", "torch.Tensor.mul_", "aten.*"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_part_of_a_tensor_is_changed_in_place(target: str, editing: bool, transposed: bool) -> None:
+    """``x[:, 0] *= 0.5`` writes a view of ``x`` into ``x``: gradients stay as they are, and each input has its own."""
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        weight, scale = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 4, 5)
+        x = (weight.mT * 1).mT if transposed else weight * 1
+        x[:, 0] *= 0.5
+        (x * scale).sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    shown: list[tuple[Tensor | None, ...]] = []
+
+    def hook(fn: hl.FunctionSite, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> Any:
+        if fn.name.endswith("__setitem__"):
+            shown.append(grad_inputs)
+        return grad_inputs if editing else None
+
+    expected = run()
+    with hl.attach_function(target, hook, on="backward", observe=not editing):
+        torch.testing.assert_close(run(), expected, rtol=0 if not editing else 1e-6, atol=0 if not editing else 1e-6)
+    if target == "torch.Tensor.__setitem__":
+        assert shown[0][0] is not None
+        assert shown[0][0].shape == (3, 4, 5)
