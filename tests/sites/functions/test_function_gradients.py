@@ -557,3 +557,35 @@ def test_a_part_of_a_tensor_is_changed_in_place(target: str, editing: bool, tran
     if target == "torch.Tensor.__setitem__":
         assert shown[0][0] is not None
         assert shown[0][0].shape == (3, 4, 5)
+
+
+@pytest.mark.parametrize("target", ["*", "aten.*"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: v.t_(),
+        lambda v: v.unsqueeze_(0),
+        lambda v: v.transpose_(0, 1),
+        lambda v: v.add_(v),
+        lambda v: v.register_hook(lambda grad: grad * 2),
+    ],
+    ids=["t_", "unsqueeze_", "transpose_", "add_ to itself", "register_hook"],
+)
+def test_what_is_about_the_tensor_itself_is_not_done_to_an_alias(target: str, change: Any) -> None:
+    """With a hook that may edit, inputs go in as aliases; not where the caller goes on with the tensor it gave."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(3, 3, requires_grad=True)
+        v = x * 1
+        change(v)
+        y = v * torch.arange(9.0).view(3, 3)
+        y.pow(2).sum().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    expected = run()
+    with hl.attach_function(target, lambda fn, grad_inputs, grad_outputs: grad_inputs, on="backward"):
+        got = run()
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)

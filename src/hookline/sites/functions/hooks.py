@@ -56,6 +56,10 @@ class FunctionHooks(GradientLanes):
         """Whether some of the hooks are bound to a model."""
         # Of several scopes a model's counts the calls.
         self.root = next((entry.root for entry in ordered if entry.root is not NOWHERE), NOWHERE)
+        parts = name.split(".")
+        self._wants_the_tensor = not _ABOUT_THE_TENSOR.isdisjoint(parts)
+        """Whether it is about the tensor object, for which no alias can stand in: hooks that edit leave it alone."""
+        self._in_place = any(part.endswith("_") and not part.endswith("__") for part in parts)
         self._other_roots = {entry.root for entry in ordered} - {self.root}
         self._within: dict[tuple[FunctionScope, ...], FunctionHooks | None] = {}
 
@@ -80,6 +84,8 @@ class FunctionHooks(GradientLanes):
             edited = _fire(self.forward_pre, fn, inputs, ())
             if edited is not inputs:
                 args, kwargs, inputs = *_rebuilt(args, kwargs, edited), edited
+        if gradients and self.edits_gradients and (self._wants_the_tensor or (self._in_place and _overlap(inputs))):
+            gradients = False
         if not (self.has_gradients and gradients and torch.is_grad_enabled()):
             output = run(*args, **kwargs)
             if self.forward:
@@ -136,6 +142,19 @@ def _own_references() -> int:
 
 _OWN_REFERENCES: Final = _own_references()
 _KINDS: Final = (Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD)
+
+
+_ABOUT_THE_TENSOR: Final = frozenset(
+    {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_"}
+    | {"set_", "detach_", "requires_grad_", "register_hook", "retain_grad", "rename_", "data", "__set__", "backward"}
+    | {"register_post_accumulate_grad_hook", "share_memory_", "as_subclass", "__deepcopy__"}
+)
+
+
+def _overlap(inputs: _Tensors) -> bool:
+    """Whether two of the tensors are one, or views of one: an alias of each would change behind the other's back."""
+    memory = {id(tensor if tensor._base is None else tensor._base) for tensor in inputs}
+    return len(memory) < len(inputs)
 
 
 def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> _Tensors:
