@@ -6,7 +6,9 @@ so every time in the report has one right value. Those at the end use the real c
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 import threading
 import time
@@ -564,6 +566,8 @@ def test_a_model_that_calls_itself_is_measured_at_each_depth(stopwatch: Stopwatc
         run(model, leaf())
     assert calls(prof) == {"": 3, "a": 3, "b": 3}
     assert own(prof) == {"": (0, 0), "a": (3, 6), "b": (9, 12)}
+    assert times(prof)[""] == (12, 0, 18, 0)  # a call within a call is part of it, and not time twice over
+    assert prof.total.forward_ms == pytest.approx(12, abs=1e-3)
 
 
 # -- any model ---------------------------------------------------------------------------------------------
@@ -668,6 +672,8 @@ def test_calls_beyond_the_limit_are_left_out_and_counted(stopwatch: Stopwatch) -
     assert "9 more calls were left out; raise max_spans=." in repr(prof)
     with pytest.raises(hl.OptionError, match="max_spans= must be at least 1, got 0"):
         hl.profile(model, max_spans=0)
+    with pytest.raises(hl.OptionError, match="max_spans= must be a whole number, got '3'"):
+        hl.profile(model, max_spans="3")
 
 
 def test_reset_begins_anew(stopwatch: Stopwatch) -> None:
@@ -730,6 +736,20 @@ def test_models_without_parameters_or_tensors_can_be_measured(stopwatch: Stopwat
             model(torch.ones(3))
         found.append((prof.total.calls, prof.total.output_bytes))
     assert found == [(1, 0), (1, 0), (1, 4 * 4 + 2 * 4 * 8), (1, 16 + 6)]
+
+
+def test_a_model_that_keeps_its_profile_can_be_copied() -> None:
+    """The copy has no hooks, so the profile that it keeps has measured nothing, and never will."""
+    model = tower()
+    model.profile = hl.profile(model)
+    run(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.profile))):
+        prof = twin.profile if isinstance(twin, nn.Module) else twin
+        assert prof.rows == ()
+        assert "Nothing was measured" in repr(prof)
+        prof.remove()
+    assert model.profile.total.calls == 1
+    model.profile.remove()
 
 
 # -- what comes out ----------------------------------------------------------------------------------------

@@ -176,10 +176,10 @@ def test_state_kinds_are_the_four_of_saving_and_loading(name):
     assert Kind(name).is_state == ("state_dict" in name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_kinds_that_edit_are_those_of_a_run_and_of_building(name):
-    """Saving, loading and param_grad have nothing that a return value could replace."""
-    assert Kind(name).edits == (name in EDITING)
+def test_the_kinds_of_nodes_are_listed_as_they_are_written():
+    """By their short names, also among the nearest."""
+    with pytest.raises(hl.KindError, match=r"Nearest: 'pre'\. Kinds: pre, post\.$"):
+        Kind.parse("pre_", NODE)
 
 
 @pytest.mark.parametrize("name", NAMES)

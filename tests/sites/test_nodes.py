@@ -209,8 +209,11 @@ def test_a_tensor_that_needs_no_gradient_has_no_node() -> None:
 def test_bad_options_are_refused_before_anything_is_attached() -> None:
     """Kind and signature."""
     y = leaf() * 2
-    with pytest.raises(hl.KindError, match="node_pre"):
+    with pytest.raises(hl.KindError, match=r"No kind 'before'\. Kinds: pre, post\.$"):
         hl.attach_node(y, ignore, on="before")
+    for node in (y, y.grad_fn):
+        with pytest.raises(hl.HookSignatureError, match=r"swapped: write attach_node\(node, hook\)"):
+            hl.attach_node(ignore, node)
     with pytest.raises(hl.HookSignatureError, match=r"hook\(grad_outputs\)"):
         hl.attach_node(y, lambda a, b: None)
     with pytest.raises(hl.HookSignatureError, match=r"hook\(grad_inputs, grad_outputs\)"):

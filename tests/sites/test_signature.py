@@ -15,7 +15,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.sites.kinds import MODULE, Kind
-from hookline.sites.signature import check_hook, hook_name, may_return_value
+from hookline.sites.signature import a_or_an, check_hook, hook_name, may_return_value
 
 # -- what it can take ----------------------------------------------------------------------------------------
 
@@ -437,3 +437,9 @@ def test_silent_is_claimed_only_of_functions_that_are(body):
         assert not any(giver in reachable for giver in GIVERS)
     elif not giving:
         pytest.fail(f"taken for giving: {text}")
+
+
+@pytest.mark.parametrize(("value", "says"), [(3, "an int"), ("", "a str"), ([], "a list"), (OSError(), "an OSError")])
+def test_classes_have_their_article_in_messages(value, says):
+    """A sentence is read aloud."""
+    assert a_or_an(value) == says

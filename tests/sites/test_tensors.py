@@ -422,9 +422,19 @@ def test_a_param_grad_hook_on_several_leaves_is_called_for_each() -> None:
     assert len(seen) == 2
     handle.remove()
     model.weight.requires_grad_(False)
-    with pytest.raises(hl.UnhookableError, match="positions 1 need"):
+    with pytest.raises(hl.UnhookableError, match="the one at position 1 needs no gradient"):
         hl.attach_tensor([model.bias, model.weight], seen.append, on="param_grad")
     assert not model.bias._post_accumulate_grad_hooks
+
+
+def test_swapped_arguments_are_told_as_such() -> None:
+    """And not by the numbers of the tensor."""
+    with pytest.raises(hl.HookSignatureError, match=r"^The arguments are swapped: write attach_tensor\(tensor, hook\)"):
+        hl.attach_tensor(print, leaf())
+    with pytest.raises(hl.HookSignatureError, match=r"^A hook has to be callable, got a Tensor\.$"):
+        hl.attach_tensor(leaf(), torch.ones(2))
+    with pytest.raises(hl.UnhookableError, match=r"got an int\.$"):
+        hl.attach_tensor(3, print)
 
 
 # -- several tensors ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hookline.errors import OptionError
 from hookline.observe.backward import stretches_of
-from hookline.observe.clock import clock_for
+from hookline.observe.clock import CpuClock, clock_for
 from hookline.observe.recorder import Recorder
 from hookline.observe.spans import Measured, ProfileRow, as_table, rows_of
 from hookline.observe.trace import write_trace
@@ -21,6 +21,7 @@ from hookline.sites.functions.names import find_places
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
 from hookline.sites.select import Named, select
+from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +60,8 @@ def profile(
     whose inputs takes a gradient (an embedding) counts as being at it until the next one has its turn, and what
     becomes of parameters before a module uses them may count for the module around it. A forward that activation
     checkpointing repeats is no call; its time is backward time of the modules that are repeated. A call that raises is
-    counted for the model as a whole alone. Measure before you compile: hooks that take the time cannot be traced.
+    counted for the model as a whole alone. In compiled code the hooks keep the compiler from joining what is on either
+    side of them, so the parts of a compiled model cost more measured than not; functions do not show there.
 
     Args:
         model: The model. It is measured as a whole too, whatever the target.
@@ -69,8 +71,11 @@ def profile(
         backward: Measure the backward pass as well.
         max_spans: How many calls to keep; later ones are counted in ``dropped`` and left out.
     """
+    if not isinstance(max_spans, int):
+        raise OptionError(f"max_spans= must be a whole number, got {max_spans!r}.")
     if max_spans < 1:
         raise OptionError(f"max_spans= must be at least 1, got {max_spans}.")
+    model = unwrap(model)
     chosen = [named for named in select(model, target, exclude=exclude) if named[1] is not model]
     places = [] if functions is None else find_places(functions)
     found = Profile(Recorder(clock_for(model), max_spans, takes_backward=backward))
@@ -115,6 +120,10 @@ class Profile:
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As with handles: a copied or unpickled model carries no hooks, so a profile it keeps has measured nothing.
+        return _nothing_measured, ()
 
     # -- what was measured -------------------------------------------------------------------------------
 
@@ -185,6 +194,12 @@ class Profile:
         if kind is Kind.BACKWARD:
             request.clock = self._clock.mark
         return request
+
+
+def _nothing_measured() -> Profile:
+    found = Profile(Recorder(CpuClock(), 1, takes_backward=False))
+    found.remove()
+    return found
 
 
 _NOTHING = ProfileRow("", "", 0, 0.0, 0.0, 0.0, 0.0, 0, None)

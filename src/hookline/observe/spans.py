@@ -89,7 +89,7 @@ class ProfileRow:
     calls: int
     """How often it was called."""
     forward_ms: float
-    """Time in its forwards."""
+    """Time in its forwards; a call that it makes of itself is part of the one around it."""
     forward_own_ms: float
     """The same without what is measured below it."""
     backward_ms: float
@@ -126,14 +126,16 @@ class _Sum:
         self.output_bytes = 0
         self.allocated: int | None = None
 
-    def add(self, span: Span, *seconds: float) -> None:
-        """One more call, with its four times."""
+    def add(self, span: Span, *seconds: float, nested: bool) -> None:
+        """One more call, with its four times; of a call within another one of the site, only its own are new."""
         self.calls += 1
-        a, b, c, d = (so_far + 1e3 * more for so_far, more in zip(self.times, seconds, strict=True))
+        forward, own, backward, backward_own = seconds
+        new = (0.0, own, 0.0, backward_own) if nested else (forward, own, backward, backward_own)
+        a, b, c, d = (so_far + 1e3 * more for so_far, more in zip(self.times, new, strict=True))
         self.times = a, b, c, d
         self.output_bytes += span.output_bytes
         if span.allocated is not None:
-            self.allocated = (self.allocated or 0) + span.allocated
+            self.allocated = (self.allocated or 0) + (0 if nested else span.allocated)
 
     def row(self) -> ProfileRow:
         """What they come to."""
@@ -159,8 +161,14 @@ def rows_of(measured: Measured) -> tuple[ProfileRow, ...]:
     sums: dict[tuple[str, str], _Sum] = {}
     for span in forwards:
         total = sums.setdefault((span.name, span.kind), _Sum(span))
-        total.add(span, forward[span], forward_own[span], backward[span], backward_own[span])
+        times = forward[span], forward_own[span], backward[span], backward_own[span]
+        total.add(span, *times, nested=_is_nested(span, forwards))
     return tuple(each.row() for each in sums.values())
+
+
+def _is_nested(span: Span, forwards: dict[Span, Any]) -> bool:
+    """Whether it is part of another call of the same site, as in a model that calls itself."""
+    return any((around.name, around.kind) == (span.name, span.kind) for around in span.above() if around in forwards)
 
 
 def _around(span: Span, forwards: dict[Span, Any]) -> Span | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hookline.errors import HookReturnError
 from hookline.sites import tree
+from hookline.sites.signature import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Entry
@@ -85,7 +86,7 @@ def checked(result: Any, grads: Grads, entry: Entry) -> Grads:
     if isinstance(result, Tensor) and len(grads) == 1:
         result = (result,)
     if not isinstance(result, tuple | list) or len(result) != len(grads):
-        got = f"{len(result)}" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+        got = f"{len(result)}" if isinstance(result, tuple | list) else a_or_an(result)
         raise _misfit(entry, f"expected a tuple of {len(grads)}, or None, got {got}")
     return tuple(_checked_one(i, new, old, entry) for i, (new, old) in enumerate(zip(result, grads, strict=True)))
 
@@ -96,7 +97,7 @@ def _checked_one(index: int, new: Any, old: Tensor | None, entry: Entry) -> Tens
     if new is None:
         return None
     if not isinstance(new, Tensor):
-        raise _misfit(entry, f"entry {index} is a {type(new).__name__}, not a tensor or None")
+        raise _misfit(entry, f"entry {index} is {a_or_an(new)}, not a tensor or None")
     if old is None:
         raise _misfit(entry, f"entry {index} got no gradient in this pass, so it cannot be given one")
     if new.shape != old.shape or new.dtype != old.dtype:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hookline.errors import UnhookableError
+from hookline.errors import HookSignatureError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.attach import check_request
 from hookline.sites.graph_ports import GraphEntry, Member, NodePort
@@ -70,6 +70,8 @@ def attach_node(
         KindError, HookSignatureError: before anything is attached.
     """
     kind = Kind.parse(on, NODE)
+    if callable(node) and (isinstance(hook, Tensor) or hasattr(hook, "next_functions")):
+        raise HookSignatureError("The arguments are swapped: write attach_node(node, hook).")
     attachment = check_request(hook, kind, subject=NODE, observe=observe, name=name, profile=profile)
     found = _node_of(node)
     if _has_run(found):

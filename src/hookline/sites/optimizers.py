@@ -24,6 +24,7 @@ from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import OPTIMIZER, Kind
 from hookline.sites.ports import StalePort
 from hookline.sites.root import Root
+from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
     from hookline.sites.entry import Attachment
     from hookline.types import Hook
 
-__all__ = ["OptimizerSite", "attach_optimizer", "hook_optimizers_everywhere", "optimizer_entries"]
+__all__ = [
+    "OptimizerSite",
+    "attach_optimizer",
+    "hook_optimizers_everywhere",
+    "optimizer_entries",
+    "optimizer_entries_everywhere",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,11 @@ def optimizer_entries(optimizer: Optimizer) -> Iterator[Entry]:
     table = _existing_table(optimizer)
     if table is not None:
         yield from table.entries()
+
+
+def optimizer_entries_everywhere() -> Iterator[Entry]:
+    """The hooks of ours on every optimizer."""
+    return _EVERYWHERE.entries()
 
 
 class _Lanes(Holder):
@@ -389,14 +401,14 @@ def _shown(value: Any) -> str:
     """A value in an error, without the numbers of the tensors that may be in it."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
-    return repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, int | float | str) else a_or_an(value)
 
 
 def _check_optimizer(optimizer: Any) -> None:
     """Raise unless torch can call hooks on it."""
     inside = "" if isinstance(optimizer, type) else _optimizer_inside(optimizer)
     if not isinstance(optimizer, Optimizer):
-        what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else a_or_an(optimizer)
         raise UnhookableError(f"attach_optimizer takes a torch.optim.Optimizer, got {what}.{inside}")
     if not all(_torch.takes_optimizer_hooks(optimizer, kind) for kind in OPTIMIZER.args):
         raise UnhookableError(

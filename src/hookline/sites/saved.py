@@ -20,7 +20,7 @@ from hookline.sites.entry import Holder
 from hookline.sites.graph_ports import GraphEntry
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import SAVED, Kind, Subject
-from hookline.sites.signature import check_hook, hook_name
+from hookline.sites.signature import a_or_an, check_hook, hook_name
 from hookline.sites.table import LOCK
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> Saved
 
     Recipe::
 
-        with hookline.saved_tensors(lambda tensor: tensor.half(), lambda packed: packed.float()) as scope:
+        def pack(tensor):  # indices and masks are kept as well
+            return tensor.dtype, tensor.half() if tensor.is_floating_point() else tensor
+
+
+        with hookline.saved_tensors(pack, lambda packed: packed[1].to(packed[0])) as scope:
             loss = model(x).square().mean()
         loss.backward()
         print(scope.packed, scope.unpacked)
@@ -153,7 +157,7 @@ class _Work(Holder):
         if not isinstance(tensor, Tensor):
             raise HookReturnError(
                 f"unpack function {hook_name(self._unpack)!r} of saved_tensors {self.attachment.name!r} must return "
-                f"a tensor, but got a {type(tensor).__name__}."
+                f"a tensor, but got {a_or_an(tensor)}."
             )
         return tensor
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch import Tensor, nn
 
-from hookline.errors import OptionError, TargetError, UnhookableError
+from hookline.errors import HookSignatureError, OptionError, TargetError, UnhookableError
 from hookline.sites.attach import check_request
 from hookline.sites.gather import Gather
 from hookline.sites.graph_ports import GraphEntry, Member, TensorPort
@@ -18,6 +18,7 @@ from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import TENSOR, Kind
 from hookline.sites.parameters import hook_leaf
 from hookline.sites.root import Root
+from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def attach_tensor(
     kind = Kind.parse(on, TENSOR)
     if mode not in _MODES:
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
+    if isinstance(hook, Tensor) and callable(tensor):
+        raise HookSignatureError("The arguments are swapped: write attach_tensor(tensor, hook).")
     attachment = check_request(hook, kind, subject=TENSOR, observe=observe, name=name, profile=profile)
     if isinstance(tensor, Tensor):
         _check_gradient([tensor])
@@ -99,7 +102,7 @@ def _as_tensors(given: Any) -> list[Tensor]:
     if isinstance(given, nn.Module | Mapping | str) or not isinstance(given, Iterable):
         hint = "; for the parameters of a module: attach(module, hook, on='param_grad')"
         raise UnhookableError(
-            f"attach_tensor takes a tensor or a list of tensors, got a {type(given).__name__}"
+            f"attach_tensor takes a tensor or a list of tensors, got {a_or_an(given)}"
             f"{hint if isinstance(given, nn.Module) else ''}."
         )
     tensors = list(given)
@@ -107,7 +110,8 @@ def _as_tensors(given: Any) -> list[Tensor]:
         raise TargetError("attach_tensor was given no tensors.")
     strange = [f"{index} ({type(one).__name__})" for index, one in enumerate(tensors) if not isinstance(one, Tensor)]
     if strange:
-        raise UnhookableError(f"attach_tensor takes tensors; those at {', '.join(strange)} are none.")
+        those = f"the one at {strange[0]} is" if len(strange) == 1 else f"those at {_listed(strange)} are"
+        raise UnhookableError(f"attach_tensor takes tensors; {those} none.")
     return tensors
 
 
@@ -118,11 +122,16 @@ def _check_gradient(tensors: list[Tensor]) -> None:
     if len(tensors) == 1:
         which = f"The {_described(tensors[0])} needs"
     else:
-        which = f"Of {len(tensors)} tensors, those at positions {', '.join(map(str, bare))} need"
+        those = f"the one at position {bare[0]} needs" if len(bare) == 1 else f"those at positions {_listed(bare)} need"
+        which = f"Of {len(tensors)} tensors, {those}"
     raise UnhookableError(
         f"{which} no gradient, so there is none to hook: call requires_grad_() before the forward, or take a tensor "
         "that was computed, with gradients enabled, from one that needs them."
     )
+
+
+def _listed(items: list[Any]) -> str:
+    return ", ".join(map(str, items))
 
 
 def _described(tensor: Tensor) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, LEVELS, Around, Pair, Scale, fresh, modes, noting, sin_product
+from helpers_functions import KINDS, LEVELS, Around, Pair, Scale, fresh, label, modes, noting, sin_product
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -492,7 +492,8 @@ def test_what_an_observer_returns_is_ignored(level: str, kind: str) -> None:
         ("forward_pre", torch.ones(3, 3), "a tuple of 2 tensors, as it was shown, but got a Tensor"),
         ("forward_pre", "junk", "got a str"),
         ("forward_pre", (torch.ones(3, 3), 3), "a tuple of 2 tensors"),
-        ("forward", (), "a tuple of 1 tensors, as it was shown, but got 0 values"),
+        ("forward", (), "must return None or a tensor, as it was shown, but got 0 values"),
+        ("forward", (None,), "must return None or a tensor, as it was shown, but got a tuple with None at 0"),
         ("forward", 3.0, "got a float"),
         ("forward", {"a": 1}, "got a dict"),
         ("backward_pre", (torch.ones(3, 3),) * 2, "expected a tuple of 1"),
@@ -882,6 +883,29 @@ def test_a_hook_that_never_fired_although_the_model_ran_says_so_and_why() -> Non
     model(torch.ones(2))
     with pytest.warns(hl.HookNeverFired, match="not applied|never called"):
         handle.remove()
+
+
+@pytest.mark.parametrize("target", ["*.relu", "aten.relu.default", Pair], ids=label)
+@pytest.mark.parametrize("run", [lambda model, x: model.forward(x), lambda model, x: model[1](model[0](x))])
+def test_a_model_that_is_passed_by_is_said_to_be(run: Any, target: Any) -> None:
+    """within= counts what model(x) calls; its forward, or a part of it, called by themselves begin no step."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    handle = hl.attach_function(target, lambda fn, i, o: None, within=model)
+    run(model, torch.ones(1, 2))
+    assert handle.report().fired == 0
+    with pytest.warns(hl.HookNeverFired, match="the model itself was not called: within= counts what model") as warned:
+        handle.remove()
+    assert "although the model ran" not in str(warned[0].message)
+
+
+def test_the_advice_does_not_recommend_what_was_done() -> None:
+    """All spellings of a function are hooked already; and without a model there is none that ran."""
+    handle = hl.attach_function("*.gelu", lambda fn, i, o: None)
+    torch.exp(torch.ones(1))
+    with pytest.warns(hl.HookNeverFired, match="it may be called inside another function") as warned:
+        handle.remove()
+    assert "spellings" not in str(warned[0].message)
+    assert "model" not in str(warned[0].message)
 
 
 @pytest.mark.filterwarnings("error::hookline.errors.HookNeverFired")

@@ -225,6 +225,8 @@ class Callable:
         ("torch.nn.functional.rleu", hl.NoMatchError, "'torch.nn.functional.relu'"),
         ("torch.matmull", hl.NoMatchError, "'torch.matmul'"),
         ("*.sofmax", hl.NoMatchError, "softmax"),
+        ("softmax", hl.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
+        ("F.softmax", hl.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
         ("aten.mmm", hl.NoMatchError, "'aten.mm'"),
         ("aten.no_such_operator*", hl.NoMatchError, "No operator matches 'aten.no_such_operator*'"),
         ("hookline_test.sin_produkt", hl.NoMatchError, "'hookline_test.sin_product'"),
@@ -238,7 +240,8 @@ class Callable:
         (lambda x: x, hl.UnhookableError, "<lambda> is not a function"),
         (user_function, hl.UnhookableError, "user_function is not a function"),
         (Callable(), hl.UnhookableError, "Callable object"),
-        (nn.Linear, hl.UnhookableError, "Linear is not a function"),
+        (nn.Linear, hl.TargetError, "hookline.attach(model, Linear, hook)"),
+        ([], hl.TargetError, "give a function, or a name or glob"),
         ([torch.mm, Pair, "aten.mm.default", math.sin], hl.UnhookableError, "sin"),
         (nn.Linear(2, 2), hl.TargetError, "A Linear is a module"),
         ("", hl.TargetError, "empty"),
@@ -262,6 +265,16 @@ def test_a_bad_target_is_refused_and_nothing_is_attached(target: Any, error: typ
     assert says in str(raised.value)
     assert (modes(), overridden_kernels()) == before
     assert patched_classes() == []
+
+
+@pytest.mark.parametrize("target", ["softmax", "F.gelu", "torch.sofmax", "*.convolutin", "torch.Tensor.ad"])
+def test_what_is_suggested_is_public(target: str) -> None:
+    """Nobody who misspells softmax means torch._softmax."""
+    with pytest.raises(hl.NoMatchError) as raised:
+        hl.attach_function(target, lambda fn, inputs, outputs: None)
+    near = re.findall(r"'([^']+)'", str(raised.value).partition("nearest: ")[2])
+    assert near
+    assert [name for name in near if "._" in name] == []
 
 
 def test_no_match_is_a_key_error_and_a_function_out_of_reach_a_type_error() -> None:

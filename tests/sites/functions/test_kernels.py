@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, Around, fresh, label, overridden_kernels, sin_product
+from helpers_functions import KINDS, LEVELS, Around, fresh, label, overridden_kernels, patched_classes, sin_product
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
+from hookline.sites import _torch
+from hookline.sites.functions.kernels import _Said
 
 aten = torch.ops.aten
 
@@ -115,6 +120,80 @@ def test_a_few_hundred_cycles_leave_the_dispatcher_as_it_was() -> None:
     for _ in range(300):
         hl.attach_function(aten.mm.default, nothing).remove()
     assert (table_of("aten::mm"), len(torch.library._impls)) == before
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["anywhere", "within"])
+def test_hooks_come_and_go_while_other_threads_run_the_operator(within: bool) -> None:
+    """A thread may wait for the interpreter inside of a kernel that is taken off: torch must not free it there."""
+    model, stop, errors = Around(torch.mm), threading.Event(), []
+    matrix = torch.ones(8, 8)
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                (model if within else torch.mm)(matrix, matrix)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    before = table_of("aten::mm")
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 2
+    try:
+        while time.monotonic() < deadline and not errors:
+            handle = hl.attach_function(aten.mm.default, nothing, within=model if within else None)
+            handle.remove(quiet=True)
+            assert table_of("aten::mm") == before
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["operator", "class"])
+def test_a_model_that_its_own_hook_refers_to_is_not_kept_alive(level: str, kind: str) -> None:
+    """The hook is kept with the model; when that is gone, the next hook to come or go gives the kernel back."""
+    target, run, _ = LEVELS[level]
+
+    def hooked_model() -> weakref.ref[nn.Module]:
+        model, fired = Around(run), []
+        hl.attach_function(target, lambda fn, *tensors: fired.append(model), on=kind, within=model)
+        model(fresh(2, 2), fresh(2, 2)).sum().backward()
+        assert fired == [model]
+        return weakref.ref(model)
+
+    before = overridden_kernels()
+    reference = hooked_model()
+    gc.collect()
+    assert reference() is None
+    hl.attach(nn.Identity(), lambda module, args, output: None).remove()
+    assert overridden_kernels() == before
+    assert patched_classes() == []
+
+
+def test_hooks_of_several_models_and_of_none_each_see_their_own_calls() -> None:
+    """In the order of attachment, process-wide ones first; one model within the other counts for both."""
+    log: list[str] = []
+    inner = Around(torch.atan2)
+    outer = Around(lambda a, b: inner(a, b))
+    outer.inner = inner
+    handles = [
+        hl.attach_function(aten.atan2.default, lambda fn, i, o, who=who: log.append(who), within=model)
+        for who, model in (("inner", inner), ("outer", outer), ("any", None))
+    ]
+    for call, seen in ((torch.atan2, "any"), (inner, "any inner"), (outer, "any inner outer"), (inner, "any inner")):
+        log.clear()
+        call(torch.ones(2), torch.ones(2))
+        assert " ".join(log) == seen
+    handles[2].remove()
+    log.clear()
+    outer(torch.ones(2), torch.ones(2))
+    assert log == ["inner", "outer"]
+    for handle in handles[:2]:
+        handle.remove()
 
 
 def test_beside_an_override_of_somebody_else() -> None:
@@ -425,6 +504,31 @@ def test_a_custom_operator_in_all_its_ways_of_being_called() -> None:
     assert seen == ["hookline_test.sin_product.default"] * 9
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+        lambda model, x: torch.func.jvp(model, (x,), (x,)),
+        lambda model, x: torch.func.grad(lambda x: torch.func.grad(lambda x: model(x).sin().sum())(x).sum())(x),
+    ],
+    ids=["grad", "jvp", "grad of grad"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in its forward mode
+def test_a_transform_of_torch_func_calls_an_operator_once(run: Any) -> None:
+    """Each transform takes the call through the autograd level once more; it is one call all the same."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), fresh(5, 3, requires_grad=False)
+    with hl.attach_function("aten.addmm.default", nothing) as handle:
+        run(model, x)
+    assert handle.report().fired == 2
+
+
+def test_operators_on_meta_tensors_run_and_go_unseen() -> None:
+    """There is nothing to be seen in them: only devices that compute have their kernels overridden."""
+    with hl.attach_function("aten.mm.default", nothing) as handle:
+        assert torch.mm(torch.ones(2, 3, device="meta"), torch.ones(3, 2, device="meta")).shape == (2, 2)
+    assert handle.report().fired == 0
+
+
 # -- forks and workers -------------------------------------------------------------------------------------
 
 
@@ -473,6 +577,15 @@ def test_data_loader_workers_run_beside_hooks(target: str) -> None:
         )
         got = [row for batch in loader for row in batch]
     assert all(map(torch.equal, got, expected))
+
+
+def test_the_warning_about_compiled_code_points_at_the_line_that_attaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at a file of ours."""
+    monkeypatch.setattr(_torch, "has_compiled", lambda: True)
+    monkeypatch.setattr(_Said, "compiling", False)
+    with pytest.warns(hl.HooklineWarning, match="Code has been compiled") as warned:
+        hl.attach_function("aten.exp.default", nothing).remove()
+    assert warned[0].filename == __file__
 
 
 # -- compiled code, in processes of their own ------------------------------------------------------------------

@@ -6,8 +6,10 @@ and a `HookHandle` back.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
@@ -19,12 +21,17 @@ from hookline.sites.functions.classes import function_classes
 from hookline.sites.functions.kernels import operators
 from hookline.sites.functions.mode import Anywhere, FunctionScope, anywhere, publish
 from hookline.sites.functions.names import Place, find_places
+from hookline.sites.gradients import GradientCall
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import FUNCTION, Kind
+from hookline.sites.receipt import NOT_CALLED
+from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK, root_of, sweep, table_of
+from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Attachment
+    from hookline.sites.functions.overrides import Overrides
     from hookline.types import Hook, Sees
 
 __all__ = ["attach_function", "fasten_functions"]
@@ -66,8 +73,9 @@ def attach_function(
             ``torch.autograd.Function`` or its full name; or a list of these, each of which has to match.
         hook: As above. Where it declares a keyword-only ``site``, it gets one.
         on: ``forward_pre``, ``forward``, ``backward_pre`` or ``backward``.
-        within: Only calls made in the forwards of this model count, in whichever thread. Without it, functions of
-            torch count in this thread, operators and classes in all threads.
+        within: Only calls made in the forwards of this model count, in whichever thread: what ``model(x)`` calls, not
+            ``model.forward(x)``, nor a part of it called alone. Without it, functions of torch count in this thread,
+            operators and classes in all threads.
         exclude: Functions to leave out, in the same grammar as ``target``.
         prepend: Run before the hooks of ours that are there already.
         observe: Ignore the return value, and run after all edits.
@@ -78,6 +86,8 @@ def attach_function(
 
     Functions that are called inside another function of torch are its own affair: ``nn.MultiheadAttention`` calls
     ``torch.nn.functional.multi_head_attention_forward``, and the softmax in there shows as ``aten._softmax``.
+    Operators on meta tensors go unseen, and nested tensors have no gradients there. A gradient hook that may return a
+    value takes no part in in-place calls whose inputs share memory (``v += v``); an observer does.
 
     Raises:
         NoMatchError: (a KeyError) naming the nearest functions.
@@ -96,7 +106,7 @@ def attach_function(
         everywhere=within is None,
     )
     if within is not None and not isinstance(within, nn.Module):
-        raise TargetError(f"within= takes a torch.nn.Module, got a {type(within).__name__}.")
+        raise TargetError(f"within= takes a torch.nn.Module, got {a_or_an(within)}.")
     try:
         places = find_places(target, exclude=exclude)
     except NoMatchError as error:
@@ -112,11 +122,13 @@ def fasten_functions(attachment: Attachment, places: list[Place], within: nn.Mod
     with LOCK:
         sweep()
         handle = HookHandle(attachment)
-        scope = anywhere() if within is None else _scope_of(within)
-        scope.attachments[attachment] = None
+        scope = anywhere() if within is None else _scope_of(unwrap(within))
+        scope.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
         attachment.roots[scope.root] = None
         attachment.on_remove = lambda attachment: _take_off(attachment, scope)
         refused: UnhookableError | None = None
+        if attachment.kind.is_gradient:
+            _watch_gradients(attachment)
         try:
             for place in places:
                 try:
@@ -135,13 +147,13 @@ def fasten_functions(attachment: Attachment, places: list[Place], within: nn.Mod
 
 
 def _add(attachment: Attachment, place: Place, scope: FunctionScope) -> None:
-    holder: Any = scope
-    if isinstance(place.func, _torch.OpOverload):
-        holder = operators
-    elif isinstance(place.func, type):
-        holder = function_classes
-    entry = Entry(attachment, place.name, holder, scope.root)
-    holder.add(entry, place)
+    if isinstance(place.func, _torch.OpOverload | type):
+        overrides: Overrides = function_classes if isinstance(place.func, type) else operators
+        entry = Entry(attachment, place.name, overrides, scope.root)
+        overrides.add(entry, place, scope)
+    else:
+        entry = Entry(attachment, place.name, scope, scope.root)
+        scope.add(entry, place)
     attachment.entries[entry] = None
 
 
@@ -151,11 +163,36 @@ def _take_off(attachment: Attachment, scope: FunctionScope) -> None:
         scope.switch_off(attachment)
     for entry in attachment.entries:
         entry.table.discard(entry)
+        scope.discard(entry)
     publish()
-    scope.attachments.pop(attachment, None)
+    _unwatch_gradients(attachment)
     model = scope.root.model()
+    began = scope.attachments.pop(attachment, None)
+    if model is not None and began is not None and began[0] == threading.get_ident():
+        _note_if_model_was_passed_by(attachment, _torch.sequence_number() > began[1])
     if model is not None and not scope.attachments:
         table_of(model).set_around(None)
+
+
+def _note_if_model_was_passed_by(attachment: Attachment, something_ran: bool) -> None:
+    """Something was computed, but the model was not called itself: then a hook that never fired had its chance too."""
+    if something_ran and all(entry.root.step == entry.step_at_attach for entry in attachment.entries):
+        for entry in attachment.entries:
+            entry.step_at_attach = NOT_CALLED
+
+
+def _watch_gradients(attachment: Attachment) -> None:
+    _GRADIENT_HOOKS.add(attachment)
+    GradientCall.functions_too = True
+
+
+def _unwatch_gradients(attachment: Attachment) -> None:
+    _GRADIENT_HOOKS.discard(attachment)
+    GradientCall.functions_too = bool(_GRADIENT_HOOKS)
+
+
+_GRADIENT_HOOKS: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
+"""Those that are on; the ones of a model that is gone are gone with it."""
 
 
 def _scope_of(model: nn.Module) -> FunctionScope:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import UnhookableError
 from hookline.sites import _torch
-from hookline.sites.entry import Holder
-from hookline.sites.functions.hooks import FunctionHooks
-from hookline.sites.functions.mode import running_scopes
-from hookline.sites.functions.quiet import QUIET, undisturbed
+from hookline.sites.functions.hooks import why_left_alone
+from hookline.sites.functions.mode import not_called
+from hookline.sites.functions.overrides import Override, Overrides
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Entry
@@ -24,18 +23,22 @@ if TYPE_CHECKING:
 __all__ = ["FunctionClasses", "function_classes"]
 
 
-class _Patch:
+class Patch(Override):
     """One class that has a base of ours for a while."""
 
     def __init__(self, place: Place) -> None:
-        self.place = place
-        self.entries: dict[Entry, None] = {}
-        self.hooks: FunctionHooks | None = None
+        super().__init__(place)
         self._base = self._make_base()
+
+    def put_on(self) -> None:
+        """Have our base stand behind the others."""
+        cls = self.place.func
         try:
-            place.func.__bases__ = (*place.func.__bases__, self._base)
+            cls.__bases__ = (*cls.__bases__, self._base)
         except TypeError as error:
-            raise UnhookableError(f"{place.name} cannot be hooked: its bases cannot be changed ({error}).") from None
+            raise UnhookableError(
+                f"{self.place.name} cannot be hooked: its bases cannot be changed ({error})."
+            ) from None
 
     def _make_base(self) -> type:
         hooked = self.place.func
@@ -46,9 +49,7 @@ class _Patch:
             @classmethod
             def apply(cls, *args: Any, **kwargs: Any) -> Any:
                 run = super().apply  # type: ignore[misc]
-                hooks = self.hooks if cls is hooked and not QUIET.on else None  # a subclass is another function
-                if hooks is not None and hooks.scoped:
-                    hooks = hooks.within(running_scopes())
+                hooks = self.due() if cls is hooked else None  # a subclass is another function
                 return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs)
 
         return Hooked
@@ -58,41 +59,18 @@ class _Patch:
         cls = self.place.func
         cls.__bases__ = tuple(base for base in cls.__bases__ if base is not self._base)
 
-    def refresh(self) -> None:
-        """Hooks have come or gone."""
-        self.hooks = FunctionHooks(self.place.name, self.place.func, self.entries) if self.entries else None
 
-
-class FunctionClasses(Holder):
+class FunctionClasses(Overrides):
     """All hooks on ``autograd.Function`` classes."""
 
     def __init__(self) -> None:
-        self._patches: dict[Any, _Patch] = {}
-        self._places: dict[Entry, _Patch] = {}
-
-    def add(self, entry: Entry, place: Place) -> None:
-        """Put a hook in its place."""
-        patch = self._patches.get(place.func)
-        if patch is None:
-            patch = self._patches[place.func] = _Patch(place)
-        entry.hook = undisturbed(entry.hook)
-        patch.entries[entry] = None
-        self._places[entry] = patch
-        patch.refresh()
-
-    def discard(self, entry: Entry) -> None:
-        """Take a hook off; the last one gives the class its bases back."""
-        patch = self._places.pop(entry, None)
-        if patch is None:
-            return
-        del patch.entries[entry]
-        patch.refresh()
-        if not patch.entries:
-            patch.restore()
-            self._patches.pop(patch.place.func, None)
+        super().__init__(Patch)
 
     def why_silent(self, entry: Entry) -> str:
         """What is known of functions that are never seen."""
+        known = not_called(entry) or why_left_alone(entry)
+        if known is not None:
+            return known
         if entry.attachment.kind.is_gradient:
             return (
                 "it was not applied, or no backward pass came through its outputs; reentrant checkpointing repeats a "

@@ -1,12 +1,13 @@
 """The hooks of one function, and one call of it with them around it.
 
-Takes entries from whoever keeps them (the function mode, a kernel override, a patched ``apply``), and from each of
+Takes entries from whoever keeps them (the function mode, a kernel override, a base put into a class), and from each of
 these the calls; hands tensors to the hooks and puts back what they return. Gradients go the way of a module's
 (`GradientCall`), with this in the place of its table.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -22,14 +23,14 @@ from hookline.sites.gradient_lanes import GradientLanes
 from hookline.sites.gradients import GradientCall
 from hookline.sites.kinds import Kind
 from hookline.sites.root import NOWHERE
+from hookline.sites.signature import a_or_an
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
-    from hookline.sites.entry import Entry
-    from hookline.sites.functions.mode import FunctionScope
+    from hookline.sites.entry import Attachment, Entry
     from hookline.sites.gradient_inputs import Carrier
 
-__all__ = ["FunctionHooks", "tensors_in"]
+__all__ = ["FunctionHooks", "tensors_in", "why_left_alone"]
 
 _EDIT: Final = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
 _Tensors: TypeAlias = tuple[Tensor, ...]
@@ -49,11 +50,7 @@ class FunctionHooks(GradientLanes):
         self.forward = lanes[Kind.FORWARD]
         self.set_gradient_hooks(lanes[Kind.BACKWARD_PRE], lanes[Kind.BACKWARD])
         self.tells_sites = False  # the call itself says what they ask
-        if self.has_gradients:
-            GradientCall.functions_too = True
         self.entries = ordered
-        self.scoped = any(entry.root is not NOWHERE for entry in ordered)
-        """Whether some of the hooks are bound to a model."""
         # Of several scopes a model's counts the calls.
         self.root = next((entry.root for entry in ordered if entry.root is not NOWHERE), NOWHERE)
         parts = name.split(".")
@@ -61,17 +58,15 @@ class FunctionHooks(GradientLanes):
         """Whether it is about the tensor object, for which no alias can stand in: hooks that edit leave it alone."""
         self._in_place = any(part.endswith("_") and not part.endswith("__") for part in parts)
         self._other_roots = {entry.root for entry in ordered} - {self.root}
-        self._within: dict[tuple[FunctionScope, ...], FunctionHooks | None] = {}
+        self._beside: tuple[FunctionHooks, FunctionHooks] | None = None
 
-    def within(self, running: tuple[FunctionScope, ...]) -> FunctionHooks | None:
-        """Those of the hooks that count while a thread is in these scopes."""
-        if running not in self._within:
-            if len(self._within) > 16:
-                self._within.clear()  # it holds on to models that are gone
-            roots = {NOWHERE, *(scope.root for scope in running)}
-            due = [entry for entry in self.entries if entry.root in roots]
-            self._within[running] = FunctionHooks(self.name, self.func, due) if due else None
-        return self._within[running]
+    def beside(self, others: FunctionHooks) -> FunctionHooks:
+        """These hooks, which a model keeps, together with those that are bound to none."""
+        found = self._beside
+        if found is None or found[0] is not others:
+            found = others, FunctionHooks(self.name, self.func, (*others.entries, *self.entries))
+            self._beside = found
+        return found[1]
 
     def call(self, run: _Run, args: _Args, kwargs: dict[str, Any], *, gradients: bool = True) -> Any:
         """The function's result, with its hooks around it; ``run`` is the function itself.
@@ -86,6 +81,7 @@ class FunctionHooks(GradientLanes):
                 args, kwargs, inputs = *_rebuilt(args, kwargs, edited), edited
         if gradients and self.edits_gradients and (self._wants_the_tensor or (self._in_place and _overlap(inputs))):
             gradients = False
+            _LEFT_ALONE.update(entry.attachment for entry in (*self.backward_pre, *self.backward))
         if not (self.has_gradients and gradients and torch.is_grad_enabled()):
             output = run(*args, **kwargs)
             if self.forward:
@@ -149,6 +145,20 @@ _ABOUT_THE_TENSOR: Final = frozenset(
     | {"set_", "detach_", "requires_grad_", "register_hook", "retain_grad", "rename_", "data", "__set__", "backward"}
     | {"register_post_accumulate_grad_hook", "share_memory_", "as_subclass", "__deepcopy__"}
 )
+
+
+_LEFT_ALONE: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
+"""Gradient hooks that were left out of a call, because one that may edit cannot take part in it."""
+
+
+def why_left_alone(entry: Entry) -> str | None:
+    """Why a gradient hook was left out of calls; None if it was not."""
+    if entry.attachment not in _LEFT_ALONE:
+        return None
+    return (
+        "it is about the tensor itself, or was called in place on tensors that share memory (v += v), where no alias "
+        "can stand in for an input; gradients can be watched there, with observe=True, but not edited"
+    )
 
 
 def _overlap(inputs: _Tensors) -> bool:
@@ -242,8 +252,17 @@ def _checked(result: Any, tensors: _Tensors, entry: Entry) -> _Tensors:
         and all(isinstance(item, Tensor) for item in result)
     ):
         return tuple(result)
-    got = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+    wanted = "a tensor" if len(tensors) == 1 else f"a tuple of {len(tensors)} tensors"
     raise HookReturnError(
-        f"{entry.attachment.kind.value} hook {entry.attachment.name!r} on {entry.name!r} must return None or a tuple "
-        f"of {len(tensors)} tensors, as it was shown, but got {got}. With observe=True the return value is ignored."
+        f"{entry.attachment.kind.value} hook {entry.attachment.name!r} on {entry.name!r} must return None or {wanted}, "
+        f"as it was shown, but got {_received(result, len(tensors))}. With observe=True the return value is ignored."
     )
+
+
+def _received(result: Any, wanted: int) -> str:
+    if not isinstance(result, tuple | list):
+        return a_or_an(result)
+    if len(result) != wanted:
+        return f"{len(result)} values"
+    index, strange = next((index, item) for index, item in enumerate(result) if not isinstance(item, Tensor))
+    return f"{a_or_an(result)} with {'None' if strange is None else a_or_an(strange)} at {index}"

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import HooklineWarning, UnhookableError
 from hookline.sites import _torch
-from hookline.sites.entry import Holder
-from hookline.sites.functions.hooks import FunctionHooks
-from hookline.sites.functions.mode import running_scopes
+from hookline.sites.functions.hooks import why_left_alone
+from hookline.sites.functions.mode import not_called
+from hookline.sites.functions.overrides import Override, Overrides
 from hookline.sites.functions.quiet import QUIET, undisturbed
+from hookline.sites.receipt import outside
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Entry
+    from hookline.sites.functions.hooks import FunctionHooks
+    from hookline.sites.functions.mode import FunctionScope
     from hookline.sites.functions.names import Place
 
 __all__ = ["Operators", "operators"]
@@ -36,22 +39,21 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.above: set[Operator] = set()
         """The operators whose autograd level has seen the call."""
+        self.transformed: set[Operator] = set()
+        """Those that a transform of torch.func has called: it comes by the autograd level once for each transform."""
 
 
 _THREAD: Final = _Thread()
 
 
-class Operator:
+class Operator(Override):
     """One overload of one operator, with its kernels overridden."""
 
     def __init__(self, place: Place) -> None:
-        self.place = place
-        self.entries: dict[Entry, None] = {}
-        self.hooks: FunctionHooks | None = None
-        """The live hooks; None when there are none, or in a forked process."""
+        super().__init__(place)
         self._restore: list[Callable[[], None]] = []
 
-    def override(self) -> None:
+    def put_on(self) -> None:
         """Take the place of its kernels on every device there is."""
         for backend in _torch.backends():
             for key, level in ((f"Autograd{backend}", self._at_autograd), (backend, self._at_backend)):
@@ -70,28 +72,28 @@ class Operator:
             restore()
         self._restore.clear()
 
-    def refresh(self) -> None:
-        """Hooks have come or gone."""
-        self.hooks = FunctionHooks(self.place.name, self.place.func, self.entries) if self.entries else None
-
     def _at_autograd(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             if _torch.called_by_us(2):
                 return undisturbed(original)(keys, *args, **kwargs)
-            hooks = self._due()
+            hooks = None if self in _THREAD.transformed else self._due()
             if hooks is None:
                 return original(keys, *args, **kwargs)
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                _THREAD.above.add(self)
-                try:
-                    return original(keys, *args, **kwargs)
-                finally:
-                    _THREAD.above.discard(self)
-
-            return hooks.call(run, args, kwargs)
+            return hooks.call(functools.partial(self._run, original, keys), args, kwargs)
 
         return kernel
+
+    def _run(self, original: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """The kernel at the autograd level; what comes by again within it is the same call."""
+        here = _THREAD
+        seen = (here.above, here.transformed) if _torch.in_transform() else (here.above,)
+        for calls in seen:
+            calls.add(self)
+        try:
+            return original(keys, *args, **kwargs)
+        finally:
+            for calls in seen:
+                calls.discard(self)
 
     def _at_backend(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,55 +109,35 @@ class Operator:
 
     def _due(self) -> FunctionHooks | None:
         """The hooks that this call is for."""
-        hooks = self.hooks
-        if hooks is None or QUIET.on:
+        if not self.armed or QUIET.on:
             return None
         if _torch.is_tracing():
             _warn_of_compiling(f"Something is being compiled that uses {self.place.name}")
             return None
-        if hooks.scoped:
-            return hooks.within(running_scopes())
-        return hooks
+        return self.due()
 
 
-class Operators(Holder):
+class Operators(Overrides):
     """All hooks on operators."""
 
     def __init__(self) -> None:
-        self._operators: dict[_torch.OpOverload, Operator] = {}
-        self._places: dict[Entry, Operator] = {}
+        super().__init__(Operator)
         self._watches_forks = False
 
-    def add(self, entry: Entry, place: Place) -> None:
+    def add(self, entry: Entry, place: Place, scope: FunctionScope) -> None:
         """Put a hook in its place; all or nothing."""
         if _torch.has_compiled():
             _warn_of_compiling("Code has been compiled in this process")
-        operator = self._operators.get(place.func)
-        if operator is None:
-            operator = Operator(place)
-            operator.override()
-            self._operators[place.func] = operator
-        entry.hook = undisturbed(entry.hook)
-        operator.entries[entry] = None
-        self._places[entry] = operator
-        operator.refresh()
+        super().add(entry, place, scope)
         if not self._watches_forks:
             self._watches_forks = True
             os.register_at_fork(after_in_child=self._disarm)
 
-    def discard(self, entry: Entry) -> None:
-        """Take a hook off; the last one gives the operator its kernels back."""
-        operator = self._places.pop(entry, None)
-        if operator is None:
-            return
-        del operator.entries[entry]
-        operator.refresh()
-        if not operator.entries:
-            operator.restore()
-            self._operators.pop(operator.place.func, None)
-
     def why_silent(self, entry: Entry) -> str:
         """What is known of operators that are never seen."""
+        known = not_called(entry) or why_left_alone(entry)
+        if known is not None:
+            return known
         if entry.attachment.kind.is_gradient:
             return (
                 "it was not run where gradients are recorded, or no backward pass came through its outputs; reentrant "
@@ -168,8 +150,8 @@ class Operators(Holder):
 
     def _disarm(self) -> None:
         """In a forked worker the hooks, and whatever they write to, are the parent's."""
-        for operator in self._operators.values():
-            operator.hooks = None
+        for operator in self.overrides.values():
+            operator.armed = False
 
 
 class _Said:
@@ -183,7 +165,7 @@ def _warn_of_compiling(what: str) -> None:
             f"{what}: hooks on operators fire in eager code alone, and a compiled frame need never call them. Hook the "
             "module instead, or run that part eagerly (torch.compiler.disable).",
             HooklineWarning,
-            stacklevel=2,
+            stacklevel=outside(),
         )
 
 

@@ -12,15 +12,19 @@ what is not ours is never taken off. Only what ``torch.set_default_device`` puts
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from hookline.errors import HooklineWarning
 from hookline.sites import _torch
 from hookline.sites.entry import Holder
-from hookline.sites.functions.hooks import FunctionHooks
+from hookline.sites.functions.hooks import FunctionHooks, why_left_alone
+from hookline.sites.functions.names import spellings
+from hookline.sites.receipt import NOT_CALLED, outside
 from hookline.sites.root import NOWHERE
 from hookline.sites.table import LOCK
 
@@ -31,10 +35,13 @@ if TYPE_CHECKING:
     from hookline.sites.functions.names import Place
     from hookline.sites.root import Root
 
-__all__ = ["Anywhere", "FunctionScope", "anywhere", "publish", "running_scopes"]
+__all__ = ["Anywhere", "FunctionScope", "anywhere", "bound_hooks", "not_called", "publish", "unbound_attachments"]
 
 _Table: TypeAlias = dict[Any, FunctionHooks]
+_Entries: TypeAlias = dict[Any, dict["Entry", None]]
+_Running: TypeAlias = "tuple[weakref.ref[FunctionScope], ...]"
 _NO_HOOKS: Final[_Table] = {}
+_NO_TABLES: Final[tuple[_Table, _Table]] = _NO_HOOKS, _NO_HOOKS
 
 
 class _Mode(TorchFunctionMode):
@@ -43,6 +50,9 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.table = _NO_HOOKS
+        """The hooks on functions that modes are shown."""
+        self.below = _NO_HOOKS
+        """The hooks of the same scopes on operators and classes."""
         self.running: tuple[FunctionScope, ...] = ()
         """The scopes in which this thread is, each once."""
         self.saw_calls = False
@@ -55,6 +65,10 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = self.table.get(func)
+        if is_dynamo_compiling():
+            if hooks is not None:
+                _say_compiled()
+            return func(*args, **kwargs) if kwargs else func(*args)
         self.saw_calls = True
         if hooks is None or is_compiling() or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -68,7 +82,7 @@ class _Mode(TorchFunctionMode):
         running = self.running
         if scope not in running:
             self.running = running = (*running, scope)
-            self.table = scope.table(running)
+            self.table, self.below = scope.tables(running)
         if not self._is_on and self.table:
             self._is_on = True
             if scope is self.anywhere:
@@ -80,7 +94,7 @@ class _Mode(TorchFunctionMode):
         """They no longer do."""
         if len(self._entered) == 1 and self._entered[0] is scope:  # as nearly always
             self._entered.clear()
-            self.running, self.table = (), _NO_HOOKS
+            self.running, self.table, self.below = (), _NO_HOOKS, _NO_HOOKS
         else:
             self.forget(scope)
         self.settle()
@@ -96,7 +110,7 @@ class _Mode(TorchFunctionMode):
     def refresh(self) -> None:
         """Hooks, or the scopes, have changed."""
         running = self.running
-        self.table = running[-1].table(running) if running else _NO_HOOKS
+        self.table, self.below = running[-1].tables(running) if running else _NO_TABLES
 
     def forget(self, scope: FunctionScope) -> None:
         """As `leave`, but the mode stays on the stack, which is its own thread's affair."""
@@ -122,11 +136,15 @@ class FunctionScope(Holder):
 
     def __init__(self, root: Root) -> None:
         self.root = root
-        self.attachments: dict[Attachment, None] = {}
-        """Every attachment that is bound to this scope, to operators and classes too."""
-        self._entries: dict[Any, dict[Entry, None]] = {}
-        self._places: dict[Entry, Place] = {}
-        self._tables: dict[tuple[FunctionScope, ...], _Table] = {}
+        self.attachments: dict[Attachment, tuple[int, int]] = {}
+        """Every attachment that is bound to this scope, to operators and classes too; by whom it was made, and when."""
+        self.shown: _Entries = {}
+        """The hooks on functions that modes are shown."""
+        self.below: _Entries = {}
+        """The hooks on operators and classes, which are told of calls elsewhere."""
+        self.places: dict[Entry, Place] = {}
+        # Weak, since other scopes may be of models that are gone.
+        self._tables: dict[_Running, tuple[_Table, _Table]] = {}
         self._published = -1
 
     def enter(self) -> None:
@@ -145,19 +163,28 @@ class FunctionScope(Holder):
 
     def add(self, entry: Entry, place: Place) -> None:
         """Put a hook in its place; `publish` makes it count."""
-        self._entries.setdefault(place.func, {})[entry] = None
-        self._places[entry] = place
+        self.shown.setdefault(place.func, {})[entry] = None
+        self.places[entry] = place
+
+    def keep(self, entry: Entry, place: Place) -> None:
+        """Keep a hook on an operator or class, for whoever stands in for that to find; `publish` makes it count."""
+        self.below.setdefault(place.func, {})[entry] = None
+        self.places[entry] = place
 
     def discard(self, entry: Entry) -> None:
         """Take a hook off; `publish` makes that count."""
-        place = self._places.pop(entry, None)
-        if place is not None:
-            del self._entries[place.func][entry]
-            if not self._entries[place.func]:
-                del self._entries[place.func]
+        place = self.places.pop(entry, None)
+        if place is None:
+            return
+        for by_function in (self.shown, self.below):
+            entries = by_function.get(place.func, {})
+            entries.pop(entry, None)
+            if not entries:
+                by_function.pop(place.func, None)
 
-    def table(self, running: tuple[FunctionScope, ...]) -> _Table:
+    def tables(self, scopes: tuple[FunctionScope, ...]) -> tuple[_Table, _Table]:
         """The hooks that count while a thread is in these scopes, this one the last of them."""
+        running = tuple(map(weakref.ref, scopes))
         if self._published == _State.published:
             found = self._tables.get(running)
             if found is not None:
@@ -166,21 +193,26 @@ class FunctionScope(Holder):
             if self._published != _State.published:
                 self._published = _State.published
                 self._tables = {}
-            found = self._tables[running] = _make_table(running)
+            shown = _make_table(scopes, [scope.shown for scope in scopes])
+            found = self._tables[running] = shown, _make_table(scopes, [scope.below for scope in scopes])
             return found
 
     def why_silent(self, entry: Entry) -> str:
         """What is known of functions that are never seen."""
-        last = entry.name.rpartition(".")[2]
+        known = not_called(entry) or why_left_alone(entry)
+        if known is not None:
+            return known
         if entry.attachment.kind.is_gradient:
             return (
                 "it was not called as such, or no backward pass came through its outputs; reentrant checkpointing "
                 "repeats a forward where no function is seen (use_reentrant=False shows all)"
             )
+        last = entry.name.rpartition(".")[2]
+        has_all = spellings(last) <= {other.name for other in entry.attachment.entries}
+        otherwise = "" if has_all else f"spelt otherwise (target '*.{last}' takes all spellings), or "
         return (
-            f"it was not called as such; the model may spell it otherwise (target '*.{last}' takes all spellings), or "
-            "call it inside another function of torch, which hides it (hook that one, or the aten operator); compiled "
-            "code shows no functions"
+            f"it was not called as such; it may be {otherwise}called inside another function of torch, which hides it "
+            "(hook that one, or the aten operator); compiled code shows no functions"
         )
 
 
@@ -207,20 +239,49 @@ class Anywhere(FunctionScope):
         self._on.discard(attachment)
         if mode.saw_calls:
             for entry in attachment.entries:
-                entry.step_at_attach = NOWHERE.step - 1  # it had its chance
+                entry.step_at_attach = NOT_CALLED  # it had its chance
         if mode is _LOCAL.mode:
             mode.leave(self)
         else:
             mode.forget(self)  # it stays on the stack of its thread, and does nothing
 
 
-def _make_table(running: tuple[FunctionScope, ...]) -> _Table:
-    """All hooks of these scopes, by function."""
+def not_called(entry: Entry) -> str | None:
+    """What to say of a hook that is bound to a model which was passed by; None of others."""
+    if entry.root is NOWHERE or entry.step_at_attach != NOT_CALLED:
+        return None
+    model = entry.root.model()
+    if model is not None and _torch.is_compiled(model):
+        return "the model is compiled (model.compile()), and compiled code shows no functions"
+    return (
+        "the model itself was not called: within= counts what model(x) calls, and sees neither model.forward(x) nor "
+        "calls of a part of the model; give that part as within=, or leave within= out"
+    )
+
+
+@_torch.constant_while_tracing
+def _say_compiled() -> None:
+    if not _Said.compiled:
+        _Said.compiled = True
+        warnings.warn(
+            "Something is being compiled that calls functions with hooks: hooks on functions fire in eager code alone. "
+            "Hook the module instead, or run that part eagerly (torch.compiler.disable).",
+            HooklineWarning,
+            stacklevel=outside(),
+        )
+
+
+class _Said:
+    compiled = False
+
+
+def _make_table(scopes: tuple[FunctionScope, ...], hooks: list[_Entries]) -> _Table:
+    """The hooks of these scopes, by function."""
     gathered: dict[Any, list[Entry]] = {}
-    for scope in running:
-        for func, entries in scope._entries.items():
+    for by_function in hooks:
+        for func, entries in by_function.items():
             gathered.setdefault(func, []).extend(entries)
-    names = {entry: place.name for scope in running for entry, place in scope._places.items()}
+    names = {entry: place.name for scope in scopes for entry, place in scope.places.items()}
     return {func: FunctionHooks(names[entries[0]], func, entries) for func, entries in gathered.items()}
 
 
@@ -242,9 +303,15 @@ def anywhere() -> Anywhere:
     return _LOCAL.mode.anywhere
 
 
-def running_scopes() -> tuple[FunctionScope, ...]:
-    """The scopes in which this thread is: the models with function hooks whose forwards are running."""
-    return _LOCAL.mode.running
+def unbound_attachments() -> Iterator[Attachment]:
+    """What is put on functions of torch, by any thread that is still there, and bound to no model."""
+    for mode in list(_MODES):
+        yield from tuple(mode.anywhere.attachments)
+
+
+def bound_hooks(func: Any) -> FunctionHooks | None:
+    """The hooks on an operator or class that are bound to the models whose forwards this thread is in."""
+    return _LOCAL.mode.below.get(func)
 
 
 class _Local(threading.local):
@@ -257,3 +324,6 @@ class _Local(threading.local):
 
 _MODES: Final[weakref.WeakSet[_Mode]] = weakref.WeakSet()
 _LOCAL: Final = _Local()
+
+
+_torch.leave_to_python(FunctionScope.enter, FunctionScope.leave)

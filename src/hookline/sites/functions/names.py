@@ -22,8 +22,9 @@ from torch.overrides import get_overridable_functions, resolve_name
 from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.select import as_list, describe, name_matcher
+from hookline.sites.signature import a_or_an
 
-__all__ = ["Place", "find_places"]
+__all__ = ["Place", "find_places", "spellings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,14 @@ _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     ("torch.Tensor", torch.Tensor),
 )
 """Where names are looked for; the first one that has a function names it."""
+_EMPTY: Final = "The target is empty: give a function, or a name or glob such as '*.softmax' or 'aten.mm*'."
 
 
 def find_places(target: Any, *, exclude: Any = None) -> list[Place]:
     """The functions that ``target`` means, each once; every element of a list has to match."""
     found: dict[Any, Place] = {}
+    if isinstance(target, list | tuple | set | frozenset) and not target:
+        raise TargetError(_EMPTY)
     for item in as_list(target):
         places = list(_places_of(item))
         if not places:
@@ -65,6 +69,11 @@ def find_places(target: Any, *, exclude: Any = None) -> list[Place]:
     if not kept:
         raise NoMatchError(f"{describe(target)} matches functions, but exclude={describe(exclude)} takes all away.")
     return kept
+
+
+def spellings(last: str) -> set[str]:
+    """The functions that go by that name, wherever they live."""
+    return {place.name for place in _named(f"*.{last}")}
 
 
 def _places_of(item: Any) -> Iterable[Place]:
@@ -90,7 +99,13 @@ def _function_place(item: Any) -> Place:
             "operator, a subclass of torch.autograd.Function, or a list of these."
         )
     if isinstance(item, torch.nn.Module):
-        raise TargetError(f"A {type(item).__name__} is a module: use hookline.attach, or give it as within=.")
+        what = a_or_an(item)
+        raise TargetError(f"{what[0].upper()}{what[1:]} is a module: use hookline.attach, or give it as within=.")
+    if isinstance(item, type) and issubclass(item, torch.nn.Module):
+        raise TargetError(
+            f"{item.__name__} is a class of modules: hookline.attach(model, {item.__name__}, hook) takes those in a "
+            "model."
+        )
     item = _torch.operators_shown_as().get(getattr(item, "__name__", ""), item) if _is_operator(item) else item
     try:
         known = names.get(item)
@@ -115,7 +130,7 @@ def _is_operator(item: Any) -> bool:
 def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
     text = pattern if isinstance(pattern, str) else pattern.pattern
     if not text:
-        raise TargetError("The target is empty: give a name or a glob, such as '*.softmax' or 'aten.mm*'.")
+        raise TargetError(_EMPTY)
     if isinstance(pattern, str):
         pattern = text = text.removeprefix("torch.ops.").replace("::", ".")
     matches = name_matcher(pattern)
@@ -214,13 +229,25 @@ def _no_match(item: Any) -> NoMatchError:
     else:
         names = [name for names in _names_by_function().values() for name in names]
         names += [_class_place(cls).name for cls in _function_classes()]
+        if not text.rpartition(".")[2].startswith("_"):
+            names = [name for name in names if "._" not in name]
         what = "function"
-    near = difflib.get_close_matches(text.replace("*", ""), names, n=4, cutoff=0.5) or _same_ending(text, names)
+    near = _named_alike(text, names) or difflib.get_close_matches(text.replace("*", ""), names, n=4, cutoff=0.5)
+    near = near or _same_ending(text, names)
     hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
     return NoMatchError(
         f"No {what} matches {describe(item)}{hint}. Names begin with torch. (torch.nn.functional.softmax), with an "
         "operator's namespace (aten.mm), or are the full name of a torch.autograd.Function."
     )
+
+
+def _named_alike(text: str, names: list[str]) -> list[str]:
+    """For ``softmax`` or ``F.softmax``: a glob for all functions of that name, and the first of them."""
+    last = text.rpartition(".")[2]
+    alike = [name for name in names if name.rpartition(".")[2] == last]
+    order = [f"{prefix}." for prefix, _ in _NAMESPACES]
+    alike.sort(key=lambda name: next((i for i, prefix in enumerate(order) if name.startswith(prefix)), len(order)))
+    return [f"*.{last}", *alike[:3]] if alike else []
 
 
 def _same_ending(text: str, names: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hookline.sites import _torch
+from hookline.sites.wrappers import clean_modules, submodule, unwrap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,15 +111,16 @@ def _name_in(model: nn.Module | None, module: nn.Module) -> str:
     """The module's first name in the model; its class's where it is not in there (or the model is over)."""
     if model is None:
         return type(module).__name__
+    module = unwrap(module)
     names = _NAMES.get(model)
     if names is None or id(module) not in names or not _is_at(model, names[id(module)], module):
-        names = _NAMES[model] = {id(child): name for name, child in model.named_modules()}
+        names = _NAMES[model] = {id(child): name for name, child in clean_modules(model)}
     return names.get(id(module), type(module).__name__)
 
 
 def _is_at(model: nn.Module, name: str, module: nn.Module) -> bool:
     """Whether the module is still where it was; another may have its id by now."""
     try:
-        return model.get_submodule(name) is module
+        return submodule(model, name) is module
     except AttributeError:
         return False
