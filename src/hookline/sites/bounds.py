@@ -16,7 +16,7 @@ from hookline.sites.attach import attach, check_request
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.kinds import Kind
 from hookline.sites.parameters import NamedParameter, fasten_parameters
-from hookline.sites.select import Named, select
+from hookline.sites.select import Named, named_modules, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,7 +110,7 @@ def _hook_parameters(model: nn.Module, target: Any, hook: Hook, name: str) -> Ho
 def _below(model: nn.Module, target: Any) -> Iterator[Named]:
     """The named modules and everything below them."""
     for name, module in select(model, target):
-        yield from module.named_modules(prefix=name)
+        yield from ((f"{name}.{below}".strip("."), inner) for below, inner in named_modules(module))
 
 
 def _clamp(bound: float) -> Callable[[Tensor], Tensor]:

@@ -6,17 +6,24 @@ Takes a model, hands back sites, handles, or an error that lists what was left b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
+
+from torch.optim import Optimizer
 
 from hookline.errors import HooksLeftError
-from hookline.sites import _torch
+from hookline.sites import _torch, everywhere, registration
+from hookline.sites.functions.classes import function_classes
+from hookline.sites.functions.kernels import operators
+from hookline.sites.functions.mode import unbound_attachments
 from hookline.sites.handle import HookHandle
-from hookline.sites.parameters import ParameterPort, parameter_entries
+from hookline.sites.leaves import ParameterPort, parameter_entries
+from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere
 from hookline.sites.ports import Port, drop_stale
-from hookline.sites.select import check_model, named_modules, select
+from hookline.sites.select import check_model, select
 from hookline.sites.signature import hook_name
 from hookline.sites.site import Site
 from hookline.sites.table import existing_table, sweep
+from hookline.sites.wrappers import walk
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,22 +90,41 @@ def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> S
     return Sites([Site(name, module) for name, module in select(model, target, exclude=exclude)])
 
 
-def attached(model: nn.Module) -> list[HookHandle]:
-    """The handles of every hook of ours on the model or its modules, oldest first.
+def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:
+    """The handles of every hook of ours on a model and its modules, or on an optimizer, oldest first.
 
     Recipe::
 
         for handle in hookline.attached(model):
             print(handle)
             handle.remove()
+
+    Without an argument, those that are on no model or optimizer in particular: on functions, operators and classes
+    without ``within=``, whichever thread has put them on, and ``attach_everywhere``. Hooks on tensors and graph nodes
+    go with these, and are in no list.
     """
-    check_model(model)
     sweep()
-    found: dict[int, Attachment] = {}
-    for module in model.modules():
-        for entry in _own_entries(module):
-            found[entry.attachment.order] = entry.attachment
+    found = {attachment.order: attachment for attachment in _attachments(where)}
     return [HookHandle(found[order]) for order in sorted(found)]
+
+
+def _attachments(where: Any) -> Iterator[Attachment]:
+    if where is None:
+        yield from _attachments_of_the_process()
+    elif isinstance(where, Optimizer):
+        yield from (entry.attachment for entry in optimizer_entries(where))
+    else:
+        check_model(where)
+        yield from (entry.attachment for module in where.modules() for entry in _own_entries(module))
+
+
+def _attachments_of_the_process() -> Iterator[Attachment]:
+    yield from unbound_attachments()
+    yield from everywhere._EVERYWHERE._attachments
+    entries = [entry for each in registration._REGISTRATIONS.values() for entry in each._everywhere]
+    for entry in (*operators.entries(), *function_classes.entries(), *optimizer_entries_everywhere(), *entries):
+        if entry.root.model() is None:  # those of a model are listed with it
+            yield entry.attachment
 
 
 def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
@@ -115,7 +141,7 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
     sweep()
     left: list[str] = []
     seen: set[int] = set()
-    for name, module in named_modules(model):
+    for name, module, *_ in walk(model):
         if id(module) in seen:
             continue
         seen.add(id(module))

@@ -10,20 +10,24 @@ import re
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torch import nn
 
 from hookline.errors import HookNeverFired
 from hookline.sites import _torch
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
+from hookline.sites.wrappers import submodule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hookline.sites.entry import Attachment, Entry
 
-__all__ = ["Receipt", "SiteReceipt", "receipt_of", "warn_if_never_fired"]
+__all__ = ["NOT_CALLED", "Receipt", "SiteReceipt", "outside", "receipt_of", "warn_if_never_fired"]
+
+NOT_CALLED: Final = -2
+"""Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
 
 # Modules whose forward is never called; their children's are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -110,11 +114,13 @@ def warn_if_never_fired(attachment: Attachment) -> None:
         cause = _likely_cause(entry, attachment) if attachment.subject is MODULE else entry.table.why_silent(entry)
         causes[cause].append(entry.name)
     reasons = "; ".join(f"{_listed(names)}: {cause}" for cause, names in causes.items())
+    model_ran = any(entry.step_at_attach != NOT_CALLED for entry in silent)
     warnings.warn(
         f"{attachment.kind.value} hook {attachment.name!r} never fired on {len(silent)} of "
-        f"{len(attachment.entries)} {attachment.subject.noun}s, although the model ran. {reasons}.",
+        f"{len(attachment.entries)} {attachment.subject.noun}s{', although the model ran' if model_ran else ''}. "
+        f"{reasons}.",
         HookNeverFired,
-        stacklevel=_outside(),
+        stacklevel=outside(),
     )
 
 
@@ -132,7 +138,7 @@ def _silent(attachment: Attachment) -> list[Entry]:
     return [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
 
 
-def _outside() -> int:
+def outside() -> int:
     """The stack level of the first frame that is not ours, seen from our caller."""
     level = 1
     frame = inspect.currentframe()
@@ -180,10 +186,10 @@ def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:
     if model is None or not entry.name:
         return None, child
     try:
-        parent = model.get_submodule(path)
+        parent = submodule(model, path)
         while isinstance(parent, _CONTAINERS) and path:
             path, _, child = path.rpartition(".")
-            parent = model.get_submodule(path)
+            parent = submodule(model, path)
     except AttributeError:  # cut from the model meanwhile
         return None, child
     return parent, child

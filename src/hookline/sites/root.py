@@ -44,7 +44,7 @@ class _Pass(threading.local):
 class Root:
     """One per module that hooks were attached through, for as long as one of them is on."""
 
-    __slots__ = ("_counter", "_pass", "model", "step", "tables", "users")
+    __slots__ = ("_counter", "_pass", "leaves", "model", "step", "tables", "users")
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else lambda: None
@@ -55,6 +55,8 @@ class Root:
         """How many attachments go through this root."""
         self.tables: set[Table] = set()
         """Of the modules that hooks were put on through this root."""
+        self.leaves: Callable[[], None] | None = None
+        """Has hooks on parameters follow those that were replaced; there while there are such hooks."""
         self._counter = itertools.count()
         self._pass = _Pass()
 
@@ -67,6 +69,8 @@ class Root:
         current.calls = {}
         for table in tuple(self.tables):
             table.keep_places()
+        if self.leaves is not None:
+            self.leaves()
 
     def moment(self, key: Hashable) -> tuple[int, int]:
         """The step of this thread and how often ``key`` came by in it before; counts it."""

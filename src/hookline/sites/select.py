@@ -14,18 +14,31 @@ import difflib
 import fnmatch
 import functools
 import re
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 
-from hookline.errors import NoMatchError, TargetError, UnhookableError
+from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
+from hookline.sites.wrappers import Place, is_wrapper_type, spellings, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.types import Target
 
-__all__ = ["Named", "as_list", "check_model", "describe", "name_matcher", "named_modules", "select"]
+__all__ = [
+    "Named",
+    "as_list",
+    "check_model",
+    "describe",
+    "name_matcher",
+    "named_modules",
+    "select",
+    "spelled_matcher",
+    "without_scripted",
+]
 
 Named: TypeAlias = tuple[str, nn.Module]
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
@@ -39,29 +52,52 @@ _NUMERIC_PART = re.compile(r"(?<![^.])#(?![^.])")
 def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -> list[Named]:
     """The modules of ``model`` that ``target`` means, each once, in the model's own order.
 
+    Names are those of the model without its wrappers (``wrappers`` says which), and mean the modules inside. A name
+    or pattern that is written with the key of a wrapper (``"module.layers.#"``) is held against the raw names too.
+
     ``None`` is the model itself. In a glob ``*`` crosses dots (``outer.*`` reaches ``outer.0.1`` but not
     ``outer``), ``#`` is one numeric part, ``[0-9]`` one character. A module that several names reach is
     taken under the first that matches. Every element of a list has to match something.
     """
     check_model(model)
-    everything = list(named_modules(model))
+    everything = list(walk(model))
     items = as_list(target)
-    matchers = [_matcher(item if item is not None else model) for item in items]
-    chosen, matched = _matches(everything, matchers)
+    chosen, matched = _matches(everything, [item if item is not None else unwrap(model) for item in items])
     for item, hit in zip(items, matched, strict=True):
         if not hit:
             raise _no_match(model, everything, item)
     if exclude is None or exclude == []:
         return chosen
-    unwanted, _ = _matches(everything, [_matcher(item) for item in as_list(exclude)])
+    unwanted, _ = _matches(everything, as_list(exclude))
     unwanted_ids = {id(module) for _, module in unwanted}
     kept = [named for named in chosen if id(named[1]) not in unwanted_ids]
     if not kept:
+        kind = type(unwrap(model)).__name__
         raise NoMatchError(
-            f"{'The model itself' if target is None else describe(target)} matches in this {type(model).__name__}, "
+            f"{'The model itself' if target is None else describe(target)} matches in this {kind}, "
             f"but exclude={describe(exclude)} takes all of them away."
         )
     return kept
+
+
+def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
+    """Of modules that were not asked for one by one, those that can be hooked, with one warning for the others."""
+    scripted = [named for named in chosen if isinstance(named[1], torch.jit.ScriptModule)]
+    if not scripted or len(scripted) == len(chosen) or any(_is_asked_for(named, target) for named in scripted):
+        return chosen  # where one is asked for, the error comes when it is hooked
+    names = ", ".join(repr(name) for name, _ in scripted[:4])
+    more = f" and {len(scripted) - 4} more" if len(scripted) > 4 else ""
+    warnings.warn(
+        f"{describe(target)} matches TorchScript modules, which run no Python hooks and are left out: {names}{more}. "
+        "Attach before they are scripted or traced, or hook the module around them.",
+        HooklineWarning,
+        stacklevel=3,
+    )
+    return [named for named in chosen if not isinstance(named[1], torch.jit.ScriptModule)]
+
+
+def _is_asked_for(named: Named, target: Any) -> bool:
+    return any(item == named[0] if isinstance(item, str) else item is named[1] for item in as_list(target))
 
 
 def check_model(model: Any) -> None:
@@ -71,23 +107,8 @@ def check_model(model: Any) -> None:
 
 
 def named_modules(model: nn.Module) -> Iterator[Named]:
-    """Every name of every module, parents first; shared modules appear under each of their names.
-
-    torch's own ``named_modules`` gives a shared module one name only, so half the names a user can write
-    would select nothing; with its duplicates kept it does not end on a module that contains itself.
-    """
-    # Each item carries its chain of parents, so that a cycle is seen where it closes.
-    stack: list[tuple[str, nn.Module, Any]] = [("", model, None)]
-    seen: set[int] = set()
-    while stack:
-        name, module, parents = stack.pop()
-        yield name, module
-        seen.add(id(module))
-        chain = (module, parents)
-        for key, child in reversed(module._modules.items()):
-            if child is None or (id(child) in seen and _in_chain(child, chain)):
-                continue
-            stack.append((f"{name}.{key}" if name else key, child, chain))
+    """Every name of every module, without wrappers, parents first; shared modules appear under each of their names."""
+    return ((name, module) for name, module, inner, _ in walk(model) if inner is None)
 
 
 def describe(target: Any) -> str:
@@ -105,16 +126,26 @@ def describe(target: Any) -> str:
     return repr(target)
 
 
-def _matches(everything: list[Named], matchers: list[_Matcher]) -> tuple[list[Named], list[bool]]:
-    """The modules that at least one matcher takes, each once, and which of the matchers took any."""
+def _matches(everything: list[Place], items: list[Any]) -> tuple[list[Named], list[bool]]:
+    """The modules that at least one element of a target means, each once, and which of the elements mean any."""
+    matchers = [_matcher(item, everything) for item in items]
+    for_wrappers = [_wrapper_matcher(item) for item in items]
     chosen: dict[int, Named] = {}
     hits = [False] * len(matchers)
-    for named in everything:
-        for position, matcher in enumerate(matchers):
-            if matcher(*named):
+    for name, module, inner, _ in everything:
+        for position, matcher in enumerate(matchers if inner is None else for_wrappers):
+            if matcher(name, module):
                 hits[position] = True
-                chosen.setdefault(id(named[1]), named)
+                chosen.setdefault(id(module), (name, module))
     return list(chosen.values()), hits
+
+
+def _wrapper_matcher(item: Any) -> _Matcher:
+    """The same test for wrappers: only one that is given, or asked for by a wrapper's type, is meant itself."""
+    if isinstance(item, nn.Module):
+        return lambda name, module: module is item
+    types = tuple(filter(is_wrapper_type, item if isinstance(item, tuple) else (item,)))
+    return lambda name, module: isinstance(module, types)
 
 
 def as_list(target: Any) -> list[Any]:
@@ -128,10 +159,10 @@ def as_list(target: Any) -> list[Any]:
     return [target]
 
 
-def _matcher(item: Any) -> _Matcher:
+def _matcher(item: Any, everything: list[Place]) -> _Matcher:
     """One element of a target as a test of name and module."""
     if isinstance(item, str | re.Pattern):
-        matches = name_matcher(item)
+        matches = spelled_matcher(item, everything)
         return lambda name, module: matches(name)
     if isinstance(item, nn.Module):
         return lambda name, module: module is item
@@ -145,6 +176,20 @@ def _matcher(item: Any) -> _Matcher:
     )
 
 
+def spelled_matcher(pattern: str | re.Pattern[str], everything: Sequence[Place]) -> Callable[[str], Any]:
+    """A test of clean names, also for a pattern that is written with the keys of wrappers.
+
+    Only a pattern that mentions such a key, and matches no clean name, is held against raw names: to ``"m*"``, not
+    everything inside a DDP module begins with ``module``.
+    """
+    matches = name_matcher(pattern)
+    keys = {inner for _, _, inner, _ in everything if inner is not None}
+    text = pattern if isinstance(pattern, str) else pattern.pattern
+    if not any(key in text for key in keys) or any(matches(name) for name, *_ in everything):
+        return matches
+    return {place[0] for place in everything if any(map(matches, spellings(place)))}.__contains__
+
+
 def name_matcher(pattern: str | re.Pattern[str]) -> Callable[[str], Any]:
     """A glob, or a regular expression that has to match whole, as a test of names."""
     return _compile_glob(pattern) if isinstance(pattern, str) else pattern.fullmatch
@@ -156,25 +201,17 @@ def _compile_glob(pattern: str) -> Callable[[str], Any]:
     return re.compile(translated.replace(_NUMBER, "[0-9]+")).match
 
 
-def _in_chain(module: nn.Module, chain: Any) -> bool:
-    while chain is not None:
-        if chain[0] is module:
-            return True
-        chain = chain[1]
-    return False
-
-
-def _no_match(model: nn.Module, everything: list[Named], item: Any) -> Exception:
-    kind = type(model).__name__
+def _no_match(model: nn.Module, everything: list[Place], item: Any) -> Exception:
+    kind = type(unwrap(model)).__name__
     if isinstance(item, nn.Module):
         return TargetError(
             f"The given {type(item).__name__} is not a module of this {kind}; it belongs to another model."
         )
     if isinstance(item, type | tuple):
-        census = Counter(type(module).__name__ for _, module in everything).most_common(8)
+        census = Counter(type(module).__name__ for _, module, *_ in everything).most_common(8)
         here = ", ".join(f"{name} ×{count}" for name, count in census)
         return NoMatchError(f"No module of this {kind} is a {describe(item)}; it has {here}.")
-    names = [name for name, _ in everything if name]
+    names = [name for name, _, inner, _ in everything if name and inner is None]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
     near = difflib.get_close_matches(text, names, n=4, cutoff=0.4) if text else names[:4]
     hint = f"nearest: {', '.join(map(repr, near or names[:4]))}" if names else "it has no submodules"

@@ -1,0 +1,185 @@
+"""Modules that only stand around another one: what they wrap, and names without them.
+
+Takes a model from ``select``, hands back its modules under the names they would have had unwrapped. ``torch.compile``,
+DDP, FSDP, DataParallel, activation checkpointing, weight averaging and PEFT each keep the module they wrap as a child
+of theirs, whose key then sits in every name below. A wrapper is known by the type of the parent: a user's own
+attribute called ``module`` is an attribute like any other.
+
+    >>> [(name, type(module).__name__) for name, module, *_ in walk(nn.DataParallel(nn.Sequential(nn.ReLU())))]
+    [('', 'DataParallel'), ('', 'Sequential'), ('0', 'ReLU')]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeAlias
+
+from torch import nn
+
+__all__ = [
+    "Place",
+    "clean_modules",
+    "inner_key",
+    "is_wrapper_type",
+    "parameter_place",
+    "spellings",
+    "submodule",
+    "unwrap",
+    "walk",
+]
+
+Place: TypeAlias = tuple[str, Any, str | None, Any]
+"""Clean name; module (or parameter); for a wrapper, the key of what it wraps; and the chain of parents."""
+
+# By package and class name, so that nothing is imported that the user has not imported; files inside the packages
+# move between versions, these names do not.
+_INNER: Final = {
+    ("torch", "OptimizedModule"): "_orig_mod",
+    ("torch", "DistributedDataParallel"): "module",
+    ("torch", "DataParallel"): "module",
+    ("torch", "FullyShardedDataParallel"): "_fsdp_wrapped_module",  # FSDP2 wraps nothing: it changes the class
+    ("torch", "ActivationWrapper"): "_checkpoint_wrapped_module",  # base of CheckpointWrapper and OffloadWrapper
+    ("torch", "AveragedModel"): "module",
+    ("peft", "PeftModel"): "base_model",
+    ("peft", "PeftMixedModel"): "base_model",
+    ("peft", "XLoraModel"): "lora_model",
+    ("peft", "BaseTuner"): "model",
+    ("peft", "AdaptionPromptModel"): "model",
+}
+_KEYS: Final = frozenset(_INNER.values())
+_TUNED: Final = ("model", "lora_model")
+
+
+def inner_key(module: nn.Module) -> str | None:
+    """The key under which a wrapper keeps the module it wraps; None for a module that is no wrapper."""
+    # Most modules have no child of such a name, and are told by that alone, for 0.1 µs.
+    if _KEYS.isdisjoint(module._modules.keys()):
+        return None
+    key = _key_of_type(type(module))
+    return key if key is not None and module._modules.get(key) is not None else None
+
+
+def is_wrapper_type(cls: Any) -> bool:
+    """Whether that is the type of a wrapper, or derived from one."""
+    return isinstance(cls, type) and _key_of_type(cls) is not None
+
+
+def _key_of_type(cls: type) -> str | None:
+    for base in cls.__mro__:
+        key = _INNER.get((base.__module__.partition(".")[0], base.__name__))
+        if key is not None:
+            return key
+    return None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside all wrappers; the module itself if it is none.
+
+    A tuner of PEFT may call ``self.model.forward(...)`` (AdaLoRA does; in older versions all did). Then it is the last
+    whose call a hook can see, and stands for the model, unless the PEFT model goes past it to the model itself.
+    """
+    key, called = inner_key(module), True
+    while key is not None:
+        uses = _names_in_forward(module)
+        if called and key in _TUNED and "forward" in uses:
+            break
+        called = "get_base_model" not in uses
+        inner = module._modules[key]
+        assert inner is not None
+        module, key = inner, inner_key(inner)
+    return module
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    code = getattr(type(module).forward, "__code__", None)
+    names: tuple[str, ...] = () if code is None else code.co_names
+    return names
+
+
+def walk(model: nn.Module) -> Iterator[Place]:
+    """Every name of every module, wrappers included, parents first; shared modules appear under each of their names.
+
+    A wrapper and what it wraps have one name. torch's own ``named_modules`` gives a shared module one name only, so
+    half the names a user can write would select nothing; with its duplicates kept it does not end on a module that
+    contains itself.
+    """
+    # Each item carries its chain of parents, so that a cycle is seen where it closes, and raw names can be told.
+    stack: list[tuple[str, nn.Module, str, Any]] = [("", model, "", None)]
+    seen: set[int] = set()
+    while stack:
+        name, module, part, parents = stack.pop()
+        children = module._modules
+        inner = inner_key(module) if children else None
+        chain = (module, part, inner, parents)
+        yield name, module, inner, chain
+        seen.add(id(module))
+        for key, child in reversed(children.items()):
+            if child is None or (id(child) in seen and _in_chain(child, chain)):
+                continue
+            stack.append((name if key == inner else _join(name, key), child, key, chain))
+
+
+def parameter_place(place: Place, key: str, parameter: Any) -> Place:
+    """The place of a parameter of that module, which has as many names."""
+    return _join(place[0], key), parameter, None, (parameter, key, None, place[3])
+
+
+def clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module that is no wrapper, once, under its first name."""
+    seen: set[int] = set()
+    for name, module, inner, _ in walk(model):
+        if inner is None and id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+
+
+def spellings(place: Place) -> list[str]:
+    """All names of a place, the clean one first, then with some or all of the keys of wrappers above it."""
+    return _spellings(place[3])
+
+
+def _spellings(chain: Any) -> list[str]:
+    _, part, _, parents = chain
+    if parents is None:
+        return [""]
+    above = _spellings(parents)
+    spelled = [_join(name, part) for name in above]
+    return above + spelled if part == parents[2] else spelled
+
+
+def submodule(model: nn.Module, name: str) -> nn.Module:
+    """The module of a clean name, inside its wrappers; AttributeError if there is none."""
+    layers = list(_layers(model))
+    for part in name.split(".") if name else ():
+        child = _child(reversed(layers), part)
+        if child is None:
+            raise AttributeError(f"{type(layers[-1]).__name__} has no module {part!r}")
+        layers = list(_layers(child))
+    return layers[-1]
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, then what it wraps, and so on inwards."""
+    yield module
+    key = inner_key(module)
+    if key is not None:
+        inner = module._modules[key]
+        assert inner is not None
+        yield from _layers(inner)
+
+
+def _child(layers: Iterable[nn.Module], part: str) -> nn.Module | None:
+    # By items: the children of a ScriptModule are in no real dictionary.
+    return next((child for layer in layers for key, child in layer._modules.items() if key == part), None)
+
+
+def _join(prefix: str, part: str) -> str:
+    return f"{prefix}.{part}" if prefix else part
+
+
+def _in_chain(module: nn.Module, chain: Any) -> bool:
+    while chain is not None:
+        if chain[0] is module:
+            return True
+        chain = chain[3]
+    return False

@@ -1,0 +1,704 @@
+"""Wrapped models: names without the wrappers, raw names too, and hooks that sit on the modules inside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_models import batch_for, make
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
+
+import hookline as hl
+from hookline.sites.select import select
+from hookline.sites.table import existing_table
+from hookline.sites.wrappers import clean_modules, submodule, unwrap
+
+# torch's own, while it compiles a block whose input is not a leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class Block(nn.Module):
+    """Two layers, one of which happens to be called ``module``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(4, 4)
+        self.module = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(self.mlp(x)).relu()
+
+
+class Net(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.softmax(self.head(x), -1)
+
+
+class MyParallel(nn.DataParallel):
+    """A wrapper of the user's own."""
+
+
+def parallel(model: nn.Module, kind: type[nn.DataParallel] = nn.DataParallel) -> nn.Module:
+    """On the CPU, also where there is an accelerator."""
+    wrapper = kind(model)
+    wrapper.device_ids = []
+    return wrapper.cpu()
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def blockwise(wrap: Wrap) -> Wrap:
+    """Wrap every block of a model, not the model."""
+
+    def wrap_blocks(model: nn.Module) -> nn.Module:
+        for index, block in enumerate(model.layers):
+            model.layers[index] = wrap(block)
+        return model
+
+    return wrap_blocks
+
+
+WRAPS: dict[str, Wrap] = {
+    "compile": compiled,
+    "DataParallel": lambda model: parallel(model),
+    "subclass": lambda model: parallel(model, MyParallel),
+    "AveragedModel": AveragedModel,
+    "checkpoint": checkpoint_wrapper,
+    "offload": offload_wrapper,
+    "compile of DataParallel": lambda model: compiled(parallel(model)),
+    "DataParallel of compile": lambda model: parallel(compiled(model)),
+    "compiled blocks": blockwise(compiled),
+    "checkpointed blocks": blockwise(checkpoint_wrapper),
+    "compiled checkpointed blocks, averaged": lambda model: AveragedModel(
+        blockwise(lambda block: compiled(checkpoint_wrapper(block)))(model)
+    ),
+}
+ALL = ["", "layers", *(f"layers.{i}{end}" for i in (0, 1) for end in ("", ".mlp", ".module")), "head"]
+X = torch.ones(3, 4)
+
+
+def new() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture(params=WRAPS, ids=str)
+def wrapped(request) -> nn.Module:
+    """The same model in one wrapping after the other."""
+    torch.compiler.reset()
+    return WRAPS[request.param](new())
+
+
+def names(model: nn.Module, target: Any = "*", **options: Any) -> list[str]:
+    return hl.find(model, target, **options).names
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+def test_names_are_those_of_the_model_without_wrappers(wrapped):
+    """Everywhere that names are given out: find, handles, sites, the table."""
+    assert names(wrapped) == ALL
+    assert "module.layers" not in repr(hl.find(wrapped))
+    assert names(wrapped, "layers.#") == ["layers.0", "layers.1"]
+    assert names(wrapped, nn.Linear) == [name for name in ALL if name.endswith(("mlp", "module", "head"))]
+    with hl.attach(wrapped, "layers.#.module", lambda *args: None) as handle:
+        assert handle.names == ("layers.0.module", "layers.1.module")
+        assert [site.name for site in handle.report().sites] == list(handle.names)
+
+
+def test_a_clean_name_means_the_module_inside(wrapped):
+    """Never the wrapper, by name, glob, type or predicate."""
+    assert [site.type for site in hl.find(wrapped, ["", "layers.0"])] == ["Net", "Block"]
+    assert [site.type for site in hl.find(wrapped, nn.Module)][:3] == ["Net", "ModuleList", "Block"]
+    asked: list[str] = []
+    hl.find(wrapped, lambda name, module: asked.append(type(module).__name__) or not name)
+    assert set(asked) == {"Net", "ModuleList", "Block", "Linear"}
+
+
+def test_hooks_fire_inside_and_know_step_and_name(wrapped):
+    """The whole model, a block and a layer, in two forwards."""
+    seen: list[tuple[str, str, int]] = []
+
+    def note(module: nn.Module, args: Any, output: Any, *, site: hl.Site) -> None:
+        seen.append((site.name, type(module).__name__, site.step))
+
+    handles = hl.HandleSet([hl.attach(wrapped, note), hl.attach(wrapped, ["layers.1", "layers.0.mlp"], note)])
+    with handles, torch.no_grad():
+        wrapped(X)
+        wrapped(X)
+    one = [("layers.0.mlp", "Linear"), ("layers.1", "Block"), ("", "Net")]
+    assert seen == [(*place, step) for step in (0, 1) for place in one]
+    hl.assert_no_hooks(wrapped)
+
+
+def test_every_way_to_call_the_model_is_a_step():
+    """The wrapper or what is inside: the hook fires and the step is counted."""
+    inner = new()
+    model = parallel(compiled(inner))
+    with hl.attach(model, lambda *args: None) as handle:
+        for way in (model, model.module, inner):
+            way(X)
+        assert (handle.report().fired, handle.report().last_step) == (3, 2)
+        assert hl.attached(inner) == hl.attached(model) == [handle]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "target", "found"),
+    [
+        ("compile", "_orig_mod.layers.0", ["layers.0"]),
+        ("compile", "_orig_mod", [""]),
+        ("compile", "_orig_mod.layers.#.mlp", ["layers.0.mlp", "layers.1.mlp"]),
+        ("compile", re.compile(r"_orig_mod\.layers\.\d"), ["layers.0", "layers.1"]),
+        ("compile", "*_orig_mod*mlp", ["layers.0.mlp", "layers.1.mlp"]),
+        ("DataParallel", "module.layers.#", ["layers.0", "layers.1"]),
+        ("DataParallel", "module.layers.0.module", ["layers.0.module"]),
+        ("DataParallel", "module", [""]),
+        ("compile of DataParallel", "_orig_mod.module.head", ["head"]),
+        ("compile of DataParallel", "_orig_mod.head", ["head"]),
+        ("compile of DataParallel", "module.head", ["head"]),
+        ("DataParallel of compile", "module._orig_mod.head", ["head"]),
+        ("compiled blocks", "layers.0._orig_mod.mlp", ["layers.0.mlp"]),
+        ("compiled blocks", "layers.#._orig_mod", ["layers.0", "layers.1"]),
+        ("checkpointed blocks", "layers.0._checkpoint_wrapped_module.mlp", ["layers.0.mlp"]),
+        (
+            "compiled checkpointed blocks, averaged",
+            "module.layers.#._checkpoint_wrapped_module.mlp",
+            ["layers.0.mlp", "layers.1.mlp"],
+        ),
+    ],
+    ids=str,
+)
+def test_raw_names_with_some_or_all_of_the_prefixes_are_taken_too(wrap, target, found):
+    """As exact names, globs and regular expressions; what they select has its clean name."""
+    assert names(WRAPS[wrap](new()), target) == found
+
+
+def test_raw_names_of_torch_all_resolve(wrapped):
+    """Whatever ``named_modules`` calls a module, the name means it, or what it wraps."""
+    for name, module in wrapped.named_modules():
+        assert [site.module for site in hl.find(wrapped, name)] == [unwrap(module)]
+
+
+def test_a_glob_that_does_not_mention_the_prefix_is_not_held_against_raw_names():
+    """In a DDP model every raw name begins with ``module``; ``m*`` means none of them."""
+    model = parallel(new())
+    with pytest.raises(hl.NoMatchError, match=r"No module matches 'm\*' in this Net of 8 modules"):
+        select(model, "m*")
+    assert names(model, "*.m*") == [name for name in ALL if name.endswith(("mlp", "module"))]
+
+
+def test_a_clean_name_wins_over_a_raw_one():
+    """A child of one's own that is called ``module`` is what ``module`` means."""
+    inner = nn.Module()
+    inner.module = nn.ReLU()
+    assert [site.type for site in hl.find(parallel(inner), "module")] == ["ReLU"]
+    assert names(parallel(inner), "module.module") == ["module"]
+
+
+def test_an_attribute_called_like_a_prefix_is_no_wrapper():
+    """The type of the parent decides, not the name."""
+
+    class DataParallel(nn.Module):  # not torch's
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+            self._orig_mod = nn.Linear(2, 2)
+            self.base_model = nn.Sequential(nn.ReLU())
+
+    assert names(DataParallel()) == ["", "module", "_orig_mod", "base_model", "base_model.0"]
+    assert unwrap(DataParallel()).__class__ is DataParallel
+
+
+def test_the_wrapper_itself_is_meant_by_its_type_or_as_an_object():
+    """Under the name of what it wraps."""
+    model = compiled(parallel(new(), MyParallel))
+    assert [site.type for site in hl.find(model, nn.DataParallel)] == ["MyParallel"]
+    assert [site.type for site in hl.find(model, (nn.ReLU, MyParallel))] == ["MyParallel"]
+    assert [(site.name, site.type) for site in hl.find(model, model)] == [("", "OptimizedModule")]
+    fired: list[str] = []
+    wrapper = model._orig_mod
+    with hl.attach(wrapper, wrapper, lambda module, *args: fired.append(type(module).__name__)):
+        wrapper(X)
+    assert fired == ["MyParallel"]
+    with pytest.raises(hl.NoMatchError, match="No module of this Net is a DistributedDataParallel"):
+        select(model, nn.parallel.DistributedDataParallel)
+
+
+def test_exclude_takes_raw_names_and_wrappers():
+    """In the same grammar; a wrapper that is excluded is not what it wraps."""
+    model = parallel(new())
+    assert names(model, "layers.#", exclude="module.layers.0") == ["layers.1"]
+    assert names(model, "layers.#", exclude=nn.DataParallel) == ["layers.0", "layers.1"]
+    with pytest.raises(hl.NoMatchError, match="matches in this Net, but exclude"):
+        select(model, None, exclude="module")
+
+
+def test_errors_show_clean_names(wrapped):
+    """The nearest are names one can write."""
+    with pytest.raises(
+        hl.NoMatchError, match=r"'layers\.0\.mpl' in this Net of .* nearest: 'layers\.0\.mlp'"
+    ) as caught:
+        select(wrapped, "layers.0.mpl")
+    assert not re.search(r"_orig_mod|module\.|_checkpoint", str(caught.value).partition("nearest")[2])
+    with pytest.raises(hl.TargetError, match="not a module of this Net"):
+        select(wrapped, nn.ReLU())
+
+
+def test_a_warning_of_a_silent_hook_shows_clean_names():
+    """And the cause is read from the module around it, inside its wrapper."""
+
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear.forward(x)
+
+    model = nn.Sequential(parallel(Direct()))
+    handle = hl.attach(model, "0.linear", lambda *args: None)
+    model(X)
+    with pytest.warns(hl.HookNeverFired, match=r"'0\.linear': Direct calls its \.forward\(\) directly"):
+        handle.remove()
+
+
+def test_a_shared_module_inside_a_wrapper_has_each_of_its_names():
+    """Wrapped under one name, plain under another."""
+    shared = Block()
+    model = nn.ModuleDict({"a": checkpoint_wrapper(shared), "b": shared})
+    assert [name for name, _ in clean_modules(model)] == ["", "a", "a.mlp", "a.module"]
+    assert select(model, "b.mlp") == [("b.mlp", shared.mlp)]
+    assert select(model, ["a", "b"]) == [("a", shared)]
+
+
+def test_a_module_is_found_by_its_clean_name(wrapped):
+    """The other way round: from the name to the module."""
+    for name, module in clean_modules(wrapped):
+        assert submodule(wrapped, name) is module
+    with pytest.raises(AttributeError, match="Block has no module 'nothing'"):
+        submodule(wrapped, "layers.0.nothing")
+
+
+def test_hooks_left_on_a_wrapper_are_found():
+    """Those of ours and those of others, named like what is inside."""
+    model = parallel(new())
+    handle = hl.attach(model, model, lambda *args: None)
+    with pytest.raises(hl.HooksLeftError, match=r"\(the model\)"):
+        hl.assert_no_hooks(model)
+    assert hl.attached(model) == [handle]
+    handle.remove()
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_copy_of_a_wrapped_model_is_clean():
+    """As every copy is."""
+    model = parallel(new())
+    with hl.attach(model, "*", lambda *args: None) as handle:
+        twin = copy.deepcopy(model)
+        twin(X)
+        assert handle.report().fired == 0
+    hl.assert_no_hooks(twin, foreign=True)
+
+
+def test_nothing_heavy_is_imported_to_know_wrappers():
+    """A wrapper is told by the names of its classes."""
+    import subprocess
+
+    code = (
+        "import sys; from torch import nn; import hookline as hl; hl.find(nn.DataParallel(nn.Sequential(nn.ReLU())));"
+        "print([name for name in ('peft', 'transformers', 'torch.distributed.fsdp', 'torch._dynamo.eval_frame')"
+        " if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -- within, everywhere --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", ["DataParallel", "subclass", "AveragedModel", "checkpoint", "checkpointed blocks"])
+def test_functions_within_a_wrapped_model_name_their_module_cleanly(wrap):
+    """The wrapper stands for the model inside; whichever of them is called."""
+    wrapped = WRAPS[wrap](new())
+    seen: list[str] = []
+    hooked = hl.attach_function("*.linear", lambda fn, inputs, outputs: seen.append(fn.module), within=wrapped)
+    with hooked, torch.no_grad():
+        wrapped(X)
+        unwrap(wrapped)(X)
+    once = ["layers.0.mlp", "layers.0.module", "layers.1.mlp", "layers.1.module", "head"]
+    assert seen == once * 2
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize("wrap", ["DataParallel", "checkpointed blocks", "compile of DataParallel", "compiled blocks"])
+def test_everywhere_names_modules_cleanly_and_leaves_wrappers_out(wrap, within):
+    """Within a model and in the whole process alike; each module once per forward."""
+    torch.compiler.reset()
+    wrapped, seen = WRAPS[wrap](new()), []
+
+    def note(module: nn.Module, args: Any, output: Any, *, site: hl.Site) -> None:
+        seen.append(site.name)
+
+    options = {"within": wrapped} if within else {}
+    with hl.attach_everywhere(note, **options) as handle, torch.no_grad():
+        wrapped(X)
+        wrapped(X)
+        assert sorted(handle.names) == sorted(ALL)
+        handle.remove(quiet=True)
+    order = ["layers.0.mlp", "layers.0.module", "layers.0", "layers.1.mlp", "layers.1.module", "layers.1", "head", ""]
+    assert seen == order * 2
+
+
+# -- parameters ----------------------------------------------------------------------------------------------
+
+
+def test_parameters_have_clean_names(wrapped):
+    """By clean and by raw names, globs, modules and types."""
+    raw = next(
+        name for name, _ in wrapped.named_parameters() if name.endswith("layers.0.mlp.weight") or ".mlp.w" in name
+    )
+
+    def of(target: Any, **options: Any) -> list[str]:
+        with hl.attach(wrapped, target, lambda p: None, on="param_grad", **options) as handle:
+            return list(handle.names)
+
+    assert of("layers.0.mlp.weight") == of(raw) == ["layers.0.mlp.weight"]
+    assert of("layers.#.mlp.bias") == ["layers.0.mlp.bias", "layers.1.mlp.bias"]
+    assert of("head") == ["head.weight", "head.bias"]
+    assert of(Block, exclude=["*.bias", "layers.1"]) == ["layers.0.mlp.weight", "layers.0.module.weight"]
+    assert len(of(None)) == len(of("*")) == len(list(wrapped.parameters()))
+    with pytest.raises(hl.NoMatchError, match=r"in this Net; nearest: 'layers\.0\.mlp\.weight'"):
+        of("layers.0.mlp.wieght")
+
+
+def test_gradients_arrive_under_clean_names(wrapped):
+    """Once each, in the wrapper's forward and in that of the model inside."""
+    seen: list[str] = []
+    with hl.attach(wrapped, "layers.#.mlp.weight", lambda p, *, site: seen.append(site.name), on="param_grad"):
+        wrapped(X).square().sum().backward()
+        unwrap(wrapped)(X).square().sum().backward()
+    assert sorted(seen) == ["layers.0.mlp.weight"] * 2 + ["layers.1.mlp.weight"] * 2
+
+
+def test_bounds_take_wrapped_models():
+    """Names below a module come without prefixes too."""
+    model = parallel(blockwise(checkpoint_wrapper)(new()))
+    with hl.freeze(model, "layers") as handle:
+        assert "layers.0.mlp.weight" in handle.names
+        assert not [name for name in handle.names if "wrapped" in name or not name.startswith("layers.")]
+
+
+def renew(model: Net) -> None:
+    model.head.weight = nn.Parameter(torch.ones(2, 4))
+
+
+def assign(model: Net) -> None:
+    model.load_state_dict(new().state_dict(), assign=True)
+
+
+@pytest.mark.parametrize("replace", [renew, assign])
+def test_a_hook_follows_a_parameter_that_was_replaced(replace):
+    """From the next forward on it fires for the new one, and not for the old."""
+    model, seen = new(), []
+    handle = hl.attach(model, "head.weight", seen.append, on="param_grad")
+    old = model.head.weight
+    model(X)[0, 0].backward()
+    replace(model)
+    for _ in range(2):
+        model(X)[0, 0].backward()
+    old.sum().backward()
+    assert [parameter is model.head.weight for parameter in seen] == [False, True, True]
+    assert not old._post_accumulate_grad_hooks
+    assert (handle.report().matched, handle.report().attached, handle.report().fired) == (1, 1, 3)
+    handle.remove()
+    hl.assert_no_hooks(model, foreign=True)
+    model(X)[0, 0].backward()
+    assert len(seen) == 3
+
+
+def test_a_hook_follows_through_many_replacements():
+    """Also when the memory of one is that of an earlier one."""
+    model, seen = new(), []
+    with hl.attach(model, "head.bias", lambda p: seen.append(p is model.head.bias), on="param_grad") as handle:
+        for _ in range(20):
+            model.head.bias = nn.Parameter(torch.zeros(2))
+            model.head.bias = nn.Parameter(torch.ones(2))
+            model(X)[0, 0].backward()
+        assert handle.report().attached == 1
+    assert seen == [True] * 20
+
+
+def test_all_hooks_of_a_replaced_parameter_move_in_their_order():
+    """Two through the model, one through the layer alone, which moves at a forward of the layer."""
+    model, order = new(), []
+
+    def note(text: str) -> Callable[[Tensor], None]:
+        return lambda parameter: order.append(text)
+
+    handles = hl.HandleSet([hl.attach(model, "head.weight", note(text), on="param_grad") for text in "ab"])
+    handles.add(hl.attach(model.head, "weight", note("layer"), on="param_grad"))
+    handles.add(hl.attach(model, "head.weight", note("first"), on="param_grad", prepend=True))
+    with handles:
+        renew(model)
+        model(X)[0, 0].backward()
+    assert order == ["first", "a", "b", "layer"]
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_freeze_and_clip_follow():
+    """A frozen module stays frozen, a bound holds, whatever parameters are put there."""
+    model = new()
+    with hl.freeze(model, "head"), hl.clip_gradients(model, "layers.#", value=1e-6):
+        assign(model)
+        renew(model)
+        (1e3 * model(X)[0, 0]).backward()
+        assert model.head.weight.grad is None
+        assert model.head.bias.grad is None
+        assert model.layers[0].mlp.weight.grad.abs().max() <= 1e-6
+
+
+def test_a_parameter_that_takes_no_gradient_is_followed_when_it_does():
+    """The hook waits until there is something to wait for."""
+    model, seen = new(), []
+    with hl.attach(model, "head.weight", seen.append, on="param_grad"):
+        model.head.weight = nn.Parameter(torch.ones(2, 4), requires_grad=False)
+        model(X)[0, 0].backward()
+        model.head.weight.requires_grad_()
+        model(X)[0, 0].backward()
+    assert [parameter is model.head.weight for parameter in seen] == [True]
+
+
+def test_a_functional_call_lends_parameters_and_hooks_stay_where_they_are():
+    """Two forwards, one of them with the weights of another model, and one backward."""
+    model, other, seen = new(), new(), []
+    with hl.attach(model, "head.weight", seen.append, on="param_grad"):
+        loss = model(X)[0, 0]
+        loss = loss + torch.func.functional_call(model, dict(other.named_parameters()), X)[0, 0]
+        loss.backward()
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, X)[0, 0])(
+            dict(model.named_parameters())
+        )
+    assert [parameter is model.head.weight for parameter in seen] == [True]
+    assert not other.head.weight._post_accumulate_grad_hooks
+
+
+def test_a_parametrized_weight_keeps_its_hook():
+    """torch moves the same parameter elsewhere, and back."""
+
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    model, seen = new(), []
+    weight = model.head.weight
+    with hl.attach(model, "head.weight", seen.append, on="param_grad"):
+        parametrize.register_parametrization(model.head, "weight", Double())
+        model(X)[0, 0].backward()
+        parametrize.remove_parametrizations(model.head, "weight")
+        model(X)[0, 0].backward()
+    assert [parameter is weight for parameter in seen] == [True, True]
+
+
+def test_a_tied_weight_follows_the_name_it_was_hooked_under():
+    """Replaced at that name, the hook goes along; replaced at the other, it stays."""
+    model, seen = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}), []
+    model["b"].weight = model["a"].weight
+    model.forward = lambda x: model["b"](model["a"](x))
+    with hl.attach(model, "*.weight", lambda p: seen.append(p is model["a"].weight), on="param_grad") as handle:
+        model["b"].weight = nn.Parameter(torch.ones(4, 4))
+        model(X).sum().backward()
+        model["a"].weight = nn.Parameter(torch.ones(4, 4))
+        model(X).sum().backward()
+        assert handle.names == ("a.weight",)
+    assert seen == [True, True]
+
+
+def test_following_keeps_nothing_alive():
+    """Neither the parameter that was replaced nor the model, though the hook refers to both."""
+    model = new()
+    old = model.head.weight
+    hl.attach(model, "head.weight", lambda p, keep=(model, old): None, on="param_grad")
+    references = [weakref.ref(model), weakref.ref(model.head)]
+    renew(model)
+    model(X)[0, 0].backward()
+    del model, old
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_a_model_without_hooks_on_parameters_looks_at_nothing():
+    """The list is there while there are such hooks, and gone with the last."""
+    model = new()
+    with hl.attach(model, lambda *args: None):
+        root = existing_table(model).root
+        assert root.leaves is None
+        with hl.attach(model, "*", lambda p: None, on="param_grad"):
+            assert root.leaves is not None
+        assert root.leaves is None
+
+
+# -- TorchScript ---------------------------------------------------------------------------------------------
+
+
+def script(module: nn.Module) -> nn.Module:
+    return torch.jit.script(module)
+
+
+def trace(module: nn.Module) -> nn.Module:
+    return torch.jit.trace(module, X)
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    return torch.jit.freeze(torch.jit.script(module.eval()))
+
+
+@pytest.fixture(params=[script, trace, freeze])
+def scripted(request) -> nn.Sequential:
+    """A plain layer, a TorchScript module, a plain layer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        inner = request.param(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    return nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("target", ["*", nn.Module, re.compile(".*"), lambda name, module: True])
+def test_a_glob_passes_over_script_modules_with_one_warning(scripted, target):
+    """It names them and what to do; the others are hooked."""
+    with pytest.warns(
+        hl.HooklineWarning, match=r"left out: '1'.*before they are scripted or traced, or hook"
+    ) as caught:
+        handle = hl.attach(scripted, target, lambda *args: None)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert handle.names == ("", "0", "2")
+    scripted(X)
+    assert handle.report().fired == 3
+    handle.remove()
+
+
+@pytest.mark.parametrize("target", ["1", ["0", "1"], ["#", "1"]])
+def test_a_script_module_that_is_asked_for_by_name_is_refused(scripted, target):
+    """Alone or in a list; nothing is attached."""
+    with pytest.raises(hl.UnhookableError, match="TorchScript does not run Python hooks"):
+        hl.attach(scripted, target, lambda *args: None)
+    with pytest.raises(hl.UnhookableError):
+        hl.attach(scripted, scripted[1], lambda *args: None)
+    hl.assert_no_hooks(scripted)
+
+
+def test_only_script_modules_is_an_error(scripted):
+    """A hook on nothing is none."""
+    with pytest.raises(hl.UnhookableError):
+        hl.attach(scripted, torch.jit.ScriptModule, lambda *args: None)
+    with pytest.raises(hl.UnhookableError):
+        hl.attach(scripted[1], "*", lambda *args: None)
+
+
+def test_everywhere_within_a_model_passes_over_script_modules(scripted):
+    """With the same warning."""
+    with pytest.warns(hl.HooklineWarning, match="left out: '1'"):
+        handle = hl.attach_everywhere(lambda *args: None, within=scripted)
+    assert handle.names == ("", "0", "2")
+    handle.remove()
+
+
+# -- PEFT ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    """The package; it takes seconds to import, so only where it is needed."""
+    return pytest.importorskip("peft")
+
+
+@pytest.fixture
+def lora(peft) -> nn.Module:
+    """A random GPT-2 with LoRA on its attention."""
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    return peft.get_peft_model(make("gpt2"), config)
+
+
+def test_peft_names_are_those_of_the_model(peft, lora):
+    """Without ``base_model.model``; its layers are modules like any other."""
+    found = hl.find(lora)
+    assert found.names[:3] == ["", "transformer", "transformer.wte"]
+    assert not [name for name in found.names if name.startswith(("base_model", "model"))]
+    assert names(lora, "transformer.h.#") == [f"transformer.h.{i}" for i in range(3)]
+    assert names(lora, "base_model.model.transformer.h.#") == names(lora, "transformer.h.#")
+    assert names(lora, "base_model.transformer.h.0") == ["transformer.h.0"]
+    for end in ("", ".base_layer", ".lora_A.default"):
+        assert names(lora, f"*.1.attn.c_attn{end}") == [f"transformer.h.1.attn.c_attn{end}"]
+    assert [site.type for site in hl.find(lora, peft.PeftModel)] == [type(lora).__name__]
+
+
+def test_peft_training_and_generation_both_fire(lora):
+    """Through the PEFT model and past it: one step each forward, adapters' gradients under clean names."""
+    seen: list[str] = []
+    with (
+        hl.attach(lora, lambda *args: None) as whole,
+        hl.attach(lora, "*.c_attn", lambda *args: None) as layers,
+        hl.attach(lora, "*.lora_?.*", lambda p, *, site: seen.append(site.name), on="param_grad"),
+    ):
+        lora(**batch_for("gpt2")).loss.backward()
+        lora.generate(input_ids=torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False)
+        assert (whole.report().fired, whole.report().last_step) == (3, 2)
+        assert layers.report().fired == 9
+    assert sorted(seen) == [
+        f"transformer.h.{i}.attn.c_attn.lora_{part}.default.weight" for i in range(3) for part in "AB"
+    ]
+
+
+def test_peft_parts_beside_the_model_keep_their_names(peft):
+    """A prompt encoder is PEFT's own; the model is called as a model."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(make("gpt2"), config)
+    assert names(model)[-3:] == ["prompt_encoder", "prompt_encoder.default", "prompt_encoder.default.embedding"]
+    with hl.attach(model, ["", "transformer.h.0", "prompt_encoder.default"], lambda *args: None) as handle:
+        model(**batch_for("gpt2"))
+        assert [site.fired for site in handle.report().sites] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("task", "called"), [("CAUSAL_LM", "AdaLoraModel"), (None, "GPT2LMHeadModel")])
+def test_a_tuner_that_calls_forward_itself_stands_for_the_model(peft, task, called):
+    """AdaLoRA goes past the model's call, so hooks on the model, and its steps, are seen at the tuner.
+
+    Without a task, PEFT goes past the tuner.
+    """
+    config = peft.AdaLoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, total_step=10, task_type=task)
+    model = peft.get_peft_model(make("gpt2"), config)
+    seen: list[str] = []
+    with (
+        hl.attach(model, lambda module, *args: seen.append(type(module).__name__)) as whole,
+        hl.attach(model, "transformer.h.0", lambda *args: None) as layer,
+    ):
+        model(**batch_for("gpt2"))
+        model(**batch_for("gpt2"))
+        assert (whole.names, seen) == (("",), [called] * 2)
+        assert (layer.report().fired, layer.report().last_step) == (2, 1)
