@@ -1,6 +1,6 @@
 """The groups of rows, by the name that ``--only`` takes.
 
-Takes them from ``firing``, ``functions`` and ``attaching``, hands them to ``run``.
+Takes them from ``firing``, ``functions``, ``compiled``, ``attaching`` and ``threads``, hands them to ``run``.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from attaching import attaching, importing, twelve
+from compiled import compiled
 from firing import backward, capture, everywhere, forward, removed, single
 from functions import functions, operators, profiling
 from measure import Row
 from subject import Setting
+from threads import threads
 
 __all__ = ["BENCHMARKS", "ON_GPU"]
 
@@ -21,6 +23,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "backward": backward,
     "functions": functions,
     "operators": operators,
+    "compiled": compiled,
     "attaching": attaching,
     "importing": importing,
     "single": single,
@@ -28,8 +31,9 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "everywhere": everywhere,
     "twelve": twelve,
     "profiling": profiling,
+    "threads": threads,
 }
 """Those with targets first."""
 
-ON_GPU = ("removed", "forward", "backward", "functions", "operators", "profiling")
+ON_GPU = ("removed", "forward", "backward", "functions", "operators", "compiled", "profiling")
 """What a GPU can change: there the host runs ahead, and a hook costs only what it delays the launches."""

@@ -49,11 +49,11 @@ class Subject:
     def forward(self, model: nn.Module | None = None) -> None:
         """The whole forward, without gradients."""
         with torch.no_grad(), self._precision():
-            (model or self.model)(self.tokens)
+            (self.model if model is None else model)(self.tokens)
 
     def step(self, model: nn.Module | None = None) -> None:
         """Forward and backward; gradients are let go of, as an optimizer would."""
-        model = model or self.model
+        model = self.model if model is None else model
         with self._precision():
             loss = model(self.tokens).float().mean()
         loss.backward()

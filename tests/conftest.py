@@ -7,10 +7,11 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def compiling_has_been_said() -> None:
-    """The warning that compiled code calls no operator hooks comes once per process, whichever test compiles first.
+    """The warnings that compiled code calls no function hooks come once per process, whichever test compiles first.
 
     It is tested in processes of its own (tests/sites/functions/test_kernels.py).
     """
-    from hookline.sites.functions.kernels import _Said
+    from hookline.sites.functions import kernels, mode
 
-    _Said.compiling = True
+    kernels._Said.compiling = True
+    mode._Said.compiled = True

@@ -22,6 +22,7 @@ __all__ = [
     "ModulePostHook",
     "ModulePreHook",
     "Predicate",
+    "Scope",
     "Sees",
     "Target",
 ]
@@ -53,5 +54,6 @@ Target: TypeAlias = (
 )
 """What ``attach`` and ``find`` select by, see ``hookline.sites.select``; a parameter with ``on="param_grad"`` alone."""
 
+Scope: TypeAlias = Literal["process", "context"]
 Sees: TypeAlias = Literal["edited", "raw"]
 """Whether an observer is shown a value after all edits of its site, or before them."""

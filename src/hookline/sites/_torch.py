@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import time
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
-from typing import Any, Final, TypeAlias, cast
+from contextlib import contextmanager, suppress
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy
 import torch
@@ -24,6 +25,7 @@ from torch._C import _FunctionBase as FunctionBase
 from torch._C._autograd import _get_sequence_nr
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -35,32 +37,48 @@ __all__ = [
     "Edges",
     "FunctionBase",
     "OpOverload",
+    "Shards",
     "add_port",
+    "as_outside",
     "backends",
     "being_walked",
     "boundary",
     "called_by_us",
     "caller",
+    "compilation",
+    "compiled_code",
+    "constant_while_tracing",
     "drop_hook",
+    "exporting",
     "factories",
+    "forget_compiled",
+    "fsdp_shards",
     "graph_task_id",
+    "guards_of",
     "handles_modes",
     "has_compiled",
     "hook_tensor",
     "hooks_beside",
     "hooks_of",
+    "in_compiled_code",
+    "in_functional_call",
     "in_recomputation",
     "in_run",
     "in_transform",
     "innermost_saved_hooks",
+    "is_compiled",
     "is_inner_step",
     "is_native",
     "is_tracing",
     "keeps_saved",
     "kwargs_of_call",
     "leaf_hooks_of",
+    "leave_to_python",
     "lift_mode",
+    "local_tensor",
     "made_since",
+    "never_recomputed",
+    "on_compilation",
     "operator_names",
     "operators_of",
     "operators_shown_as",
@@ -79,6 +97,8 @@ __all__ = [
     "running_modules",
     "sequence_number",
     "sequence_number_of",
+    "set_hook_guards",
+    "sharded_parameter",
     "slip_mode_under",
     "takes_optimizer_hooks",
     "untraced",
@@ -123,6 +143,8 @@ def made_since(node: Any, number: int) -> bool:
     return node is not None and number <= node._sequence_nr() < _LEAF_SEQUENCE
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Edges: TypeAlias = dict[Any, dict[int, int]]
 """Graph edges to watch for: the node they lead to, which of its outputs, and a number of the caller's."""
 
@@ -275,6 +297,48 @@ def _fsdp_hooks(hooks: OrderedDict[int, Any], method: str) -> list[int]:
         for hook_id, hook in hooks.items()
         if type(getattr(hook, "__self__", None)).__name__ == "FSDPState" and hook.__name__ == method
     ]
+
+
+Shards: TypeAlias = dict[tuple[int, str], Any]
+"""What FSDP2 knows of each parameter it manages, by the id of its module and its name there."""
+
+
+def fsdp_shards() -> Shards:
+    """All of them in this process: while a group is gathered, its modules show other parameters than the hooked ones.
+
+    The model's own modules would not do: the parameters may be managed by a module around it.
+    """
+    composable = sys.modules.get("torch.distributed._composable_state")
+    if composable is None:
+        return {}
+    states = {ref() for ref in list(composable._module_state_mapping.values())}
+    found: Shards = {}
+    for state in states:
+        # One group until torch 2.11, then a list of them; a state of another kind has neither.
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for shard in [shard for group in groups if group is not None for shard in group.fsdp_params]:
+            info = shard._module_info
+            found[id(info.module), info.param_name] = shard
+            found |= {
+                (id(module), name): shard
+                for module, name in zip(info.shared_modules, info.shared_param_names, strict=True)
+            }
+    return found
+
+
+def in_functional_call() -> bool:
+    """Whether this forward runs in ``torch.func.functional_call``, which lends the modules other parameters."""
+    code = stateless._functional_call.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def sharded_parameter(shard: Any) -> Tensor:
+    """The parameter that the optimizer has, whose hooks FSDP2 calls."""
+    parameter: Tensor = shard.sharded_param
+    return parameter
 
 
 # -- functions and operators -----------------------------------------------------------------------------
@@ -461,6 +525,9 @@ def override_kernel(
 
     ``make`` is given the kernel that was there and returns the one to put there; both take the dispatch keys first.
     Back comes what puts the old kernel back; None where there is none.
+
+    Another thread may have looked our kernel up and be waiting for the interpreter inside of it while it is taken
+    off; torch would free it under that thread ("INTERNAL ASSERT FAILED … SafePyObject"). So it is held for a while.
     """
     name: str = op.name()  # type: ignore[no-untyped-call]
     if name.startswith(_NEVER_OVERRIDDEN):
@@ -474,8 +541,21 @@ def override_kernel(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that a kernel is overridden is what we are here for
         library.impl(name.partition("::")[2], make(original), key, with_keyset=True, allow_override=True)
-    restore: Callable[[], None] = library._destroy
+    ours = torch.library.get_kernel(name, key)
+
+    def restore() -> None:
+        now = time.monotonic()
+        while _RETIRED and now - _RETIRED[0][0] > _GRACE_S:
+            _RETIRED.popleft()
+        _RETIRED.append((now, ours))
+        library._destroy()
+
     return restore
+
+
+_GRACE_S: Final = 10.0
+_RETIRED: Final[deque[tuple[float, Any]]] = deque()
+"""Kernels of ours that were taken off, and when: a thread that waits for the interpreter waits some milliseconds."""
 
 
 _NEVER_OVERRIDDEN: Final = ("aten::set_", "aten::detach", "aten::alias", "aten::empty")
@@ -641,3 +721,163 @@ push_saved_hooks: Final = torch._C._autograd._push_saved_tensors_default_hooks
 
 pop_saved_hooks: Final = torch._C._autograd._pop_saved_tensors_default_hooks
 """Take the top pair off."""
+
+
+# -- torch.compile -------------------------------------------------------------------------------------------
+
+
+def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates what the compiler calls when it comes to it, and takes the answer for a constant.
+
+    What ``torch.compiler.assume_constant_result`` does, without loading the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_while_tracing
+def _is_ordinary(cls: type) -> bool:
+    return getattr(cls, "__torch_dispatch__", None) == Tensor.__torch_dispatch__
+
+
+def local_tensor(tensor: Any) -> Any:
+    """What an operator of ours can be given: the tensor, of a distributed one this process's part; else None.
+
+    To be traced. Operators are not told apart by subclasses that they have never heard of.
+    """
+    if _is_ordinary(type(tensor)):
+        return tensor
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local()
+    return None
+
+
+def leave_to_python(*functions: Any, below: bool = True) -> None:
+    """Where the compiler would compile one of these functions by itself, it is to run as it is, with all it calls.
+
+    Inlined into something else, they are traced like any other. ``below=False``: what they call may be compiled.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    for function in functions:
+        strategy = frames._FrameExecStrategy(skip, skip if below else default)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+class as_outside:  # used like a function
+    """Inside an operator: autograd as it is around the compiled call, ready to record what a hook differentiates.
+
+    Operators run below autograd, and a compiled forward with gradients disabled. (2 µs; a generator would take 3.)
+    """
+
+    __slots__ = ("_before", "_grad", "_guard")
+
+    def __init__(self, grad: bool) -> None:
+        self._grad = grad
+
+    def __enter__(self) -> None:
+        excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+        self._guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+        self._guard.__enter__()  # type: ignore[no-untyped-call]
+        self._before = torch.is_grad_enabled()
+        if self._grad is not self._before:
+            torch._C._set_grad_enabled(self._grad)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._grad is not self._before:
+            torch._C._set_grad_enabled(self._before)
+        self._guard.__exit__(*exc_info)
+
+
+_AUTOGRAD: Final = functools.reduce(
+    lambda keys, name: keys.add(getattr(torch._C.DispatchKey, name)),
+    ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor"),
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality),
+)
+
+
+@contextmanager
+def never_recomputed() -> Iterator[None]:
+    """Operators called in here while the compiler traces are saved for the backward, also under checkpointing."""
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    meta = traceback.current_meta
+    if "recompute" not in meta:
+        yield
+        return
+    before = meta["recompute"]
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        meta["recompute"] = before
+
+
+def set_hook_guards(on: bool) -> bool:
+    """Whether code compiled from now on notices hooks that come to modules without any; how it was before."""
+    config = sys.modules["torch._dynamo.config"]
+    before = not config.skip_nnmodule_hook_guards
+    config.skip_nnmodule_hook_guards = not on  # type: ignore[attr-defined]
+    return before
+
+
+def compiled_code() -> list[CodeType]:
+    """The code objects of this process that have compiled versions."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is None:
+        return []
+    seen = filter(None, (ref() for ref in list(frames.input_codes.seen)))
+    return [code for code in seen if torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)]
+
+
+def guards_of(code: CodeType) -> list[str]:
+    """What must be so for each of the compiled versions, as a text: it has the ids of the classes that are met."""
+    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    return [str(entry.guard_manager) for entry in entries]
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Have the code compiled again when it is next called."""
+    torch._C._dynamo.eval_frame.reset_code(code)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def on_compilation(begin: Callable[..., None], end: Callable[..., None]) -> Callable[[], None]:
+    """Have these called around every compilation; what ends that."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+
+    def stop() -> None:
+        with suppress(ValueError):
+            callback_handler.remove_start_callback(begin)
+            callback_handler.remove_end_callback(end)
+
+    return stop
+
+
+def in_compiled_code() -> bool:
+    """Whether it is the compiler, or code it has made, that calls; walks the stack, so not for hot paths."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(("torch._dynamo.", "torch._functorch.", "torch._inductor.")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def compilation() -> object:
+    """Which compilation is under way in this thread; None for none."""
+    return torch._guards.CompileContext.current_compile_id()
+
+
+@constant_while_tracing
+def exporting() -> bool:
+    """Whether what is being traced is to be exported; torch 2.11 says so of everything, if asked directly."""
+    return torch.compiler._is_exporting_flag

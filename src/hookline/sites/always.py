@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import nn
 
     from hookline.sites.entry import Entry
     from hookline.sites.table import Table
@@ -74,16 +77,17 @@ class CallGuard:
     does not come this way and stays silent.
     """
 
-    __slots__ = ("__weakref__", "_attempts", "_table")
+    __slots__ = ("__weakref__", "_attempts", "_module", "_table")
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, module: nn.Module) -> None:
         self._table = table
+        self._module: weakref.ref[Any] = weakref.ref(module)  # of this very class, which the compiler knows
         self._attempts = _Attempts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # frames cannot be traced
-            module = self._table.module()
-            return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
+        if is_dynamo_compiling():  # frames cannot be traced; a compiled call cannot be cut short between two hooks
+            module = self._module()
+            return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[union-attr]
         # A shallow copy of the module, a data-parallel replica say, shares this guard.
         module = _torch.caller()
         if module is None:
@@ -127,7 +131,7 @@ class CallGuard:
 
     def _clean_up(self, module: Any, attempt: _Attempt) -> None:
         for entry in self._table.always_called():
-            if entry in attempt.ran:
+            if entry in attempt.ran or not entry.due():
                 continue
             entry.count()
             more = (attempt.kwargs,) if entry.attachment.with_kwargs else ()
@@ -141,3 +145,7 @@ class CallGuard:
                         HooklineWarning,
                         stacklevel=3,
                     )
+
+
+_torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, StaleGuard.__call__, below=False)
+_torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__, _torch.caller)

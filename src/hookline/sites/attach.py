@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
+from hookline.sites.compiled import live, switch  # noqa: F401  # live: runs behind the operators
+from hookline.sites.compiled.trace import call_by_name
+from hookline.sites.context import open_scope
 from hookline.sites.entry import Attachment, Entry, Phase
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import MODULE, Kind, Subject
 from hookline.sites.parameters import fasten_parameters, select_parameters
 from hookline.sites.registration import hold_registrations
-from hookline.sites.select import Named, check_model, describe, select
-from hookline.sites.signature import check_hook, hook_name, may_return_value
+from hookline.sites.select import Named, check_model, describe, select, without_scripted
+from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value, what_it_reads
 from hookline.sites.table import LOCK, root_of, sweep, table_of
+from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from hookline.types import Hook, Sees, Target
+    from hookline.types import Hook, Scope, Sees, Target
 
 __all__ = ["add_entries", "attach", "check_request", "fasten"]
 
@@ -44,6 +48,7 @@ def attach(
     exclude: Target = None,
     strict: bool = True,
     profile: bool = False,
+    scope: Scope = "process",
 ) -> HookHandle:
     """Put a hook on modules of a model.
 
@@ -75,6 +80,7 @@ def attach(
         exclude: Modules to leave out, in the same grammar as ``target``.
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
         profile: Measure what the hook costs, for ``handle.report().cost_us``.
+        scope: ``"context"``: fire for calls made in this thread, or asyncio task, alone, whoever else runs the model.
 
     Raises:
         NoMatchError: (a KeyError) naming the nearest modules.
@@ -92,11 +98,12 @@ def attach(
         sees=sees,
         name=name,
         profile=profile,
+        scope=scope,
     )
     try:
         if attachment.kind is Kind.PARAM_GRAD:
             return fasten_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
-        chosen = select(model, place, exclude=exclude)
+        chosen = without_scripted(select(model, place, exclude=exclude), place)
     except NoMatchError as error:
         if strict:
             raise
@@ -126,6 +133,7 @@ def check_request(
     sees: str = "edited",
     name: str | None = None,
     profile: bool = False,
+    scope: str = "process",
     subject: Subject = MODULE,
     everywhere: bool = False,
 ) -> Attachment:
@@ -135,6 +143,10 @@ def check_request(
         raise OptionError(f"sees= is 'edited' or 'raw', got {sees!r}.")
     if sees == "raw" and not observe:
         raise OptionError("sees='raw' is for observers: add observe=True, or leave sees= out.")
+    if scope not in ("process", "context"):
+        raise OptionError(f"scope= is 'process' or 'context', got {scope!r}.")
+    if scope == "context" and not kind.is_call:
+        raise OptionError(f"scope='context' is about calls: it goes with {_CALLS}, not with {kind.value}.")
     return Attachment(
         hook=hook,
         kind=kind,
@@ -148,7 +160,12 @@ def check_request(
         profile=profile,
         everywhere=everywhere,
         may_edit=may_return_value(hook),
+        reads=what_it_reads(hook, with_kwargs=with_kwargs),
+        scope=open_scope() if scope == "context" else None,
     )
+
+
+_CALLS = "forward_pre, forward, backward_pre and backward"
 
 
 def fasten(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> HookHandle:
@@ -166,9 +183,20 @@ def fasten(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> Hoo
         return handle
 
 
+def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
+    """A hook that edits a forward becomes part of compiled code, under a name that says where it sits."""
+    if not chosen or attachment.kind not in (Kind.FORWARD_PRE, Kind.FORWARD) or attachment.phase is not Phase.EDIT:
+        return
+    if attachment.may_edit or changes_in_place(attachment.hook):
+        first = repr(chosen[0][0])
+        where = first if len(chosen) == 1 else f"{first} and {len(chosen) - 1} more"
+        attachment.by_name = call_by_name(attachment, where)
+
+
 def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
     """Put an attachment on modules of a model."""
-    root = root_of(model)
+    root = root_of(unwrap(model))
+    _prepare_for_compiling(attachment, chosen)
     if root in attachment.roots:
         root.users -= 1  # it is one user, however often it comes back
     attachment.roots[root] = None
@@ -177,3 +205,5 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -
         entry = Entry(attachment, name, table, root)
         attachment.entries[entry] = None
         table.add(entry)
+    if attachment.kind.is_call:
+        switch.refresh(model)

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from hookline.sites import _torch
+from hookline.sites.context import open_scopes
 from hookline.sites.kinds import MODULE
 from hookline.sites.site import Site
 
@@ -58,12 +59,18 @@ class Attachment:
     wants_site: bool = False
     profile: bool = False
     everywhere: bool = False
+    scope: int | None = None
+    """For hooks that are for the calls of one context alone: its number."""
     may_edit: bool = True
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
     order: int = field(default_factory=next_order)
     entries: dict[Entry, None] = field(default_factory=dict)
     clock: Callable[[], Any] | None = None
     """For gradient hooks that ask when the call's own part of the backward pass was over (``site.ended``)."""
+    by_name: Callable[..., Any] | None = None
+    """What calls the hook in code that is being compiled; set for hooks that become part of it, because they edit."""
+    reads: str = "ako"
+    """Which of arguments, keyword arguments and output the hook looks at: a compiled call shows it no others."""
     removed: bool = False
     on_remove: Callable[[Attachment], None] | None = None
     """Told when the hook comes off."""
@@ -86,7 +93,8 @@ class Attachment:
     @property
     def simple(self) -> bool:
         """Whether the hook can be called straight, without looking at options."""
-        return not (self.with_kwargs or self.wants_site or self.profile or self.always_call)
+        plain = not (self.with_kwargs or self.wants_site or self.profile or self.always_call)
+        return plain and self.scope is None
 
 
 class Holder:
@@ -134,6 +142,11 @@ class Entry:
         self.fired = 0
         self.last_step = -1
         self.seconds = 0.0
+
+    def due(self) -> bool:
+        """Whether the call that is running here is any of the hook's business."""
+        scope = self.attachment.scope
+        return scope is None or scope in open_scopes()
 
     def count(self) -> None:
         """Note that the hook is about to run."""

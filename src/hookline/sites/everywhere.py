@@ -9,13 +9,16 @@ layer that would skip its children in a fused inference path sees their hooks an
 from __future__ import annotations
 
 import gc
+import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hookline.errors import OptionError, TargetError
+from hookline.errors import HooklineWarning, OptionError, TargetError
 from hookline.sites import _torch
 from hookline.sites.attach import add_entries, check_request, fasten
 from hookline.sites.gradient_inputs import Carrier, CarrierArgs
@@ -25,8 +28,9 @@ from hookline.sites.optimizers import hook_optimizers_everywhere
 from hookline.sites.parameters import fasten_parameters, select_parameters
 from hookline.sites.ports import Port, PreBack, PreFront
 from hookline.sites.registration import hook_registrations_everywhere
-from hookline.sites.select import select
+from hookline.sites.select import select, without_scripted
 from hookline.sites.table import LOCK, existing_table, sweep, table_of
+from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -87,7 +91,7 @@ def attach_everywhere(
             raise TargetError(f"within= takes a torch.nn.Module, got a {type(within).__name__}.")
         if attachment.kind is Kind.PARAM_GRAD:
             return fasten_parameters(attachment, within, select_parameters(within, None, exclude=exclude))
-        return fasten(attachment, within, select(within, "*", exclude=exclude))
+        return fasten(attachment, within, without_scripted(select(within, "*", exclude=exclude), "*"))
     if attachment.kind.is_state or attachment.kind is Kind.PARAM_GRAD:
         raise OptionError(f"on={attachment.kind.value!r} cannot be hooked process-wide; name a model with within=.")
     if exclude is not None:
@@ -103,14 +107,18 @@ class _Everywhere:
     def __init__(self) -> None:
         self._attachments: tuple[Attachment, ...] = ()
         self._global: RemovableHandle | None = None
-        self._generation = 0
+        self.generation = 0
+        self._made_by_compiler: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Graphs that compiled code runs: they are modules, though nobody's."""
+        self.said = 0
+        """For which generation it was said that compiled code is not reached."""
 
     def add(self, attachment: Attachment) -> HookHandle:
         with LOCK:
             sweep()
             attachment.on_remove = self.drop
             self._attachments = (*self._attachments, attachment)
-            self._generation += 1
+            self.generation += 1
             if self._global is None:
                 self._global = register_module_forward_pre_hook(self._first_sight)
             if attachment.always_call or attachment.kind is Kind.FULL_BACKWARD:
@@ -127,26 +135,55 @@ class _Everywhere:
 
     def _first_sight(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Hook a module, and all below it, before its call gets to its forward."""
-        table = existing_table(module)
-        if table is not None and table.covered == self._generation:
+        if is_dynamo_compiling():
+            if not _has_port(module):
+                _say_compiled(type(module))
             return None
-        if isinstance(module, torch.jit.ScriptModule):
+        inner = unwrap(module)
+        table = existing_table(inner)
+        if table is not None and table.covered == self.generation:
+            return None
+        if isinstance(module, torch.jit.ScriptModule) or module in self._made_by_compiler:
             return None  # TorchScript runs no Python hooks
+        if isinstance(module, torch.fx.GraphModule) and _torch.in_compiled_code():
+            self._made_by_compiler.add(module)
+            return None
         ports = (PreFront, PreBack)
         had = [table is not None and table.port(slot) is not None for slot in ports]
         with LOCK:
             self._cover(module)
+        if inner is not module:
+            return None  # a wrapper: the call of what it wraps is still to come
         fresh = [table_of(module).port(slot) for slot, old in zip(ports, had, strict=True) if not old]
         return _run_now([port for port in fresh if port is not None], module, args)
 
     def _cover(self, model: nn.Module) -> None:
-        reachable = [named for named in model.named_modules() if not isinstance(named[1], torch.jit.ScriptModule)]
+        reachable = [named for named in clean_modules(model) if not isinstance(named[1], torch.jit.ScriptModule)]
         for attachment in self._attachments:
             fresh = [(name, module) for name, module in reachable if not _carries(module, attachment)]
             if fresh:
                 add_entries(attachment, model, fresh)
         for _, module in reachable:
-            table_of(module).covered = self._generation
+            table_of(module).covered = self.generation
+
+
+def _has_port(module: nn.Module) -> bool:
+    """Whether a module carries hooks of ours; to be traced."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(isinstance(hook, Port) for hook in hooks)
+
+
+@_torch.constant_while_tracing
+def _say_compiled(cls: type) -> None:
+    """Once for each set of process-wide hooks."""
+    if _EVERYWHERE.said != _EVERYWHERE.generation and not is_wrapper_type(cls):  # a wrapper carries none
+        _EVERYWHERE.said = _EVERYWHERE.generation
+        warnings.warn(
+            f"A {cls.__name__} is being compiled that attach_everywhere has not met before: its hooks will not fire "
+            "there. Give it the model, attach_everywhere(hook, within=model), or call the model once uncompiled.",
+            HooklineWarning,
+            stacklevel=2,
+        )
 
 
 def _existing_models() -> list[nn.Module]:
@@ -183,3 +220,4 @@ def _run_now(ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any
 
 
 _EVERYWHERE = _Everywhere()
+_torch.leave_to_python(_Everywhere._first_sight)

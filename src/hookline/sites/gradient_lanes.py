@@ -36,6 +36,10 @@ class GradientLanes(Holder):
     """Whether it is known to read its one input once, and to write elsewhere."""
     tells_sites = False
     """Whether a hook wants to know its site."""
+    tells_scopes = False
+    """Whether a hook is for the calls of one context alone."""
+    plan = ""
+    """The same in letters, for calls that are compiled (`compiled.wiring`)."""
     clock: Callable[[], Any] | None = None
     """Asked whenever a gradient has gone to an input, if a hook wants to know when that was."""
     calls_seen = 0
@@ -49,6 +53,7 @@ class GradientLanes(Holder):
         self.edits_gradients = any(map(_may_edit, post))
         self.watches_inputs = bool(post)
         self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
+        self.tells_scopes = any(entry.attachment.scope is not None for entry in (*pre, *post))
         self.clock = next((entry.attachment.clock for entry in post if entry.attachment.clock is not None), None)
 
     def gradient_moments(self) -> dict[Root, tuple[int, int]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hookline.sites.gradient_slots import Place
     from hookline.sites.gradients import GradientCall
 
-__all__ = ["Tap", "accumulator", "at_end_of", "behind", "join", "pass_gate", "tap"]
+__all__ = ["Tap", "accumulator", "at_end_of", "behind", "end_of", "join", "pass_gate", "tap"]
 
 _Use: TypeAlias = "tuple[GradientCall, int, torch.Size | None]"
 """A call, the place of the tensor in it, and the shape it has there, if that is not its own."""
@@ -123,8 +123,12 @@ _TensorHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 def join(members: list[Place], collect: _Collect, release: _Release) -> dict[int, Tensor]:
     """Aliases, by the id of the tensor, such that every gradient is collected before the first is released."""
-    members = [(index, tensor) for index, tensor in members if tensor.layout is torch.strided and not tensor.is_nested]
-    earlier = [_alias(tensor) for _, tensor in members]
+    aliases = {
+        index: _alias(tensor) for index, tensor in members if tensor.layout is torch.strided and not tensor.is_nested
+    }
+    # A parameter that a transform of torch.func was not told of goes in as it is.
+    members = [(index, tensor) for index, tensor in members if index in aliases and aliases[index].grad_fn is not None]
+    earlier = [aliases[index] for index, _ in members]
     if len(members) == 1:
         _torch.hook_tensor(earlier[0], _collect_and_release(members[0][0], collect, release))
         return {id(members[0][1]): earlier[0]}
@@ -143,12 +147,15 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def accumulator(leaf: Tensor) -> Any:
-    """The node that accumulates into a leaf; None for kinds of tensor that cannot be asked (sparse, nested)."""
+    """The node that accumulates into a leaf; None for kinds of tensor that cannot be asked (sparse, nested).
+
+    Inside a transform of ``torch.func`` a parameter that the transform was not told of has none either.
+    """
     if leaf.layout is not torch.strided or leaf.is_nested:
         return None
     # What get_gradient_edge does, at a third of its price: the calls that ask have gradients enabled.
     node: Any = leaf.view_as(leaf).grad_fn
-    return node.next_functions[0][0]
+    return None if node is None else node.next_functions[0][0]
 
 
 def _collect_and_release(index: int, collect: _Collect, release: _Release) -> _TensorHook:
@@ -178,10 +185,12 @@ def _release(index: int, release: _Release) -> _TensorHook:
 class _EndOfBackward:
     """The calls that took part in one backward pass; what has not fired when it ends, fires then."""
 
-    __slots__ = ("__weakref__", "calls")
+    __slots__ = ("__weakref__", "calls", "latest")
 
     def __init__(self) -> None:
         self.calls: list[GradientCall] = []
+        self.latest: Tensor | None = None
+        """For a backward pass that is traced: what the hooks that fired last gave out, for the next to take in."""
 
     def __call__(self) -> None:
         # In the order autograd would have reached them: the last that began comes first.
@@ -204,13 +213,18 @@ class _Latest:
 
 def at_end_of(task: int) -> list[GradientCall]:
     """The calls that take part in a backward pass, to add one to."""
+    return end_of(task).calls
+
+
+def end_of(task: int) -> _EndOfBackward:
+    """What is kept until the end of a backward pass."""
     if task == _Latest.task:
         latest = _Latest.end()
         if latest is not None:
-            return latest.calls
+            return latest
     end = _ENDS.get(task)
     if end is None:
         end = _ENDS[task] = _EndOfBackward()
         _torch.queue_end_of_backward(end)
     _Latest.task, _Latest.end = task, weakref.ref(end)
-    return end.calls
+    return end

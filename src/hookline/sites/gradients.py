@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from hookline.sites import _torch, tree
+from hookline.sites.context import open_scopes
 from hookline.sites.entry import Phase, next_order
 from hookline.sites.functions.site import FunctionSite
 from hookline.sites.gradient_inputs import Carrier, Taken
@@ -56,6 +57,7 @@ __all__ = ["GradientCall"]
 
 _EDIT: Final = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
 _NONE: Final[frozenset[int]] = frozenset()
+_NO_CUTS: Final[dict[int, Any]] = {}
 
 
 class GradientCall:
@@ -73,6 +75,8 @@ class GradientCall:
     """The places of an input and of the output which are the same tensor."""
     _lost_aliases = _NONE
     """Places of inputs whose alias an in-place operation may have taken out of the graph."""
+    _followed = _NONE
+    """Those of them that were changed in place, and whose gradient may come by the alias and past it."""
     _last_outputs: frozenset[int] | None = None
     """With several outputs: those whose gradients come last."""
     _shapes: dict[int, torch.Size] | None = None
@@ -91,6 +95,8 @@ class GradientCall:
     """The clock's mark when the last gradient went to an input."""
     _shares: Grads = ()
     """What came for each input before it was edited."""
+    _scopes: frozenset[int] = frozenset()
+    """The scopes that were open where the call was made."""
     _task = -1
     """The backward pass that came by last."""
     done = True
@@ -104,6 +110,8 @@ class GradientCall:
         """When the call began, on the clock of ``entry.next_order``."""
         if table.tells_sites:
             self._moments = table.gradient_moments()
+        if table.tells_scopes:  # autograd may come by in a thread of its own
+            self._scopes = open_scopes()
 
     # -- before the forward ------------------------------------------------------------------------------
 
@@ -171,7 +179,8 @@ class GradientCall:
         aliases = join(members, self._collect_input, self._release_input)
         for index, tensor in members:
             alias = aliases.get(id(tensor), tensor)
-            carrier.edges.setdefault(alias.grad_fn, {})[alias.output_nr] = index
+            if alias.grad_fn is not None:
+                carrier.edges.setdefault(alias.grad_fn, {})[alias.output_nr] = index
         swapped: list[tree.Swapped] = []
         new_args: tuple[Any, ...] = tree.replace(args, _swap(aliases), swapped)
         carrier.update(tree.replace(kwargs, _swap(aliases), swapped))
@@ -237,6 +246,8 @@ class GradientCall:
         """The module has changed an input in place: find the gradient of what that was before."""
         if carrier.aliases:
             self._lost_aliases |= {taken.index}
+            if taken.node is not None:
+                self._followed |= {taken.index}
         if taken.node is not None:
             carrier.edges.setdefault(taken.node, {})[taken.output] = taken.index
         if taken.window is not None:
@@ -254,12 +265,15 @@ class GradientCall:
             for index, tensor in members:
                 edges.setdefault(tensor.grad_fn, {}).setdefault(tensor.output_nr, ~index)
         roots = [tensor.grad_fn for _, tensor in members if _torch.made_since(tensor.grad_fn, self._first_node)]
+        followed = [taken for taken in carrier.taken if taken.index in (self._windows or {})]
+        windows = {(taken.node, taken.output): taken.window for taken in followed}
         inside: set[int] = set()
         for node, hits in _torch.boundary(roots, edges, self._first_node):
             inside.update(~number for _, number in hits if number < 0)
             inputs = [hit for hit in hits if hit[1] >= 0]
             if inputs:
-                node.register_hook(self._collector(inputs))
+                cuts = {slot: windows.get(node.next_functions[slot]) for slot, _ in inputs} if windows else {}
+                node.register_hook(self._collector(inputs, cuts))
         return inside
 
     def _tap_outputs(self, members: list[Place], carrier: Carrier, inside: set[int]) -> dict[int, Tensor]:
@@ -271,7 +285,10 @@ class GradientCall:
             place = carrier.place_of(tensor)
             source, shape = tensor, None
             if tensor.grad_fn is None or (place >= 0 and carrier.aliases):
-                source = passed[id(tensor)] = tensor.view_as(tensor)
+                source = tensor.view_as(tensor)
+                if source.grad_fn is None:  # a parameter that a transform of torch.func was not told of
+                    continue
+                passed[id(tensor)] = source
                 if place >= 0:
                     self._back = place, index
                     self._lost_aliases |= {place}
@@ -304,10 +321,15 @@ class GradientCall:
             self._last_outputs = frozenset(index for number, index in nodes if number == last)
         return passed
 
-    def _collector(self, hits: list[tuple[int, int]]) -> Callable[[Grads, Grads], None]:
+    def _collector(
+        self, hits: list[tuple[int, int]], cuts: dict[int, Window | None] = _NO_CUTS
+    ) -> Callable[[Grads, Grads], None]:
+        """Collects what a node sends; ``cuts`` tells where that is for the tensor behind a view of it."""
+
         def collect(grad_inputs: Grads, grad_outputs: Grads) -> None:
             for slot, index in hits:
-                self._collect_input(index, grad_inputs[slot])
+                grad, window = grad_inputs[slot], cuts.get(slot)
+                self._collect_input(index, grad if grad is None or window is None else window.cut(grad))
 
         return collect
 
@@ -369,8 +391,6 @@ class GradientCall:
         if grad is not None and not self.done and self._task == _torch.graph_task_id():
             if self._shapes is not None and index in self._shapes:
                 grad = grad.reshape(self._shapes[index])
-            elif self._windows is not None and index in self._windows:
-                grad = self._windows[index].cut(grad)
             so_far = self._grad_inputs[index]
             self._grad_inputs[index] = grad if so_far is None else so_far + grad
             if self._table.clock is not None:
@@ -380,6 +400,8 @@ class GradientCall:
         if self._task != _torch.graph_task_id():
             return grad  # this backward reached the inputs, but not through the outputs
         self.fire_post()
+        if index in self._followed:
+            return grad  # the rest comes by another way: the edit is made where both have met
         grad, self._grad_inputs[index] = self._grad_inputs[index], None
         return grad
 
@@ -396,7 +418,7 @@ class GradientCall:
         running = self._task == _torch.graph_task_id()
         if index == self._back[0] and not (self._edits_inputs and running):
             return self._in_shape(index, grad, self._take_back)
-        if running and index in self._lost_aliases:
+        if running and index in self._lost_aliases and index not in (self._windows or ()):
             return self._in_shape(index, grad, self._take_lost)
         if running and not self.done:
             self.fire_post()
@@ -489,6 +511,8 @@ class GradientCall:
         for entry in entries:
             attachment = entry.attachment
             if attachment.order > self.order:
+                continue
+            if attachment.scope is not None and attachment.scope not in self._scopes:
                 continue
             entry.fired += 1
             entry.last_step = entry.root.step

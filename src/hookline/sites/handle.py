@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
+from hookline.sites.context import close_scope
 from hookline.sites.entry import Attachment, Phase
 from hookline.sites.kinds import MODULE, Kind
 from hookline.sites.receipt import Receipt, receipt_of, warn_if_never_fired
@@ -67,6 +68,8 @@ class HookHandle(_Handle):
             for entry in reversed(attachment.entries):
                 entry.table.discard(entry)
             release_roots(attachment)
+            if attachment.scope is not None:
+                close_scope(attachment.scope)
         if not quiet:
             warn_if_never_fired(attachment)
 

@@ -97,11 +97,6 @@ class Kind(StrEnum):
         return kind
 
     @property
-    def edits(self) -> bool:
-        """Whether a hook's return value replaces what it was shown."""
-        return self in _EDITING
-
-    @property
     def is_gradient(self) -> bool:
         """Whether it is built on our own gradient observation."""
         return self in (Kind.BACKWARD_PRE, Kind.BACKWARD)
@@ -110,6 +105,11 @@ class Kind(StrEnum):
     def is_registration(self) -> bool:
         """Whether it fires when something is stored in a module."""
         return self in (Kind.REGISTER_MODULE, Kind.REGISTER_PARAMETER, Kind.REGISTER_BUFFER)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is about the calls of a module: its forward, or what becomes of it in the backward."""
+        return self in (Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD)
 
     @property
     def is_state(self) -> bool:
@@ -145,9 +145,11 @@ def _no_kind(text: str, kind: Kind | None, subject: Subject) -> str:
     if elsewhere:
         other = elsewhere[0]
         return f"on={text!r} is a kind of {other.noun} hook; put it on with {other.verb}."
-    near = difflib.get_close_matches(text, [*subject.args, *subject.aliases], n=3, cutoff=0.5)
-    hint = f" Nearest: {', '.join(map(repr, map(str, near)))}." if near else ""
-    return f"No kind {text!r}.{hint} Kinds: {', '.join(subject.args)}."
+    short = {kind: alias for alias, kind in subject.aliases.items() if kind.endswith(f"_{alias}")}
+    kinds = [short.get(kind, str(kind)) for kind in subject.args]  # as users write them
+    near = difflib.get_close_matches(text, dict.fromkeys([*kinds, *subject.aliases]), n=3, cutoff=0.5)
+    hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
+    return f"No kind {text!r}.{hint} Kinds: {', '.join(kinds)}."
 
 
 _POST_ALIASES: Final = {"forward_post": "forward", "backward_post": "backward"}

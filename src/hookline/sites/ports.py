@@ -7,13 +7,15 @@ bears being called without the keyword arguments it asked for, when it was taken
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.always import StaleGuard
+from hookline.sites.compiled import trace
 from hookline.sites.entry import Phase
 from hookline.sites.gradient_inputs import Carrier
 from hookline.sites.gradients import GradientCall
@@ -36,6 +38,8 @@ __all__ = [
     "StalePort",
     "StatePort",
     "drop_stale",
+    "run_one_post",
+    "run_one_pre",
 ]
 
 _ABSENT: Any = object()
@@ -46,12 +50,27 @@ _EDIT = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
 class Port:
     """Base of everything that hookline registers with torch."""
 
-    __slots__ = ("__weakref__", "entries", "hook_id", "table")
+    __slots__ = ("__weakref__", "entries", "groups", "hook_id", "key", "reads", "steps", "table")
+
+    slot: ClassVar[str] = ""
+    """Its name in compiled graphs."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self.entries: tuple[Entry, ...] = ()
+        self.key = table.key
         self.hook_id = -1
+        self.put(())
+
+    def put(self, entries: tuple[Entry, ...]) -> None:
+        """These are the hooks from now on."""
+        self.entries = entries
+        if not entries:
+            self.steps, self.groups, self.reads = _NO_STEPS
+        elif len(entries) == 1 and entries[0].attachment.by_name is None:
+            self.steps, self.groups, self.reads = _ONE_GROUP, (entries,), entries[0].attachment.reads
+        else:
+            self.steps, self.groups = _in_steps(entries)
+            self.reads = "".join(sorted({letter for entry in entries for letter in entry.attachment.reads}))
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         raise NotImplementedError
@@ -59,6 +78,29 @@ class Port:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model carries no hooks of ours, only this, which takes itself off.
         return StalePort, (isinstance(self, StatePort),)
+
+
+_Steps: TypeAlias = "tuple[Entry | None, ...]"
+"""What compiled code does, in order: run an editing hook, or (None) a group of hooks that only watch."""
+_Groups: TypeAlias = "tuple[tuple[Entry, ...], ...]"
+"""For each step, the hooks of the group."""
+_NO_STEPS: Final[tuple[_Steps, _Groups, str]] = ((), (), "")
+_ONE_GROUP: Final[_Steps] = (None,)
+
+
+def _in_steps(entries: tuple[Entry, ...]) -> tuple[_Steps, _Groups]:
+    steps: list[Entry | None] = []
+    groups: list[tuple[Entry, ...]] = []
+    for entry in entries:
+        if entry.attachment.by_name is not None:
+            steps.append(entry)
+            groups.append(())
+        elif steps and steps[-1] is None:
+            groups[-1] = (*groups[-1], entry)
+        else:
+            steps.append(None)
+            groups.append((entry,))
+    return tuple(steps), tuple(groups)
 
 
 class StalePort:
@@ -71,7 +113,7 @@ class StalePort:
         """Whether torch calls it while walking the live dictionary, which then must not change."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        if not self.in_walk:
+        if not self.in_walk and not is_dynamo_compiling():
             drop_stale(module)
 
 
@@ -91,9 +133,20 @@ def drop_stale(module: nn.Module) -> None:
 class PreFront(Port):
     """First of a module's forward pre-hooks: the root's tick, raw observers, edits."""
 
-    __slots__ = ()
+    __slots__ = ("ticks",)
+
+    slot = "pre_front"
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table)
+        self.ticks = False
+        """Whether it tells the root of each call."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
+        if is_dynamo_compiling():
+            if self.ticks:
+                trace.begin(self)
+            return _handed_back(args, kwargs, trace.run_pre(self, module, args, kwargs)) if self.steps else None
         table = self.table
         if table.root is not None and table.around is None:
             table.root.begin()
@@ -106,7 +159,7 @@ class PreFront(Port):
         given = args, kwargs
         named = {} if kwargs is _ABSENT else kwargs
         for entry in self.entries:
-            result = _run_pre(entry, module, args, named)
+            result = run_one_pre(entry, module, args, named)
             if result is not None and entry.attachment.phase is _EDIT:
                 args, named = _new_arguments(entry, result, named)
                 if table.guard is not None:
@@ -121,10 +174,12 @@ class PreFront(Port):
 class BackPort(Port):
     """Base of the ports at the end of a queue: they run the observers that were on when the queue began."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("_held", "plan")
 
     def __init__(self, table: Table) -> None:
         super().__init__(table)
+        self.plan = table.plan
+        """What compiled calls have to know of the gradient hooks."""
         self._held: tuple[int, tuple[Entry, ...]] | None = None
 
     def hold(self, entries: tuple[Entry, ...]) -> None:
@@ -149,13 +204,20 @@ class PreBack(BackPort):
 
     __slots__ = ()
 
+    slot = "pre_back"
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
+        if is_dynamo_compiling():
+            trace.run_pre(self, module, args, kwargs)
+            if not self.plan or not torch.is_grad_enabled() or _torch.exporting():
+                return None
+            return _handed_back(args, kwargs, trace.enter_gradients(self, args, kwargs))
         table = self.table
         if len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1:
             table.keep_places()
         if self.entries or self._held is not None:
             for entry in self.due():
-                _run_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)
+                run_one_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)
         if kwargs is _ABSENT or not table.has_gradients or not torch.is_grad_enabled():
             return None
         call = GradientCall(table, module)
@@ -168,9 +230,13 @@ class PostFront(Port):
 
     __slots__ = ()
 
+    slot = "post_front"
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _ABSENT) -> Any:
         if output is _ABSENT:
             kwargs, output = {}, kwargs
+        if is_dynamo_compiling():
+            return trace.run_post(self, module, args, kwargs, output)
         given = output
         guard = self.table.guard
         if guard is not None:
@@ -180,7 +246,7 @@ class PostFront(Port):
         if back is not None:
             back.release()
         for entry in self.entries:
-            result = _run_post(entry, module, args, kwargs, output)
+            result = run_one_post(entry, module, args, kwargs, output)
             if result is not None and entry.attachment.phase is _EDIT:
                 output = result
                 if guard is not None:
@@ -195,12 +261,19 @@ class PostBack(BackPort):
 
     __slots__ = ()
 
+    slot = "post_back"
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _ABSENT) -> Any:
         if output is _ABSENT:
             kwargs, output = {}, kwargs
+        if is_dynamo_compiling():
+            trace.run_post(self, module, args, kwargs, output)
+            if not self.plan or not torch.is_grad_enabled() or _torch.exporting():
+                return None
+            return trace.leave_gradients(self, output)
         if self.entries or self._held is not None:
             for entry in self.due():
-                _run_post(entry, module, args, kwargs, output)
+                run_one_post(entry, module, args, kwargs, output)
         table = self.table
         if not table.has_gradients:
             return None
@@ -258,24 +331,37 @@ class AnchorPort(StatePort):
         return None
 
 
-def _run_pre(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_one_pre(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One forward pre-hook."""
-    entry.count()
     if entry.simple:
+        entry.count()
         return entry.hook(module, args)
+    if not entry.due():
+        return None
+    entry.count()
     return entry.call(module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
 
 
-def _run_post(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def run_one_post(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """One forward hook."""
-    entry.fired += 1  # entry.count(), without the call: this is the hot path
-    entry.last_step = entry.root.step
     if entry.simple:
+        entry.fired += 1  # entry.count(), without the call: this is the hot path
+        entry.last_step = entry.root.step
         return entry.hook(module, args, output)
+    if not entry.due():
+        return None
+    entry.count()
     attachment = entry.attachment
     if attachment.always_call and entry.table.guard is not None:
         entry.table.guard.mark(entry)
     return entry.call(module, (args, kwargs, output) if attachment.with_kwargs else (args, output))
+
+
+def _handed_back(args: Any, kwargs: Any, new: tuple[Any, Any]) -> Any:
+    """What a pre-hook returns to torch."""
+    if kwargs is _ABSENT:
+        return new[0]
+    return new
 
 
 def _new_arguments(entry: Entry, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -290,3 +376,8 @@ def _new_arguments(entry: Entry, result: Any, kwargs: dict[str, Any]) -> tuple[t
         f"forward_pre hook {entry.attachment.name!r} on {entry.name!r} takes kwargs, so it must return None or "
         f"(new_args, new_kwargs), a tuple and a dict, but got {result!r}."
     )
+
+
+# Where only what is inside a module is compiled, the compiler meets the module's own hooks as functions to compile.
+for _port in (PreFront, PreBack, PostFront, PostBack, FullBackwardPort, StatePort, AnchorPort, StalePort):
+    _torch.leave_to_python(_port.__call__)

@@ -11,19 +11,22 @@ import inspect
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from hookline.errors import HookSignatureError
 from hookline.sites.kinds import MODULE, Kind, Subject
 
 if TYPE_CHECKING:
     from hookline.types import Hook
 
-__all__ = ["check_hook", "hook_name", "may_return_value"]
+__all__ = ["a_or_an", "changes_in_place", "check_hook", "hook_name", "may_return_value", "what_it_reads"]
 
 
 def check_hook(hook: Any, kind: Kind, *, subject: Subject = MODULE, with_kwargs: bool = False) -> bool:
     """Raise unless ``hook`` can be called as its kind calls it; tell whether it declares ``site``."""
     if not callable(hook):
-        raise HookSignatureError(f"A hook has to be callable, got {hook!r}.")
+        shown = a_or_an(hook) if isinstance(hook, Tensor) else repr(hook)  # without its numbers
+        raise HookSignatureError(f"A hook has to be callable, got {shown}.")
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):
@@ -47,6 +50,12 @@ def hook_name(hook: Any) -> str:
     return getattr(hook, "__qualname__", None) or type(hook).__name__
 
 
+def a_or_an(value: Any) -> str:
+    """The class of a value, in a sentence: "an int", "a Linear"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def may_return_value(hook: Hook) -> bool:
     """Whether calling ``hook`` can give anything but None, as far as its bytecode tells.
 
@@ -64,6 +73,38 @@ def may_return_value(hook: Hook) -> bool:
             return True
         previous = instruction
     return False
+
+
+def changes_in_place(hook: Any) -> bool:
+    """Whether the hook's own code calls a method that changes a tensor in place (``mul_``), as far as it tells."""
+    code = _code_of(hook)
+    return code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
+
+
+def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
+    """Which of arguments ("a"), keyword arguments ("k") and output ("o") a forward hook looks at, as far as it tells.
+
+    What it does not look at, a compiled call need not keep for it.
+    """
+    letters = "ako" if with_kwargs else "ao"
+    code = _code_of(hook)
+    if code is None or isinstance(hook, functools.partial) or code.co_flags & inspect.CO_VARARGS:
+        return letters
+    if not _SEES_ALL.isdisjoint(code.co_names):
+        return letters
+    first = 1 if _is_bound(hook) else 0
+    names = code.co_varnames[first + 1 : code.co_argcount]  # after the module
+    loaded = {step.argval for step in dis.get_instructions(code) if "LOAD_FAST" in step.opname}
+    loaded = {name for names in loaded for name in (names if isinstance(names, tuple) else (names,))}
+    used = loaded | set(code.co_cellvars)
+    return "".join(letter for letter, name in zip(letters, names, strict=False) if name in used)
+
+
+_SEES_ALL = frozenset({"locals", "vars", "eval", "exec", "_getframe", "currentframe"})
+
+
+def _is_bound(hook: Any) -> bool:
+    return not isinstance(hook, FunctionType)
 
 
 def _arguments(names: tuple[str, ...], with_kwargs: bool) -> tuple[str, ...]:

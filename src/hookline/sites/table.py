@@ -17,6 +17,9 @@ from torch import nn
 from hookline.errors import UnhookableError
 from hookline.sites import _torch
 from hookline.sites.always import Around, CallGuard
+from hookline.sites.compiled import switch
+from hookline.sites.compiled.keys import new_key
+from hookline.sites.compiled.wiring import plan_of
 from hookline.sites.entry import Entry, Phase
 from hookline.sites.gradient_lanes import GradientLanes
 from hookline.sites.kinds import Kind
@@ -78,6 +81,7 @@ _CALLED_FROM_ELSEWHERE: Final = frozenset(
 _Slot: TypeAlias = type[Port] | Kind
 _Place: TypeAlias = tuple[dict[int, Any], int, bool]
 """One of torch's dictionaries, the id of our port in it, and whether that has to be first or last."""
+_CALLED: Final[dict[str, type[Port]]] = {port.slot: port for port in (PreFront, PreBack, PostFront, PostBack)}
 _LOADED: Final = ("_load_state_dict_post_hooks", "register_load_state_dict_post_hook")
 _SLOTS: Final[dict[_Slot, tuple[type[Port], str, str | None]]] = {
     PreFront: (PreFront, "_forward_pre_hooks", None),
@@ -111,11 +115,15 @@ class Table(GradientLanes):
     """Set while hooks are attached through this module, that is with it as the model."""
     entered = -1
     """When the latest call that gradient hooks take part in began."""
+    key: torch.Tensor | None = None
+    """By which compiled code finds the table; there is none before the compiler is loaded."""
     covered = -1
     """Up to which generation of process-wide hooks the module has them all."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = _ModuleRef(module, _forget)
+        if switch.is_loaded():
+            self.key = new_key(self)
         self._lanes: dict[Kind, tuple[Entry, ...]] = {}
         self._ports: dict[_Slot, Port] = {}
 
@@ -127,6 +135,16 @@ class Table(GradientLanes):
         """The same for the end of a queue."""
         port = self._ports.get(slot)
         return port if isinstance(port, BackPort) else None
+
+    def port_called(self, name: str) -> Port | None:
+        """The port that compiled code knows by that name."""
+        return self._ports.get(_CALLED[name])
+
+    def give_key(self) -> None:
+        """The compiler has been loaded: from now on there may be compiled code."""
+        self.key = new_key(self)
+        for port in self._ports.values():
+            port.key = self.key
 
     def module(self) -> nn.Module | None:
         """The module, unless it is gone."""
@@ -244,7 +262,11 @@ class Table(GradientLanes):
 
     def _sync_pre(self, module: nn.Module) -> None:
         lane = self.lane(_FORWARD_PRE)
-        self._sync_port(module, PreFront, _front(lane), needed=self.root is not None and self.around is None)
+        ticks = self.root is not None and self.around is None
+        self._sync_port(module, PreFront, _front(lane), needed=ticks)
+        first = self._ports.get(PreFront)
+        if isinstance(first, PreFront):
+            first.ticks = ticks
         # A module with observers looks after their place at the start of each call, whoever makes it.
         self._sync_port(module, PreBack, _back(lane), needed=PostBack in self._ports)
 
@@ -261,6 +283,10 @@ class Table(GradientLanes):
         self.set_gradient_hooks(*map(self.lane, _GRADIENT_KINDS))
         self.uses_input_once = type(module) in _USE_INPUT_ONCE and "forward" not in module.__dict__
         self._sync_post(module)
+        self.plan = plan_of(self)
+        for port in self._ports.values():
+            if isinstance(port, BackPort):
+                port.plan = self.plan
 
     def _sync_port(self, module: nn.Module, slot: _Slot, entries: tuple[Entry, ...], *, needed: bool = False) -> None:
         """One port per slot while it has entries or is needed for something else; none otherwise."""
@@ -268,11 +294,11 @@ class Table(GradientLanes):
         if entries or needed:
             if port is None:
                 port = self._ports[slot] = self._register(module, slot)
-            port.entries = entries
+            port.put(entries)
         elif port is not None:
             del self._ports[slot]
             if slot is not _FULL_BACKWARD:
-                port.entries = ()
+                port.put(())
             self._take_off(module, slot, port)
 
     def _register(self, module: nn.Module, slot: _Slot) -> Port:
@@ -307,7 +333,7 @@ class Table(GradientLanes):
         self.calls_always = bool(self.always_called())
         if self.around is not None or self.calls_always:
             if self.guard is None:
-                self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self)
+                self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self, module)
         elif self.guard is not None:
             if module.__dict__.get(_torch.CALL_IMPL) is self.guard:
                 del module.__dict__[_torch.CALL_IMPL]
@@ -324,6 +350,8 @@ class Table(GradientLanes):
         module = self._module()
         if module is not None and not self._lanes and self.root is None:
             _TABLES.pop(id(module), None)
+            if not _TABLES:
+                switch.let_go()
 
 
 def existing_table(module: nn.Module) -> Table | None:
@@ -343,9 +371,18 @@ def table_of(module: nn.Module) -> Table:
                 "Attach to the module before it is scripted or traced."
             )
         drop_stale(module)
+        if not _TABLES:
+            switch.hold(_give_keys)
         table = Table(module)
         _TABLES[id(module)] = weakref.ref(table)
     return table
+
+
+def _give_keys() -> None:
+    with LOCK:
+        for table in filter(None, (ref() for ref in _TABLES.values())):
+            if table.key is None:
+                table.give_key()
 
 
 def root_of(model: nn.Module) -> Root:
@@ -425,3 +462,5 @@ def _forget(ref: _ModuleRef, tables: dict[int, weakref.ref[Table]] = _TABLES) ->
     table = table_ref() if table_ref is not None else None
     for entry in table.entries() if table is not None else ():
         entry.attachment.let_go(entry)
+    if not tables:
+        switch.let_go()

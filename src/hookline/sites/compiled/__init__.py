@@ -1,0 +1,1 @@
+"""Hooks inside code that ``torch.compile`` has made."""

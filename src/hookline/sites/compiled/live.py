@@ -1,0 +1,208 @@
+"""What happens when a compiled graph comes to one of our operators: the hooks run, those that are on at that moment.
+
+Takes the calls of the operators (`ops`), finds the table by its key, runs entries as the ports do.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.errors import HookReturnError
+from hookline.sites import _torch
+from hookline.sites.compiled import ops
+from hookline.sites.compiled.keys import table_with
+from hookline.sites.compiled.layout import rebuild
+from hookline.sites.compiled.wiring import What
+from hookline.sites.context import open_scopes
+from hookline.sites.entry import Phase, next_order
+from hookline.sites.gradient_slots import checked
+from hookline.sites.ports import run_one_post, run_one_pre
+from hookline.sites.site import Site
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hookline.sites.entry import Entry
+    from hookline.sites.root import Root
+    from hookline.sites.table import Table
+    from hookline.types import Grads
+
+__all__: list[str] = []
+
+_EDIT: Final = Phase.EDIT
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A call of a module in the forward, as its gradients have to know it."""
+
+    order: int
+    moments: dict[Root, tuple[int, int]]
+    scopes: frozenset[int]
+
+    def concerns(self, entry: Entry) -> bool:
+        """Whether the hook was on when the call began, and the call is its business."""
+        attachment = entry.attachment
+        return attachment.order < self.order and (attachment.scope is None or attachment.scope in self.scopes)
+
+
+_MARKS: Final[OrderedDict[int, _Mark]] = OrderedDict()
+_NUMBERS: Final = itertools.count()
+_KEPT_MARKS: Final = 1 << 14
+"""A forward whose backward never comes leaves its marks; more calls than this are not under way at once."""
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _token(*args: Any) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@ops.behind(ops.BEGIN, _token)
+def _begin(key: Tensor, serial: int) -> Tensor:
+    table = table_with(key)
+    if table is not None and table.root is not None:
+        table.root.begin()
+    return _token()
+
+
+class _Shown:
+    """What a graph has noted about one place where observers are due, or a hook that edits has run."""
+
+    __slots__ = ("_layout", "grad", "place", "slot")
+
+    def __init__(self, text: str) -> None:
+        _, self.slot, place, grad, self._layout = text.split("|", 4)
+        self.place = int(place)
+        self.grad = grad == "g"
+        """Whether gradients were enabled around the call: inside a compiled forward they never are."""
+
+    def entries(self, table: Table) -> tuple[Entry, ...]:
+        """The hooks that are due, as the table is now."""
+        port = table.port_called(self.slot)
+        return () if port is None or self.place >= len(port.groups) else port.groups[self.place]
+
+    def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[float]) -> Any:
+        """Arguments, keyword arguments, and after the forward the output."""
+        return rebuild(self._layout, tensors, numbers, reals)
+
+
+_shown: Final = functools.lru_cache(maxsize=4096)(_Shown)
+
+
+@ops.behind(ops.FIRE, _nothing)
+def _fire(key: Tensor, what: str, tensors: list[Tensor]) -> None:
+    _fire_with(key, what, tensors, (), ())
+
+
+@ops.behind(ops.FIRE_WITH, _nothing)
+def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[float]) -> None:
+    table = table_with(key)
+    shown = _shown(what)
+    entries = shown.entries(table) if table is not None else ()
+    module = table.module() if table is not None else None
+    if not entries or module is None:
+        return
+    copies = [tensor.detach().clone() for tensor in tensors]
+    args, kwargs, *output = shown.values(copies, numbers, reals)
+    with _torch.as_outside(shown.grad):
+        for entry in entries:
+            if output:
+                run_one_post(entry, module, args, kwargs, output[0])
+            else:
+                run_one_pre(entry, module, args, kwargs)
+            if entry.attachment.phase is _EDIT and any(copy._version for copy in copies):
+                raise _changed_in_place(entry)
+
+
+def _changed_in_place(entry: Entry) -> HookReturnError:
+    attachment = entry.attachment
+    return HookReturnError(
+        f"{attachment.kind.value} hook {attachment.name!r} on {entry.name!r} changed its tensors in place, in compiled "
+        "code: it was shown copies, so the change is lost. Have it return the new value instead."
+    )
+
+
+@ops.behind(ops.COUNT, _nothing)
+def _count(key: Tensor, what: str) -> None:
+    table = table_with(key)
+    shown = _shown(what)
+    port = table.port_called(shown.slot) if table is not None else None
+    if port is not None and shown.place < len(port.steps):
+        entry = port.steps[shown.place]
+        if entry is not None:
+            entry.count()
+
+
+@ops.behind(ops.MARK, _token)
+def _mark(key: Tensor, serial: int) -> Tensor:
+    number = next(_NUMBERS)
+    table = table_with(key)
+    if table is not None:
+        if _torch.graph_task_id() == -1:
+            table.calls_seen += 1
+        _MARKS[number] = _Mark(next_order(), table.gradient_moments(), open_scopes())
+        if len(_MARKS) > _KEPT_MARKS:
+            _MARKS.popitem(last=False)
+    return torch.tensor(number, device="cpu")
+
+
+_what: Final = functools.lru_cache(maxsize=4096)(What)
+
+
+@ops.behind(ops.GRADS, _token)
+def _watch(key: Tensor, mark: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> Tensor:
+    _run(key, mark, _what(what), tensors)
+    return _token()
+
+
+def _fake_edit(key: Tensor, mark: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+    return [*(torch.empty_like(tensor) for tensor in tensors[: _what(what).count]), _token()]
+
+
+@ops.behind(ops.EDIT, _fake_edit)
+def _edit(key: Tensor, mark: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+    new = [grad for grad in _run(key, mark, _what(what), tensors) if grad is not None]
+    return [*(_laid_out(grad, like) for grad, like in zip(new, tensors, strict=False)), _token()]
+
+
+def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
+    """As the graph expects it: memory of its own, laid out like the gradient that went in."""
+    return torch.empty_like(like).copy_(grad)
+
+
+def _run(key: Tensor, mark: Tensor, what: What, tensors: list[Tensor]) -> Grads:
+    grads, more = what.spread([tensor.detach().clone() for tensor in tensors])
+    table = table_with(key)
+    module = table.module() if table is not None else None
+    if table is None or module is None:
+        return grads
+    noted = _MARKS.get(int(mark))
+    with _torch.as_outside(False):
+        for entry in table.backward_pre if what.is_pre else table.backward:
+            if noted is not None and not noted.concerns(entry):
+                continue
+            entry.count()
+            if entry.simple:
+                result = entry.hook(module, grads, *more)
+            else:
+                result = entry.call(module, (grads, *more), _site(entry, module, noted, what))
+            if result is not None and entry.attachment.phase is _EDIT:
+                grads = checked(result, grads, entry)
+    return grads
+
+
+def _site(entry: Entry, module: Any, noted: _Mark | None, what: What) -> Site | None:
+    if not entry.attachment.wants_site:
+        return None
+    step, call = noted.moments.get(entry.root, (-1, 0)) if noted is not None else (-1, 0)
+    return Site(entry.name, module, entry.attachment.kind, call, step, False, *what.names)

@@ -1,0 +1,183 @@
+"""What the ports do while the compiler traces them: leave operators in the graph, and edits as they are.
+
+Everything here is traced, so it reads as little as possible: each thing it reads becomes a guard. A port says in
+``steps`` what is to happen, in order: None for hooks that only watch, which one operator runs all together, or the
+entry of a hook that edits, whose own code becomes part of the graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hookline.errors import OptionError
+from hookline.sites import _torch
+from hookline.sites.compiled import ops
+from hookline.sites.compiled.layout import Parts, collect, describe, substitute
+from hookline.sites.site import Site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from hookline.sites.entry import Attachment, Entry
+    from hookline.sites.ports import BackPort, Port
+
+__all__ = ["begin", "call_by_name", "enter_gradients", "leave_gradients", "run_post", "run_pre"]
+
+
+def begin(port: Port) -> None:
+    """A forward of the model begins."""
+    if not _torch.exporting():
+        ops.BEGIN(port.key, _serial())
+
+
+@_torch.constant_while_tracing
+def _serial() -> int:
+    """Differs between the calls of one graph, and is the same when the same thing is compiled again."""
+    current = _torch.compilation()
+    _Serial.at = _Serial.at + 1 if current == _Serial.compilation else 0
+    _Serial.compilation = current
+    return _Serial.at
+
+
+class _Serial(threading.local):
+    compilation: object = None
+    at = 0
+
+
+def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The pre-hooks of a port; the arguments to go on with."""
+    for place, entry in enumerate(port.steps):
+        if entry is None:
+            _fire(port, place, args, kwargs, ())
+        else:
+            result = _edit(port, place, entry, module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
+            if result is not None:
+                if entry.attachment.with_kwargs:
+                    args, kwargs = result
+                else:
+                    args = result if isinstance(result, tuple) else (result,)
+    return args, kwargs
+
+
+def run_post(port: Port, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """The forward hooks of a port; the output to go on with."""
+    for place, entry in enumerate(port.steps):
+        if entry is None:
+            _fire(port, place, args, kwargs, (output,))
+        else:
+            more = (args, kwargs, output) if entry.attachment.with_kwargs else (args, output)
+            result = _edit(port, place, entry, module, more)
+            if result is not None:
+                output = result
+    return output
+
+
+def _fire(port: Port, place: int, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
+    if _torch.exporting():
+        return  # an exported program is to run where there are no hooks, and no hookline
+    parts = Parts()
+    reads = port.reads
+    text = describe(args, parts) if "a" in reads else "()"
+    text += describe(kwargs, parts) if "k" in reads else "{}"
+    if output:
+        text += describe(output[0], parts) if "o" in reads else "N"
+    what = f"{_serial()}|{port.slot}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
+    if parts.numbers or parts.reals:
+        ops.FIRE_WITH(port.key, what, parts.tensors, parts.numbers, parts.reals)
+    else:
+        ops.FIRE(port.key, what, parts.tensors)
+
+
+def _edit(port: Port, place: int, entry: Entry, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    if not _torch.exporting():
+        ops.COUNT(port.key, f"{_serial()}|{port.slot}|{place}||")
+    attachment = entry.attachment
+    assert attachment.by_name is not None
+    if attachment.scope is not None:
+        _refuse_scoped(attachment.name)
+    if attachment.wants_site:
+        return attachment.by_name(entry.hook, module, *args, site=Site(entry.name, module, attachment.kind))
+    return attachment.by_name(entry.hook, module, *args)
+
+
+@_torch.constant_while_tracing
+def _refuse_scoped(name: str) -> None:
+    raise OptionError(
+        f"Hook {name!r} edits, and has scope='context': whose call it is, is known only when compiled code runs, and "
+        "then the edit is part of it. Use observe=True, leave scope= out, or run that module eagerly "
+        "(torch.compiler.disable)."
+    )
+
+
+def enter_gradients(port: BackPort, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Have the gradients of the inputs watched; the arguments to go on with."""
+    places, tensors, names = _places(port, args, kwargs)
+    passed = ops.ENTER(port.key, f"{port.plan}|{places}|{names}", tensors)
+    if "a" not in port.plan:
+        return args, kwargs
+    used: list[None] = []
+    return substitute(args, passed, used), substitute(kwargs, passed, used)
+
+
+def leave_gradients(port: BackPort, output: Any) -> Any:
+    """Have the gradients of the outputs watched; the output to go on with."""
+    if isinstance(output, tuple | list):
+        places, tensors, names = _places(port, output, {})
+    else:
+        places, tensors, names = _places(port, (), {"": output})
+    if not tensors:
+        return output
+    passed = ops.LEAVE(port.key, f"{port.plan}|{places}|{names}", tensors)
+    return substitute(output, passed, [])
+
+
+def _places(port: BackPort, args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
+    """Which places gradients will be handed over in, as ``gradient_slots.tensors`` has them, and their names."""
+    tensors: list[Tensor] = []
+    places = ""
+    names: list[str] = []
+    for index, value in enumerate(args):
+        before = len(tensors)
+        collect(value, tensors)
+        count = len(tensors) - before
+        places += "1" * count if count else "0"
+        if "s" in port.plan:
+            names += _names(value, str(index)) or [str(index)]
+    for key, value in kwargs.items():
+        before = len(tensors)
+        collect(value, tensors)
+        places += "1" * (len(tensors) - before)
+        if "s" in port.plan:
+            names += _names(value, key)
+    return places, tensors, ",".join(names)
+
+
+def _names(value: Any, path: str) -> list[str]:
+    if isinstance(value, Tensor):
+        return [path]
+    names: list[str] = []
+    if isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            names += _names(item, f"{path}.{index}" if path else str(index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            names += _names(item, f"{path}.{key}" if path else str(key))
+    return names
+
+
+def call_by_name(attachment: Attachment, where: str) -> Callable[..., Any]:
+    """What calls an editing hook, under a name that says which hook it is: the compiler's errors show the stack."""
+
+    def call(hook: Any, *args: Any, **options: Any) -> Any:
+        return hook(*args, **options)
+
+    code: CodeType = call.__code__
+    name = f"{attachment.kind.value} hook {attachment.name!r} on {where}"
+    return FunctionType(code.replace(co_name=name, co_qualname=name), globals(), name)

@@ -1,0 +1,34 @@
+"""Whose call it is: a hook with ``scope="context"`` fires for the thread, or asyncio task, that attached it alone.
+
+Opened by ``attach``, asked by the ports when a hook is about to run. What the owner starts in a copy of its context
+(a task, ``asyncio.to_thread``) is the owner's too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextvars import ContextVar
+from typing import Final
+
+__all__ = ["close_scope", "open_scope", "open_scopes"]
+
+_NUMBERS: Final = itertools.count()
+_LIVE: Final[set[int]] = set()
+_OPEN: Final[ContextVar[frozenset[int]]] = ContextVar("hookline_open_scopes", default=frozenset())
+
+open_scopes: Final = _OPEN.get
+"""The scopes that are open in this context. On CUDA the backward runs in a thread of its own, so ask in the forward."""
+
+
+def open_scope() -> int:
+    """Open a scope in this context; its number."""
+    number = next(_NUMBERS)
+    _LIVE.add(number)
+    _OPEN.set(frozenset({number, *(_OPEN.get() & _LIVE)}))
+    return number
+
+
+def close_scope(number: int) -> None:
+    """The hook is off. Other contexts may still have the number, which nobody will ask for again."""
+    _LIVE.discard(number)
+    _OPEN.set(_OPEN.get() - {number})
