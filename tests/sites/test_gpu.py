@@ -276,3 +276,154 @@ def test_a_fused_step_that_the_scaler_skips_is_marked() -> None:
             scaler.update()
             optimizer.zero_grad()
     assert [flag.item() for flag in found] == [0.0, 1.0]
+
+
+class Blocks(nn.Module):
+    """Compiled code of their own."""
+
+    def __init__(self, count: int = 3, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")
+@pytest.mark.parametrize("per_block", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_every_call_fires_around_cuda_graphs(train: bool, per_block: bool) -> None:
+    """mode="reduce-overhead": ten of ten, forward and gradient, and what a hook has kept stays as it was."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Blocks().cuda().eval()
+    x = torch.randn(4, 8, 32, device="cuda")
+    expected = []
+    with torch.no_grad(), hl.attach(model, "layers.#.mix", lambda m, a, o: expected.append(o.clone()), observe=True):
+        for step in range(10):
+            model(x + step)
+    if per_block:
+        for layer in model.layers:
+            layer.compile(mode="reduce-overhead", fullgraph=True)
+    compiled = model if per_block else torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    kept, grads, steps = [], [], []
+
+    def keep(module, args, output, *, site):
+        kept.append(output)
+        steps.append(site.step)
+
+    with (
+        hl.attach(model, "layers.#.mix", keep, observe=True),
+        hl.attach(model, "layers.#.mix", lambda m, gi, go: grads.append(go[0]), on="backward", observe=True) as back,
+    ):
+        for step in range(10):
+            torch.compiler.cudagraph_mark_step_begin()
+            model.zero_grad()
+            with torch.set_grad_enabled(train):
+                out = compiled(x + step)
+            if train:
+                out.sum().backward()
+        assert back.report().fired == (30 if train else 0)
+        back.remove(quiet=True)
+    assert steps == [step for step in range(10) for _ in range(3)]
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(kept, expected, strict=True))
+    assert len(grads) == (30 if train else 0)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_gradients_on_a_gpu_are_those_of_an_eager_run(backend: str) -> None:
+    """Same sites, steps and order; values within what compiling changes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Blocks().cuda().eval()
+    x = torch.randn(4, 8, 32, device="cuda")
+    runs = []
+    for call in (model, torch.compile(model, backend=backend, fullgraph=True)):
+        call(x)
+        seen: list[tuple] = []
+
+        def note(module, *grads, site, seen=seen):
+            seen.append((site.kind, site.name, site.step, site.call, [part[0] for part in grads]))
+
+        with (
+            hl.attach(model, "*", note, on="backward", observe=True, exclude="*.drop"),
+            hl.attach(model, "*", note, on="backward_pre", observe=True, exclude="*.drop"),
+        ):
+            for _ in range(2):
+                model.zero_grad()
+                call(x).sum().backward()
+        runs.append(seen)
+    eager, compiled = runs
+    assert [entry[:4] for entry in eager] == [entry[:4] for entry in compiled]
+    for mine, theirs in zip(eager, compiled, strict=True):
+        for a, b in zip(mine[4], theirs[4], strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.allclose(a, b, atol=1e-3)
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_scoped_gradient_hook_fires_although_the_backward_runs_in_another_thread(compile_it: bool) -> None:
+    """The owner is read in the forward: autograd's thread for the device has a context of its own."""
+    import threading
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).cuda()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compile_it else model
+    call(torch.ones(2, 4, device="cuda")).sum().backward()
+    mine: list[float] = []
+
+    def note(module, grad_input, grad_output):
+        mine.append(grad_output[0].sum().item())
+
+    def other() -> None:
+        (call(torch.ones(2, 4, device="cuda")) * 7).sum().backward()
+
+    with hl.attach(model, "1", note, on="backward", observe=True, scope="context"):
+        call(torch.ones(2, 4, device="cuda")).sum().backward()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        call(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert mine == [4.0, 4.0]
+
+
+def test_watching_a_compiled_model_changes_no_bit_of_a_gpu_run() -> None:
+    """The house test under aot_eager; the negative control is the eager one above."""
+    torch._dynamo.reset()
+    plain_model, model = _model(), _model()
+    plain = _train(torch.compile(plain_model, backend="aot_eager"))
+    torch._dynamo.reset()
+    norms = []
+    with (
+        hl.attach(model, "*", lambda m, a, o: norms.append(o.norm()), observe=True),
+        hl.attach(model, "*", lambda m, gi, go: norms.append(go[0]), on="backward", observe=True) as backward,
+    ):
+        watched = _train(torch.compile(model, backend="aot_eager"))
+        assert backward.report().fired == 20 * len(list(model.modules()))
+    for key, value in plain.items():
+        assert torch.equal(value, watched[key.removeprefix("_orig_mod.") if key not in watched else key]), key
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")
+def test_somebody_elses_cuda_graph_is_told_of() -> None:
+    """While it is recorded, once; and the hook that never fired says why."""
+    from hookline.sites import root
+
+    root._Said.captured = False
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).cuda()
+    handle = hl.attach(model, "0", lambda m, a, o: None)
+    x = torch.randn(2, 4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    model(x)
+    torch.cuda.synchronize()
+    with pytest.warns(hl.HooklineWarning, match="CUDA graph.*reduce-overhead"), torch.cuda.graph(graph):
+        model(x)
+    handle.remove(quiet=True)
+    graphed = torch.cuda.make_graphed_callables(nn.Sequential(nn.Linear(4, 4)).cuda(), (x,))
+    late = hl.attach(graphed, "0", lambda m, a, o: None)
+    graphed(x)
+    with pytest.warns(hl.HookNeverFired, match="replays a CUDA graph"):
+        late.remove()

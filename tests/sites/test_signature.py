@@ -15,7 +15,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.sites.kinds import MODULE, Kind
-from hookline.sites.signature import a_or_an, check_hook, hook_name, may_return_value
+from hookline.sites.signature import a_or_an, check_hook, hook_name, may_return_value, what_it_reads
 
 # -- what it can take ----------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ GIVING = [
     waits_and_generates,
     wrapped,
     lambda m, gi, go: gi,
-    lambda m, gi, go: print(gi),
+    lambda m, gi, go: repr(gi),
     lambda m, gi, go: gi if gi else None,
     lambda m, gi, go: (yield),
     Giving(),
@@ -443,3 +443,60 @@ def test_silent_is_claimed_only_of_functions_that_are(body):
 def test_classes_have_their_article_in_messages(value, says):
     """A sentence is read aloud."""
     assert a_or_an(value) == says
+
+
+_SEEN: list[object] = []
+
+
+@pytest.mark.parametrize(
+    ("hook", "may"),
+    [
+        (lambda module, args, output: _SEEN.append(output), False),
+        (lambda module, args, output: _SEEN.append(output.norm()), False),
+        (lambda module, args, output, *, site: {}[site.name].append((output, args[0])), False),
+        (lambda module, args, output: print(output.shape, len(args)), False),
+        (lambda module, args, output: output.add(1), True),
+        (lambda module, args, output: _SEEN.append(output) or output, True),
+        (lambda module, args, output: output if _SEEN else None, True),
+        (lambda module, args, output: id(_SEEN.append(output)), True),
+    ],
+    ids=["append", "append of a call", "append by key", "print", "add", "or", "if", "call of an append"],
+)
+def test_a_lambda_that_only_takes_notes_is_known_to_return_nothing(hook, may):
+    """``seen.append(output)`` gives None, and a lambda has no other way to say so."""
+    assert may_return_value(hook) is may
+
+
+def test_no_method_of_a_tensor_passes_for_taking_notes():
+    """Else ``lambda module, args, output: output.add(1)`` would not edit."""
+    from hookline.sites.signature import _GIVE_NONE
+
+    assert not [name for name in _GIVE_NONE if hasattr(torch.Tensor, name)]
+
+
+def test_what_a_hook_looks_at_is_read_off_its_code():
+    """The compiler need not keep the rest; where the code does not tell, everything."""
+
+    def output_only(module, args, output):
+        return output
+
+    def nothing(module, args, output): ...
+    def inside(module, args, output):
+        return lambda: args
+
+    def by_name(module, args, output):
+        return locals()
+
+    def everything(module, *rest): ...
+    def with_kwargs(module, args, kwargs, output):
+        return kwargs
+
+    class Callable:
+        def __call__(self, module, args, output):
+            return args
+
+    found = [what_it_reads(hook, with_kwargs=False) for hook in (output_only, nothing, inside, by_name, everything)]
+    assert found == ["o", "", "a", "ao", "ao"]
+    assert what_it_reads(with_kwargs, with_kwargs=True) == "k"
+    assert what_it_reads(Callable(), with_kwargs=False) == "a"
+    assert what_it_reads(print, with_kwargs=False) == "ao"

@@ -34,17 +34,19 @@ __all__ = [
     "CALL_IMPL",
     "FULL_BACKWARD_FLAG",
     "HOOK_DICTS",
+    "Compilations",
     "Edges",
     "FunctionBase",
     "OpOverload",
     "Shards",
     "add_port",
-    "as_outside",
     "backends",
     "being_walked",
+    "below_autograd",
     "boundary",
     "called_by_us",
     "caller",
+    "capturing",
     "compilation",
     "compiled_code",
     "constant_while_tracing",
@@ -67,6 +69,7 @@ __all__ = [
     "in_transform",
     "innermost_saved_hooks",
     "is_compiled",
+    "is_compiled_function",
     "is_inner_step",
     "is_native",
     "is_tracing",
@@ -78,7 +81,6 @@ __all__ = [
     "local_tensor",
     "made_since",
     "never_recomputed",
-    "on_compilation",
     "operator_names",
     "operators_of",
     "operators_shown_as",
@@ -93,15 +95,17 @@ __all__ = [
     "push_saved_hooks",
     "queue_end_of_backward",
     "queue_id",
+    "replays_graph",
     "running_module",
     "running_modules",
     "sequence_number",
     "sequence_number_of",
-    "set_hook_guards",
+    "set_grad_enabled",
     "sharded_parameter",
     "slip_mode_under",
     "takes_optimizer_hooks",
     "untraced",
+    "vectorizing",
     "will_execute",
 ]
 
@@ -723,6 +727,9 @@ pop_saved_hooks: Final = torch._C._autograd._pop_saved_tensors_default_hooks
 """Take the top pair off."""
 
 
+set_grad_enabled: Final = torch._C._set_grad_enabled
+"""What ``torch.set_grad_enabled`` does, at a quarter of its price."""
+
 # -- torch.compile -------------------------------------------------------------------------------------------
 
 
@@ -764,36 +771,10 @@ def leave_to_python(*functions: Any, below: bool = True) -> None:
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-class as_outside:  # used like a function
-    """Inside an operator: autograd as it is around the compiled call, ready to record what a hook differentiates.
-
-    Operators run below autograd, and a compiled forward with gradients disabled. (2 µs; a generator would take 3.)
-    """
-
-    __slots__ = ("_before", "_grad", "_guard")
-
-    def __init__(self, grad: bool) -> None:
-        self._grad = grad
-
-    def __enter__(self) -> None:
-        excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
-        self._guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-        self._guard.__enter__()  # type: ignore[no-untyped-call]
-        self._before = torch.is_grad_enabled()
-        if self._grad is not self._before:
-            torch._C._set_grad_enabled(self._grad)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._grad is not self._before:
-            torch._C._set_grad_enabled(self._before)
-        self._guard.__exit__(*exc_info)
-
-
-_AUTOGRAD: Final = functools.reduce(
-    lambda keys, name: keys.add(getattr(torch._C.DispatchKey, name)),
-    ("ADInplaceOrView", "AutogradOther", "AutogradNestedTensor"),
-    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality),
-)
+def below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
+    """Call an operator whose kernel for autograd this is, past that kernel."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 @contextmanager
@@ -812,14 +793,6 @@ def never_recomputed() -> Iterator[None]:
         yield
     finally:
         meta["recompute"] = before
-
-
-def set_hook_guards(on: bool) -> bool:
-    """Whether code compiled from now on notices hooks that come to modules without any; how it was before."""
-    config = sys.modules["torch._dynamo.config"]
-    before = not config.skip_nnmodule_hook_guards
-    config.skip_nnmodule_hook_guards = not on  # type: ignore[attr-defined]
-    return before
 
 
 def compiled_code() -> list[CodeType]:
@@ -847,19 +820,28 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def on_compilation(begin: Callable[..., None], end: Callable[..., None]) -> Callable[[], None]:
-    """Have these called around every compilation; what ends that."""
-    from torch._dynamo.callback import callback_handler
+class Compilations:
+    """Has something called whenever a compilation begins."""
 
-    callback_handler.register_start_callback(begin)
-    callback_handler.register_end_callback(end)
+    def __init__(self, on_begin: Callable[[], None]) -> None:
+        self._on_begin = on_begin
 
-    def stop() -> None:
-        with suppress(ValueError):
-            callback_handler.remove_start_callback(begin)
-            callback_handler.remove_end_callback(end)
+    def __call__(self, *args: Any) -> None:
+        self._on_begin()
 
-    return stop
+    def is_on(self) -> bool:
+        """Whether it will be called."""
+        handler = sys.modules.get("torch._dynamo.callback")
+        return handler is not None and self in handler.callback_handler.start_callbacks
+
+    def start(self) -> None:
+        """From now on."""
+        sys.modules["torch._dynamo.callback"].callback_handler.register_start_callback(self)
+
+    def stop(self) -> None:
+        """No more."""
+        if self.is_on():
+            sys.modules["torch._dynamo.callback"].callback_handler.remove_start_callback(self)
 
 
 def in_compiled_code() -> bool:
@@ -881,3 +863,25 @@ def compilation() -> object:
 def exporting() -> bool:
     """Whether what is being traced is to be exported; torch 2.11 says so of everything, if asked directly."""
     return torch.compiler._is_exporting_flag
+
+
+def capturing() -> bool:
+    """Whether what runs is being recorded as a CUDA graph (0.05 µs where CUDA was never used)."""
+    return torch.cuda._initialized and torch.cuda.is_current_stream_capturing()
+
+
+def replays_graph(module: nn.Module) -> bool:
+    """Whether ``torch.cuda.make_graphed_callables`` has put the replay of a CUDA graph in the place of the forward."""
+    return getattr(module.__dict__.get("forward"), "__module__", None) == "torch.cuda.graphs"
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Whether it is what ``torch.compile(function)`` gives: its own code is compiled, not that of whoever calls it."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+@constant_while_tracing
+def vectorizing() -> bool:
+    """Whether what is being traced is inside ``torch.vmap``, for which operators of ours have no rule."""
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)

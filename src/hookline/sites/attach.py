@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
-from hookline.sites.compiled import live, switch  # noqa: F401  # live: runs behind the operators
+from hookline.sites.compiled import live  # noqa: F401  # runs behind the operators
 from hookline.sites.compiled.trace import call_by_name
-from hookline.sites.context import open_scope
+from hookline.sites.context import close_scope, open_scope
 from hookline.sites.entry import Attachment, Entry, Phase
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import MODULE, Kind, Subject
@@ -103,13 +103,14 @@ def attach(
     try:
         if attachment.kind is Kind.PARAM_GRAD:
             return fasten_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
-        chosen = without_scripted(select(model, place, exclude=exclude), place)
-    except NoMatchError as error:
-        if strict:
+        return fasten(attachment, model, without_scripted(select(model, place, exclude=exclude), place))
+    except BaseException as error:
+        if attachment.scope is not None:
+            close_scope(attachment.scope)
+        if strict or not isinstance(error, NoMatchError):
             raise
         warnings.warn(str(error), HooklineWarning, stacklevel=2)
-        chosen = []
-    return fasten(attachment, model, chosen)
+        return fasten(attachment, model, [])
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
@@ -190,7 +191,7 @@ def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
     if attachment.may_edit or changes_in_place(attachment.hook):
         first = repr(chosen[0][0])
         where = first if len(chosen) == 1 else f"{first} and {len(chosen) - 1} more"
-        attachment.by_name = call_by_name(attachment, where)
+        attachment.by_name = call_by_name(f"{attachment.kind.value} hook {attachment.name!r} on {where}")
 
 
 def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
@@ -205,5 +206,3 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -
         entry = Entry(attachment, name, table, root)
         attachment.entries[entry] = None
         table.add(entry)
-    if attachment.kind.is_call:
-        switch.refresh(model)

@@ -30,6 +30,8 @@ class Carrier(dict[str, Any]):
     """Where the graph leads to an input as it went in, and its place in ``grad_input``."""
     aliases = False
     """Whether aliases of the inputs went in."""
+    watches = False
+    """Whether the gradients of the inputs were to be watched when the call began."""
     taken: tuple[Taken, ...] = ()
     """Inputs that could be changed in place unnoticed, or be leaves, as they went in."""
     swapped: tuple[tree.Swapped, ...] = ()

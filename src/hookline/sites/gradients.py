@@ -120,6 +120,7 @@ class GradientCall:
         table = self._table
         carrier = Carrier(kwargs)
         carrier.call = self
+        carrier.watches = table.watches_inputs
         if len(args) == 1 and not kwargs and not table.edits_gradients:
             only = args[0]
             if isinstance(only, Tensor):
@@ -297,7 +298,7 @@ class GradientCall:
                         node.register_hook(self._collector([(0, place)]))
             elif place >= 0:
                 self._back = place, index
-                if not self._table.watches_inputs:
+                if not carrier.watches:
                     tap(tensor, tensor.grad_fn).inputs.append((self, place))
                 return passed
             elif type(self._module) is FunctionSite and carrier.was_taken(tensor):

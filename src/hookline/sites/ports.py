@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.always import StaleGuard
-from hookline.sites.compiled import trace
+from hookline.sites.compiled import marks, trace
 from hookline.sites.entry import Phase
 from hookline.sites.gradient_inputs import Carrier
 from hookline.sites.gradients import GradientCall
@@ -50,19 +50,43 @@ _EDIT = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
 class Port:
     """Base of everything that hookline registers with torch."""
 
-    __slots__ = ("__weakref__", "entries", "groups", "hook_id", "key", "reads", "steps", "table")
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "entries",
+        "groups",
+        "hook_id",
+        "key",
+        "plan",
+        "reads",
+        "recipe",
+        "steps",
+        "table",
+        "ticks",
+    )
 
     slot: ClassVar[str] = ""
     """Its name in compiled graphs."""
+    recipe: str
+    steps: _Steps
+    groups: _Groups
 
     def __init__(self, table: Table) -> None:
         self.table = table
         self.key = table.key
         self.hook_id = -1
+        self.entries: tuple[Entry, ...] = ()
+        self._before: tuple[str, _Steps, _Groups] | None = None
+        self.plan = ""
+        """What compiled calls have to know of the gradient hooks."""
+        self.ticks = ""
+        """Whether the port tells the root of each call: "t"."""
         self.put(())
 
     def put(self, entries: tuple[Entry, ...]) -> None:
         """These are the hooks from now on."""
+        if self.entries and self.table.key is not None:
+            self._before = self.recipe, self.steps, self.groups
         self.entries = entries
         if not entries:
             self.steps, self.groups, self.reads = _NO_STEPS
@@ -71,6 +95,30 @@ class Port:
         else:
             self.steps, self.groups = _in_steps(entries)
             self.reads = "".join(sorted({letter for entry in entries for letter in entry.attachment.reads}))
+        self.write_recipe()
+
+    def write_recipe(self) -> None:
+        """Say in one text what a compiled call does here: every single thing that it reads becomes a guard."""
+        steps = "".join(["w" if step is None else "e" for step in self.steps])
+        self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}"
+
+    def group(self, steps: str, place: int) -> tuple[Entry, ...]:
+        """The hooks that only watch at one place of a compiled call with those steps."""
+        _, groups, live = self._as_compiled(steps)
+        return groups[place] if live else tuple(entry for entry in groups[place] if not entry.attachment.removed)
+
+    def editor(self, steps: str, place: int) -> Entry | None:
+        """The hook that edits there."""
+        return self._as_compiled(steps)[0][place]
+
+    def _as_compiled(self, steps: str) -> tuple[_Steps, _Groups, bool]:
+        """Steps and groups as the call that is under way was compiled for: its own hooks may have changed them."""
+        if self.recipe.startswith(f"{steps}/"):
+            self._before = None
+            return self.steps, self.groups, True
+        if self._before is not None and self._before[0].startswith(f"{steps}/"):
+            return self._before[1], self._before[2], False
+        return (None,) * len(steps), ((),) * len(steps), False
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         raise NotImplementedError
@@ -128,25 +176,19 @@ def drop_stale(module: nn.Module) -> None:
                 setattr(module, _torch.FULL_BACKWARD_FLAG, None)  # torch leaves it set
     if isinstance(module.__dict__.get(_torch.CALL_IMPL), StaleGuard):
         del module.__dict__[_torch.CALL_IMPL]
+    marks.unmark_copy(module)
 
 
 class PreFront(Port):
     """First of a module's forward pre-hooks: the root's tick, raw observers, edits."""
 
-    __slots__ = ("ticks",)
+    __slots__ = ()
 
     slot = "pre_front"
 
-    def __init__(self, table: Table) -> None:
-        super().__init__(table)
-        self.ticks = False
-        """Whether it tells the root of each call."""
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
         if is_dynamo_compiling():
-            if self.ticks:
-                trace.begin(self)
-            return _handed_back(args, kwargs, trace.run_pre(self, module, args, kwargs)) if self.steps else None
+            return _handed_back(kwargs, trace.run_pre(self, module, args, kwargs))
         table = self.table
         if table.root is not None and table.around is None:
             table.root.begin()
@@ -174,12 +216,12 @@ class PreFront(Port):
 class BackPort(Port):
     """Base of the ports at the end of a queue: they run the observers that were on when the queue began."""
 
-    __slots__ = ("_held", "plan")
+    __slots__ = ("_held",)
 
     def __init__(self, table: Table) -> None:
         super().__init__(table)
         self.plan = table.plan
-        """What compiled calls have to know of the gradient hooks."""
+        self.write_recipe()
         self._held: tuple[int, tuple[Entry, ...]] | None = None
 
     def hold(self, entries: tuple[Entry, ...]) -> None:
@@ -208,10 +250,7 @@ class PreBack(BackPort):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
         if is_dynamo_compiling():
-            trace.run_pre(self, module, args, kwargs)
-            if not self.plan or not torch.is_grad_enabled() or _torch.exporting():
-                return None
-            return _handed_back(args, kwargs, trace.enter_gradients(self, args, kwargs))
+            return _handed_back(kwargs, trace.run_pre(self, module, args, kwargs))
         table = self.table
         if len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1:
             table.keep_places()
@@ -267,15 +306,14 @@ class PostBack(BackPort):
         if output is _ABSENT:
             kwargs, output = {}, kwargs
         if is_dynamo_compiling():
-            trace.run_post(self, module, args, kwargs, output)
-            if not self.plan or not torch.is_grad_enabled() or _torch.exporting():
-                return None
-            return trace.leave_gradients(self, output)
+            return trace.run_post(self, module, args, kwargs, output)
         if self.entries or self._held is not None:
             for entry in self.due():
                 run_one_post(entry, module, args, kwargs, output)
         table = self.table
         if not table.has_gradients:
+            if len(module._forward_hooks) > 1:
+                table.keep_places()
             return None
         table.calls_seen += 1
         if not torch.is_grad_enabled():
@@ -357,11 +395,9 @@ def run_one_post(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs:
     return entry.call(module, (args, kwargs, output) if attachment.with_kwargs else (args, output))
 
 
-def _handed_back(args: Any, kwargs: Any, new: tuple[Any, Any]) -> Any:
+def _handed_back(kwargs: Any, new: tuple[Any, Any] | None) -> Any:
     """What a pre-hook returns to torch."""
-    if kwargs is _ABSENT:
-        return new[0]
-    return new
+    return new[0] if new is not None and kwargs is _ABSENT else new
 
 
 def _new_arguments(entry: Entry, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -171,6 +171,8 @@ def _likely_cause(entry: Entry, attachment: Attachment) -> str:
         return "a container is never called; hook its children"
     if attachment.kind.is_gradient and entry.table.calls_seen:
         return "it ran, but no backward pass came through its outputs before it came off"
+    if attachment.scope is not None:
+        return "no call was made in the context that attached it (scope='context'), though others may have made some"
     parent, child = _parent_of(entry)
     cause = _cause_in_parent(parent, child) if parent is not None else None
     if cause is not None:
@@ -198,6 +200,8 @@ def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:
 def _cause_in_parent(parent: nn.Module, child: str) -> str | None:
     """What the parent's own code does with the child, read from its source."""
     kind = type(parent).__name__
+    if _torch.replays_graph(parent):
+        return f"{kind} replays a CUDA graph, which calls no module; hook {kind} itself, or run it without the graph"
     if isinstance(parent, nn.MultiheadAttention):
         return f"{kind} uses its weights in a function and never calls it; hook {kind} itself"
     source = _source_of(type(parent))

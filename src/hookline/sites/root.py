@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from hookline.errors import HooklineWarning
 from hookline.sites import _torch
+from hookline.sites.compiled import marks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -71,6 +74,9 @@ class Root:
             table.keep_places()
         if self.leaves is not None:
             self.leaves()
+        marks.tend()
+        if _torch.capturing():
+            _say_captured(self.model())
 
     def moment(self, key: Hashable) -> tuple[int, int]:
         """The step of this thread and how often ``key`` came by in it before; counts it."""
@@ -79,6 +85,23 @@ class Root:
         call = calls.get(key, 0)
         calls[key] = call + 1
         return current.step, call
+
+
+def _say_captured(model: nn.Module | None) -> None:
+    """Once in a process: nothing of ours will ever be called from what somebody is recording."""
+    if not _Said.captured:
+        _Said.captured = True
+        warnings.warn(
+            f"A forward of this {type(model).__name__} is being recorded as a CUDA graph: its replays call no hooks. "
+            "Run it without the graph where hooks are to fire, or use torch.compile(mode='reduce-overhead'), which "
+            "makes graphs around them.",
+            HooklineWarning,
+            stacklevel=2,
+        )
+
+
+class _Said:
+    captured = False
 
 
 NOWHERE: Final = Root()

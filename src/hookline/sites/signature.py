@@ -65,13 +65,12 @@ def may_return_value(hook: Hook) -> bool:
     code = _code_of(hook)
     if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return True
-    previous = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
+    steps = list(dis.get_instructions(code))
+    for index, step in enumerate(steps):
+        if step.opname == "RETURN_CONST" and step.argval is not None:
             return True
-        if instruction.opname == "RETURN_VALUE" and not _pushes_none(previous, instruction):
-            return True
-        previous = instruction
+        if step.opname == "RETURN_VALUE" and not _pushes_none(steps[index - 1] if index else None, step):
+            return not (code.co_name == "<lambda>" and _called_last(steps[:index]) in _GIVE_NONE)
     return False
 
 
@@ -126,6 +125,27 @@ def _code_of(hook: Any) -> CodeType | None:
     if isinstance(hook, MethodType):
         hook = hook.__func__
     return hook.__code__ if isinstance(hook, FunctionType) else None
+
+
+_GIVE_NONE = frozenset({"append", "appendleft", "discard", "extend", "insert", "print", "put_nowait", "update"})
+"""What people call in a lambda for its effect: ``lambda module, args, output: seen.append(output)``. No method of a
+tensor has one of these names."""
+
+
+def _called_last(steps: list[dis.Instruction]) -> str | None:
+    """The name of the function whose value a lambda returns; None if it is no plain call.
+
+    What is called is what the stack holds under the arguments: the last that was put in its second place.
+    """
+    name, depth = None, 0
+    for step in steps:
+        if "JUMP" in step.opname:
+            return None
+        effect = dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None)
+        depth += effect
+        if depth == 2 and effect > 0 and isinstance(step.argval, str):
+            name = step.argval
+    return name if steps and steps[-1].opname.startswith("CALL") and depth == 1 else None
 
 
 def _pushes_none(previous: dis.Instruction | None, instruction: dis.Instruction) -> bool:

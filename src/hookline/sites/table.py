@@ -17,7 +17,7 @@ from torch import nn
 from hookline.errors import UnhookableError
 from hookline.sites import _torch
 from hookline.sites.always import Around, CallGuard
-from hookline.sites.compiled import switch
+from hookline.sites.compiled import marks
 from hookline.sites.compiled.keys import new_key
 from hookline.sites.compiled.wiring import plan_of
 from hookline.sites.entry import Entry, Phase
@@ -82,6 +82,7 @@ _Slot: TypeAlias = type[Port] | Kind
 _Place: TypeAlias = tuple[dict[int, Any], int, bool]
 """One of torch's dictionaries, the id of our port in it, and whether that has to be first or last."""
 _CALLED: Final[dict[str, type[Port]]] = {port.slot: port for port in (PreFront, PreBack, PostFront, PostBack)}
+_IN_CALLS: Final = frozenset(_CALLED.values())
 _LOADED: Final = ("_load_state_dict_post_hooks", "register_load_state_dict_post_hook")
 _SLOTS: Final[dict[_Slot, tuple[type[Port], str, str | None]]] = {
     PreFront: (PreFront, "_forward_pre_hooks", None),
@@ -117,12 +118,13 @@ class Table(GradientLanes):
     """When the latest call that gradient hooks take part in began."""
     key: torch.Tensor | None = None
     """By which compiled code finds the table; there is none before the compiler is loaded."""
+    _is_marked = False
     covered = -1
     """Up to which generation of process-wide hooks the module has them all."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = _ModuleRef(module, _forget)
-        if switch.is_loaded():
+        if marks.is_loaded():
             self.key = new_key(self)
         self._lanes: dict[Kind, tuple[Entry, ...]] = {}
         self._ports: dict[_Slot, Port] = {}
@@ -145,6 +147,19 @@ class Table(GradientLanes):
         self.key = new_key(self)
         for port in self._ports.values():
             port.key = self.key
+
+    def sync_mark(self) -> None:
+        """Mark the module while it has hooks that a compiled call runs."""
+        module = self._module()
+        if module is not None and PreBack in self._ports:
+            self._sync_pre(module)
+        needed = not self._ports.keys().isdisjoint(_IN_CALLS)
+        if module is not None and needed is not self._is_marked:
+            self._is_marked = needed
+            (marks.mark if needed else marks.unmark)(module)
+        if needed:  # compiled code keeps no places: the root does
+            for entry in self.entries():
+                entry.root.tables.add(self)
 
     def module(self) -> nn.Module | None:
         """The module, unless it is gone."""
@@ -189,7 +204,8 @@ class Table(GradientLanes):
         else:
             self._lanes[kind] = tuple(other for other in lane if other is not entry)
         self._sync(entry)
-        if self._looks_after_itself() or not any(other.root is entry.root for other in self.entries()):
+        own = self._looks_after_itself() and not self._is_marked
+        if own or not any(other.root is entry.root for other in self.entries()):
             entry.root.tables.discard(self)
         self._drop_if_empty()
 
@@ -200,6 +216,8 @@ class Table(GradientLanes):
         if module is not None:
             self._sync_pre(module)
             self._places = None
+            if marks.are_needed():
+                self.sync_mark()
         self._drop_if_empty()
 
     def set_around(self, around: Around | None) -> None:
@@ -259,6 +277,8 @@ class Table(GradientLanes):
         if changed.attachment.always_call:
             self._sync_guard(module)
         self._places = None
+        if marks.are_needed():
+            self.sync_mark()
 
     def _sync_pre(self, module: nn.Module) -> None:
         lane = self.lane(_FORWARD_PRE)
@@ -266,9 +286,12 @@ class Table(GradientLanes):
         self._sync_port(module, PreFront, _front(lane), needed=ticks)
         first = self._ports.get(PreFront)
         if isinstance(first, PreFront):
-            first.ticks = ticks
-        # A module with observers looks after their place at the start of each call, whoever makes it.
-        self._sync_port(module, PreBack, _back(lane), needed=PostBack in self._ports)
+            first.ticks = "t" if ticks else ""
+            first.write_recipe()
+        # A module with observers looks after their place at the start of each call, whoever makes it. Where there is
+        # compiled code, that would be one more thing for it to check, so there the root does it (and `PostBack`).
+        needed = PostBack in self._ports and (self.has_gradients or not marks.are_needed())
+        self._sync_port(module, PreBack, _back(lane), needed=needed)
 
     def _sync_post(self, module: nn.Module) -> None:
         lane = self.lane(_FORWARD)
@@ -281,12 +304,13 @@ class Table(GradientLanes):
 
     def _sync_gradients(self, module: nn.Module) -> None:
         self.set_gradient_hooks(*map(self.lane, _GRADIENT_KINDS))
-        self.uses_input_once = type(module) in _USE_INPUT_ONCE and "forward" not in module.__dict__
+        self.uses_input_once = type(module) in _USE_INPUT_ONCE and not marks.is_replaced(module)
         self._sync_post(module)
         self.plan = plan_of(self)
         for port in self._ports.values():
             if isinstance(port, BackPort):
                 port.plan = self.plan
+                port.write_recipe()
 
     def _sync_port(self, module: nn.Module, slot: _Slot, entries: tuple[Entry, ...], *, needed: bool = False) -> None:
         """One port per slot while it has entries or is needed for something else; none otherwise."""
@@ -351,7 +375,7 @@ class Table(GradientLanes):
         if module is not None and not self._lanes and self.root is None:
             _TABLES.pop(id(module), None)
             if not _TABLES:
-                switch.let_go()
+                marks.let_go()
 
 
 def existing_table(module: nn.Module) -> Table | None:
@@ -372,7 +396,8 @@ def table_of(module: nn.Module) -> Table:
             )
         drop_stale(module)
         if not _TABLES:
-            switch.hold(_give_keys)
+            marks.hold(_give_keys, _mark_all)
+        marks.tend()
         table = Table(module)
         _TABLES[id(module)] = weakref.ref(table)
     return table
@@ -383,6 +408,12 @@ def _give_keys() -> None:
         for table in filter(None, (ref() for ref in _TABLES.values())):
             if table.key is None:
                 table.give_key()
+
+
+def _mark_all() -> None:
+    with LOCK:
+        for table in filter(None, (ref() for ref in _TABLES.values())):
+            table.sync_mark()
 
 
 def root_of(model: nn.Module) -> Root:
@@ -463,4 +494,4 @@ def _forget(ref: _ModuleRef, tables: dict[int, weakref.ref[Table]] = _TABLES) ->
     for entry in table.entries() if table is not None else ():
         entry.attachment.let_go(entry)
     if not tables:
-        switch.let_go()
+        marks.let_go()

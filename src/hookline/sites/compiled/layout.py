@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from hookline.sites import _torch
@@ -47,7 +48,8 @@ class Parts:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.numbers: list[int] = []
-        self.reals: list[float] = []
+        self.reals: list[Tensor] = []
+        """As tensors: a number would be a constant of the graph, and each other one need another graph."""
 
 
 def describe(value: Any, parts: Parts) -> str:
@@ -62,7 +64,7 @@ def describe(value: Any, parts: Parts) -> str:
         parts.numbers.append(value)
         return "I"
     if isinstance(value, float):
-        parts.reals.append(value)
+        parts.reals.append(torch.ones((), dtype=torch.float64, device="cpu") * value)  # as torch keeps a scale a number
         return "F"
     if isinstance(value, str):
         return f"s{len(value)}:{value}"
@@ -86,7 +88,7 @@ def _describe_container(value: Any, parts: Parts) -> str:
     if isinstance(value, Mapping):
         inside = "".join([describe(key, parts) + describe(item, parts) for key, item in value.items()])
         return "{" + inside + "}" if type(value) is dict else _named("D", type(value)) + "{" + inside + "}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_record(value):
         fields = [field.name for field in dataclasses.fields(value)]
         inside = "".join([describe(name, parts) + describe(getattr(value, name), parts) for name in fields])
         return _named("C", type(value)) + "{" + inside + "}"
@@ -120,12 +122,19 @@ def collect(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, Mapping):
         for item in value.values():
             collect(item, found)
+    elif _is_record(value):
+        for field in dataclasses.fields(value):
+            collect(getattr(value, field.name), found)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def substitute(value: Any, tensors: list[Tensor], used: list[None]) -> Any:
     """``value`` with the next of ``tensors`` in the place of each tensor; ``used`` grows with each. To be traced.
 
-    Tuples, lists and dicts are made anew; mappings of another make, which modules return, are changed.
+    Tuples, lists and dicts are made anew; mappings of another make, and dataclasses, which modules return, are changed.
     """
     if isinstance(value, Tensor):
         if _torch.local_tensor(value) is not value:
@@ -142,17 +151,22 @@ def substitute(value: Any, tensors: list[Tensor], used: list[None]) -> Any:
     if isinstance(value, MutableMapping):
         for key, item in list(value.items()):
             value[key] = substitute(item, tensors, used)
+    elif _is_record(value):
+        for field in dataclasses.fields(value):
+            item = substitute(getattr(value, field.name), tensors, used)
+            if not type(value).__dataclass_params__.frozen:
+                setattr(value, field.name, item)
     return value
 
 
 _Maker: TypeAlias = Callable[[list[Any]], Any]
 
 
-def rebuild(text: str, tensors: list[Tensor], numbers: Iterable[int], reals: Iterable[float]) -> Any:
+def rebuild(text: str, tensors: list[Tensor], numbers: Iterable[int], reals: Iterable[Tensor]) -> Any:
     """The value that `describe` has described."""
     if text == "T":
         return tensors[0]
-    streams = [iter(tensors), iter(numbers), iter(reals)]
+    streams = [iter(tensors), iter(numbers), (real.item() for real in reals)]
     return _maker(text)(streams)
 
 

@@ -29,6 +29,8 @@ from hookline.sites.site import Site
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
     from hookline.sites.entry import Entry
     from hookline.sites.root import Root
     from hookline.sites.table import Table
@@ -75,24 +77,39 @@ def _begin(key: Tensor, serial: int) -> Tensor:
     return _token()
 
 
+_VARIES: Final = frozenset("TIFs")
+_ONLY_OUTPUT: Final = "((){}T)"
+
+
 class _Shown:
     """What a graph has noted about one place where observers are due, or a hook that edits has run."""
 
-    __slots__ = ("_layout", "grad", "place", "slot")
+    __slots__ = ("_constant", "_layout", "_steps", "grad", "place", "slot")
 
     def __init__(self, text: str) -> None:
-        _, self.slot, place, grad, self._layout = text.split("|", 4)
+        _, self.slot, self._steps, place, grad, self._layout = text.split("|", 5)
         self.place = int(place)
+        self._constant = None if _VARIES & set(self._layout) or not self._layout else rebuild(self._layout, [], (), ())
+        """For hooks that look at nothing."""
         self.grad = grad == "g"
         """Whether gradients were enabled around the call: inside a compiled forward they never are."""
 
     def entries(self, table: Table) -> tuple[Entry, ...]:
         """The hooks that are due, as the table is now."""
         port = table.port_called(self.slot)
-        return () if port is None or self.place >= len(port.groups) else port.groups[self.place]
+        return () if port is None else port.group(self._steps, self.place)
 
-    def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[float]) -> Any:
+    def editor(self, table: Table) -> Entry | None:
+        """The hook that edits at this place."""
+        port = table.port_called(self.slot)
+        return None if port is None else port.editor(self._steps, self.place)
+
+    def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
         """Arguments, keyword arguments, and after the forward the output."""
+        if self._constant is not None:
+            return self._constant
+        if self._layout == _ONLY_OUTPUT:
+            return (), {}, tensors[0]
         return rebuild(self._layout, tensors, numbers, reals)
 
 
@@ -105,7 +122,7 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor]) -> None:
 
 
 @ops.behind(ops.FIRE_WITH, _nothing)
-def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[float]) -> None:
+def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> None:
     table = table_with(key)
     shown = _shown(what)
     entries = shown.entries(table) if table is not None else ()
@@ -113,15 +130,26 @@ def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[
     if not entries or module is None:
         return
     copies = [tensor.detach().clone() for tensor in tensors]
-    args, kwargs, *output = shown.values(copies, numbers, reals)
-    with _torch.as_outside(shown.grad):
-        for entry in entries:
-            if output:
-                run_one_post(entry, module, args, kwargs, output[0])
-            else:
-                run_one_pre(entry, module, args, kwargs)
-            if entry.attachment.phase is _EDIT and any(copy._version for copy in copies):
-                raise _changed_in_place(entry)
+    values = shown.values(copies, numbers, reals)
+    grad = torch.is_grad_enabled()
+    if grad is shown.grad:
+        _run_all(entries, module, values, copies)
+        return
+    _torch.set_grad_enabled(shown.grad)
+    try:
+        _run_all(entries, module, values, copies)
+    finally:
+        _torch.set_grad_enabled(grad)
+
+
+def _run_all(entries: tuple[Entry, ...], module: nn.Module, values: tuple[Any, ...], copies: list[Tensor]) -> None:
+    for entry in entries:
+        if len(values) == 3:
+            run_one_post(entry, module, *values)
+        else:
+            run_one_pre(entry, module, *values)
+        if copies and entry.attachment.phase is _EDIT and any(copy._version for copy in copies):
+            raise _changed_in_place(entry)
 
 
 def _changed_in_place(entry: Entry) -> HookReturnError:
@@ -135,12 +163,9 @@ def _changed_in_place(entry: Entry) -> HookReturnError:
 @ops.behind(ops.COUNT, _nothing)
 def _count(key: Tensor, what: str) -> None:
     table = table_with(key)
-    shown = _shown(what)
-    port = table.port_called(shown.slot) if table is not None else None
-    if port is not None and shown.place < len(port.steps):
-        entry = port.steps[shown.place]
-        if entry is not None:
-            entry.count()
+    entry = _shown(what).editor(table) if table is not None else None
+    if entry is not None:
+        entry.count()
 
 
 @ops.behind(ops.MARK, _token)
@@ -187,17 +212,16 @@ def _run(key: Tensor, mark: Tensor, what: What, tensors: list[Tensor]) -> Grads:
     if table is None or module is None:
         return grads
     noted = _MARKS.get(int(mark))
-    with _torch.as_outside(False):
-        for entry in table.backward_pre if what.is_pre else table.backward:
-            if noted is not None and not noted.concerns(entry):
-                continue
-            entry.count()
-            if entry.simple:
-                result = entry.hook(module, grads, *more)
-            else:
-                result = entry.call(module, (grads, *more), _site(entry, module, noted, what))
-            if result is not None and entry.attachment.phase is _EDIT:
-                grads = checked(result, grads, entry)
+    for entry in table.backward_pre if what.is_pre else table.backward:
+        if noted is not None and not noted.concerns(entry):
+            continue
+        entry.count()
+        if entry.simple:
+            result = entry.hook(module, grads, *more)
+        else:
+            result = entry.call(module, (grads, *more), _site(entry, module, noted, what))
+        if result is not None and entry.attachment.phase is _EDIT:
+            grads = checked(result, grads, entry)
     return grads
 
 

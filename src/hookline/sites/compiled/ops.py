@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from hookline.sites import _torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,7 +37,7 @@ _LIBRARY: Final[Any] = torch.library.Library("hookline", "DEF")  # type: ignore[
 _SCHEMAS: Final = {
     "begin": "(Tensor key, int serial) -> Tensor",
     "fire": "(Tensor key, str what, Tensor[] tensors) -> ()",
-    "fire_with": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, float[] reals) -> ()",
+    "fire_with": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
     "count": "(Tensor key, str what) -> ()",
     "enter": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "leave": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
@@ -70,6 +72,11 @@ def behind(op: Any, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = op.name().partition("::")[2]
 
+        def run(*args: Any) -> Any:
+            # Here, and not below autograd like other operators, so that a hook may differentiate what it likes.
+            return _torch.below_autograd(op, args) if _torch.is_tracing() else function(*args)
+
+        _LIBRARY.impl(name, run, "Autograd")
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"hookline::{name}", fake, lib=_LIBRARY)
         return function

@@ -1,12 +1,14 @@
 """What the ports do while the compiler traces them: leave operators in the graph, and edits as they are.
 
-Everything here is traced, so it reads as little as possible: each thing it reads becomes a guard. A port says in
-``steps`` what is to happen, in order: None for hooks that only watch, which one operator runs all together, or the
-entry of a hook that edits, whose own code becomes part of the graph.
+Everything here is traced, so it reads as little as possible: each thing it reads becomes a guard. A port says in its
+``recipe`` what is to happen, in order: "w" for hooks that only watch, which one operator runs all together, "e" for a
+hook that edits, whose own code becomes part of the graph; what those that watch look at; the plan for gradients
+(`wiring`); and whether the model is to be told of its forward.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -25,16 +27,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hookline.sites.entry import Attachment, Entry
-    from hookline.sites.ports import BackPort, Port
+    from hookline.sites.entry import Entry
+    from hookline.sites.ports import Port
 
-__all__ = ["begin", "call_by_name", "enter_gradients", "leave_gradients", "run_post", "run_pre"]
-
-
-def begin(port: Port) -> None:
-    """A forward of the model begins."""
-    if not _torch.exporting():
-        ops.BEGIN(port.key, _serial())
+__all__ = ["call_by_name", "run_post", "run_pre"]
 
 
 @_torch.constant_while_tracing
@@ -51,53 +47,66 @@ class _Serial(threading.local):
     at = 0
 
 
-def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The pre-hooks of a port; the arguments to go on with."""
-    for place, entry in enumerate(port.steps):
-        if entry is None:
-            _fire(port, place, args, kwargs, ())
-        else:
-            result = _edit(port, place, entry, module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
-            if result is not None:
-                if entry.attachment.with_kwargs:
-                    args, kwargs = result
-                else:
-                    args = result if isinstance(result, tuple) else (result,)
-    return args, kwargs
+def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The pre-hooks of a port; the arguments to go on with, if they are others."""
+    changed = False
+    steps, reads, plan, ticks = port.recipe.split("/")
+    if ticks and not _torch.exporting() and not _torch.vectorizing():
+        ops.BEGIN(port.key, _serial())
+    for place, step in enumerate(steps):
+        if step == "w":
+            _fire(port, steps, place, reads, args, kwargs, ())
+            continue
+        entry = port.steps[place]
+        assert entry is not None
+        result = _edit(port, steps, place, entry, module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
+        if result is not None:
+            changed = True
+            if entry.attachment.with_kwargs:
+                args, kwargs = result
+            else:
+                args = result if isinstance(result, tuple) else (result,)
+    if plan and torch.is_grad_enabled() and not _torch.exporting() and not _torch.vectorizing():
+        return _enter_gradients(port, plan, args, kwargs)
+    return (args, kwargs) if changed else None
 
 
 def run_post(port: Port, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """The forward hooks of a port; the output to go on with."""
-    for place, entry in enumerate(port.steps):
-        if entry is None:
-            _fire(port, place, args, kwargs, (output,))
-        else:
-            more = (args, kwargs, output) if entry.attachment.with_kwargs else (args, output)
-            result = _edit(port, place, entry, module, more)
-            if result is not None:
-                output = result
+    steps, reads, plan, _ = port.recipe.split("/")
+    for place, step in enumerate(steps):
+        if step == "w":
+            _fire(port, steps, place, reads, args, kwargs, (output,))
+            continue
+        entry = port.steps[place]
+        assert entry is not None
+        more = (args, kwargs, output) if entry.attachment.with_kwargs else (args, output)
+        result = _edit(port, steps, place, entry, module, more)
+        if result is not None:
+            output = result
+    if plan and torch.is_grad_enabled() and not _torch.exporting() and not _torch.vectorizing():
+        return _leave_gradients(port, plan, output)
     return output
 
 
-def _fire(port: Port, place: int, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
-    if _torch.exporting():
+def _fire(port: Port, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
+    if _torch.exporting() or _torch.vectorizing():
         return  # an exported program is to run where there are no hooks, and no hookline
     parts = Parts()
-    reads = port.reads
     text = describe(args, parts) if "a" in reads else "()"
     text += describe(kwargs, parts) if "k" in reads else "{}"
     if output:
         text += describe(output[0], parts) if "o" in reads else "N"
-    what = f"{_serial()}|{port.slot}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
+    what = f"{_serial()}|{port.slot}|{steps}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
     if parts.numbers or parts.reals:
         ops.FIRE_WITH(port.key, what, parts.tensors, parts.numbers, parts.reals)
     else:
         ops.FIRE(port.key, what, parts.tensors)
 
 
-def _edit(port: Port, place: int, entry: Entry, module: nn.Module, args: tuple[Any, ...]) -> Any:
-    if not _torch.exporting():
-        ops.COUNT(port.key, f"{_serial()}|{port.slot}|{place}||")
+def _edit(port: Port, steps: str, place: int, entry: Entry, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    if not _torch.exporting() and not _torch.vectorizing():
+        ops.COUNT(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||")
     attachment = entry.attachment
     assert attachment.by_name is not None
     if attachment.scope is not None:
@@ -116,29 +125,29 @@ def _refuse_scoped(name: str) -> None:
     )
 
 
-def enter_gradients(port: BackPort, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Have the gradients of the inputs watched; the arguments to go on with."""
-    places, tensors, names = _places(port, args, kwargs)
-    passed = ops.ENTER(port.key, f"{port.plan}|{places}|{names}", tensors)
-    if "a" not in port.plan:
-        return args, kwargs
+def _enter_gradients(port: Port, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Have the gradients of the inputs watched; the arguments to go on with, if they are others."""
+    places, tensors, names = _places(plan, args, kwargs)
+    passed = ops.ENTER(port.key, f"{plan}|{places}|{names}", tensors)
+    if "a" not in plan:
+        return None
     used: list[None] = []
     return substitute(args, passed, used), substitute(kwargs, passed, used)
 
 
-def leave_gradients(port: BackPort, output: Any) -> Any:
+def _leave_gradients(port: Port, plan: str, output: Any) -> Any:
     """Have the gradients of the outputs watched; the output to go on with."""
     if isinstance(output, tuple | list):
-        places, tensors, names = _places(port, output, {})
+        places, tensors, names = _places(plan, output, {})
     else:
-        places, tensors, names = _places(port, (), {"": output})
+        places, tensors, names = _places(plan, (), {"": output})
     if not tensors:
         return output
-    passed = ops.LEAVE(port.key, f"{port.plan}|{places}|{names}", tensors)
+    passed = ops.LEAVE(port.key, f"{plan}|{places}|{names}", tensors)
     return substitute(output, passed, [])
 
 
-def _places(port: BackPort, args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
+def _places(plan: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
     """Which places gradients will be handed over in, as ``gradient_slots.tensors`` has them, and their names."""
     tensors: list[Tensor] = []
     places = ""
@@ -148,13 +157,13 @@ def _places(port: BackPort, args: Any, kwargs: dict[str, Any]) -> tuple[str, lis
         collect(value, tensors)
         count = len(tensors) - before
         places += "1" * count if count else "0"
-        if "s" in port.plan:
+        if "s" in plan:
             names += _names(value, str(index)) or [str(index)]
     for key, value in kwargs.items():
         before = len(tensors)
         collect(value, tensors)
         places += "1" * (len(tensors) - before)
-        if "s" in port.plan:
+        if "s" in plan:
             names += _names(value, key)
     return places, tensors, ",".join(names)
 
@@ -172,12 +181,15 @@ def _names(value: Any, path: str) -> list[str]:
     return names
 
 
-def call_by_name(attachment: Attachment, where: str) -> Callable[..., Any]:
-    """What calls an editing hook, under a name that says which hook it is: the compiler's errors show the stack."""
+@functools.lru_cache(maxsize=1024)
+def call_by_name(name: str) -> Callable[..., Any]:
+    """What calls an editing hook, under a name that says which hook it is: the compiler's errors show the stack.
+
+    The same for the same name, so that code compiled with a hook fits when the hook comes back.
+    """
 
     def call(hook: Any, *args: Any, **options: Any) -> Any:
         return hook(*args, **options)
 
     code: CodeType = call.__code__
-    name = f"{attachment.kind.value} hook {attachment.name!r} on {where}"
     return FunctionType(code.replace(co_name=name, co_qualname=name), globals(), name)

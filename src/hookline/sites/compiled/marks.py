@@ -1,0 +1,219 @@
+"""How compiled code notices that a module has got hooks: the module's ``forward`` is marked.
+
+Compiled code checks, before it runs, that what it was compiled for is still so. That a module has no hooks is left out
+of these guards (to have them in, for every module and call, costs a tiny compiled model 7 %), so a hook that comes
+later would never fire. What is always guarded is that a module has no ``forward`` of its own beside its class's. So,
+once there is compiled code, a module with hooks of ours has one, which is its class's, bound to it: code that was
+compiled without hooks does not fit while it is there, and fits again when it is gone. Nothing is thrown away, no
+switch of torch's is turned, and whatever comes and goes, there are two graphs: one with hooks and one without.
+
+Where somebody else has replaced a module's ``forward``, another function that does the same stands in for theirs.
+
+Loading the compiler takes a second, so that is left to whoever wants to compile: where it is not loaded yet, a finder
+on ``sys.meta_path`` tells us when it is. Both go when the last hook does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from torch import nn
+
+from hookline.sites import _torch
+
+__all__ = ["are_needed", "hold", "is_loaded", "is_replaced", "let_go", "mark", "tend", "unmark", "unmark_copy"]
+
+_COMPILER: Final = "torch._dynamo"
+_FORWARD: Final = "forward"
+_STANDS_FOR: Final = "hookline_stands_for"
+
+
+def is_loaded() -> bool:
+    """Whether the compiler is there."""
+    return _COMPILER in sys.modules and not _WATCH.awaits_compiler
+
+
+def are_needed() -> bool:
+    """Whether anything has been compiled, so that modules with hooks have to be marked."""
+    return _WATCH.compiled
+
+
+def hold(on_load: Callable[[], None], on_compile: Callable[[], None]) -> None:
+    """There are hooks from now on: call the one when the compiler is loaded, the other when it first compiles."""
+    _WATCH.begin(on_load, on_compile)
+
+
+def tend() -> None:
+    """Look whether anything has been compiled meanwhile (0.1 µs, once something has)."""
+    if not _WATCH.compiled:
+        _WATCH.tend()
+
+
+def let_go() -> None:
+    """There are no hooks any more."""
+    _WATCH.end()
+
+
+def mark(module: nn.Module) -> None:
+    """From now on, code that was compiled while the module had no hooks does not fit."""
+    own = module.__dict__.get(_FORWARD)
+    forward = type(module).forward
+    if own is not None:
+        if not _is_mark(module, own) and not _torch.is_compiled_function(own):
+            module.__dict__[_FORWARD] = _stand_in(own)
+    elif isinstance(forward, FunctionType) and forward.__name__ == _FORWARD:  # it is pickled by that name
+        module.__dict__[_FORWARD] = MethodType(forward, module)
+    elif forward is not nn.Module.forward:  # which containers have, and nobody calls
+        _compile_again(type(module))
+
+
+def unmark(module: nn.Module) -> None:
+    """That code fits again."""
+    own = module.__dict__.get(_FORWARD)
+    if _is_mark(module, own):
+        del module.__dict__[_FORWARD]
+    elif hasattr(own, _STANDS_FOR):
+        module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
+
+
+def unmark_copy(module: nn.Module) -> None:
+    """A copy of a hooked module has no hooks, so it needs no mark."""
+    if _is_mark(module, module.__dict__.get(_FORWARD)):
+        del module.__dict__[_FORWARD]
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether the module has a ``forward`` that is not its class's."""
+    own = module.__dict__.get(_FORWARD)
+    return own is not None and not _is_mark(module, own)
+
+
+def _stand_in(own: Any) -> Any:
+    """Another function that does the same, for a ``forward`` that somebody else has put there."""
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    setattr(forward, _STANDS_FOR, own)
+    return forward
+
+
+def _is_mark(module: nn.Module, own: Any) -> bool:
+    return isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
+
+
+def _compile_again(cls: type) -> None:
+    """Forget compiled code that meets modules of this class, and no other."""
+    name = str(id(cls))
+    for code in _torch.compiled_code():
+        if any(name in text for text in _torch.guards_of(code)):
+            _torch.forget_compiled(code)
+
+
+class _Watch:
+    """Waits for the compiler, and for its first work, while there are hooks."""
+
+    def __init__(self) -> None:
+        self.compiled = False
+        self._held = False
+        self._finder: _Finder | None = None
+        self._on_compile: Callable[[], None] | None = None
+        self._told = _torch.Compilations(self._compiles)
+
+    @property
+    def awaits_compiler(self) -> bool:
+        return self._finder is not None
+
+    def begin(self, on_load: Callable[[], None], on_compile: Callable[[], None]) -> None:
+        if self._held:
+            return
+        self._held = True
+        if _COMPILER in sys.modules:
+            self._wait_for_work(on_compile)
+        else:
+            self._finder = _Finder(lambda: self._loaded(on_load, on_compile))
+            sys.meta_path.insert(0, self._finder)
+
+    def _loaded(self, on_load: Callable[[], None], on_compile: Callable[[], None]) -> None:
+        self._drop_finder()
+        self._wait_for_work(on_compile)
+        on_load()
+
+    def _wait_for_work(self, on_compile: Callable[[], None]) -> None:
+        self._on_compile = on_compile
+        self.tend()
+
+    def tend(self) -> None:
+        """See that we will be told: ``torch.compiler.reset()`` forgets that we have asked."""
+        if not self.compiled and self._on_compile is not None and not self._told.is_on():
+            if _torch.compiled_code():
+                self._compiles()
+            else:
+                self._told.start()
+
+    def _compiles(self) -> None:
+        if not self.compiled:
+            self.compiled = True
+            if self._on_compile is not None:
+                self._on_compile()
+
+    def end(self) -> None:
+        self._held = False
+        self._on_compile = None
+        self._drop_finder()
+        self._told.stop()
+
+    def _drop_finder(self) -> None:
+        if self._finder is not None:
+            if self._finder in sys.meta_path:
+                sys.meta_path.remove(self._finder)
+            self._finder = None
+
+
+class _Finder(MetaPathFinder):
+    """Tells when the compiler has been loaded; finds nothing itself."""
+
+    def __init__(self, on_load: Callable[[], None]) -> None:
+        self._on_load = on_load
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _COMPILER:
+            return None
+        for finder in self._others():
+            spec: importlib.machinery.ModuleSpec | None = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Telling(spec.loader, self._on_load)
+                return spec
+        return None
+
+    def _others(self) -> Iterable[Any]:
+        return [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+
+
+class _Telling(Loader):
+    """A loader that tells when it is through; everything else it leaves to the one it stands for."""
+
+    def __init__(self, loader: Any, on_load: Callable[[], None]) -> None:
+        self._loader = loader
+        self._on_load = on_load
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._on_load()
+
+
+_WATCH: Final = _Watch()

@@ -1,0 +1,31 @@
+"""Every test here begins with nothing compiled, and ends with torch's switch for guards on hooks as it was."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors are not worth a second one, which waits ten times as long as it works on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """The compiler starts anew and counts from zero."""
+    gc.collect()
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    gc.collect()
+    assert torch._dynamo.config.skip_nnmodule_hook_guards

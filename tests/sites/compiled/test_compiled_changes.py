@@ -1,0 +1,185 @@
+"""Hooks that come, go and change each other in compiled code; neighbours; values that differ from call to call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers_compiled import Blocks, breaks, compiled, graphs, step
+from torch import Tensor, nn
+
+import hookline as hl
+
+pytestmark = pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
+
+
+def _double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def test_an_edit_that_comes_back_finds_its_graph() -> None:
+    """Twelve times on and off: two graphs, as for observers."""
+    model, x = Blocks(2), torch.randn(3, 4)
+    run = compiled(model)
+    plain = run(x)
+    for _ in range(12):
+        with hl.attach(model, "layers.1", _double):
+            assert torch.allclose(run(x), plain * 2)
+        assert torch.equal(run(x), plain)
+    assert (graphs(), breaks()) == (2, 0)
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_hook_that_takes_itself_off_keeps_no_other_from_its_turn(compile_it: bool) -> None:
+    """The call under way goes on with the hooks it began with; the next one has the others in their places."""
+    model, x, log = Blocks(1), torch.randn(3, 4), []
+    run = compiled(model) if compile_it else model
+    run(x)
+
+    def raw(module, args, output):
+        log.append("raw")
+        first.remove()
+
+    def plain(module, args, output):
+        log.append("plain")
+
+    first = hl.attach(model, "layers.0", raw, observe=True, sees="raw")
+    others = [hl.attach(model, "layers.0", hook) for hook in (_double, plain, _double)]
+    run(x), run(x)
+    assert log == ["raw", "plain", "plain"]
+    assert [handle.report().fired for handle in (first, *others)] == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_a_hook_that_puts_an_edit_first_keeps_no_other_from_its_turn(compile_it: bool) -> None:
+    """It edits from the next call on."""
+    model, x, log = Blocks(1), torch.randn(3, 4), []
+    run = compiled(model) if compile_it else model
+    expected = run(x)
+    handles: list[hl.HookHandle] = []
+
+    def adds(module, args, output):
+        if not handles:
+            handles.append(hl.attach(model, "layers.0", _double, prepend=True))
+
+    def later(module, args, output):
+        log.append(output.clone())
+
+    hl.attach(model, "layers.0", adds)
+    hl.attach(model, "layers.0", _double)
+    hl.attach(model, "layers.0", later)
+    run(x), run(x)
+    assert len(log) == 2
+    assert torch.allclose(log[0], expected * 2)
+    assert torch.allclose(log[1], expected * 4)
+    assert handles[0].report().fired == 1
+
+
+def test_observers_come_after_hooks_that_others_register_later() -> None:
+    """As in eager code: they see what downstream sees."""
+    model, x, seen = Blocks(1), torch.randn(3, 4), []
+    run = compiled(model)
+    with hl.attach(
+        model, "layers.0", lambda module, args, output: seen.append(output.abs().sum().item()), observe=True
+    ):
+        run(x)
+        foreign = model.layers[0].register_forward_hook(lambda module, args, output: output * 0)
+        run(x), run(x)
+        foreign.remove()
+        run(x)
+    assert seen[1:3] == [0.0, 0.0]
+    assert seen[0] == seen[3] != 0.0
+
+
+@dataclasses.dataclass
+class Result:
+    """What some modules return."""
+
+    value: Tensor
+    extra: Tensor
+
+
+class Gives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Result:
+        y = self.inner(x)
+        return Result(y.tanh(), y * 2)
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gives = Gives()
+
+    def forward(self, x: Tensor, scale: float = 1.0, times: int = 1) -> Tensor:
+        result = self.gives(x)
+        return (result.value + result.extra) * scale * times
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_gradients_of_a_dataclass_are_those_of_an_eager_run(edits: bool) -> None:
+    """Watched and edited."""
+    model, x = Takes(), torch.randn(3, 4)
+    found = []
+
+    def watch(module, grad_input, grad_output):
+        found.append(grad_output)
+
+    def halve(module, grad_output):
+        return tuple(None if grad is None else grad / 2 for grad in grad_output)
+
+    grads = []
+    for run in (model, compiled(model)):
+        run(x)
+        with (
+            hl.attach(model, "gives", watch, on="backward", observe=True),
+            hl.attach(model, "gives", halve if edits else lambda module, grads: None, on="backward_pre"),
+        ):
+            step(run, x)
+        grads.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    assert len(found) == 2
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.allclose(mine, theirs)
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.allclose(mine, theirs)
+
+
+def test_numbers_that_change_need_no_graph_each() -> None:
+    """Neither whole ones nor others; the hook is told the number of its call."""
+    model, x, seen = Takes(), torch.randn(3, 4), []
+    outer = nn.ModuleList([model])
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = outer[0]
+
+        def forward(self, x: Tensor, scale: float, times: int) -> Tensor:
+            return self.inner(x, scale, times)
+
+    whole = Around()
+    run = compiled(whole)
+    given = [(0.5 + i / 7, 2 + i) for i in range(7)]
+    for scale, times in given:
+        run(x, scale, times)
+    bare = graphs()
+    with hl.attach(whole, "inner", lambda module, args, output: seen.append(args[1:]), observe=True):
+        for scale, times in given:
+            run(x, scale, times)
+    assert seen == given
+    assert graphs() - bare <= bare
+
+
+def test_a_model_under_vmap_in_compiled_code_runs_without_its_hooks() -> None:
+    """There is no rule for our operators there."""
+    model, x, seen = nn.Linear(4, 4), torch.randn(3, 4), []
+    run = torch.compile(lambda x: torch.vmap(model)(x), backend="aot_eager", fullgraph=True)
+    expected = run(x)
+    with hl.attach(model, lambda module, args, output: seen.append(1), observe=True):
+        assert torch.allclose(run(x), expected)

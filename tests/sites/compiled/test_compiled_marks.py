@@ -1,0 +1,274 @@
+"""How compiled code notices hooks: what is marked when, and what else of the model and the process stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from helpers_compiled import KINDS, Blocks, breaks, compiled, graphs, observe_all, step
+from torch import Tensor, nn
+
+import hookline as hl
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired"),
+    # torch's own, where what is compiled takes something that is no leaf, with hooks or without.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+def _look(module, *shown) -> None:
+    """Returns nothing."""
+
+
+def _marked(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_are_marked_while_they_have_hooks_and_something_is_compiled(kind: str) -> None:
+    """Not before, and not after; with them the model that was attached through, which counts its forwards."""
+    model, x = Blocks(2), torch.randn(3, 4)
+    run = compiled(model)
+    run(x)
+    handle = hl.attach(model, "layers.0.up", _look, on=kind, observe=True)
+    assert _marked(model) == ["", "layers.0.up"]
+    other = hl.attach(model, "layers.0.up", _look, observe=True)
+    handle.remove()
+    assert _marked(model) == ["", "layers.0.up"]
+    other.remove()
+    assert _marked(model) == []
+
+
+def test_a_mark_is_the_forward_that_the_module_has_anyway() -> None:
+    """Its signature, its function and what it gives are the same."""
+    model, x = Blocks(1), torch.randn(3, 4)
+    compiled(model)(x)
+    with hl.attach(model, "layers.0", _look, observe=True):
+        marked = model.layers[0].forward
+        assert marked.__func__ is type(model.layers[0]).forward
+        assert inspect.signature(marked) == inspect.signature(Blocks(1).layers[0].forward)
+        assert torch.equal(marked(x), Blocks.forward(model, x))
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_marked_model_is_clean_after_its_first_call(make: Any) -> None:
+    """As with hooks: the copy has none, and needs no mark."""
+    model, x = Blocks(1), torch.randn(3, 4)
+    compiled(model)(x)
+    with hl.attach(model, "*", _look, observe=True):
+        twin = make(model)
+        assert torch.equal(twin(x), Blocks.forward(model, x))
+        assert _marked(twin) == []
+        assert twin.layers[0].forward.__self__ is twin.layers[0]
+
+
+def test_a_hooked_model_that_is_marked_dies_with_its_last_reference() -> None:
+    """The handle keeps nothing alive."""
+    import weakref
+
+    model, x = Blocks(1), torch.randn(3, 4)
+    compiled(model)(x)
+    handle = hl.attach(model, "*", _look, observe=True)
+    gone = weakref.ref(model)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+    assert handle.report().attached == 0
+
+
+def test_a_forward_that_somebody_has_replaced_comes_back_as_it_was() -> None:
+    """Hooks fire through it, twelve times on and off make two graphs, and it is the same object in the end."""
+    model, x, seen = Blocks(2), torch.randn(3, 4), []
+    inner = model.layers[0]
+
+    @functools.wraps(type(inner).forward)
+    def patched(y: Tensor) -> Tensor:
+        return type(inner).forward(inner, y) * 2
+
+    inner.forward = patched  # type: ignore[method-assign]
+    run = compiled(model)
+    expected = run(x)
+    for _ in range(12):
+        with observe_all(model, seen, "layers.0"):
+            assert inspect.signature(inner.forward) == inspect.signature(patched)
+            assert torch.equal(run(x), expected)
+            step(run, x)
+        assert inner.forward is patched
+        step(run, x)
+    assert len(seen) == 12 * (4 + 2)  # one more forward in each round
+    assert (graphs(), breaks()) == (2, 0)
+
+
+def test_a_compiled_forward_on_the_module_needs_no_mark() -> None:
+    """``model.forward = torch.compile(model.forward)``: two graphs, however often hooks come and go."""
+    model, x, seen = Blocks(2), torch.randn(3, 4), []
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+    own = model.forward
+    for _ in range(12):
+        with observe_all(model, seen):
+            step(model, x)
+        step(model, x)
+    assert model.forward is own
+    assert len(seen) == 12 * 4 * len([m for m in model.modules() if not isinstance(m, nn.ModuleList)])
+    assert (graphs(), breaks()) == (2, 0)
+
+
+def test_code_compiled_before_the_first_hook_is_kept_for_after_the_last() -> None:
+    """Unhooked first, then twelve times on and off: two graphs; no switch of torch's is turned."""
+    model, x, seen = Blocks(1), torch.randn(3, 4), []
+    run = compiled(model)
+    step(run, x)
+    before = torch._dynamo.config.skip_nnmodule_hook_guards
+    for _ in range(12):
+        with observe_all(model, seen, "layers.0"):
+            step(run, x)
+            assert torch._dynamo.config.skip_nnmodule_hook_guards == before
+        step(run, x)
+    assert len(seen) == 12 * 4
+    assert (graphs(), breaks()) == (2, 0)
+
+
+class Stranger(nn.Module):
+    """A model of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+def _entries(function: Any) -> list[Any]:
+    return torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+
+
+def test_attaching_to_one_model_leaves_the_code_of_another_alone() -> None:
+    """A stranger keeps its compiled code, to the very object, and the model its own, for later."""
+    model, stranger, x = Blocks(1), Stranger(), torch.randn(3, 4)
+    run, other = compiled(model), compiled(stranger)
+    run(x), other(x)
+    kept = [entry.code for entry in _entries(Stranger.forward)]
+    assert (len(kept), graphs()) == (1, 2)
+    seen: list[Any] = []
+    with observe_all(model, seen):
+        assert len(_entries(Blocks.forward)) == 1
+        assert [entry.code for entry in _entries(Stranger.forward)] == kept
+        other(x)
+        assert graphs() == 2
+        run(x), other(x)
+        assert graphs() == 3
+    other(x)
+    assert [entry.code for entry in _entries(Stranger.forward)] == kept
+    assert graphs() == 3
+
+
+def test_the_search_path_of_imports_is_as_before() -> None:
+    """Here the compiler is loaded, so nothing waits for it."""
+    before = list(sys.meta_path)
+    with hl.attach(Blocks(1), "*", _look, observe=True):
+        assert sys.meta_path == before
+    assert sys.meta_path == before
+
+
+# -- in processes of their own -----------------------------------------------------------------------------
+
+_HEAD = """
+import sys, torch
+from torch import nn
+import hookline as hl
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x).relu()
+
+fired = []
+def note(module, *shown):
+    fired.append(1)
+x = torch.randn(3, 4)
+"""
+
+
+def _run(text: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _HEAD + textwrap.dedent(text)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_hookline_does_not_load_the_compiler() -> None:
+    """Neither importing it does, nor attaching, calling and removing; the import path is put back."""
+    out = _run("""
+        path = list(sys.meta_path)
+        import hookline.sites.attach
+        print("torch._dynamo" in sys.modules, sys.meta_path == path)
+        model = Model()
+        with hl.attach(model, "*", note, observe=True), hl.attach(model, "*", note, on="backward", observe=True):
+            model(x).sum().backward()
+            print("torch._dynamo" in sys.modules, len(fired))
+        print("torch._dynamo" in sys.modules, sys.meta_path == path)
+    """)
+    assert out.splitlines() == ["False True", "False 4", "False True"]
+
+
+def test_hooks_attached_before_the_compiler_is_loaded_fire() -> None:
+    """Another instance of the class is compiled first, then the hooked one: it fires, forward and gradient."""
+    out = _run("""
+        path = list(sys.meta_path)
+        model = Model()
+        handles = hl.HandleSet(
+            [hl.attach(model, "*", note, on=kind, observe=True) for kind in ("forward_pre", "forward", "backward")]
+        )
+        other = torch.compile(Model(), backend="aot_eager", fullgraph=True)
+        other(x).sum().backward()
+        other(x)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            run(x).sum().backward()
+        print(len(fired), sys.meta_path == path)
+        handles.remove()
+        run(x).sum().backward()
+        print(len(fired), sys.meta_path == path)
+        with hl.attach(model, "linear", note, observe=True):
+            run(x)
+        print(len(fired))
+    """)
+    assert out.splitlines() == ["12 True", "12 True", "13"]
+
+
+def test_the_finder_goes_with_the_last_hook_if_nothing_was_compiled() -> None:
+    """Attached and removed before anybody compiles; what is compiled then is plain torch, and found late as ever."""
+    out = _run("""
+        path = list(sys.meta_path)
+        model = Model()
+        with hl.attach(model, "*", note, observe=True):
+            print(len(sys.meta_path) - len(path))
+        print(sys.meta_path == path)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        run(x)
+        print(len(fired))
+        with hl.attach(model, "linear", note, observe=True):
+            run(x)
+        print(len(fired))
+    """)
+    assert out.splitlines() == ["1", "True", "0", "1"]

@@ -1,0 +1,749 @@
+"""``scope="context"``: a hook fires for the calls of the thread, or asyncio task, that attached it, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.sites import context
+
+STEPS = 50
+CALLS = ["forward_pre", "forward", "backward_pre", "backward"]
+"""The kinds that are about calls."""
+STYLES = ["watches", "edits", "observes"]
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches() -> Iterator[None]:
+    """Have Python switch threads as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Whatever scopes a test opens, all are closed at its end."""
+    before = set(context._LIVE)
+    yield
+    assert not context._LIVE - before
+
+
+class Doubler(nn.Module):
+    """Two modules, of which one hands its input on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Identity()
+        self.twice = Twice()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.same(x))
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class During(nn.Module):
+    """Does something in the middle of its forward; hands its input on, or something new."""
+
+    def __init__(self, *, new: bool = False) -> None:
+        super().__init__()
+        self.new = new
+        self.act: Callable[[], object] = int
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act()
+        return x * 2 if self.new else x
+
+
+class Seen:
+    """A hook, and the first number of each tensor it was shown."""
+
+    def __init__(self, kind: str = "forward", style: str = "watches") -> None:
+        self.kind = kind
+        self.options: dict[str, Any] = {"on": kind, "observe": style == "observes"}
+        self.values: list[float] = []
+        self.hook: Callable[..., Any] = self.edit if style == "edits" else self.watch
+
+    def watch(self, module: nn.Module, *args: Any) -> None:
+        shown = args[0] if self.kind == "forward_pre" else args[-1]
+        while isinstance(shown, tuple):
+            shown = shown[0]
+        self.values.append(shown.flatten()[0].item())
+
+    def edit(self, module: nn.Module, *args: Any) -> Any:
+        self.watch(module, *args)
+        return args[-1] if self.kind == "forward" else args[0]
+
+    def attach(self, model: nn.Module, target: Any = None, **options: Any) -> hl.HookHandle:
+        return hl.attach(model, target, self.hook, **{"scope": "context", **self.options, **options})
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns, or raises, in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def in_threads(work: Callable[[int], object], count: int = 2) -> None:
+    """Run ``work(index)`` in several threads that begin together; raise what any of them raised."""
+    barrier = threading.Barrier(count, timeout=30)
+
+    def run(index: int) -> None:
+        barrier.wait()
+        work(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(run, index) for index in range(count)]:
+            future.result()
+
+
+def run(model: nn.Module, value: float = 1.0) -> Tensor:
+    """Forward and backward; both the input and the gradient of the output are ``value``."""
+    x = torch.full((2,), value, requires_grad=True)
+    # The compiler asks every input for its gradient, and torch warns of that where it is no leaf.
+    output: Tensor = model(x if isinstance(model, torch._dynamo.OptimizedModule) else x * 1)
+    torch.autograd.grad((output * value).sum(), x)
+    return output.detach()
+
+
+def ones() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+# -- threads -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("style", STYLES)
+def test_each_thread_sees_its_own_calls_alone(kind, style):
+    """Hooks of two threads stay on, side by side: each sees the values of its own thread, every one of them once."""
+    model, seen = Doubler(), [Seen(kind, style) for _ in range(2)]
+    fired = [0, 0]
+
+    def work(index: int) -> None:
+        with seen[index].attach(model, "same") as handle:
+            for step in range(STEPS):
+                run(model, float(2 * step + index + 1))
+            fired[index] = handle.report().fired
+
+    in_threads(work)
+    for index in range(2):
+        factor = 2 if kind.startswith("backward") else 1  # the gradient comes through the doubling
+        assert seen[index].values == [factor * float(2 * step + index + 1) for step in range(STEPS)]
+    assert fired == [STEPS, STEPS]
+    hl.assert_no_hooks(model, foreign=True)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("style", STYLES)
+def test_threads_may_attach_and_remove_around_each_call(kind, style):
+    """Hooks come and go with every call; none is missed, none fires for the other thread."""
+    model = Doubler()
+    wrong: list[object] = []
+
+    def work(index: int) -> None:
+        for step in range(STEPS):
+            seen, value = Seen(kind, style), float(2 * step + index + 1)
+            with seen.attach(model, "same") as handle:
+                run(model, value)
+                if handle.report().fired != 1:
+                    wrong.append(handle.report())
+            if seen.values != [2 * value if kind.startswith("backward") else value]:
+                wrong.append((value, seen.values))
+
+    in_threads(work, 3)
+    assert wrong == []
+    hl.assert_no_hooks(model, foreign=True)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("other", CALLS)
+@pytest.mark.parametrize("new", [False, True], ids=["hands its input on", "makes a new tensor"])
+@pytest.mark.parametrize("when", ["attached", "removed", "attached and removed"])
+def test_what_another_thread_attaches_during_a_call_changes_nothing_in_it(kind, other, new, when):
+    """A hook of another thread that comes or goes in the middle of a forward takes no firing away, and has none."""
+    for style, other_style in itertools.product(STYLES, STYLES):
+        model, mine, theirs = During(new=new), Seen(kind, style), Seen(other, other_style)
+        handles = act_in_the_middle(model, theirs, when)
+        with mine.attach(model) as handle:
+            run(model)
+            handles[0].remove(quiet=True)
+            assert (len(mine.values), len(theirs.values)) == (1, 0), (style, other_style)
+            assert handle.report().fired == 1
+
+
+def act_in_the_middle(model: During, theirs: Seen, when: str) -> list[hl.HookHandle]:
+    """Have another thread put a hook on while the model runs, or take one off, or both; where its handle will be."""
+    handles = [in_thread(lambda: theirs.attach(model))] if when == "removed" else []
+
+    def act() -> None:
+        if when != "removed":
+            handles.append(in_thread(lambda: theirs.attach(model)))
+        if when != "attached":
+            in_thread(lambda: handles[0].remove(quiet=True))
+
+    model.act = act
+    return handles
+
+
+def test_the_threads_an_owner_starts_are_not_the_owner():
+    """A bare thread begins with nothing open, and so does a thread of a pool."""
+    model, seen = Doubler(), Seen()
+    with seen.attach(model, "same"):
+        thread = threading.Thread(target=run, args=(model, 5.0))
+        thread.start()
+        thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda value: run(model, value), [6.0, 7.0]))
+        run(model, 1.0)
+    assert seen.values == [1.0]
+
+
+def test_a_thread_of_a_pool_owns_what_it_attached():
+    """Its next task, for whomever, is the same thread's."""
+    model, seen = Doubler(), Seen()
+    with ThreadPoolExecutor(1) as pool:
+        handle = pool.submit(seen.attach, model, "same").result()
+        run(model, 1.0)
+        pool.submit(run, model, 2.0).result()
+        pool.submit(run, model, 3.0).result()
+        pool.submit(handle.remove).result()
+        pool.submit(run, model, 4.0).result()
+    assert seen.values == [2.0, 3.0]
+
+
+def test_a_thread_may_be_given_the_context_of_the_owner():
+    """``contextvars.copy_context().run`` makes a thread's call the owner's."""
+    model, seen = Doubler(), Seen()
+    with seen.attach(model, "same"):
+        copy = contextvars.copy_context()
+        in_thread(lambda: copy.run(run, model, 3.0))
+        in_thread(lambda: run(model, 4.0))
+    assert seen.values == [3.0]
+
+
+def test_a_hook_of_the_process_sees_every_call():
+    """The default, and what ``scope="process"`` says."""
+    model, default, said = Doubler(), Seen(), Seen()
+    with hl.attach(model, "same", default.hook), said.attach(model, "same", scope="process"):
+        run(model, 1.0)
+        in_thread(lambda: run(model, 2.0))
+    assert default.values == said.values == [1.0, 2.0]
+
+
+def test_scopes_may_be_nested():
+    """Each hook has its own; leaving one leaves the others open, in any order."""
+    model, outer, inner, last = Doubler(), Seen(), Seen(), Seen()
+    first = outer.attach(model, "same")
+    second = inner.attach(model, "same")
+    run(model, 1.0)
+    first.remove()
+    third = last.attach(model, "same")
+    run(model, 2.0)
+    second.remove()
+    in_thread(lambda: run(model, 9.0))
+    run(model, 3.0)
+    third.remove()
+    run(model, 4.0)
+    assert (outer.values, inner.values, last.values) == ([1.0], [1.0, 2.0], [2.0, 3.0])
+
+
+def test_a_hook_that_runs_the_model_has_its_owners_scope():
+    """A call made inside a hook is a call of the same thread."""
+    model, other, seen = Doubler(), Doubler(), Seen()
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        other(output.detach() + 1)
+
+    with seen.attach(other, "same"), hl.attach(model, "same", hook):
+        run(model, 1.0)
+        in_thread(lambda: run(model, 5.0))
+    assert seen.values == [2.0]
+
+
+def test_removal_from_another_thread_takes_effect_at_once():
+    """Also where that thread knows nothing of the scope."""
+    model, seen = Doubler(), Seen()
+    handle = seen.attach(model, "same")
+    run(model, 1.0)
+    in_thread(handle.remove)
+    assert handle.removed
+    run(model, 2.0)
+    assert seen.values == [1.0]
+    hl.assert_no_hooks(model, foreign=True)
+
+
+# -- asyncio -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_each_task_sees_its_own_calls_alone(kind):
+    """Two tasks take turns after every line."""
+    model, wrong, before = Doubler(), [], context._OPEN.get()
+
+    async def work(index: int) -> None:
+        for step in range(10):
+            seen, value = Seen(kind), float(2 * step + index + 1)
+            handle = seen.attach(model, "same")
+            await asyncio.sleep(0)
+            x = torch.full((2,), value, requires_grad=True)
+            output = model(x * 1)
+            await asyncio.sleep(0)
+            torch.autograd.grad((output * value).sum(), x)
+            await asyncio.sleep(0)
+            if (handle.report().fired, len(seen.values)) != (1, 1) or seen.values[0] not in (value, 2 * value):
+                wrong.append((value, seen.values))
+            handle.remove()
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(work(0), work(1))
+
+    asyncio.run(both())
+    assert wrong == []
+    assert context._OPEN.get() == before
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_what_a_task_starts_counts_as_its_own():
+    """Tasks and ``asyncio.to_thread`` take a copy of the context, an executor does not."""
+    model, seen = Doubler(), Seen()
+
+    async def call(value: float) -> None:
+        run(model, value)
+
+    async def owner() -> None:
+        loop = asyncio.get_running_loop()
+        before = asyncio.create_task(call(1.0))  # its context is from before
+        with seen.attach(model, "same"):
+            await before
+            await asyncio.create_task(call(2.0))
+            await asyncio.to_thread(run, model, 3.0)
+            await asyncio.gather(call(4.0), call(5.0))
+            await loop.run_in_executor(None, run, model, 6.0)
+            await call(7.0)
+            late = asyncio.create_task(call(8.0))
+        await late  # the hook is off
+
+    asyncio.run(owner())
+    assert sorted(seen.values) == [2.0, 3.0, 4.0, 5.0, 7.0]
+
+
+def test_what_a_task_attaches_is_not_its_parents():
+    """A context is copied when the task begins; what the task opens stays with it."""
+    model, seen = Doubler(), Seen()
+    handles = []
+
+    async def child() -> None:
+        handles.append(seen.attach(model, "same"))
+        run(model, 1.0)
+
+    async def parent() -> None:
+        await asyncio.create_task(child())
+        run(model, 2.0)
+        handles[0].remove()
+
+    asyncio.run(parent())
+    assert seen.values == [1.0]
+
+
+def test_a_task_may_be_cancelled_while_its_hook_is_on():
+    """The ``with`` block takes the hook off, and the scope with it."""
+    model, seen = Doubler(), Seen()
+
+    async def work() -> None:
+        with seen.attach(model, "same"):
+            run(model, 1.0)
+            await asyncio.sleep(60)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        run(model, 2.0)
+
+    asyncio.run(cancel())
+    assert seen.values == [1.0]
+    hl.assert_no_hooks(model, foreign=True)
+
+
+# -- gradients: the owner is that of the forward -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_backward_in_another_thread_fires_for_the_owner_of_the_forward(kind, style):
+    """Whoever calls ``backward``: it is the forward that counts."""
+    model, mine, theirs = Doubler(), Seen(kind, style), Seen(kind, style)
+    with mine.attach(model, "twice"):
+        loss = (model(ones() * 1) * 3).sum()
+
+        def elsewhere() -> None:
+            with theirs.attach(model, "twice") as handle:
+                loss.backward()
+                assert handle.report().fired == 0
+                handle.remove(quiet=True)
+
+        in_thread(elsewhere)
+    assert (mine.values, theirs.values) == ([3.0], [])
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_a_forward_of_another_thread_is_not_the_owners_even_if_its_backward_is(kind):
+    """The owner differentiates what somebody else has computed."""
+    model, seen = Doubler(), Seen(kind)
+    with seen.attach(model, "twice") as handle:
+        in_thread(lambda: model(ones() * 1).sum()).backward()
+        assert handle.report().fired == 0
+        model(ones() * 1).sum().backward()
+        assert handle.report().fired == 1
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_removal_between_forward_and_backward_keeps_a_scoped_hook_from_firing(kind):
+    """As for every other hook."""
+    model, seen = Doubler(), Seen(kind)
+    handle = seen.attach(model, "twice")
+    loss = model(ones() * 1).sum()
+    in_thread(lambda: handle.remove(quiet=True))
+    loss.backward()
+    assert seen.values == []
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_the_first_run_of_a_checkpointed_call_is_its_callers(kind):
+    """Checkpointing repeats the forward where the backward runs, on CUDA always in another thread: that is nobody's."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tanh = nn.Tanh()  # which keeps something for the backward, so that it has to run again
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.tanh, x, use_reentrant=False)
+
+    model, seen = Checkpointed(), Seen(kind)
+    with seen.attach(model, "tanh"):
+        loss = model(ones() * 1).sum()
+        in_thread(loss.backward)
+    assert len(seen.values) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_on_cuda_a_backward_belongs_to_the_thread_of_its_forward(kind):
+    """Autograd has a thread of its own there, for all who call it."""
+    model, fired, threads = nn.Linear(4, 4).cuda(), [0, 0], set()
+
+    def work(index: int) -> None:
+        def hook(module: nn.Module, *grads: Any) -> None:
+            assert grads[-1][0][0, 0].item() == index + 1
+            threads.add(threading.get_ident())
+
+        with hl.attach(model, hook, on=kind, scope="context") as handle:
+            for _ in range(STEPS):
+                x = torch.ones(1, 4, device="cuda", requires_grad=True)
+                torch.autograd.grad((model(x * 1) * (index + 1)).sum(), x)
+            fired[index] = handle.report().fired
+
+    in_threads(work)
+    assert fired == [STEPS, STEPS]
+    assert len(threads) == 1
+
+
+# -- with other options --------------------------------------------------------------------------------------
+
+
+def test_edits_are_made_in_the_owners_calls_alone():
+    """Inputs, outputs and gradients of other threads stay as they are."""
+    model = Doubler()
+    with (
+        hl.attach(model, "same", lambda module, args: (args[0] + 1,), on="forward_pre", scope="context"),
+        hl.attach(model, "same", lambda module, args, output: output * 10, scope="context"),
+    ):
+        assert run(model, 1.0)[0].item() == 40.0
+        assert in_thread(lambda: run(model, 1.0))[0].item() == 2.0
+    with hl.attach(model, "twice", lambda module, grad_in, grad_out: (grad_in[0] * 0,), on="backward", scope="context"):
+        for where, expected in ((lambda work: work(), 0.0), (in_thread, 2.0)):
+            x = ones()
+            where(lambda x=x: model(x * 1)).sum().backward()
+            assert x.grad[0].item() == expected
+
+
+def test_observers_of_one_thread_do_not_see_the_edits_of_another():
+    """In a call of another thread an observer of the process is shown what that call computed."""
+    model, seen = Doubler(), Seen()
+    with (
+        hl.attach(model, "same", lambda module, args, output: output * 0, scope="context"),
+        hl.attach(model, "same", seen.hook, observe=True),
+    ):
+        run(model, 1.0)
+        in_thread(lambda: run(model, 3.0))
+    assert seen.values == [0.0, 3.0]
+
+
+def test_cleanup_is_done_for_the_owners_calls_alone():
+    """``always_call``: a call that fails in another thread is none of the hook's business."""
+    model, ends = During(), []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        ends.append(output is None)
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    def call() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            model(torch.ones(1))
+
+    with hl.attach(model, hook, always_call=True, scope="context") as handle:
+        call()
+        in_thread(call)
+        model.act = fail
+        call()
+        in_thread(call)
+        assert handle.report().fired == 2
+    assert ends == [False, True]
+
+
+def test_site_and_keyword_arguments_come_with_a_scope_too():
+    """Steps count the forwards of all threads, as without a scope."""
+    model, seen = Doubler(), []
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, *, site: hl.Site) -> None:
+        seen.append((site.name, site.step, kwargs))
+
+    with hl.attach(model, "same", hook, with_kwargs=True, scope="context", profile=True) as handle:
+        run(model)
+        in_thread(lambda: run(model))
+        run(model)
+        assert handle.report().last_step == 2
+    assert seen == [("same", 0, {}), ("same", 2, {})]
+
+
+@pytest.mark.parametrize("scope", ["thread", "task", "", None, True, 1])
+def test_a_scope_that_there_is_not_is_an_error(scope):
+    """Both that there are are named."""
+    with pytest.raises(hl.OptionError, match=r"scope= is 'process' or 'context', got"):
+        hl.attach(Doubler(), "same", print, scope=scope)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["full_backward", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post", "param_grad",
+     "register_module", "register_parameter", "register_buffer"],
+)  # fmt: skip
+def test_a_scope_goes_with_calls_alone(kind):
+    """Saving, loading and registering have no owner, and torch's own backward hook does not know it."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(hl.OptionError, match=f"scope='context' is about calls.*not with {kind}"):
+        hl.attach(model, lambda *args: None, on=kind, scope="context")
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_hook_whose_owner_never_ran_the_model_is_told_so():
+    """The model ran, but for others: that is the reason to give."""
+    model, seen = Doubler(), Seen()
+    handle = seen.attach(model, "same")
+    in_thread(lambda: run(model))
+    with pytest.warns(hl.HookNeverFired, match="context"):
+        handle.remove()
+
+
+def test_a_hook_whose_owner_ran_the_model_is_not_warned_of():
+    """However often others ran it."""
+    model, seen = Doubler(), Seen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with seen.attach(model, "same"):
+            in_thread(lambda: run(model))
+            run(model)
+
+
+# -- compiled ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("style", ["watches", "observes"])
+def test_compiled_calls_have_their_owner_too(kind, style):
+    """One graph for both threads; whose call it is, is asked when it runs."""
+    torch._dynamo.reset()
+    model, mine, theirs = Doubler(), Seen(kind, style), Seen(kind, style)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def other() -> int:
+        with theirs.attach(model, "twice") as handle:
+            run(compiled, 3.0)
+            run(compiled, 5.0)
+            return handle.report().fired
+
+    with mine.attach(model, "twice") as handle:
+        assert in_thread(other) == 2
+        run(compiled, 1.0)
+        assert in_thread(other) == 2
+        run(compiled, 2.0)
+        assert handle.report().fired == 2
+    factor = 2 if kind == "forward" else 1
+    assert mine.values == [factor * value for value in (1.0, 2.0)]
+    assert theirs.values == [factor * value for value in (3.0, 5.0, 3.0, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [
+        ("backward_pre", lambda module, grads: (grads[0] * 10,)),
+        ("backward", lambda module, grads, _: (grads[0] * 10,)),
+    ],
+)
+def test_gradients_of_compiled_calls_are_edited_for_the_owner_alone(kind, hook):
+    """Which call it was, the graph has kept."""
+    torch._dynamo.reset()
+    model = Doubler()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def gradient() -> float:
+        x = ones()
+        compiled(x).sum().backward()
+        return x.grad[0].item()
+
+    with hl.attach(model, "twice", hook, on=kind, scope="context") as handle:
+        assert (gradient(), in_thread(gradient), gradient()) == (20.0, 2.0, 20.0)
+        assert handle.report().fired == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [("forward_pre", lambda module, args: (args[0] * 10,)), ("forward", lambda module, args, output: output * 10)],
+)
+def test_an_edit_that_would_become_part_of_the_graph_is_refused(kind, hook):
+    """It would be made in everybody's calls: said while compiling, with what to do instead."""
+    torch._dynamo.reset()
+    model = Doubler()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.attach(model, "twice", hook, on=kind, scope="context") as handle:
+        with pytest.raises(RuntimeError, match=r"edits, and has scope='context'.*observe=True"):
+            compiled(ones())
+        handle.remove(quiet=True)
+    assert compiled(ones())[0].item() == 2.0
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_a_compiled_backward_in_another_thread_fires_for_the_owner_of_the_forward(kind):
+    """The owner is noted where the forward runs, inside the graph."""
+    torch._dynamo.reset()
+    model, seen = Doubler(), Seen(kind)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with seen.attach(model, "twice") as handle:
+        in_thread((compiled(ones()) * 3).sum().backward)
+        in_thread(lambda: compiled(ones()).sum()).backward()
+        assert handle.report().fired == 1
+    assert seen.values == [3.0]
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_two_threads_run_compiled_code_at_once(kind):
+    """Compiled once, before the threads begin; each has its own hook on."""
+    torch._dynamo.reset()
+    model = Doubler()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    seen = [Seen(kind), Seen(kind)]
+    handles: list[hl.HookHandle] = []
+    ready, done = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+
+    def work(index: int) -> None:
+        handles.append(seen[index].attach(model, "twice"))
+        ready.wait()
+        if index == 0:
+            run(compiled)
+            seen[0].values.clear()
+        done.wait()
+        for step in range(STEPS):
+            run(compiled, float(2 * step + index + 1))
+
+    in_threads(work)
+    for handle in handles:
+        handle.remove()
+    factor = 2 if kind == "forward" else 1
+    for index in range(2):
+        assert seen[index].values == [factor * float(2 * step + index + 1) for step in range(STEPS)]
+
+
+# -- nothing piles up ----------------------------------------------------------------------------------------
+
+
+def test_scopes_are_forgotten_with_their_hooks():
+    """A thousand hooks that came and went leave a context as it was."""
+    model = Doubler()
+    before = context._OPEN.get()
+    for _ in range(1000):
+        Seen().attach(model, "same").remove()
+    assert context._OPEN.get() == before
+
+
+def test_scopes_that_were_closed_elsewhere_are_forgotten_at_the_next():
+    """The owner's context cannot be reached from another thread, so it may keep a number until it opens the next."""
+    model = Doubler()
+
+    def work() -> int:
+        for _ in range(100):
+            in_thread(Seen().attach(model, "same").remove)
+        return len(context._OPEN.get())
+
+    assert in_thread(work) <= 1
+
+
+def test_tasks_leave_nothing_behind():
+    """Not in the loop's context, nor in the process."""
+    model = Doubler()
+
+    async def work() -> None:
+        with Seen().attach(model, "same"):
+            await asyncio.sleep(0)
+
+    async def many() -> int:
+        await asyncio.gather(*(work() for _ in range(200)))
+        return len(context._OPEN.get())
+
+    assert asyncio.run(many()) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "hook", "options"),
+    [
+        ("typo", Seen().hook, {}),
+        ("same", lambda: None, {}),
+        ("same", Seen().hook, {"sees": "raw"}),
+    ],
+    ids=["no match", "bad hook", "bad option"],
+)
+def test_an_attach_that_fails_leaves_no_scope_open(target, hook, options):
+    """All or nothing."""
+    live, opened = set(context._LIVE), context._OPEN.get()
+    with pytest.raises(hl.HooklineError):
+        hl.attach(Doubler(), target, hook, scope="context", **options)
+    left = context._LIVE - live, context._OPEN.get() - opened
+    for number in left[0]:  # so that this test alone fails for it
+        context.close_scope(number)
+    assert left == (set(), frozenset())
