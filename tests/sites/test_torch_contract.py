@@ -1052,3 +1052,16 @@ def test_nothing_is_captured_where_there_is_no_graph():
     """And an ordinary module replays none."""
     assert not _torch.capturing()
     assert not _torch.replays_graph(nn.Linear(1, 1))
+
+
+def test_hooks_are_put_in_order_by_insertion_too(monkeypatch):
+    """What guards of torch 2.11 go by; moving one to an end of an OrderedDict leaves that as it was."""
+    hooks = OrderedDict({1: "ours", 2: "theirs", 3: "others"})
+    hooks.move_to_end(1)
+    assert list(dict.keys(hooks)) == [1, 2, 3]
+    monkeypatch.setattr(_torch, "_GUARDS_GO_BY_INSERTION", True)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", sys.modules.get("torch._dynamo"))
+    _torch.place_last(hooks, 2)
+    assert list(dict.keys(hooks)) == list(hooks) == [3, 1, 2]
+    _torch.place_first(hooks, 1)
+    assert list(dict.keys(hooks)) == list(hooks) == [1, 3, 2]

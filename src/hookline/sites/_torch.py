@@ -283,6 +283,7 @@ def place_first(hooks: dict[int, Any], hook_id: int) -> None:
     hooks.move_to_end(hook_id, last=False)
     for outer in _fsdp_hooks(hooks, "_pre_forward"):
         hooks.move_to_end(outer, last=False)
+    _insert_anew(hooks)
 
 
 def place_last(hooks: dict[int, Any], hook_id: int) -> None:
@@ -291,6 +292,18 @@ def place_last(hooks: dict[int, Any], hook_id: int) -> None:
     hooks.move_to_end(hook_id)
     for outer in _fsdp_hooks(hooks, "_post_forward"):
         hooks.move_to_end(outer)
+    _insert_anew(hooks)
+
+
+def _insert_anew(hooks: OrderedDict[int, Any]) -> None:
+    """Have the order in which hooks were inserted be the order they are in: guards of torch 2.11 go by the former."""
+    if _GUARDS_GO_BY_INSERTION and "torch._dynamo" in sys.modules and list(dict.keys(hooks)) != list(hooks):
+        for hook_id, hook in list(hooks.items()):
+            del hooks[hook_id]
+            hooks[hook_id] = hook
+
+
+_GUARDS_GO_BY_INSERTION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def _fsdp_hooks(hooks: OrderedDict[int, Any], method: str) -> list[int]:
