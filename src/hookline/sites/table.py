@@ -117,14 +117,14 @@ class Table(GradientLanes):
     entered = -1
     """When the latest call that gradient hooks take part in began."""
     key: torch.Tensor | None = None
-    """By which compiled code finds the table; there is none before the compiler is loaded."""
+    """By which compiled code finds the table; there is none before anything is compiled."""
     _is_marked = False
     covered = -1
     """Up to which generation of process-wide hooks the module has them all."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = _ModuleRef(module, _forget)
-        if marks.is_loaded():
+        if marks.are_needed():
             self.key = new_key(self)
         self._lanes: dict[Kind, tuple[Entry, ...]] = {}
         self._ports: dict[_Slot, Port] = {}
@@ -143,7 +143,7 @@ class Table(GradientLanes):
         return self._ports.get(_CALLED[name])
 
     def give_key(self) -> None:
-        """The compiler has been loaded: from now on there may be compiled code."""
+        """From now on there may be compiled code."""
         self.key = new_key(self)
         for port in self._ports.values():
             port.key = self.key
@@ -396,23 +396,19 @@ def table_of(module: nn.Module) -> Table:
             )
         drop_stale(module)
         if not _TABLES:
-            marks.hold(_give_keys, _mark_all)
+            marks.hold(_prepare_all)
         marks.tend()
         table = Table(module)
         _TABLES[id(module)] = weakref.ref(table)
     return table
 
 
-def _give_keys() -> None:
+def _prepare_all() -> None:
+    """The compiler is about to work for the first time."""
     with LOCK:
         for table in filter(None, (ref() for ref in _TABLES.values())):
             if table.key is None:
                 table.give_key()
-
-
-def _mark_all() -> None:
-    with LOCK:
-        for table in filter(None, (ref() for ref in _TABLES.values())):
             table.sync_mark()
 
 

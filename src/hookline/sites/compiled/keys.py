@@ -26,8 +26,9 @@ def new_key(table: Table) -> Tensor:
     """A key for the table; good for as long as the table lives."""
     number = next(_NUMBERS)
     _TABLES[number] = weakref.ref(table, lambda _, tables=_TABLES: tables.pop(number, None))  # type: ignore[misc]
-    # Whatever mode we are in, the key is an ordinary tensor.
-    with torch.inference_mode(False):
+    if not torch.is_inference_mode_enabled():
+        return torch.tensor(number, device="cpu")
+    with torch.inference_mode(False):  # the key is an ordinary tensor
         return torch.tensor(number, device="cpu")
 
 

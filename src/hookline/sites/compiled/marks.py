@@ -27,16 +27,11 @@ from torch import nn
 
 from hookline.sites import _torch
 
-__all__ = ["are_needed", "hold", "is_loaded", "is_replaced", "let_go", "mark", "tend", "unmark", "unmark_copy"]
+__all__ = ["are_needed", "hold", "is_replaced", "let_go", "mark", "tend", "unmark", "unmark_copy"]
 
 _COMPILER: Final = "torch._dynamo"
 _FORWARD: Final = "forward"
 _STANDS_FOR: Final = "hookline_stands_for"
-
-
-def is_loaded() -> bool:
-    """Whether the compiler is there."""
-    return _COMPILER in sys.modules and not _WATCH.awaits_compiler
 
 
 def are_needed() -> bool:
@@ -44,9 +39,9 @@ def are_needed() -> bool:
     return _WATCH.compiled
 
 
-def hold(on_load: Callable[[], None], on_compile: Callable[[], None]) -> None:
-    """There are hooks from now on: call the one when the compiler is loaded, the other when it first compiles."""
-    _WATCH.begin(on_load, on_compile)
+def hold(on_compile: Callable[[], None]) -> None:
+    """There are hooks from now on; ``on_compile`` is called when something is compiled for the first time."""
+    _WATCH.begin(on_compile)
 
 
 def tend() -> None:
@@ -127,24 +122,19 @@ class _Watch:
         self._on_compile: Callable[[], None] | None = None
         self._told = _torch.Compilations(self._compiles)
 
-    @property
-    def awaits_compiler(self) -> bool:
-        return self._finder is not None
-
-    def begin(self, on_load: Callable[[], None], on_compile: Callable[[], None]) -> None:
+    def begin(self, on_compile: Callable[[], None]) -> None:
         if self._held:
             return
         self._held = True
         if _COMPILER in sys.modules:
             self._wait_for_work(on_compile)
         else:
-            self._finder = _Finder(lambda: self._loaded(on_load, on_compile))
+            self._finder = _Finder(lambda: self._loaded(on_compile))
             sys.meta_path.insert(0, self._finder)
 
-    def _loaded(self, on_load: Callable[[], None], on_compile: Callable[[], None]) -> None:
+    def _loaded(self, on_compile: Callable[[], None]) -> None:
         self._drop_finder()
         self._wait_for_work(on_compile)
-        on_load()
 
     def _wait_for_work(self, on_compile: Callable[[], None]) -> None:
         self._on_compile = on_compile

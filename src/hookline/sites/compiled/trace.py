@@ -49,6 +49,8 @@ class _Serial(threading.local):
 
 def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The pre-hooks of a port; the arguments to go on with, if they are others."""
+    if port.key is None:  # we were not told that something is being compiled; at its next forward the root sees it
+        return None
     changed = False
     steps, reads, plan, ticks = port.recipe.split("/")
     if ticks and not _torch.exporting() and not _torch.vectorizing():
@@ -73,6 +75,8 @@ def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 
 def run_post(port: Port, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """The forward hooks of a port; the output to go on with."""
+    if port.key is None:
+        return output
     steps, reads, plan, _ = port.recipe.split("/")
     for place, step in enumerate(steps):
         if step == "w":
