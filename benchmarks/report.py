@@ -33,7 +33,8 @@ one process with one torch thread and the garbage collector off; it counts with 
 ratio is formed inside the round. The A/A column is the denominator measured against itself in the same rounds: a
 difference smaller than that spread is none. On the CPU it is CPU time of the thread, on the GPU wall-clock time up to a
 synchronize. oneDNN (mkldnn) is off, since on some machines it makes small layers so slow that they hide every overhead.
-Rows without a target only inform; a missed target stays on the page.
+Rows without a target only inform; a missed target stays on the page. The rows about two threads are shares of captures
+that went wrong, not times; how large a share is depends on the load of the machine: only zero and not zero compare.
 """
 
 HEADER = (

@@ -81,13 +81,21 @@ class Port:
         """What compiled calls have to know of the gradient hooks."""
         self.ticks = ""
         """Whether the port tells the root of each call: "t"."""
-        self.put(())
+        self.steps, self.groups, self.reads = _NO_STEPS
+        self.recipe = ""
 
     def put(self, entries: tuple[Entry, ...]) -> None:
         """These are the hooks from now on."""
-        if self.entries and self.table.key is not None:
-            self._before = self.recipe, self.steps, self.groups
+        before = self.entries
         self.entries = entries
+        if self.key is not None:
+            if before:
+                self._before = self.recipe, self.steps, self.groups
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Have the hooks in the order in which compiled code comes to them."""
+        entries = self.entries
         if not entries:
             self.steps, self.groups, self.reads = _NO_STEPS
         elif len(entries) == 1 and entries[0].attachment.by_name is None:
@@ -99,6 +107,8 @@ class Port:
 
     def write_recipe(self) -> None:
         """Say in one text what a compiled call does here: every single thing that it reads becomes a guard."""
+        if self.key is None:
+            return
         steps = "".join(["w" if step is None else "e" for step in self.steps])
         self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}"
 

@@ -147,6 +147,7 @@ class Table(GradientLanes):
         self.key = new_key(self)
         for port in self._ports.values():
             port.key = self.key
+            port.prepare()
 
     def sync_mark(self) -> None:
         """Mark the module while it has hooks that a compiled call runs."""
