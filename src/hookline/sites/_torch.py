@@ -760,6 +760,11 @@ def _is_ordinary(cls: type) -> bool:
     return getattr(cls, "__torch_dispatch__", None) == Tensor.__torch_dispatch__
 
 
+@constant_while_tracing
+def _has_local_part(cls: type) -> bool:
+    return hasattr(cls, "to_local")
+
+
 def local_tensor(tensor: Any) -> Any:
     """What an operator of ours can be given: the tensor, of a distributed one this process's part; else None.
 
@@ -767,9 +772,7 @@ def local_tensor(tensor: Any) -> Any:
     """
     if _is_ordinary(type(tensor)):
         return tensor
-    if hasattr(tensor, "to_local"):
-        return tensor.to_local()
-    return None
+    return tensor.to_local() if _has_local_part(type(tensor)) else None
 
 
 def leave_to_python(*functions: Any, below: bool = True) -> None:

@@ -183,3 +183,36 @@ def test_a_model_under_vmap_in_compiled_code_runs_without_its_hooks() -> None:
     expected = run(x)
     with hl.attach(model, lambda module, args, output: seen.append(1), observe=True):
         assert torch.allclose(run(x), expected)
+
+
+@pytest.fixture
+def mesh(tmp_path: Any) -> Any:
+    """One process, with itself for company."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_of_a_distributed_tensor_compiled_code_shows_the_local_part(mesh: Any) -> None:
+    """Eager code shows the tensor itself; operators of ours have no rule for it."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    seen: list[Tensor] = []
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x * 2) + 1
+
+    model, x = Twice(), distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    with hl.attach(model, "inner", lambda module, args, output: seen.append(output), observe=True):
+        compiled(model)(x)
+    assert [type(tensor) for tensor in seen] == [Tensor]
+    assert torch.equal(seen[0], torch.full((4, 4), 2.0))
+    assert isinstance(model(x), DTensor)
