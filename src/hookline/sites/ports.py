@@ -186,7 +186,7 @@ def drop_stale(module: nn.Module) -> None:
                 setattr(module, _torch.FULL_BACKWARD_FLAG, None)  # torch leaves it set
     if isinstance(module.__dict__.get(_torch.CALL_IMPL), StaleGuard):
         del module.__dict__[_torch.CALL_IMPL]
-    marks.unmark_copy(module)
+    marks.unmark(module)  # a copy of a hooked module has no hooks
 
 
 class PreFront(Port):

@@ -148,6 +148,7 @@ class Table(GradientLanes):
         for port in self._ports.values():
             port.key = self.key
             port.prepare()
+        self._sync_plan()
 
     def sync_mark(self) -> None:
         """Mark the module while it has hooks that a compiled call runs."""
@@ -307,6 +308,11 @@ class Table(GradientLanes):
         self.set_gradient_hooks(*map(self.lane, _GRADIENT_KINDS))
         self.uses_input_once = type(module) in _USE_INPUT_ONCE and not marks.is_replaced(module)
         self._sync_post(module)
+        if self.key is not None:
+            self._sync_plan()
+
+    def _sync_plan(self) -> None:
+        """Have the ports know the gradient hooks as compiled calls do."""
         self.plan = plan_of(self)
         for port in self._ports.values():
             if isinstance(port, BackPort):

@@ -11,6 +11,7 @@ from helpers_compiled import Blocks, breaks, compiled, graphs, step
 from torch import Tensor, nn
 
 import hookline as hl
+from hookline.sites.compiled import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 
@@ -177,12 +178,26 @@ def test_numbers_that_change_need_no_graph_each() -> None:
 
 
 def test_a_model_under_vmap_in_compiled_code_runs_without_its_hooks() -> None:
-    """There is no rule for our operators there."""
+    """There is no rule for our operators there, which is said once."""
     model, x, seen = nn.Linear(4, 4), torch.randn(3, 4), []
     run = torch.compile(lambda x: torch.vmap(model)(x), backend="aot_eager", fullgraph=True)
     expected = run(x)
-    with hl.attach(model, lambda module, args, output: seen.append(1), observe=True):
+    trace._Said.vectorized = False
+    with (
+        hl.attach(model, lambda module, args, output: seen.append(1), observe=True),
+        pytest.warns(hl.HooklineWarning, match=r"torch.vmap.*eagerly"),
+    ):
         assert torch.allclose(run(x), expected)
+
+
+def test_an_edited_gradient_is_not_silently_cut_off_from_its_second_derivative() -> None:
+    """Where a backward can be differentiated (backend "eager"), a hook that edits refuses instead."""
+    model, x = Blocks(1), torch.randn(3, 4, requires_grad=True)
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    with hl.attach(model, "layers.0.up", lambda module, grads: (grads[0] * 2,), on="backward_pre"):
+        torch.autograd.grad(run(x).pow(2).sum(), x)
+        with pytest.raises(hl.UnhookableError, match="second derivatives"):
+            torch.autograd.grad(run(x).pow(2).sum(), x, create_graph=True)
 
 
 @pytest.fixture

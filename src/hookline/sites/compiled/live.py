@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from hookline.errors import HookReturnError
+from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import ops
 from hookline.sites.compiled.keys import table_with
@@ -196,6 +196,11 @@ def _fake_edit(key: Tensor, mark: Tensor, what: str, after: Tensor | None, tenso
 
 @ops.behind(ops.EDIT, _fake_edit)
 def _edit(key: Tensor, mark: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnhookableError(
+            "A gradient hook that edits cannot be differentiated in compiled code, and this backward is "
+            "(create_graph=True): its second derivatives would be lost. Use observe=True, or run the model eagerly."
+        )
     new = [grad for grad in _run(key, mark, _what(what), tensors) if grad is not None]
     return [*(_laid_out(grad, like) for grad, like in zip(new, tensors, strict=False)), _token()]
 

@@ -10,7 +10,7 @@ switch of torch's is turned, and whatever comes and goes, there are two graphs: 
 Where somebody else has replaced a module's ``forward``, another function that does the same stands in for theirs.
 
 Loading the compiler takes a second, so that is left to whoever wants to compile: where it is not loaded yet, a finder
-on ``sys.meta_path`` tells us when it is. Both go when the last hook does.
+on ``sys.meta_path`` tells us when it is, and then the compiler when it first compiles. Both go when the last hook does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 
 from hookline.sites import _torch
 
-__all__ = ["are_needed", "hold", "is_replaced", "let_go", "mark", "tend", "unmark", "unmark_copy"]
+__all__ = ["are_needed", "hold", "is_replaced", "let_go", "mark", "tend", "unmark"]
 
 _COMPILER: Final = "torch._dynamo"
 _FORWARD: Final = "forward"
@@ -75,12 +75,6 @@ def unmark(module: nn.Module) -> None:
         del module.__dict__[_FORWARD]
     elif hasattr(own, _STANDS_FOR):
         module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
-
-
-def unmark_copy(module: nn.Module) -> None:
-    """A copy of a hooked module has no hooks, so it needs no mark."""
-    if _is_mark(module, module.__dict__.get(_FORWARD)):
-        del module.__dict__[_FORWARD]
 
 
 def is_replaced(module: nn.Module) -> bool:

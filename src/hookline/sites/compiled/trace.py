@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hookline.errors import OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.sites import _torch
 from hookline.sites.compiled import ops
 from hookline.sites.compiled.layout import Parts, collect, describe, substitute
@@ -47,13 +48,36 @@ class _Serial(threading.local):
     at = 0
 
 
+@_torch.constant_while_tracing
+def _without_operators() -> bool:
+    """Whether nothing of ours may be left in what is being traced.
+
+    An exported program is to run where there are no hooks, and no hookline; under ``torch.vmap`` it is said once.
+    """
+    if _torch.exporting() or not _torch.vectorizing():
+        return _torch.exporting()
+    if not _Said.vectorized:
+        _Said.vectorized = True
+        warnings.warn(
+            "A model with hooks is being compiled under torch.vmap: its observers and gradient hooks do not fire "
+            "there. Run it without vmap, or eagerly (torch.compiler.disable).",
+            HooklineWarning,
+            stacklevel=2,
+        )
+    return True
+
+
+class _Said:
+    vectorized = False
+
+
 def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The pre-hooks of a port; the arguments to go on with, if they are others."""
     if port.key is None:  # we were not told that something is being compiled; at its next forward the root sees it
         return None
     changed = False
     steps, reads, plan, ticks = port.recipe.split("/")
-    if ticks and not _torch.exporting() and not _torch.vectorizing():
+    if ticks and not _without_operators():
         ops.BEGIN(port.key, _serial())
     for place, step in enumerate(steps):
         if step == "w":
@@ -68,7 +92,7 @@ def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
                 args, kwargs = result
             else:
                 args = result if isinstance(result, tuple) else (result,)
-    if plan and torch.is_grad_enabled() and not _torch.exporting() and not _torch.vectorizing():
+    if plan and torch.is_grad_enabled() and not _without_operators():
         return _enter_gradients(port, plan, args, kwargs)
     return (args, kwargs) if changed else None
 
@@ -88,14 +112,14 @@ def run_post(port: Port, module: nn.Module, args: Any, kwargs: Any, output: Any)
         result = _edit(port, steps, place, entry, module, more)
         if result is not None:
             output = result
-    if plan and torch.is_grad_enabled() and not _torch.exporting() and not _torch.vectorizing():
+    if plan and torch.is_grad_enabled() and not _without_operators():
         return _leave_gradients(port, plan, output)
     return output
 
 
 def _fire(port: Port, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
-    if _torch.exporting() or _torch.vectorizing():
-        return  # an exported program is to run where there are no hooks, and no hookline
+    if _without_operators():
+        return
     parts = Parts()
     text = describe(args, parts) if "a" in reads else "()"
     text += describe(kwargs, parts) if "k" in reads else "{}"
@@ -109,7 +133,7 @@ def _fire(port: Port, steps: str, place: int, reads: str, args: Any, kwargs: Any
 
 
 def _edit(port: Port, steps: str, place: int, entry: Entry, module: nn.Module, args: tuple[Any, ...]) -> Any:
-    if not _torch.exporting() and not _torch.vectorizing():
+    if not _without_operators():
         ops.COUNT(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||")
     attachment = entry.attachment
     assert attachment.by_name is not None

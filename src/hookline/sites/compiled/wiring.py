@@ -79,11 +79,8 @@ class What:
 
     def spread(self, tensors: list[Tensor]) -> tuple[Grads, tuple[Grads, ...]]:
         """The gradients as hooks are handed them: those of this kind, and the others."""
-        stream = iter(tensors)
-        grads = tuple(next(stream) if place == "1" else None for place in self._places)
-        if self.is_pre:
-            return grads, ()
-        return grads, (tuple(next(stream) if place == "1" else None for place in self._more),)
+        grads = _spread(self._places, tensors[: self.count])
+        return grads, () if self.is_pre else (_spread(self._more, tensors[self.count :]),)
 
 
 class _TracedLanes(GradientLanes):
