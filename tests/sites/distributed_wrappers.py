@@ -276,7 +276,8 @@ def main() -> None:
     everybody: list[Any] = [None, None]
     dist.all_gather_object(everybody, found)
     if dist.get_rank() == 0:
-        print(json.dumps({**found, "same": everybody[0] == everybody[1]}))
+        differ = {part: [rank[part] for rank in everybody] for part in found if everybody[1][part] != found[part]}
+        print(json.dumps({**found, "differ": differ}))
     dist.destroy_process_group()
 
 

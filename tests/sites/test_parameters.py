@@ -609,3 +609,21 @@ def test_the_weights_of_a_hooked_model_load_as_weights_only():
         torch.save(model.state_dict(keep_vars=True), buffer)
     buffer.seek(0)
     assert list(torch.load(buffer, weights_only=True)) == ALL
+
+
+def test_a_hook_follows_to_a_parameter_that_has_the_id_of_the_one_before():
+    """An id is used again once its tensor is gone; somebody may hold the dictionary of the old one's hooks."""
+    module = nn.Linear(2, 2)
+    seen: list[Tensor] = []
+    with hl.attach(module, "weight", seen.append, on="param_grad"):
+        kept = module.weight._post_accumulate_grad_hooks
+        taken = id(module.weight)
+        del module.weight
+        others = []  # their ids are taken, so that sooner or later the old one is given again
+        while id(weight := nn.Parameter(torch.ones(2, 2))) != taken:
+            others.append(weight)
+            assert len(others) < 100_000
+        module.weight = weight
+        module(torch.ones(1, 2)).sum().backward()
+    assert len(seen) == 1
+    assert not kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import time
 import warnings
@@ -75,6 +76,7 @@ __all__ = [
     "is_tracing",
     "keeps_saved",
     "kwargs_of_call",
+    "leaf_hooks",
     "leaf_hooks_of",
     "leave_to_python",
     "lift_mode",
@@ -271,9 +273,13 @@ def parameter_hooks_of(module: nn.Module) -> Iterator[Any]:
             yield from leaf_hooks_of(parameter)
 
 
+leaf_hooks: Final = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The dictionary of a leaf's post-accumulate hooks, which is the leaf's own and no other's; None before the first."""
+
+
 def leaf_hooks_of(leaf: Tensor) -> list[Any]:
     """Every post-accumulate hook on a leaf."""
-    hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    hooks = leaf_hooks(leaf)
     return list(hooks.values()) if hooks else []
 
 
