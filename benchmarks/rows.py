@@ -1,6 +1,6 @@
 """The groups of rows, by the name that ``--only`` takes.
 
-Takes them from ``firing``, ``functions``, ``compiled``, ``attaching`` and ``threads``, hands them to ``run``.
+Takes them from the files beside it, hands them to ``run``.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from attaching import attaching, importing, twelve
+from capturing import capturing
 from compiled import compiled
 from firing import backward, capture, everywhere, forward, removed, single
 from functions import functions, operators, profiling
 from measure import Row
 from subject import Setting
 from threads import threads
+from watching import watching
 
 __all__ = ["BENCHMARKS", "ON_GPU"]
 
@@ -23,6 +25,8 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "backward": backward,
     "functions": functions,
     "operators": operators,
+    "watching": watching,
+    "capturing": capturing,
     "attaching": attaching,
     "importing": importing,
     "compiled": compiled,

@@ -23,6 +23,7 @@ BUILTINS = {
     "HookReturnError": (RuntimeError,),
     "HooksLeftError": (AssertionError,),
     "ScopeError": (RuntimeError,),
+    "CaptureError": (RuntimeError,),
 }
 
 

@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookline.errors import CaptureError as CaptureError
     from hookline.errors import HooklineError as HooklineError
     from hookline.errors import HooklineWarning as HooklineWarning
     from hookline.errors import HookNeverFired as HookNeverFired
@@ -29,9 +30,50 @@ if TYPE_CHECKING:
     from hookline.errors import ScopeError as ScopeError
     from hookline.errors import TargetError as TargetError
     from hookline.errors import UnhookableError as UnhookableError
-    from hookline.observe.profile import Profile as Profile
-    from hookline.observe.profile import ProfileRow as ProfileRow
-    from hookline.observe.profile import profile as profile
+    from hookline.hooks.builders import BackwardHookBuilder as BackwardHookBuilder
+    from hookline.hooks.builders import ComponentBackwardHookSpec as ComponentBackwardHookSpec
+    from hookline.hooks.builders import ComponentHookSpec as ComponentHookSpec
+    from hookline.hooks.builders import HookBuilder as HookBuilder
+    from hookline.hooks.builders import attach_fisher_information_hooks as attach_fisher_information_hooks
+    from hookline.hooks.builders import attach_gradient_flow_hooks as attach_gradient_flow_hooks
+    from hookline.hooks.builders import attach_relu_activation_hooks as attach_relu_activation_hooks
+    from hookline.hooks.builders import attach_relu_gradient_flow_hooks as attach_relu_gradient_flow_hooks
+    from hookline.hooks.builders import attach_saturated_activation_hooks as attach_saturated_activation_hooks
+    from hookline.hooks.builders import build_extractor as build_extractor
+    from hookline.hooks.components import ComponentContext as ComponentContext
+    from hookline.hooks.components import PolicyAutoBuilder as PolicyAutoBuilder
+    from hookline.lifecycle.schedule import StepSchedule as StepSchedule
+    from hookline.loops.stats_reporter import StatsReporter as StatsReporter
+    from hookline.loops.train_tool import TrainTool as TrainTool
+    from hookline.observe.capture.cache import Cache as Cache
+    from hookline.observe.capture.cache import Captured as Captured
+    from hookline.observe.capture.capture import capture as capture
+    from hookline.observe.patch.edits import Edit as Edit
+    from hookline.observe.patch.edits import ablate as ablate
+    from hookline.observe.patch.edits import mean_ablate as mean_ablate
+    from hookline.observe.patch.edits import replace as replace
+    from hookline.observe.patch.edits import scale as scale
+    from hookline.observe.patch.edits import steer as steer
+    from hookline.observe.patch.edits import swap as swap
+    from hookline.observe.patch.patch import Patch as Patch
+    from hookline.observe.patch.patch import patch as patch
+    from hookline.observe.timing.profile import Profile as Profile
+    from hookline.observe.timing.profile import ProfileRow as ProfileRow
+    from hookline.observe.timing.profile import profile as profile
+    from hookline.observe.trackers.fisher import FisherInformationState as FisherInformationState
+    from hookline.observe.trackers.gradient_flow import GradientFlowState as GradientFlowState
+    from hookline.observe.trackers.gradient_flow import ReLUGradientFlowState as ReLUGradientFlowState
+    from hookline.observe.trackers.relu import ReLUActivationState as ReLUActivationState
+    from hookline.observe.trackers.saturated import SaturatedActivationState as SaturatedActivationState
+    from hookline.observe.trackers.tracker import Tracker as Tracker
+    from hookline.observe.trackers.weights import compute_dead_neuron_stats as compute_dead_neuron_stats
+    from hookline.observe.trackers.weights import (
+        compute_saturated_activation_stats as compute_saturated_activation_stats,
+    )
+    from hookline.observe.watch import Watch as Watch
+    from hookline.observe.watch import watch as watch
+    from hookline.sinks.memory import MemorySink as MemorySink
+    from hookline.sinks.sink import MetricSink as MetricSink
     from hookline.sites.attach import attach as attach
     from hookline.sites.bounds import clip_gradients as clip_gradients
     from hookline.sites.bounds import freeze as freeze
@@ -61,10 +103,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "BackwardHookBuilder": "hooks.builders",
+    "Cache": "observe.capture.cache",
+    "CaptureError": "errors",
+    "Captured": "observe.capture.cache",
+    "ComponentBackwardHookSpec": "hooks.builders",
+    "ComponentContext": "hooks.components",
+    "ComponentHookSpec": "hooks.builders",
+    "Edit": "observe.patch.edits",
+    "FisherInformationState": "observe.trackers.fisher",
     "FunctionPostHook": "types",
     "FunctionPreHook": "types",
     "FunctionSite": "sites.functions.site",
+    "GradientFlowState": "observe.trackers.gradient_flow",
     "HandleSet": "sites.handle",
+    "HookBuilder": "hooks.builders",
     "HookHandle": "sites.handle",
     "HookNeverFired": "errors",
     "HookReturnError": "errors",
@@ -74,33 +127,62 @@ _HOME = {
     "HooksLeftError": "errors",
     "Kind": "sites.kinds",
     "KindError": "errors",
+    "MemorySink": "sinks.memory",
+    "MetricSink": "sinks.sink",
     "ModulePostHook": "types",
     "ModulePreHook": "types",
     "NoMatchError": "errors",
     "OptimizerSite": "sites.optimizers",
     "OptionError": "errors",
-    "Profile": "observe.profile",
-    "ProfileRow": "observe.profile",
+    "Patch": "observe.patch.patch",
+    "PolicyAutoBuilder": "hooks.components",
+    "Profile": "observe.timing.profile",
+    "ProfileRow": "observe.timing.profile",
+    "ReLUActivationState": "observe.trackers.relu",
+    "ReLUGradientFlowState": "observe.trackers.gradient_flow",
     "Receipt": "sites.receipt",
+    "SaturatedActivationState": "observe.trackers.saturated",
     "SavedTensors": "sites.saved",
     "ScopeError": "errors",
     "Site": "sites.site",
     "Sites": "sites.find",
+    "StatsReporter": "loops.stats_reporter",
+    "StepSchedule": "lifecycle.schedule",
     "TargetError": "errors",
+    "Tracker": "observe.trackers.tracker",
+    "TrainTool": "loops.train_tool",
     "UnhookableError": "errors",
+    "Watch": "observe.watch",
+    "ablate": "observe.patch.edits",
     "assert_no_hooks": "sites.find",
     "attach": "sites.attach",
     "attach_everywhere": "sites.everywhere",
+    "attach_fisher_information_hooks": "hooks.builders",
     "attach_function": "sites.functions.attach",
+    "attach_gradient_flow_hooks": "hooks.builders",
     "attach_node": "sites.nodes",
     "attach_optimizer": "sites.optimizers",
+    "attach_relu_activation_hooks": "hooks.builders",
+    "attach_relu_gradient_flow_hooks": "hooks.builders",
+    "attach_saturated_activation_hooks": "hooks.builders",
     "attach_tensor": "sites.tensors",
     "attached": "sites.find",
+    "build_extractor": "hooks.builders",
+    "capture": "observe.capture.capture",
     "clip_gradients": "sites.bounds",
+    "compute_dead_neuron_stats": "observe.trackers.weights",
+    "compute_saturated_activation_stats": "observe.trackers.weights",
     "find": "sites.find",
     "freeze": "sites.bounds",
-    "profile": "observe.profile",
+    "mean_ablate": "observe.patch.edits",
+    "patch": "observe.patch.patch",
+    "profile": "observe.timing.profile",
+    "replace": "observe.patch.edits",
     "saved_tensors": "sites.saved",
+    "scale": "observe.patch.edits",
+    "steer": "observe.patch.edits",
+    "swap": "observe.patch.edits",
+    "watch": "observe.watch",
 }
 """Where each public name lives."""
 

@@ -12,12 +12,14 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── UnhookableError     TypeError RuntimeError  a module that Python hooks cannot reach
     ├── HookReturnError     RuntimeError         a return value that cannot replace what the hook was shown
     ├── ScopeError          RuntimeError         scopes that are left in another order than they were entered
+    ├── CaptureError        RuntimeError         something captured that cannot be kept, or cannot be read
     └── HooksLeftError      AssertionError       hooks where none were expected
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "CaptureError",
     "HookNeverFired",
     "HookReturnError",
     "HookSignatureError",
@@ -71,6 +73,10 @@ class HookReturnError(HooklineError, RuntimeError):
 
 class ScopeError(HooklineError, RuntimeError):
     """A scope is left while one that was entered later is still open."""
+
+
+class CaptureError(HooklineError, RuntimeError):
+    """What is asked of a capture cannot be had: too large, called several times, overwritten since."""
 
 
 class HooksLeftError(HooklineError, AssertionError):

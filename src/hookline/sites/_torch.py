@@ -74,6 +74,7 @@ __all__ = [
     "is_inner_step",
     "is_native",
     "is_tracing",
+    "is_wrapped",
     "keeps_saved",
     "kwargs_of_call",
     "leaf_hooks",
@@ -100,12 +101,14 @@ __all__ = [
     "replays_graph",
     "running_module",
     "running_modules",
+    "scale_of",
     "sequence_number",
     "sequence_number_of",
     "set_grad_enabled",
     "sharded_parameter",
     "slip_mode_under",
     "takes_optimizer_hooks",
+    "times_running",
     "untraced",
     "vectorizing",
     "will_execute",
@@ -393,6 +396,18 @@ def running_modules() -> tuple[nn.Module | None, nn.Module | None]:
         inner.f_locals.get("self") if inner is not None else None,
         outer.f_locals.get("self") if outer is not None else None,
     )
+
+
+def times_running(module: nn.Module) -> int:
+    """How many calls of that module are under way in this thread; those inside of compiled code do not show."""
+    code = nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back
+    return count
 
 
 def called_by_us(depth: int) -> bool:
@@ -779,6 +794,16 @@ def local_tensor(tensor: Any) -> Any:
     if _is_ordinary(type(tensor)):
         return tensor
     return tensor.to_local() if _has_local_part(type(tensor)) else None
+
+
+is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor stands for others inside a transform of ``torch.func``, and has no numbers of its own."""
+
+
+def scale_of(scaler: Any) -> Tensor | None:
+    """What a ``GradScaler`` multiplies losses by, on its device, unread; None for one that does nothing (yet)."""
+    scale = getattr(scaler, "_scale", None)
+    return scale if scaler.is_enabled() else None
 
 
 def leave_to_python(*functions: Any, below: bool = True) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,13 @@ from hookline.sites.site import Site
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from hookline.sites.kinds import Kind, Subject
     from hookline.sites.root import Root
     from hookline.types import Hook
 
-__all__ = ["Attachment", "Entry", "Holder", "Phase", "next_order"]
+__all__ = ["Attachment", "Entry", "Holder", "Phase", "Summary", "next_order"]
 
 next_order = itertools.count().__next__
 """One clock for attachments and calls: a gradient hook takes part in the calls that begin after it was attached."""
@@ -39,6 +42,23 @@ class Phase(IntEnum):
     """Hooks whose return value counts, in the order they were attached."""
     OBSERVE = 2
     """Observers of what downstream will see."""
+
+
+class Summary(ABC):
+    """What an observer leaves in compiled code in place of itself: a vector, made by the graph, of what it is shown.
+
+    The compiler joins that with whatever made the tensors; the vector is all that comes out.
+    """
+
+    number: int
+    """Tells summaries that differ apart: in graphs, and in what the compiler keeps on disk."""
+
+    make: Callable[[list[Tensor]], Tensor | None]
+    """Gives the vector for the tensors of an output, or for its gradients; None for nothing. It is traced."""
+
+    @abstractmethod
+    def receive(self, module: Any, vector: Tensor) -> None:
+        """The graph has come to it, for that module."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -69,6 +89,8 @@ class Attachment:
     """For gradient hooks that ask when the call's own part of the backward pass was over (``site.ended``)."""
     by_name: Callable[..., Any] | None = None
     """What calls the hook in code that is being compiled; set for hooks that become part of it, because they edit."""
+    summary: Summary | None = None
+    """For an observer that leaves a summary of what it is shown in compiled code, instead of being called there."""
     reads: str = "ako"
     """Which of arguments, keyword arguments and output the hook looks at: a compiled call shows it no others."""
     removed: bool = False

@@ -341,6 +341,10 @@ class GradientCall:
         task = _torch.graph_task_id()
         if task != self._task and self._num_outputs == 1:  # the common case, in one go
             self._task = task
+            if not self._table.backward:  # nothing comes later, so nothing is kept: not the gradient either
+                self._pre_done = self.done = True
+                self._grad_outputs = [None]
+                return self._fire(self._table.backward_pre, (grad,), ())[0]
             self._pre_done, self.done = True, False
             self._ended = None
             self._grad_inputs = [None] * self._num_inputs

@@ -92,6 +92,11 @@ class HookHandle(_Handle):
         """Whether the hook is off."""
         return self._attachment.removed
 
+    @property
+    def alive(self) -> bool:
+        """Whether the hook is on, and everything that it is on is still there."""
+        return not self.removed and all(entry.table.alive() for entry in self._attachment.entries)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HookHandle) and other._attachment is self._attachment
 

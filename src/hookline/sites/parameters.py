@@ -72,11 +72,14 @@ def _add_entries(attachment: Attachment, model: nn.Module, chosen: list[NamedPar
         hook_leaf(attachment, name, leaf, root, owners[id(parameter)])
 
 
-def select_parameters(model: nn.Module, target: Target, *, exclude: Target = None) -> list[NamedParameter]:
-    """The parameters that ``target`` means and that gradients come to, each once, in the model's own order.
+def select_parameters(
+    model: nn.Module, target: Target, *, exclude: Target = None, trained: bool = True
+) -> list[NamedParameter]:
+    """The parameters that ``target`` means, each once, in the model's own order.
 
     A name or a glob may name parameters (``"*.bias"``) or modules; a module, however it is selected, stands for
-    all parameters below it. Every element of a list has to mean at least one that gradients come to.
+    all parameters below it. Every element of a list has to mean at least one; with ``trained``, at least one that
+    gradients come to, and those that they do not come to are left out.
     """
     check_model(model)
     everything, places = _named_parameters(model)
@@ -85,7 +88,8 @@ def select_parameters(model: nn.Module, target: Target, *, exclude: Target = Non
         found = _matching(model, everything, places, item)
         if not found:
             raise _no_match(model, everything, item)
-        _trainable([each for each in everything if each.name in found])
+        if trained:
+            _trainable([each for each in everything if each.name in found])
         names |= found
     unwanted = _unwanted(model, everything, places, exclude)
     kept: dict[int, NamedParameter] = {}
@@ -97,7 +101,7 @@ def select_parameters(model: nn.Module, target: Target, *, exclude: Target = Non
             f"{'The model' if target is None else _described(target)} has parameters in this {_kind(model)}, "
             f"but exclude={_described(exclude)} takes all of them away."
         )
-    return _trainable(list(kept.values()))
+    return _trainable(list(kept.values())) if trained else list(kept.values())
 
 
 def _named_parameters(model: nn.Module) -> tuple[list[NamedParameter], list[Place]]:

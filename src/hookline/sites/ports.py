@@ -98,18 +98,22 @@ class Port:
         entries = self.entries
         if not entries:
             self.steps, self.groups, self.reads = _NO_STEPS
-        elif len(entries) == 1 and entries[0].attachment.by_name is None:
+        elif len(entries) == 1 and _is_called(entries[0]):
             self.steps, self.groups, self.reads = _ONE_GROUP, (entries,), entries[0].attachment.reads
         else:
             self.steps, self.groups = _in_steps(entries)
-            self.reads = "".join(sorted({letter for entry in entries for letter in entry.attachment.reads}))
+            self.reads = "".join(
+                sorted({letter for group in self.groups for entry in group for letter in entry.attachment.reads})
+            )
         self.write_recipe()
 
     def write_recipe(self) -> None:
         """Say in one text what a compiled call does here: every single thing that it reads becomes a guard."""
         if self.key is None:
             return
-        steps = "".join(["w" if step is None else "e" for step in self.steps])
+        steps = "".join(
+            ["w" if step is None else "e" if step.attachment.summary is None else "s" for step in self.steps]
+        )
         self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}"
 
     def group(self, steps: str, place: int) -> tuple[Entry, ...]:
@@ -117,8 +121,8 @@ class Port:
         _, groups, live = self._as_compiled(steps)
         return groups[place] if live else tuple(entry for entry in groups[place] if not entry.attachment.removed)
 
-    def editor(self, steps: str, place: int) -> Entry | None:
-        """The hook that edits there."""
+    def stepper(self, steps: str, place: int) -> Entry | None:
+        """The hook that edits there, or is handed a summary."""
         return self._as_compiled(steps)[0][place]
 
     def _as_compiled(self, steps: str) -> tuple[_Steps, _Groups, bool]:
@@ -139,18 +143,24 @@ class Port:
 
 
 _Steps: TypeAlias = "tuple[Entry | None, ...]"
-"""What compiled code does, in order: run an editing hook, or (None) a group of hooks that only watch."""
+"""What compiled code does, in order: run an editing hook, make a summary for a hook, or (None) run a group of hooks
+that only watch."""
 _Groups: TypeAlias = "tuple[tuple[Entry, ...], ...]"
 """For each step, the hooks of the group."""
 _NO_STEPS: Final[tuple[_Steps, _Groups, str]] = ((), (), "")
 _ONE_GROUP: Final[_Steps] = (None,)
 
 
+def _is_called(entry: Entry) -> bool:
+    """Whether compiled code has an operator call the hook."""
+    return entry.attachment.by_name is None and entry.attachment.summary is None
+
+
 def _in_steps(entries: tuple[Entry, ...]) -> tuple[_Steps, _Groups]:
     steps: list[Entry | None] = []
     groups: list[tuple[Entry, ...]] = []
     for entry in entries:
-        if entry.attachment.by_name is not None:
+        if not _is_called(entry):
             steps.append(entry)
             groups.append(())
         elif steps and steps[-1] is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hookline.sites.entry import Attachment, Entry
 
-__all__ = ["NOT_CALLED", "Receipt", "SiteReceipt", "outside", "receipt_of", "warn_if_never_fired"]
+__all__ = ["NOT_CALLED", "Receipt", "SiteReceipt", "likely_cause", "outside", "receipt_of", "warn_if_never_fired"]
 
 NOT_CALLED: Final = -2
 """Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
@@ -111,7 +111,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
         return
     causes: dict[str, list[str]] = defaultdict(list)
     for entry in silent:
-        cause = _likely_cause(entry, attachment) if attachment.subject is MODULE else entry.table.why_silent(entry)
+        cause = likely_cause(entry, attachment) if attachment.subject is MODULE else entry.table.why_silent(entry)
         causes[cause].append(entry.name)
     reasons = "; ".join(f"{_listed(names)}: {cause}" for cause, names in causes.items())
     model_ran = any(entry.step_at_attach != NOT_CALLED for entry in silent)
@@ -163,7 +163,8 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
-def _likely_cause(entry: Entry, attachment: Attachment) -> str:
+def likely_cause(entry: Entry, attachment: Attachment) -> str:
+    """Why a hook has not run on its module, as far as can be told."""
     module = entry.table.module()
     if module is None:
         return "the module is gone"

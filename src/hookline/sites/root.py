@@ -63,6 +63,11 @@ class Root:
         self._counter = itertools.count()
         self._pass = _Pass()
 
+    @property
+    def here(self) -> Any:
+        """Has, in each thread, the ``step`` that this thread is in: for whoever asks too often to call `moment`."""
+        return self._pass
+
     def begin(self) -> None:
         """A forward of the root begins in this thread."""
         if _torch.graph_task_id() != -1:

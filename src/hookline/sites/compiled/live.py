@@ -19,7 +19,7 @@ from hookline.sites import _torch
 from hookline.sites.compiled import ops
 from hookline.sites.compiled.keys import table_with
 from hookline.sites.compiled.layout import rebuild
-from hookline.sites.compiled.wiring import What
+from hookline.sites.compiled.wiring import GRADIENTS, What
 from hookline.sites.context import open_scopes
 from hookline.sites.entry import Phase, next_order
 from hookline.sites.gradient_slots import checked
@@ -99,10 +99,10 @@ class _Shown:
         port = table.port_called(self.slot)
         return () if port is None else port.group(self._steps, self.place)
 
-    def editor(self, table: Table) -> Entry | None:
-        """The hook that edits at this place."""
+    def stepper(self, table: Table) -> Entry | None:
+        """The hook that edits at this place, or is handed a summary."""
         port = table.port_called(self.slot)
-        return None if port is None else port.editor(self._steps, self.place)
+        return None if port is None else port.stepper(self._steps, self.place)
 
     def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
         """Arguments, keyword arguments, and after the forward the output."""
@@ -163,9 +163,31 @@ def _changed_in_place(entry: Entry) -> HookReturnError:
 @ops.behind(ops.COUNT, _nothing)
 def _count(key: Tensor, what: str) -> None:
     table = table_with(key)
-    entry = _shown(what).editor(table) if table is not None else None
+    entry = _shown(what).stepper(table) if table is not None else None
     if entry is not None:
         entry.count()
+
+
+@ops.behind(ops.SINK, _nothing)
+def _sink(key: Tensor, what: str, vector: Tensor) -> None:
+    table = table_with(key)
+    module = table.module() if table is not None else None
+    if table is None or module is None:
+        return
+    kind, _, number = what.partition(" ")
+    if kind == GRADIENTS:
+        entries = [entry for entry in table.backward_pre if _has_summary(entry, int(number.partition("|")[0]))]
+    else:
+        entry = _shown(what).stepper(table)
+        entries = [] if entry is None or entry.attachment.removed else [entry]
+    for entry in entries:
+        if entry.attachment.summary is not None:
+            entry.count()
+            entry.attachment.summary.receive(module, vector)
+
+
+def _has_summary(entry: Entry, number: int) -> bool:
+    return entry.attachment.summary is not None and entry.attachment.summary.number == number
 
 
 @ops.behind(ops.MARK, _token)
@@ -218,7 +240,7 @@ def _run(key: Tensor, mark: Tensor, what: What, tensors: list[Tensor]) -> Grads:
         return grads
     noted = _MARKS.get(int(mark))
     for entry in table.backward_pre if what.is_pre else table.backward:
-        if noted is not None and not noted.concerns(entry):
+        if (noted is not None and not noted.concerns(entry)) or entry.attachment.summary is not None:
             continue
         entry.count()
         if entry.simple:

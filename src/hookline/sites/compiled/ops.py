@@ -8,6 +8,7 @@ of one model share one graph; what is in the table counts at that moment, so rem
 ``fire``   observers of a forward: the structure as a text (`layout`), the tensors beside it (each further argument
            costs half a microsecond a call, so numbers, which are rare, have an operator of their own)
 ``count``  a hook that edits, and is therefore part of the graph itself, has run
+``sink``   a summary that the graph has made for a hook, in the forward or the backward
 ``enter``, ``leave``  the gradients of one call are to be watched (`wiring`); gone from the graph once it is traced
 ``mark``   notes, in the forward, whose call this is; what it gives back goes with the gradients
 ``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in what the one before gave out,
@@ -31,7 +32,20 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BEGIN", "COUNT", "EDIT", "ENTER", "FIRE", "FIRE_WITH", "GRADS", "LEAVE", "MARK", "behind", "while_tracing"]
+__all__ = [
+    "BEGIN",
+    "COUNT",
+    "EDIT",
+    "ENTER",
+    "FIRE",
+    "FIRE_WITH",
+    "GRADS",
+    "LEAVE",
+    "MARK",
+    "SINK",
+    "behind",
+    "while_tracing",
+]
 
 _LIBRARY: Final[Any] = torch.library.Library("hookline", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS: Final = {
@@ -39,6 +53,7 @@ _SCHEMAS: Final = {
     "fire": "(Tensor key, str what, Tensor[] tensors) -> ()",
     "fire_with": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
     "count": "(Tensor key, str what) -> ()",
+    "sink": "(Tensor key, str what, Tensor vector) -> ()",
     "enter": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "leave": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "mark": "(Tensor key, int serial) -> Tensor",
@@ -59,6 +74,7 @@ BEGIN: Final = _define("begin")
 FIRE: Final = _define("fire")
 FIRE_WITH: Final = _define("fire_with")
 COUNT: Final = _define("count")
+SINK: Final = _define("sink")
 ENTER: Final = _define("enter")
 LEAVE: Final = _define("leave")
 MARK: Final = _define("mark")

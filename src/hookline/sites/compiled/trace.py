@@ -2,8 +2,8 @@
 
 Everything here is traced, so it reads as little as possible: each thing it reads becomes a guard. A port says in its
 ``recipe`` what is to happen, in order: "w" for hooks that only watch, which one operator runs all together, "e" for a
-hook that edits, whose own code becomes part of the graph; what those that watch look at; the plan for gradients
-(`wiring`); and whether the model is to be told of its forward.
+hook that edits, whose own code becomes part of the graph, "s" for one that is handed a summary, which the graph makes;
+what those that watch look at; the plan for gradients (`wiring`); and whether the model is to be told of its forward.
 """
 
 from __future__ import annotations
@@ -85,6 +85,9 @@ def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
             continue
         entry = port.steps[place]
         assert entry is not None
+        if step == "s":
+            _summarize(port, steps, place, entry, args)
+            continue
         result = _edit(port, steps, place, entry, module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
         if result is not None:
             changed = True
@@ -108,6 +111,9 @@ def run_post(port: Port, module: nn.Module, args: Any, kwargs: Any, output: Any)
             continue
         entry = port.steps[place]
         assert entry is not None
+        if step == "s":
+            _summarize(port, steps, place, entry, output)
+            continue
         more = (args, kwargs, output) if entry.attachment.with_kwargs else (args, output)
         result = _edit(port, steps, place, entry, module, more)
         if result is not None:
@@ -130,6 +136,18 @@ def _fire(port: Port, steps: str, place: int, reads: str, args: Any, kwargs: Any
         ops.FIRE_WITH(port.key, what, parts.tensors, parts.numbers, parts.reals)
     else:
         ops.FIRE(port.key, what, parts.tensors)
+
+
+def _summarize(port: Port, steps: str, place: int, entry: Entry, value: Any) -> None:
+    if _without_operators():
+        return
+    tensors: list[Tensor] = []
+    collect(value, tensors)
+    summary = entry.attachment.summary
+    assert summary is not None
+    vector = summary.make(tensors)
+    if vector is not None:
+        ops.SINK(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||", vector)
 
 
 def _edit(port: Port, steps: str, place: int, entry: Entry, module: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -26,10 +26,15 @@ from hookline.sites.gradient_taps import end_of
 from hookline.sites.gradients import GradientCall
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hookline.sites.gradient_inputs import Carrier
     from hookline.types import Grads
 
-__all__ = ["What", "plan_of"]
+__all__ = ["GRADIENTS", "What", "plan_of"]
+
+GRADIENTS: Final = "gradients"
+"""What a summary of gradients is marked by."""
 
 _STANDS_FOR_HOOKS: Final[Any] = (object(),)
 _CALLS: Final = "hookline_calls"
@@ -42,8 +47,12 @@ def plan_of(lanes: GradientLanes) -> str:
     if not lanes.has_gradients:
         return ""
     once = lanes.uses_input_once and lanes.watches_inputs
+    summaries = [entry.attachment.summary for entry in lanes.backward_pre if entry.attachment.summary is not None]
+    for summary in summaries:
+        _MAKERS[summary.number] = summary.make
+    numbers = "".join(f"+{number}" for number in sorted({summary.number for summary in summaries}))
     letters = {
-        "p": bool(lanes.backward_pre),
+        "p": len(summaries) < len(lanes.backward_pre),
         "b": bool(lanes.backward),
         "o": lanes.edits_outputs,
         "i": lanes.edits_gradients,
@@ -51,7 +60,12 @@ def plan_of(lanes: GradientLanes) -> str:
         "a": once or lanes.edits_gradients,  # inputs go in as aliases
         "s": lanes.tells_sites,
     }
-    return f"{_version()} {''.join(letter for letter, is_so in letters.items() if is_so)}"
+    return f"{_version()}{numbers} {''.join(letter for letter, is_so in letters.items() if is_so)}"
+
+
+_MAKERS: Final[dict[int, Callable[[list[Tensor]], Tensor | None]]] = {}
+"""What makes the summary of each number: the graph's own text has the number alone. There are as many as there are sets
+of statistics in use."""
 
 
 @functools.cache
@@ -87,7 +101,11 @@ class _TracedLanes(GradientLanes):
     """What the wiring has to know of hooks that it does not see."""
 
     def __init__(self, plan: str) -> None:
-        self.backward_pre = _STANDS_FOR_HOOKS if "p" in plan else ()
+        self.summaries = tuple(map(int, plan.partition(" ")[0].split("+")[1:]))
+        """The numbers of the summaries that are made of the gradients of outputs."""
+        self.fires_pre = "p" in plan
+        """Whether there are hooks on these that are called."""
+        self.backward_pre = _STANDS_FOR_HOOKS if self.fires_pre or self.summaries else ()
         self.backward = _STANDS_FOR_HOOKS if "b" in plan else ()
         self.has_gradients = True
         self.edits_outputs = "o" in plan
@@ -102,17 +120,24 @@ _lanes: Final = functools.lru_cache(maxsize=None)(_TracedLanes)
 class _TracedCall(GradientCall):
     """One call in a graph that is being traced."""
 
-    def __init__(self, lanes: GradientLanes, key: Tensor, names: str) -> None:
+    def __init__(self, lanes: _TracedLanes, key: Tensor, names: str) -> None:
         super().__init__(lanes, None)
+        self._lanes = lanes
         self._key = key
         self._names = names
         self.output_names = ""
-        with _torch.never_recomputed():
-            self._mark = ops.MARK(key, _serial_on(key))
+        self._mark: Any = None
+        if lanes.fires_pre or lanes.backward:
+            with _torch.never_recomputed():
+                self._mark = ops.MARK(key, _serial_on(key))
 
     def _fire(self, entries: tuple[Any, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         if not entries:
             return grads
+        if not more:
+            self._summarize([grad for grad in grads if grad is not None])
+            if not self._lanes.fires_pre:
+                return grads
         present = [grad for part in (grads, *more) for grad in part if grad is not None]
         kind = "post" if more else "pre"
         what = f"{kind}|{_mask(grads)}|{_mask(more[0]) if more else ''}|{self._names}|{self.output_names}"
@@ -123,6 +148,12 @@ class _TracedCall(GradientCall):
         *edited, end.latest = ops.EDIT(self._key, self._mark, what, end.latest, present)
         stream = iter(edited)
         return tuple(None if grad is None else next(stream) for grad in grads)
+
+    def _summarize(self, grads: list[Tensor]) -> None:
+        for number in self._lanes.summaries:
+            vector = _MAKERS[number](grads) if number in _MAKERS else None
+            if vector is not None:
+                ops.SINK(self._key, f"{GRADIENTS} {number}|{_serial_on(self._key)}", vector)
 
 
 def _serial_on(key: Tensor) -> int:

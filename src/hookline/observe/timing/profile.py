@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hookline.errors import OptionError
-from hookline.observe.backward import stretches_of
-from hookline.observe.clock import CpuClock, clock_for
-from hookline.observe.recorder import Recorder
-from hookline.observe.spans import Measured, ProfileRow, as_table, rows_of
-from hookline.observe.trace import write_trace
+from hookline.observe.timing.backward import stretches_of
+from hookline.observe.timing.clock import CpuClock, clock_for
+from hookline.observe.timing.recorder import Recorder
+from hookline.observe.timing.spans import Measured, ProfileRow, as_table, rows_of
+from hookline.observe.timing.trace import write_trace
 from hookline.sites.attach import check_request, fasten
 from hookline.sites.functions.attach import fasten_functions
 from hookline.sites.functions.names import find_places

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hookline.observe.spans import Span, Visit
+from hookline.observe.timing.spans import Span, Visit
 from hookline.sites import _torch, tree
 
 if TYPE_CHECKING:
-    from hookline.observe.clock import Clock
+    from hookline.observe.timing.clock import Clock
     from hookline.sites.functions.site import FunctionSite
     from hookline.sites.site import Site
     from hookline.types import Grads

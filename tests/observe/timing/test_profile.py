@@ -64,7 +64,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def stopwatch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
-    monkeypatch.setattr("hookline.observe.profile.clock_for", lambda model: STOPWATCH)
+    monkeypatch.setattr("hookline.observe.timing.profile.clock_for", lambda model: STOPWATCH)
     return STOPWATCH
 
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hookline.observe.spans import Span, Stretch, Visit
+from hookline.observe.timing.spans import Span, Stretch, Visit
 
 __all__ = ["stretches_of"]
 

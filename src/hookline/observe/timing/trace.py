@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hookline.observe.spans import Measured, Span
+from hookline.observe.timing.spans import Measured, Span
 
 __all__ = ["write_trace"]
 

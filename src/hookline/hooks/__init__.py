@@ -1,0 +1,1 @@
+"""WHO: what hooks are made of, and what makes them."""

@@ -1,0 +1,69 @@
+"""Which steps something is due at.
+
+Asked by ``watch`` and, for hooks at the beginning and end of steps, by whatever fires them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Final
+
+from hookline.errors import OptionError
+
+__all__ = ["StepSchedule"]
+
+_MODES: Final = ("continual", "stride", "burst")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSchedule:
+    """Every step, every n-th, or k in a row every n.
+
+    Recipe::
+
+        StepSchedule()  # every step
+        StepSchedule("stride", stride=50)  # 0, 50, 100, ...
+        StepSchedule("burst", stride=100, burst_length=3, warmup=200)  # 200, 201, 202, 300, ...
+
+    Steps count from 0. ``warmup`` is a floor, it does not shift the phase: with a stride of 10 and a warmup of 11, the
+    first step that is due is 20.
+    """
+
+    mode: str = "continual"
+    """``"continual"``, ``"stride"`` or ``"burst"``."""
+    stride: int = 1
+    """How many steps from one that is due (or the first of a burst) to the next."""
+    burst_length: int = 1
+    """How many steps in a row are due, for ``"burst"``."""
+    warmup: int = 0
+    """No step before this one is due."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            near = get_close_matches(str(self.mode), _MODES, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            raise OptionError(
+                f"Unknown schedule mode {self.mode!r}: it is one of {', '.join(map(repr, _MODES))}{meant}"
+            )
+        for name, least in (("stride", 1), ("burst_length", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise OptionError(f"{name}= must be a whole number of at least {least}, got {value!r}.")
+
+    def is_active(self, step: int) -> bool:
+        """Whether that step, counted from 0, is due."""
+        if step < self.warmup:
+            return False
+        if self.mode == "continual":
+            return True
+        return step % self.stride < (self.burst_length if self.mode == "burst" else 1)
+
+    @classmethod
+    def of(cls, every: StepSchedule | int) -> StepSchedule:
+        """The schedule that ``every=`` means: one, or the number of steps between two that are due."""
+        if isinstance(every, StepSchedule):
+            return every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise OptionError(f"every= is a number of steps of at least 1, or a StepSchedule; got {every!r}.")
+        return cls() if every == 1 else cls("stride", stride=every)

@@ -1,0 +1,1 @@
+"""Training, from setting up to clearing away."""

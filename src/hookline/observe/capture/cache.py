@@ -1,0 +1,268 @@
+"""What a capture has caught, by the names of the modules.
+
+Made by ``capture``, filled by its `Recorder`; written and read by ``files``. Also the handle of the hooks: it comes off
+with ``remove()``, or at the end of a ``with`` block, and what it holds stays.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from hookline.errors import CaptureError, NoMatchError
+from hookline.observe.capture.calls import CapturedCall
+from hookline.observe.capture.recorder import Recorder, Stopped
+from hookline.observe.capture.store import Kept, Store, size_text, tensors_of
+from hookline.sites.context import close_scope
+from hookline.sites.handle import HookHandle
+from hookline.sites.kinds import Kind
+from hookline.sites.wrappers import submodule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import nn
+
+__all__ = ["Cache", "Captured"]
+
+_MAX_ROWS = 60
+_WARN_IN_ORDER = (Kind.FORWARD, Kind.BACKWARD_PRE, Kind.FORWARD_PRE)
+
+
+class Captured:
+    """What was captured of one module: one or more calls.
+
+    Recipe: ``cache["layers.3"].output``, or ``.calls[i].output`` where the module was called more than once.
+    ``.inputs`` and ``.kwargs`` want ``inputs=True``, ``.grad`` wants ``grads=True``.
+    """
+
+    __slots__ = ("_why_none", "calls", "name")
+
+    def __init__(self, name: str, calls: tuple[CapturedCall, ...], why_none: Callable[[str], str]) -> None:
+        self.name = name
+        """The name of the module."""
+        self.calls = calls
+        """Its calls, in the order they ended."""
+        self._why_none = why_none
+
+    @property
+    def output(self) -> Any:
+        """What the module returned, in the structure it returned it in."""
+        return self._only("output").output
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The positional arguments, as the module got them."""
+        return self._only("inputs").inputs
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return self._only("kwargs").kwargs
+
+    @property
+    def grad(self) -> Any:
+        """The gradient of the output, in the structure of the output; None if none came."""
+        return self._only("grad").grad
+
+    def _only(self, attribute: str) -> CapturedCall:
+        calls = self.calls
+        if len(calls) == 1:
+            return calls[0]
+        if not calls:
+            raise CaptureError(f"Nothing was captured of {self.name!r}: {self._why_none(self.name)}.")
+        steps = len({call.step for call in calls})
+        forwards = f" in {steps} forwards of the model" if steps > 1 else ""
+        raise CaptureError(
+            f"{self.name!r} was called {len(calls)} times{forwards}, so .{attribute} does not say which is meant; use "
+            f".calls[i].{attribute} with i from 0 to {len(calls) - 1}, or cache.clear() before each forward."
+        )
+
+    def __repr__(self) -> str:
+        return f"<Captured {self.name!r}, {len(self.calls)} call{'' if len(self.calls) == 1 else 's'}>"
+
+
+class Cache(Mapping[str, Captured]):
+    """Captured modules by name, in the order in which they were first captured; prints as a table.
+
+    Recipe: ``with hookline.capture(model, "layers.#") as cache: model(x)``, then ``cache["layers.3"].output``, or
+    ``for name, captured in cache.items(): ...``; ``cache.save("run.safetensors")`` and
+    ``hookline.Cache.load("run.safetensors")``.
+
+    A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder | None = None,
+        model: Callable[[], nn.Module | None] = lambda: None,
+        scope: int | None = None,
+    ) -> None:
+        self._recorder = recorder or Recorder(Store(), inputs=False, grads=False, stop=False)
+        self._model = model
+        self._calls: dict[str, list[CapturedCall]] = {}
+        self._sorting = threading.Lock()
+        self.scope = scope
+        """The number of the context it captures for; None for the whole process."""
+        self.handles: dict[Kind, HookHandle] = {}
+        """The hooks, one attachment for each kind."""
+        self.reasons: dict[str, Callable[[], str]] = {}
+        """For each module that is to be captured, why it was not, for when somebody asks."""
+
+    # -- what was captured -------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the modules that were captured, in the order in which they first were."""
+        return tuple(self._sorted())
+
+    @property
+    def bytes(self) -> int:
+        """How much the captured tensors take; one that was captured in two places counts once."""
+        tensors = {id(tensor): tensor for calls in [*self._sorted().values()] for tensor in _tensors_in(calls)}
+        return sum(_size(tensor) for tensor in tensors.values())
+
+    def __getitem__(self, name: str) -> Captured:
+        calls = self._sorted()
+        if name not in calls and name not in self.reasons:
+            name = self._resolve(name)
+        return Captured(name, tuple(calls.get(name, ())), self._why_none)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sorted()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self._sorted())
+
+    def __repr__(self) -> str:
+        calls = self._sorted()
+        if not calls:
+            return f"Cache of {len(self.reasons)} modules, none captured yet"
+        lines = [
+            ("name", "output", "dtype", "calls", "size"),
+            *(_cells(*item) for item in [*calls.items()][:_MAX_ROWS]),
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [_line(line, widths) for line in lines]
+        text.insert(1, "  ".join("─" * width for width in widths))
+        if len(calls) > _MAX_ROWS:
+            text.append(f"… and {len(calls) - _MAX_ROWS} more")
+        text.append(f"{len(calls)} modules, {sum(map(len, calls.values()))} calls, {size_text(self.bytes)}")
+        return "\n".join(text)
+
+    # -- coming off, starting over, keeping --------------------------------------------------------------
+
+    def remove(self, *, quiet: bool = False) -> None:
+        """Take the hooks off; what was captured stays. Warn, unless ``quiet``, of modules that were never called."""
+        silent = False
+        try:
+            for kind in sorted(self.handles, key=_WARN_IN_ORDER.index):
+                handle = self.handles[kind]
+                handle.remove(quiet=quiet or silent or kind is Kind.FORWARD_PRE)
+                # One warning for what was not called: it has no gradient either.
+                silent = len(self.handles) > 1 and bool(handle.report().silent)
+        finally:
+            if self.scope is not None:
+                close_scope(self.scope)
+            self._recorder.store.settle()
+
+    def clear(self) -> None:
+        """Forget what was captured; the hooks stay on."""
+        with self._sorting:
+            self._recorder.clear()
+            self._calls.clear()
+
+    def save(self, path: str | Path) -> Path:
+        """Write everything to a safetensors file; the path.
+
+        Tensors, steps, numbers of calls and structures are kept; a ModelOutput or other mapping or dataclass comes back
+        as a dict, a named tuple as a tuple, and an object that is none of these as a note of its class.
+        """
+        from hookline.observe.capture.files import write
+
+        return write(path, self._sorted())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cache:
+        """Read what ``save`` has written. Nothing is unpickled."""
+        from hookline.observe.capture.files import read
+
+        cache = cls()
+        cache._calls = read(path)
+        return cache
+
+    def __enter__(self) -> Self:
+        self._recorder.is_armed = True
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        self._recorder.is_armed = False
+        self.remove(quiet=error is not None)
+        return isinstance(error, Stopped) and error.owner is self._recorder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As with handles: a copied or unpickled model carries no hooks, so a cache it keeps has captured nothing.
+        return Cache, ()
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _sorted(self) -> dict[str, list[CapturedCall]]:
+        """The calls by module, with all that has come until now."""
+        if self._recorder.notes:
+            with self._sorting:
+                for call in self._recorder.take():
+                    self._calls.setdefault(call.name, []).append(call)
+        return self._calls
+
+    def _why_none(self, name: str) -> str:
+        return self.reasons[name]() if name in self.reasons else "the file has no call of it"
+
+    def _resolve(self, name: str) -> str:
+        """Another name of a captured module: shared modules have several, wrappers add prefixes."""
+        model = self._model()
+        known = {**self.reasons, **self._calls}
+        if model is not None and isinstance(name, str):
+            try:
+                meant = submodule(model, name)
+            except AttributeError:
+                meant = None
+            for other in known if meant is not None else ():
+                if submodule(model, other) is meant:
+                    return other
+        near = difflib.get_close_matches(str(name), known, n=4, cutoff=0.4) or list(known)[:4]
+        hint = f"nearest: {', '.join(map(repr, near))}" if near else "nothing was"
+        raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
+
+
+def _tensors_in(calls: list[CapturedCall]) -> Iterator[Tensor]:
+    for call in calls:
+        for kept in call.kept().values():
+            for one in (kept,) if isinstance(kept, Kept) else kept:
+                yield from tensors_of(one.value)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
+    first = tensors_of(calls[0].kept_output.value)
+    others = f" +{len(first) - 1}" if len(first) > 1 else ""
+    shape = f"{tuple(first[0].shape)}{others}" if first else type(calls[0].kept_output.value).__name__
+    dtype = str(first[0].dtype).removeprefix("torch.") if first else "–"
+    size = sum({id(tensor): _size(tensor) for tensor in _tensors_in(calls)}.values())
+    return name or "(the model)", shape, dtype, str(len(calls)), size_text(size)
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    words = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
+    numbers = [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
+    return "  ".join(words + numbers).rstrip()

@@ -1,0 +1,1 @@
+"""Changing what flows through a model, for as long as a block lasts."""

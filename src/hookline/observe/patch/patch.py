@@ -1,0 +1,151 @@
+"""Editing activations for as long as a block lasts.
+
+Takes a model and a mapping from targets to edits from the user, binds each edit to its sites, and puts them on as hooks
+of `hookline.sites`, all or none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hookline.errors import HooklineWarning, KindError, NoMatchError, OptionError, TargetError
+from hookline.observe.patch.function import as_edit
+from hookline.observe.patch.hooks import EditInput, EditOutput
+from hookline.sites.attach import check_request, fasten
+from hookline.sites.handle import HandleSet
+from hookline.sites.kinds import Kind
+from hookline.sites.select import Named, check_model, named_modules, select, without_scripted
+from hookline.sites.signature import a_or_an
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hookline.observe.patch.edit import Edit
+    from hookline.observe.patch.index import IndexLike
+    from hookline.types import Scope, Target
+
+__all__ = ["Patch", "patch"]
+
+
+def patch(
+    model: nn.Module,
+    edits: Mapping[Any, Edit | Callable[..., Tensor]],
+    *,
+    on: str | Kind = Kind.FORWARD,
+    index: IndexLike | None = None,
+    exclude: Target = None,
+    strict: bool = True,
+    scope: Scope = "process",
+    name: str | None = None,
+) -> Patch:
+    """Edit what flows through a model.
+
+    Recipe::
+
+        with hookline.patch(model, {"layers.3": hookline.ablate(), "layers.5": hookline.steer(vector, 2.0)}):
+            model(x)
+        with hookline.patch(model, {"layers.#.mlp": lambda activation: activation * 0.5}):
+            model(x)
+
+    An edit changes the main tensor of an output: the tensor itself, or the first of real numbers in a tuple, dict or
+    ModelOutput, which is copied around the new one. A function is given that tensor, or the part that ``index`` says,
+    and returns another of the same shape; where it declares a keyword-only ``site``, it gets one. A module (an adapter,
+    an autoencoder) will do as well. Edits of one site are made in the order in which they were attached, within a patch
+    in that of the mapping; captures and observers see what comes out of all of them. Gradients flow through edits.
+
+    In compiled code an edit is part of the graph, also with ``fullgraph=True``: another vector, factor or position
+    needs no graph of its own, another site does (torch makes eight for one function, then it stops: raise
+    ``torch._dynamo.config.recompile_limit`` for a sweep over more). With ``scope="process"`` every call of the model is
+    edited, whoever makes it; ``"context"``, the calls of this thread or task alone, is an error in compiled code, which
+    does not know whose call it is. Activation checkpointing runs parts of the model again in the backward pass, which
+    then belongs inside the block too.
+
+    Args:
+        model: The model; names are relative to it.
+        edits: What to do where: for each target, as ``attach`` takes it (a name, a glob such as ``"layers.#.mlp"``, a
+            type, a module), an edit or a function.
+        on: ``"forward"`` edits outputs, ``"forward_pre"`` inputs: the main tensor of the positional arguments, else
+            ``hidden_states``, else that of the keyword arguments.
+        index: The part of the activation to edit, as between the brackets of a tensor (``(slice(None), -1)`` is the
+            last position), for edits that have none of their own. The rest stays as it is.
+        exclude: Modules to leave out.
+        strict: Raise if a target matches nothing; with False, warn, and do the others.
+        scope: ``"context"``: edit the calls that this thread, or asyncio task, makes, whoever else runs the model.
+        name: A name for reports; that of each edit by default.
+
+    Raises:
+        NoMatchError: (a KeyError) a target matches no module, or a site is not in the cache; with the nearest names.
+        HookReturnError: (a RuntimeError) in the call: a shape does not fit, or there is no tensor to edit.
+        HookSignatureError, OptionError, TargetError, KindError: before anything is attached.
+    """
+    check_model(model)
+    kind = _checked_kind(on)
+    if not isinstance(edits, Mapping):
+        raise OptionError(f"patch() takes a mapping, such as {{'layers.3': ablate()}}, got {a_or_an(edits)}.")
+    if not edits:
+        raise TargetError("patch() was given no edits: write what to do where, {'layers.3': ablate()}.")
+    wanted = [(target, as_edit(edit, target).for_part(index)) for target, edit in edits.items()]
+    placed = [
+        (_bound(model, edit, chosen, kind), chosen)
+        for target, edit in wanted
+        if (chosen := _select(model, target, exclude, strict=strict))
+    ]
+    found = Patch()
+    try:
+        for edit, chosen in placed:
+            hook = EditInput(edit) if kind is Kind.FORWARD_PRE else EditOutput(edit)
+            inputs = kind is Kind.FORWARD_PRE
+            request = check_request(hook, kind, with_kwargs=inputs, name=name or edit.word, scope=scope)
+            found.add(fasten(request, model, chosen))
+    except BaseException:
+        found.remove(quiet=True)
+        raise
+    return found
+
+
+class Patch(HandleSet):
+    """The edits of one ``patch``, one handle for each target.
+
+    Recipe: ``with hookline.patch(model, edits) as patched: ...``, or ``patched.remove()``; ``patched.report()`` says
+    how often each was made, and where.
+    """
+
+    def __repr__(self) -> str:
+        reports = self.report()
+        edits = ", ".join(f"{report.name} on {_where([site.name for site in report.sites])}" for report in reports)
+        state = "" if any(report.attached for report in reports) else "removed, "
+        return f"<Patch {state}{edits or 'on nothing'}>"
+
+
+def _where(names: list[str]) -> str:
+    return repr(names[0]) if len(names) == 1 else f"{len(names)} modules"
+
+
+def _checked_kind(on: str | Kind) -> Kind:
+    kind = Kind.parse(on)
+    if kind not in (Kind.FORWARD, Kind.FORWARD_PRE):
+        raise KindError(
+            f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {kind.value}: gradients are "
+            "edited by hookline.attach(…, on='backward')."
+        )
+    return kind
+
+
+def _select(model: nn.Module, target: Any, exclude: Target, *, strict: bool) -> list[Named]:
+    try:
+        return without_scripted(select(model, target, exclude=exclude), target)
+    except NoMatchError as error:
+        if strict:
+            raise
+        warnings.warn(str(error), HooklineWarning, stacklevel=4)
+        return []
+
+
+def _bound(model: nn.Module, edit: Edit, chosen: list[Named], kind: Kind) -> Edit:
+    """The edit with what it needs for these sites; a cache may know a shared module by another of its names."""
+    spellings: dict[int, list[str]] = {id(module): [name] for name, module in chosen}
+    for name, module in named_modules(model):
+        spellings.get(id(module), []).append(name)
+    return edit.bound({name: spellings[id(module)] for name, module in chosen}, inputs=kind is Kind.FORWARD_PRE)

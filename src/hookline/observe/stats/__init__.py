@@ -1,0 +1,1 @@
+"""Streaming statistics: one row of numbers per site, reduced where the tensors are."""

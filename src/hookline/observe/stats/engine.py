@@ -1,0 +1,249 @@
+"""The engine of streaming statistics: places to watch, and the state their numbers are added up in.
+
+Takes tensors, or vectors that compiled code has made of them, and hands out metrics, after one transfer per device.
+Which way a tensor is reduced depends on where it is: `reduce` on the CPU; on a GPU `kernel`, for many at a time, which
+`pending` collects; `vector` elsewhere, and where there is no Triton.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.errors import HooklineWarning
+from hookline.observe.stats.by_unit import Bins, Units, read_all
+from hookline.observe.stats.kernel import Item, Kernel, is_available, readable
+from hookline.observe.stats.metrics import as_metrics
+from hookline.observe.stats.pending import LIMIT, Note, Pending
+from hookline.observe.stats.reduce import add, measure
+from hookline.observe.stats.state import Row, State
+from hookline.observe.stats.vector import as_columns, as_numbers, summarize
+from hookline.sites import _torch
+from hookline.sites.receipt import outside
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hookline.observe.stats.layout import Layout
+
+__all__ = ["Engine", "Watched"]
+
+_CPU: Final = torch.device("cpu")
+
+
+class Watched:
+    """One place that is watched, and one kind of what goes through it."""
+
+    __slots__ = ("beside", "kind", "name", "rows", "silent")
+
+    def __init__(self, name: str, kind: str, beside: tuple[Units | Bins, ...] = ()) -> None:
+        self.name = name
+        """Dotted name in the model."""
+        self.kind = kind
+        """``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``, or nothing for a value of the user's own."""
+        self.rows: dict[torch.device, Row] = {}
+        self.beside = beside
+        """What is kept per unit."""
+        self.silent = ""
+        """Why nothing is measured here, if that is so."""
+
+    @property
+    def prefix(self) -> str:
+        """What its metrics begin with."""
+        return "".join(f"{part}/" for part in (self.name, self.kind) if part)
+
+
+class Engine:
+    """Streaming statistics of any number of places."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.states: dict[torch.device, State] = {}
+        self.places: dict[tuple[str, str], Watched] = {}
+        self.limit = LIMIT
+        """How many bytes of tensors on a GPU may be held until they are reduced."""
+        self._kernels: dict[torch.device, Kernel | None] = {}
+        self._pending: dict[torch.device, Pending] = {}
+
+    def place(self, name: str, kind: str) -> Watched:
+        """The place of that name; a new one, the first time."""
+        found = self.places.get((name, kind))
+        if found is None:
+            beside = tuple(_BESIDE[each]() for each in self.layout.by_unit)
+            found = self.places[name, kind] = Watched(name, kind, beside)
+        return found
+
+    def row(self, place: Watched, device: torch.device) -> Row:
+        """The row of a place on a device."""
+        row = place.rows.get(device)
+        if row is None:
+            if device not in self.states:
+                self.states[device] = State(self.layout, device)
+            row = place.rows[device] = self.states[device].new_row()
+        return row
+
+    def take(self, place: Watched, tensor: Tensor, scale: Any = None) -> None:
+        """Add the statistics of a tensor; its numbers are divided by ``scale`` first, which may be a tensor."""
+        local = _numbers_of(tensor)
+        if local is None:
+            place.silent = f"a {type(tensor).__name__} on {tensor.device} has no numbers to look at"
+            return
+        device = local.device
+        if device.type == "cpu":
+            measure(local, self.layout, self.row(place, _CPU), 1.0 if scale is None else 1.0 / float(scale))
+        elif self._kernel(device) is None:
+            with torch.no_grad():
+                self.take_vector(place, summarize(local, self.layout), scale)
+        elif place.kind in _AT_ONCE:
+            self._take_notes(device, [Note(place, local, scale)])
+        else:
+            if device not in self._pending:
+                self._pending[device] = Pending(partial(self._take_notes, device), device, limit=self.limit)
+            self._pending[device].take(place, local, scale)
+
+    def take_all(self, tensors: Iterable[tuple[Watched, Tensor, Any]]) -> None:
+        """As `take`, for several that are there now; those on a GPU in one go."""
+        notes: dict[torch.device, list[Note]] = {}
+        for place, tensor, scale in tensors:
+            local = _numbers_of(tensor)
+            if local is not None and local.device.type != "cpu" and self._kernel(local.device) is not None:
+                notes.setdefault(local.device, []).append(Note(place, local, scale))
+            else:
+                self.take(place, tensor, scale)
+        for device, some in notes.items():
+            self._take_notes(device, some)
+
+    def flush(self) -> None:
+        """See to it that all that was taken is in the state: a forward or a backward pass is over, or a step."""
+        for pending in self._pending.values():
+            pending.flush()
+
+    def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
+        kernel = self._kernel(device)
+        if kernel is not None:
+            items = [Item(readable(note.tensor), self.row(note.place, device), note.scale) for note in notes]
+            try:
+                kernel.take(items)
+                return
+            except Exception as error:  # no compiler for C, for instance
+                self._give_up_kernel(device, error)
+        with torch.no_grad():
+            for note in notes:
+                self.take_vector(note.place, summarize(note.tensor, self.layout), note.scale)
+
+    def _kernel(self, device: torch.device) -> Kernel | None:
+        if device not in self._kernels:
+            self._kernels[device] = Kernel(self.layout, device) if is_available(device) else None
+        return self._kernels[device]
+
+    def _give_up_kernel(self, device: torch.device, error: Exception) -> None:
+        self._kernels[device] = None
+        warnings.warn(
+            f"Statistics on {device} are taken by operations of torch, which is several times slower: the Triton "
+            f"kernel does not work here ({type(error).__name__}: {error}).",
+            HooklineWarning,
+            stacklevel=outside(),
+        )
+
+    def take_vector(self, place: Watched, vector: Tensor, scale: Any = None) -> None:
+        """Add what compiled code, or `summarize`, has found; thresholds were then not divided by the scale."""
+        row = self.row(place, vector.device)
+        if vector.device.type == "cpu":
+            add(as_numbers(vector, self.layout), row, self.layout, 1.0 if scale is None else 1.0 / float(scale))
+            return
+        kernel = self._kernel(vector.device)
+        if kernel is not None:
+            try:
+                kernel.take_vector(vector, row, scale)
+                return
+            except Exception as error:
+                self._give_up_kernel(vector.device, error)
+        with torch.no_grad():
+            row.take(as_columns(vector, self.layout, scale))
+
+    def take_beside(self, place: Watched, tensor: Tensor) -> None:
+        """Add to what is kept per unit."""
+        local = _numbers_of(tensor)
+        if local is not None:
+            with torch.no_grad():
+                for kept in place.beside:
+                    kept.take(local.detach())
+
+    def empty(self, place: Watched) -> None:
+        """Forget the numbers of one place."""
+        for device, row in place.rows.items():
+            self.states[device].empty(row)
+
+    def reset(self) -> None:
+        """Forget the numbers; rows stay where they are."""
+        for pending in self._pending.values():
+            pending.forget()
+        for state in self.states.values():
+            state.reset()
+        for place in self.places.values():
+            for kept in place.beside:
+                kept.kept = None
+
+    def read(self) -> dict[Watched, dict[str, float]]:
+        """The columns of every place: one transfer per device."""
+        self.flush()
+        numbers = {device: state.read() for device, state in self.states.items()}
+        return {place: self._joined(place, numbers) for place in self.places.values()}
+
+    def to_metrics(self) -> dict[str, Any]:
+        """Every statistic, by ``"name/kind/statistic"``."""
+        metrics: dict[str, Any] = {}
+        beside = self._read_beside()
+        for place, cells in self.read().items():
+            prefix = place.prefix
+            metrics |= {prefix + name: value for name, value in as_metrics(cells, self.layout).items()}
+            metrics |= {prefix + name: value for name, value in beside.get(place, {}).items()}
+        return metrics
+
+    def _joined(self, place: Watched, numbers: dict[torch.device, NDArray[Any]]) -> dict[str, float]:
+        """The rows of a place on all devices, as one."""
+        rows = [numbers[device][row.number].tolist() for device, row in place.rows.items()]
+        if not rows:
+            return dict.fromkeys(self.layout.names, 0.0)
+        added = len(self.layout.added)
+        columns = list(zip(*rows, strict=True))
+        joined = [sum(column) for column in columns[:added]] + [_largest(column) for column in columns[added:]]
+        return dict(zip(self.layout.names, joined, strict=True))
+
+    def _read_beside(self) -> dict[Watched, dict[str, Any]]:
+        kept = [
+            (place, one, one.kept) for place in self.places.values() for one in place.beside if one.kept is not None
+        ]
+        found: dict[Watched, dict[str, Any]] = {}
+        for (place, one, _), values in zip(kept, read_all(tensor for _, _, tensor in kept), strict=True):
+            found.setdefault(place, {})[one.name] = one.as_metric(values)
+        return found
+
+
+_AT_ONCE: Final = ("param", "param_grad")
+"""Kinds that are changed in place by the next step."""
+_BESIDE: Final[dict[str, type[Units | Bins]]] = {Units.name: Units, Bins.name: Bins}
+
+
+def _numbers_of(tensor: Tensor) -> Tensor | None:
+    """What there are numbers of: this process's part, and of a sparse or nested tensor those that it has."""
+    if tensor.is_nested:
+        tensor = tensor.values()
+    local: Tensor | None = _torch.local_tensor(tensor)
+    if local is None or local.device.type == "meta" or _torch.is_wrapped(local):
+        return None
+    if local.layout is torch.strided:
+        return local.dequantize() if local.is_quantized else local
+    values: Tensor = (local.coalesce() if local.layout is torch.sparse_coo else local).values()
+    return values
+
+
+def _largest(column: Iterable[float]) -> float:
+    values = list(column)
+    return math.nan if any(value != value for value in values) else max(values)

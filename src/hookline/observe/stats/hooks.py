@@ -1,0 +1,122 @@
+"""What ``watch`` puts on modules: hooks that hand what they are shown to the engine.
+
+One hook object serves all modules of a kind. In compiled code it leaves a summary of the tensor in the graph instead of
+being called there.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hookline.errors import HooklineWarning
+from hookline.observe.stats.vector import summarize
+from hookline.sites import _torch
+from hookline.sites.entry import Summary
+from hookline.sites.main_tensor import main_of, main_tensor
+from hookline.sites.receipt import outside
+from hookline.sites.signature import a_or_an
+
+if TYPE_CHECKING:
+    from hookline.observe.stats.engine import Engine, Watched
+    from hookline.observe.stats.layout import Layout
+
+__all__ = ["ModuleHook"]
+
+
+class ModuleHook(Summary):
+    """Adds up the statistics of what modules give out, or of the gradients of that."""
+
+    def __init__(
+        self, engine: Engine, sites: list[tuple[str, nn.Module]], kind: str, due: Callable[[], bool], scale: Any = None
+    ) -> None:
+        self._engine = engine
+        self._layout = engine.layout
+        self._due = due
+        self._scale: Callable[[], Tensor | None] = scale or (lambda: None)
+        self._places = {id(module): engine.place(name, kind) for name, module in sites}
+        """By the identity of modules that carry the hook, which live as long as it is on them."""
+        self._last = next((id(module) for name, module in sites if not name), None)
+        """The model itself, if it carries the hook: with what it gives out, a forward is over."""
+        self.make = _maker(self._layout)
+        self.number = zlib.crc32(repr(self._layout).encode())
+
+    def forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A module has given this out."""
+        # A forward that activation checkpointing repeats was counted the first time.
+        if self._due() and not (_torch.graph_task_id() != -1 and _torch.in_recomputation()):
+            self._take(module, output)
+            if id(module) == self._last:
+                self._engine.flush()
+
+    def backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
+        """The gradients of what it has given out are there."""
+        if self._due():
+            self._take(module, grads[0] if len(grads) == 1 else grads)
+
+    def beside(self, module: nn.Module, args: Any, output: Any) -> None:
+        """As `forward`, for what is kept per unit."""
+        if self._due() and not (_torch.graph_task_id() != -1 and _torch.in_recomputation()):
+            self._take(module, output, self._engine.take_beside)
+
+    def beside_backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
+        """As `backward`, for what is kept per unit."""
+        if self._due():
+            self._take(module, grads, self._engine.take_beside)
+
+    def _take(self, module: nn.Module, value: Any, take: Callable[[Watched, Tensor], None] | None = None) -> None:
+        place = self._places[id(module)]
+        tensor = value if isinstance(value, Tensor) else main_tensor(value)
+        if tensor is None:
+            self._say_empty(place, value)
+            return
+        try:
+            if take is not None:
+                take(place, tensor)
+            else:
+                self._engine.take(place, tensor, self._scale())
+        except Exception as error:  # whoever only watches must not lose the run to it
+            self._give_up(place, tensor, error)
+
+    def _say_empty(self, place: Watched, value: Any) -> None:
+        if not place.silent and not isinstance(value, tuple):  # of gradients, none may have come
+            place.silent = f"there is no tensor in its output, {a_or_an(value)}"
+            warnings.warn(
+                f"{place.prefix.rstrip('/')!r} cannot be watched: {place.silent}. Watch a module inside it, or leave "
+                "it out (exclude=).",
+                HooklineWarning,
+                stacklevel=outside(),
+            )
+
+    def _give_up(self, place: Watched, tensor: Tensor, error: Exception) -> None:
+        if not place.silent:
+            place.silent = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"The statistics of {place.prefix.rstrip('/')!r} ({type(tensor).__name__}, {tensor.dtype}, shape "
+                f"{tuple(tensor.shape)}) could not be taken: {place.silent}. The run goes on; exclude= leaves it out.",
+                HooklineWarning,
+                stacklevel=outside(),
+            )
+
+    # -- in compiled code --------------------------------------------------------------------------------
+
+    def receive(self, module: Any, vector: Tensor) -> None:
+        """Add what the graph has found."""
+        if self._due():
+            self._engine.take_vector(self._places[id(module)], vector.detach(), self._scale())
+
+
+@functools.cache
+def _maker(layout: Layout) -> Callable[[list[Tensor]], Tensor | None]:
+    """What makes the summary of the main one of several tensors; the same for the same layout, so that code fits."""
+
+    def make(tensors: list[Tensor]) -> Tensor | None:
+        main = main_of(tensors)
+        return None if main is None else summarize(main, layout)
+
+    return make

@@ -1,0 +1,111 @@
+"""What a step is for a watch, and whether it is due.
+
+Tells the watch when one is over: an optimizer's step, a forward of the model, or a call of ``watch.step()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from hookline.lifecycle.phase import phase
+from hookline.sites.attach import attach
+from hookline.sites.compiled import marks
+from hookline.sites.handle import HandleSet
+from hookline.sites.optimizers import attach_optimizer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.lifecycle.schedule import StepSchedule
+
+__all__ = ["ByForward", "ByHand", "ByOptimizer", "Steps"]
+
+
+class Steps:
+    """Counts steps by a schedule."""
+
+    what = ""
+    """What a step is, in words."""
+
+    def __init__(self, schedule: StepSchedule, count: int = 0) -> None:
+        self._schedule = schedule
+        self.count = count
+        """How many are over."""
+        self.is_due = schedule.is_active(count)
+        """Whether the one that is under way is."""
+        self._handles = HandleSet()
+
+    def advance(self) -> None:
+        """One more is over."""
+        self.count += 1
+        self.is_due = self._schedule.is_active(self.count)
+
+    def keeps_hooks(self) -> bool:
+        """Whether hooks stay on for steps that are not due."""
+        return False
+
+    def remove(self) -> None:
+        """Count no more."""
+        self._handles.remove(quiet=True)
+
+
+class ByHand(Steps):
+    """Steps that the user tells of."""
+
+    what = "watch.step()"
+
+
+class ByOptimizer(Steps):
+    """The steps of an optimizer."""
+
+    what = "the optimizer's step"
+
+    def __init__(
+        self,
+        schedule: StepSchedule,
+        optimizer: Optimizer | Sequence[Optimizer],
+        before: Callable[[Optimizer], None],
+        over: Callable[[], None],
+    ) -> None:
+        super().__init__(schedule)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+        def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            before(optimizer)
+
+        def post(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if phase() == "train":
+                over()
+
+        for each in optimizers:
+            self._handles.add(attach_optimizer(each, pre, on="step_pre", observe=True, name="watch"))
+        self._handles.add(attach_optimizer(optimizers[0], post, on="step_post", name="watch"))
+
+
+class ByForward(Steps):
+    """Outermost forwards of the model; those in evaluation mode count only until one was in training mode."""
+
+    what = "one forward of the model"
+
+    def __init__(self, schedule: StepSchedule, model: nn.Module, over: Callable[[], None]) -> None:
+        super().__init__(schedule)
+        self._begun = False
+        self._trains = False
+        self._over = over
+        self._is_continual = schedule.is_active(0) and schedule.mode == "continual"
+        self._handles.add(attach(model, self._begin, on="forward_pre", observe=True, name="watch"))
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._trains = self._trains or module.training
+        if self._trains and not module.training:
+            return
+        if self._begun:
+            self._over()
+        self._begun = True
+
+    def keeps_hooks(self) -> bool:
+        """In compiled code the forward that is under way was chosen before we are told that it begins."""
+        return marks.are_needed()

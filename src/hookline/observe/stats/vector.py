@@ -1,0 +1,115 @@
+"""What is found in a tensor, as a vector on its own device, by operations of torch alone.
+
+Nothing waits for the device, and everything can be traced: in compiled code this becomes part of the graph, and the
+compiler joins it with what made the tensor. It is kept short, since every module that is watched has it in the graph
+twice; what can be computed from a handful of numbers is left to whoever receives them (`Numbers` on the CPU,
+`as_columns` elsewhere).
+
+Sums are taken about one of the tensor's own numbers. Where the mean is far from zero, this is what keeps the variance
+exact, and it costs nothing, since the compiler has the tensor in hand anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.observe.stats.reduce import Numbers
+
+if TYPE_CHECKING:
+    from hookline.observe.stats.layout import Layout
+
+__all__ = ["as_columns", "as_numbers", "summarize"]
+
+_WIDE: Final = torch.float64
+
+
+def summarize(tensor: Tensor, layout: Layout) -> Tensor:
+    """What is found in a tensor, in the order of ``layout.found``, as float64. To be traced."""
+    numbers = _as_float(tensor.detach())
+    count = numbers.numel()
+    if count == 0:
+        return torch.zeros(len(layout.found), dtype=_WIDE, device=tensor.device)
+    found = [torch.full((), count, dtype=_WIDE, device=tensor.device)]
+    if layout.moments:
+        centre = _middle(numbers)
+        about = numbers - centre
+        found += [centre, about.sum(), (about * about).sum()]
+    if layout.extremes:
+        found += [numbers.amin(), numbers.amax()]
+    if layout.zeros:
+        found.append((numbers == 0).sum())
+    if layout.details:
+        finite = numbers.isfinite()
+        found += [numbers.isnan().sum(), finite.sum()]
+        found += [torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()]
+    found += [(numbers.abs() > threshold).sum() for threshold in layout.thresholds]
+    return torch.stack([each.to(_WIDE) for each in found])
+
+
+def _middle(numbers: Tensor) -> Tensor:
+    """The middle one of the first, the last and one between: not an outlier, unless two of them are."""
+    flat = numbers.reshape(-1)
+    first, middle, last = flat[0], flat[flat.shape[0] // 2], flat[-1]
+    chosen = torch.maximum(torch.minimum(first, middle), torch.minimum(torch.maximum(first, middle), last))
+    return torch.where(chosen.isfinite(), chosen, 0.0)
+
+
+def _as_float(tensor: Tensor) -> Tensor:
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor
+    if tensor.is_floating_point():
+        return tensor.float()
+    return tensor.abs().to(_WIDE) if tensor.is_complex() else tensor.to(_WIDE)
+
+
+def as_numbers(vector: Tensor, layout: Layout) -> Numbers:
+    """The vector as plain numbers; on the CPU, where that is no transfer."""
+    cells = dict(zip(layout.found, vector.tolist(), strict=True))
+    size = int(cells["size"])
+    if not size:
+        return Numbers()
+    total, squares = _about_zero(cells, size) if layout.moments else (0.0, 0.0)
+    low, high = cells.get("low", math.inf), cells.get("high", -math.inf)
+    seen = (low, high) if layout.extremes else (total, squares)
+    bad = not all(map(math.isfinite, seen))
+    nan, inf, finite_low, finite_high = 0, 0, low, high
+    if layout.details:
+        nan, inf = int(cells["nan"]), size - int(cells["finite"]) - int(cells["nan"])
+        finite_low, finite_high = cells["finite_low"], cells["finite_high"]
+    elif bad:  # the rest was not looked at
+        finite_low, finite_high = math.inf, -math.inf
+    over = tuple(int(cells[name]) for name in layout.over)
+    return Numbers(
+        size, total, squares, int(cells.get("zeros", 0)), low, high, bad, nan, inf, finite_low, finite_high, over
+    )
+
+
+def _about_zero(cells: dict[str, Any], size: Any) -> tuple[Any, Any]:
+    """Sum and sum of squares, from those about the centre."""
+    centre, rest = cells["centre"], cells["rest"]
+    return rest + centre * size, cells["spread"] + 2 * centre * rest + centre * centre * size
+
+
+def as_columns(vector: Tensor, layout: Layout, scale: Any = None) -> Tensor:
+    """What one firing adds to a row, on the vector's own device; numbers are divided by ``scale``, not thresholds."""
+    cells = dict(zip(layout.found, vector, strict=True))
+    size = cells["size"]
+    nothing, some = torch.zeros_like(size), size > 0
+    total, squares = _about_zero(cells, size) if layout.moments else (nothing, nothing)
+    low, high = cells.get("low", nothing + math.inf), cells.get("high", nothing - math.inf)
+    good = low.isfinite() & high.isfinite() if layout.extremes else total.isfinite() & squares.isfinite()
+    nan, inf, finite_low, finite_high = nothing, nothing, low, high
+    if layout.details:
+        nan, inf = cells["nan"], size - cells["finite"] - cells["nan"]
+        finite_low, finite_high = cells["finite_low"], cells["finite_high"]
+    factor = 1.0 if scale is None else 1.0 / torch.as_tensor(scale, dtype=_WIDE, device=vector.device)
+    over = [cells[name] for name in layout.over]
+    bad = (~good).to(_WIDE)
+    added = [nothing + 1, size, total * factor, squares * factor * factor, cells.get("zeros", nothing), bad, nan, inf]
+    kept = torch.stack([-low, high, -finite_low, finite_high]) * factor
+    known = torch.stack([some, some, some & (good | layout.details), some & (good | layout.details)])
+    return torch.cat([torch.stack([*added, *over]), torch.where(known, kept, -math.inf)])

@@ -1,0 +1,1 @@
+"""Where the time goes: `profile` and what it is made of."""

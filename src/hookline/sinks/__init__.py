@@ -1,0 +1,1 @@
+"""OUT: where metrics go, one destination per file."""

@@ -1,0 +1,63 @@
+"""Metrics kept in memory, to look at: in tests, in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hookline.sinks.sink import MetricSink
+
+__all__ = ["MemoryRecord", "MemorySink"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """What one ``emit`` handed over."""
+
+    metrics: dict[str, Any]
+    """The metrics, by name."""
+    epoch: int
+    """When: an epoch, or a step."""
+    hook_point: Any
+    """At which moment of it."""
+    context: dict[str, Any] = field(default_factory=dict)
+    """What ``set_run_context`` had said by then."""
+
+
+class MemorySink(MetricSink):
+    """Keeps every record in a list.
+
+    Recipe::
+
+        sink = hookline.MemorySink()
+        sink.emit({"loss": 0.5}, epoch=0, hook_point="POST_EPOCH")
+        sink.series("loss")  # [(0, 0.5)]
+    """
+
+    def __init__(self) -> None:
+        self.records: list[MemoryRecord] = []
+        """Everything so far, in order."""
+        self._context: dict[str, Any] = {}
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
+        """Keep a copy of the metrics, unless there are none."""
+        if metrics:
+            self.records.append(MemoryRecord(dict(metrics), epoch, hook_point, dict(self._context)))
+
+    def set_run_context(self, **context: Any) -> None:
+        """Goes with the records from now on."""
+        self._context |= context
+
+    def series(self, name: str) -> list[tuple[int, Any]]:
+        """One metric over time: the epoch, or step, and its value."""
+        return [(record.epoch, record.metrics[name]) for record in self.records if name in record.metrics]
+
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The newest value of every metric."""
+        return {name: value for record in self.records for name, value in record.metrics.items()}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.records.clear()

@@ -1,0 +1,29 @@
+"""Trackers under DDP and FSDP2: each process counts what it has seen itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+SCRIPT = Path(__file__).with_name("trackers_distributed.py")
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_a_wrapped_policy_has_the_numbers_of_a_plain_one_in_each_process(tmp_path):
+    """Two processes, different data: activations and gradients are local, before anybody averages or shards them."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path / "meet")], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 2
+    assert lines[0]["plain"] != lines[1]["plain"]
+    for found in lines:
+        assert len(found["plain"]) > 30
+        assert found["ddp"] == pytest.approx(found["plain"], rel=1e-5)
+        assert found["fsdp2"] == pytest.approx(found["plain"], rel=1e-5)

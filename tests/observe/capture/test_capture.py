@@ -1,0 +1,444 @@
+"""``hl.capture``: names to what modules returned, of any structure, call by call, with errors that say what to do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.errors import CaptureError
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    hidden: Tensor
+    note: str = "kept"
+
+
+class Returns(nn.Module):
+    """Returns whatever its function makes of the input."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        return self.make(x)
+
+
+class Reused(nn.Module):
+    """Calls one layer three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.layer(x)
+        return x
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(a=nn.Linear(3, 4), b=nn.Tanh(), c=nn.Linear(4, 2)))
+
+
+X = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+# -- what is kept --------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_kept_by_name_as_the_very_tensors():
+    """What is in the cache is the object that a hand-written hook sees."""
+    model, seen = stack(), {}
+    for name, child in model.named_children():
+        child.register_forward_hook(lambda module, args, output, name=name: seen.__setitem__(name, output))
+    with hl.capture(model, "?") as cache:
+        model(X)
+    assert list(cache) == list(cache.names) == ["a", "b", "c"]
+    assert len(cache) == 3
+    assert all(cache[name].output is seen[name] for name in seen)
+
+
+def test_the_model_itself_is_captured_under_an_empty_name():
+    """And so is everything, with a star."""
+    model = stack()
+    with hl.capture(model, "*") as cache:
+        output = model(X)
+    assert cache[""].output is output
+    assert cache.names == ("a", "b", "c", "")  # in the order in which the calls ended
+
+
+STRUCTURES: dict[str, Any] = {
+    "tuple": lambda x: (x, x * 2, None),
+    "list": lambda x: [x, [x * 2]],
+    "dict": lambda x: {"a": x, "b": (x * 2, 3)},
+    "named tuple": lambda x: Pair(x, x * 2),
+    "torch's own": lambda x: x.max(dim=1),
+    "dataclass": lambda x: Record(x * 3),
+    "nothing": lambda x: None,
+    "number": lambda x: 7,
+}
+
+
+@pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
+@pytest.mark.parametrize("clone", [False, True])
+def test_any_structure_comes_back_as_it_was(make, clone):
+    """Types, keys and values of containers are those of the module; numbers and None are kept too."""
+    model = nn.Sequential(Returns(make))
+    with hl.capture(model, "0", clone=clone, inputs=True) as cache:
+        given = model(X)
+    kept = cache["0"].output
+    assert type(kept) is type(given)
+    assert flat(kept) == flat(given)
+    assert (cache["0"].inputs[0] is X) is not clone
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [flat(item) for item in value]
+    if isinstance(value, dict):
+        return {key: flat(item) for key, item in value.items()}
+    return {"hidden": flat(value.hidden), "note": value.note} if isinstance(value, Record) else value
+
+
+def test_a_list_that_others_go_on_filling_is_kept_as_it_was():
+    """Containers are copied: what happens to the module's own list or dict afterwards is not captured."""
+    outputs: list[Any] = []
+    model = nn.Sequential(Returns(lambda x: outputs), Returns(lambda seen: seen.append(X)))
+    with hl.capture(model, "0") as cache:
+        model(X)
+    assert len(outputs) == 1
+    assert cache["0"].output == []
+
+
+def test_inputs_and_keyword_arguments_are_kept_on_request():
+    """As the module got them, pre-hooks included."""
+    model = nn.Sequential(Returns(lambda x: x + 1))
+    with (
+        hl.attach(model, "0", lambda module, args: (args[0] * 2,), on="forward_pre"),
+        hl.capture(model, "0", inputs=True) as cache,
+    ):
+        model[0](X, scale=3)
+    assert torch.equal(cache["0"].inputs[0], X * 2)
+    assert cache["0"].kwargs == {"scale": 3}
+    assert torch.equal(cache["0"].output, X * 2 + 1)
+
+
+def test_captures_see_what_downstream_sees():
+    """Edits come first, also those attached after the capture."""
+    model = stack()
+    with hl.capture(model, "a") as cache, hl.attach(model, "a", lambda module, args, output: output * 0):
+        model(X)
+    assert not cache["a"].output.any()
+
+
+def test_a_module_called_several_times_has_several_calls():
+    """``.output`` asks which is meant; ``.calls`` has step and number of each."""
+    model = Reused()
+    with hl.capture(model, "layer") as cache:
+        model(X)
+        last = model(X)
+    calls = cache["layer"].calls
+    assert [(call.step, call.call) for call in calls] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert calls[-1].output is last
+    message = r"'layer' was called 6 times in 2 forwards of the model.*use \.calls\[i\]\.output with i from 0 to 5"
+    with pytest.raises(CaptureError, match=message):
+        cache["layer"].output
+
+
+def test_shared_modules_and_wrapped_names_resolve():
+    """A module is captured once; its other names, and raw names of wrappers, find it."""
+    shared = nn.Sequential(OrderedDict(a=nn.Linear(3, 3)))
+    shared.again = shared.a
+    wrapped = nn.DataParallel(shared)
+    with hl.capture(wrapped, "a") as cache:
+        wrapped(X)
+    assert cache["again"].calls[1].output is cache["a"].calls[1].output
+    assert cache["module.a"].name == "a"
+
+
+def test_an_unknown_name_is_a_key_error_with_the_nearest():
+    """Asked, found, next."""
+    model = stack()
+    with hl.capture(model, ["a", "b"]) as cache:
+        model(X)
+    with pytest.raises(hl.NoMatchError, match=r"'aa' was not captured; nearest: 'a'"):
+        cache["aa"]
+    with pytest.raises(KeyError, match="'c' was not captured"):
+        cache["c"]
+    assert "a" in cache
+    assert "c" not in cache
+    assert cache.get("nothing like it") is None
+
+
+def test_a_target_that_matches_nothing_raises_or_warns():
+    """As ``attach`` does, and nothing is left on the model."""
+    model = stack()
+    with pytest.raises(hl.NoMatchError, match=r"No module matches 'aa'.*nearest: 'a'"):
+        hl.capture(model, ["a", "aa"])
+    with pytest.warns(hl.HooklineWarning, match="No module matches 'aa'"):
+        cache = hl.capture(model, "aa", strict=False)
+    model(X)
+    assert len(cache) == 0
+    cache.remove()
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_modules_can_be_left_out():
+    """``exclude`` takes what ``targets`` takes."""
+    model = stack()
+    with hl.capture(model, "?", exclude=nn.Tanh) as cache:
+        model(X)
+    assert cache.names == ("a", "c")
+
+
+# -- never called --------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_was_not_called_says_why():
+    """Before the first forward, after a forward without it, and for a container."""
+    model = stack()
+    model.spare = nn.Linear(1, 1)
+    model.forward = lambda x: model.c(model.b(model.a(x)))
+    cache = hl.capture(model, ["a", "spare"])
+    with pytest.raises(CaptureError, match="Nothing was captured of 'a': the model has not run since"):
+        cache["a"].output
+    model(X)
+    assert cache["a"].calls
+    assert "spare" not in cache
+    assert cache["spare"].calls == ()
+    with pytest.raises(CaptureError, match="Nothing was captured of 'spare': its module was never called"):
+        cache["spare"].output
+    with pytest.warns(hl.HookNeverFired, match="'spare'") as said:
+        cache.remove()
+    assert len(said) == 1
+
+
+def test_a_call_that_raises_is_not_captured_and_does_not_mix_up_the_next():
+    """Inputs belong to the output of their own call."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hl.capture(model, "0", inputs=True, grads=True) as cache:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 5))
+        model(X).sum().backward()
+    assert cache["0"].inputs[0] is X
+    assert torch.equal(cache["0"].grad, torch.ones(2, 3))
+
+
+# -- the cache -----------------------------------------------------------------------------------------------
+
+
+def test_the_cache_prints_as_a_table_and_counts_bytes():
+    """Name, shape, type, calls, size; a tensor captured in two places counts once."""
+    model = stack()
+    with hl.capture(model, "*") as cache:
+        assert repr(cache) == "Cache of 4 modules, none captured yet"
+        model(X)
+    assert repr(cache).splitlines() == [
+        "name         output  dtype    calls  size",
+        "───────────  ──────  ───────  ─────  ────",
+        "a            (2, 4)  float32      1  32 B",
+        "b            (2, 4)  float32      1  32 B",
+        "c            (2, 2)  float32      1  16 B",
+        "(the model)  (2, 2)  float32      1  16 B",
+        "4 modules, 4 calls, 80 B",
+    ]
+    assert cache.bytes == 80
+    assert repr(cache["a"]) == "<Captured 'a', 1 call>"
+    assert repr(cache["a"].calls[0]) == "<CapturedCall 'a', step 0, call 0>"
+
+
+def test_clear_forgets_and_goes_on():
+    """The hooks stay on, and order starts anew."""
+    model = stack()
+    with hl.capture(model, ["a", "b"]) as cache:
+        model(X)
+        first = cache["a"].output
+        cache.clear()
+        assert len(cache) == 0
+        assert cache.bytes == 0
+        model(X)
+    assert cache["a"].output is not first
+    assert cache["a"].calls[0].step == 1
+
+
+def test_without_a_with_block_remove_takes_it_off():
+    """Twice does no harm; what was captured stays readable."""
+    model = stack()
+    cache = hl.capture(model, "a", inputs=True, grads=True)
+    model(X).sum().backward()
+    cache.remove()
+    cache.remove()
+    model(X)
+    assert len(cache["a"].calls) == 1
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_copied_or_pickled_model_with_a_cache_works():
+    """Copies carry no hooks; a cache they keep is empty."""
+    model = stack()
+    with hl.capture(model, "a") as cache:
+        model(X)
+        model.cache = cache
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert len(twin.cache) == 0
+    assert torch.equal(twin(X), model(X))
+    assert len(cache["a"].calls) == 1
+
+
+def test_neither_cache_nor_hooks_keep_the_model_alive():
+    """A capture that is on ends with its model."""
+    import gc
+    import weakref
+
+    model = stack()
+    cache = hl.capture(model, "*", detach=True, inputs=True, grads=True)
+    model(X)
+    gone = weakref.ref(model.a)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert cache["a"].output.shape == (2, 4)
+    cache.remove(quiet=True)
+
+
+# -- stop ----------------------------------------------------------------------------------------------------
+
+
+class Swallows(nn.Module):
+    """A model that catches every exception of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.went_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x = self.first(x)
+        except Exception:
+            self.went_on = True
+        self.went_on = True
+        return self.second(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"inputs": True}, {"clone": True}], ids=["plain", "inputs", "clone"])
+def test_stop_ends_the_forward_after_the_last_target(options):
+    """Modules behind it are not called, the rest of the block is skipped, nothing is raised."""
+    model, ran = Swallows(), []
+    model.second.register_forward_hook(lambda *args: ran.append("second"))
+    with hl.capture(model, "first", stop=True, **options) as cache:
+        model(X)
+        ran.append("after")
+    assert ran == []
+    assert not model.went_on
+    assert cache["first"].output.shape == (2, 3)
+    hl.assert_no_hooks(model)
+
+
+def test_stop_waits_for_every_target_and_leaves_normally_if_one_never_comes():
+    """Containers, which are never called, are not waited for."""
+    model = stack()
+    with hl.capture(model, ["a", "c"], stop=True) as cache:
+        model(X)
+    assert cache.names == ("a", "c")
+    nested = nn.Sequential(OrderedDict(layers=nn.ModuleList([nn.Linear(3, 3)])))
+    nested.forward = lambda x: nested.layers[0](x) + 1
+    reached = []
+    with hl.capture(nested, "layers*", stop=True) as cache:
+        nested(X)
+        reached.append("never")
+    model.forward = lambda x: model.a(x)
+    waiting = hl.capture(model, ["a", "c"], stop=True)
+    with pytest.warns(hl.HookNeverFired, match="'c'"), waiting:  # noqa: PT031
+        model(X)
+        reached.append("one target never comes")
+    assert reached == ["one target never comes"]
+    assert cache.names == ("layers.0",)
+
+
+def test_stop_belongs_to_its_own_block():
+    """An inner block does not swallow the stop of an outer one, nor errors of the user's."""
+    model, ran = stack(), []
+    with hl.capture(model, "a", stop=True) as outer:
+        with hl.capture(model, "c", stop=True):
+            model(X)
+        ran.append("between")
+    assert ran == []
+    assert outer["a"].output.shape == (2, 4)
+    with pytest.raises(ZeroDivisionError), hl.capture(model, "a", stop=True):
+        1 / 0
+
+
+def test_stop_needs_a_with_block():
+    """Without one there is nothing to leave, and it says so."""
+    model = stack()
+    cache = hl.capture(model, "a", stop=True)
+    with pytest.raises(hl.OptionError, match=r"with hl\.capture"):
+        model(X)
+    cache.remove()
+
+
+# -- bad input -----------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "negative limit": ({"limit": -1}, "limit= must be at least 1 byte, got -1"),
+    "limit in words": ({"limit": "a lot"}, "limit= is a number of bytes or a text such as '500MB'.*'a lot'"),
+    "limit in unknown units": ({"limit": "3 parsecs"}, "limit= is .* got '3 parsecs'"),
+    "limit of a kind": ({"limit": 1.5}, "limit= is .* got 1.5"),
+    "index": ({"index": "last"}, r"index= is what goes between the brackets.*got 'last'"),
+    "index with a bool": ({"index": (True, 1)}, "index= is what goes"),
+    "device": ({"device": "gpu"}, "device= is a device such as 'cpu'.*got 'gpu'"),
+    "device that is not there": ({"device": "cuda:99"}, "torch sees . CUDA devices"),
+    "dtype": ({"dtype": "float17"}, "dtype= is a floating-point type.*got 'float17'"),
+    "dtype of integers": ({"dtype": torch.int8}, "dtype= is a floating-point type"),
+    "flag": ({"clone": "yes"}, "clone= is True or False, got 'yes'"),
+    "scope": ({"scope": "thread"}, "scope= is 'context' or 'process', got 'thread'"),
+    "stop with grads": ({"stop": True, "grads": True}, "stop=True ends the forward before there is a loss"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_bad_options_are_refused_before_anything_is_attached(options, message):
+    """Each message says what would do."""
+    model = stack()
+    with pytest.raises(hl.OptionError, match=message):
+        hl.capture(model, "a", **options)
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_an_unknown_option_is_a_type_error():
+    """Python's own."""
+    with pytest.raises(TypeError, match="clones"):
+        hl.capture(stack(), "a", clones=True)  # type: ignore[call-arg]
+
+
+def test_what_is_captured_has_to_be_a_model():
+    """And the message says what it got."""
+    with pytest.raises(hl.UnhookableError, match="got a list"):
+        hl.capture([nn.Linear(1, 1)], "0")  # type: ignore[arg-type]
+
+
+def test_what_was_not_asked_for_says_how_to_ask():
+    """Inputs and gradients."""
+    model = stack()
+    with hl.capture(model, "a") as cache:
+        model(X)
+    with pytest.raises(CaptureError, match=r"inputs of 'a' were not captured: hl.capture\(..., inputs=True\)"):
+        cache["a"].inputs
+    with pytest.raises(CaptureError, match=r"gradients of 'a' were not captured: hl.capture\(..., grads=True\)"):
+        cache["a"].grad

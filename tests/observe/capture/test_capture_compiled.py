@@ -1,0 +1,140 @@
+"""Captures in compiled code: attached before or after the first call, whole graphs, the values of the run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import hookline as hl
+from hookline.errors import CaptureError
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """The compiler starts anew, in one thread, and counts from zero."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert not counters["graph_break"]
+    torch.set_num_threads(threads)
+
+
+class Block(nn.Module):
+    """Gives back a tuple with a dict in it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        inside = self.up(x)
+        return x + self.down(torch.relu_(inside)), {"inside": inside}
+
+
+class Net(nn.Module):
+    """Two blocks, the second of which is called twice."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[1]):
+            x, more = layer(x)
+        return x * more["inside"].mean()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+
+
+def values(cache: hl.Cache) -> dict[str, list[Any]]:
+    """Everything that was captured, as lists of tensors."""
+    found: dict[str, list[Any]] = {}
+    for name, captured in cache.items():
+        for call in captured.calls:
+            main, more = call.output
+            parts = [main, more["inside"], *call.inputs, call.grad[0], call.grad[1]["inside"]]
+            found[f"{name} {call.step} {call.call}"] = parts
+    return found
+
+
+def run(model: nn.Module, call: Any, *, late: bool) -> dict[str, list[Any]]:
+    """Two steps captured, with one before the hooks come on."""
+    if late:
+        call(batch(9)).sum().backward()
+    with hl.capture(model, "layers.#", inputs=True, grads=True, clone=True) as cache:
+        for step in range(2):
+            call(batch(step)).sum().backward()
+    return values(cache)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the first call", "after it"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_captures_have_the_values_of_an_eager_run(backend, late):
+    """Outputs, inputs, gradients, steps and calls; in one graph, without a break."""
+    plain, model = Net(), Net()
+    expected = run(plain, plain, late=False)
+    found = run(model, torch.compile(model, backend=backend, fullgraph=True), late=late)
+    assert found.keys() == expected.keys()
+    assert len(found) == 6
+    for key, tensors in expected.items():
+        for one, other in zip(tensors, found[key], strict=True):
+            if one is None or other is None:
+                assert one is other, key
+            else:
+                torch.testing.assert_close(other, one, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_hooks_that_come_and_go_do_not_compile_anew_each_time():
+    """Two graphs, with and without, however often."""
+    model = Net()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for step in range(4):
+            with hl.capture(model, "layers.#") as cache:
+                output = call(batch(step))
+            assert len(cache["layers.1"].calls) == 2
+            assert torch.equal(call(batch(step)), output)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_compiled_values_are_copies_without_a_graph():
+    """So an in-place operation behind them, or memory that is used again, does not reach them."""
+    model = Net()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.capture(model, "layers.0.up") as cache, hl.capture(model, "layers.0", index=0) as part:
+        call(batch(0))
+    assert torch.equal(cache["layers.0.up"].output, model.layers[0].up(batch(0)))  # before relu_
+    assert not cache["layers.0.up"].output.requires_grad
+    assert part["layers.0"].output[0].shape == (4,)
+
+
+def test_stop_ends_a_compiled_forward():
+    """The rest of the graph is not run, and the block is left."""
+    model, after = Net(), []
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), hl.capture(model, "layers.0", stop=True) as cache:
+        call(batch(0))
+        after.append(1)
+    assert after == []
+    assert len(cache["layers.0"].calls) == 1
+    assert torch.equal(call(batch(0)), model(batch(0)))
+
+
+def test_a_limit_ends_a_compiled_forward():
+    """With the same error."""
+    model = Net()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(CaptureError, match=r"The output of 'layers\.1'"), hl.capture(model, "layers.#", limit=300):
+        call(batch(0))

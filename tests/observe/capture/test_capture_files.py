@@ -1,0 +1,165 @@
+"""``cache.save`` and ``Cache.load``: what was captured, as a safetensors file, read back without pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.errors import CaptureError
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Many(nn.Module):
+    """Every structure that a file keeps, and tensors that no file takes as they are."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Any:
+        whole = x * scale
+        return {
+            "tuple": (whole, [whole.t(), None]),  # one memory, twice
+            "again": whole,
+            "pair": Pair(whole[:, 1:], 3),
+            0: {"flag": True, "text": "é", "real": math.inf},
+            "types": [whole.bfloat16(), whole.long(), whole > 0, whole.double(), torch.complex(whole, whole)],
+            "empty": torch.empty(0, 3),
+            "scalar": whole.sum(),
+            "object": nn.Identity(),
+        }
+
+
+def captured(**options: Any) -> hl.Cache:
+    model = nn.Sequential(nn.Linear(3, 3), Many())
+    torch.manual_seed(0)
+    with hl.capture(model, "*", **options) as cache:
+        for _ in range(2):
+            model(torch.randn(4, 3))["scalar"].backward()
+    return cache
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the last bit, with tuples for named tuples, and classes for objects."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, tuple | list):
+        kind = tuple if isinstance(one, tuple) else list
+        return type(other) is kind and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, nn.Module):
+        return repr(other) == "<Unseen torch.nn.modules.linear.Identity>"
+    return one == other and type(one) is type(other)
+
+
+def test_everything_comes_back(tmp_path):
+    """Names in their order, steps, calls, structures, types and bits; of inputs and gradients too."""
+    cache = captured(inputs=True, grads=True)
+    back = hl.Cache.load(cache.save(tmp_path / "run.safetensors"))
+    assert back.names == cache.names == ("0", "1", "")
+    for name in cache:
+        for one, other in zip(cache[name].calls, back[name].calls, strict=True):
+            assert (one.step, one.call) == (other.step, other.call)
+            assert same(one.output, other.output)
+            assert same(one.inputs, other.inputs)
+            assert same(one.kwargs, other.kwargs)
+            assert same(one.grads, other.grads)
+            assert not any(tensor.requires_grad for tensor in other.inputs)
+    assert back["0"].calls[0].grad is not None
+    assert back.bytes == cache.bytes
+
+
+def test_a_tensor_that_is_in_two_places_is_written_once(tmp_path):
+    """And is one tensor again when it is read."""
+    cache = captured()
+    path = cache.save(tmp_path / "run.safetensors")
+    output = hl.Cache.load(path)["1"].calls[0].output
+    assert output["again"] is output["tuple"][0]
+    assert len(load_file(path)) == 2 * 11  # of each step: 0, and ten of 1; the model's are the same
+
+
+def test_what_was_not_captured_is_not_in_the_file_either(tmp_path):
+    """The errors say how to capture it; names that are missing, which there are."""
+    back = hl.Cache.load(captured().save(str(tmp_path / "run.safetensors")))
+    with pytest.raises(CaptureError, match="inputs=True"):
+        back["0"].calls[0].inputs
+    with pytest.raises(CaptureError, match="grads=True"):
+        back["0"].calls[0].grad
+    with pytest.raises(hl.NoMatchError, match="nearest: '0', '1', ''"):
+        back["layers"]
+    back.remove()
+
+
+def test_an_empty_cache_can_be_saved(tmp_path):
+    """And read."""
+    with hl.capture(nn.Sequential(nn.Linear(1, 1)), "0") as cache:
+        pass
+    assert len(hl.Cache.load(cache.save(tmp_path / "none.safetensors"))) == 0
+
+
+def test_a_value_that_was_overwritten_is_not_written(tmp_path):
+    """Wrong numbers do not get into files either, and no half file is left."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    with hl.capture(model, "0") as cache:
+        model(torch.randn(2, 3))
+    with pytest.raises(CaptureError, match="clone=True"):
+        cache.save(tmp_path / "run.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_that_no_file_can_hold_says_which(tmp_path):
+    """Sparse ones, say, or those of the meta device."""
+    model = nn.Sequential(nn.Identity())
+    with hl.capture(model, "0") as cache:
+        model(torch.ones(2, 2).to_sparse())
+    with pytest.raises(CaptureError, match=r"output of '0' is a Tensor \(torch.sparse_coo\).*cannot hold"):
+        cache.save(tmp_path / "run.safetensors")
+    with hl.capture(model, "0", device="meta") as cache:
+        model(torch.ones(2, 2))
+    with pytest.raises(CaptureError, match="output of '0' is on the meta device"):
+        cache.save(tmp_path / "run.safetensors")
+
+
+def damage(path: Path, about: Any) -> Path:
+    save_file({"0": torch.ones(1)}, path, metadata={"hookline.capture": about})
+    return path
+
+
+BROKEN = {
+    "not JSON": "{",
+    "no sites": json.dumps({"version": 1}),
+    "a tensor that is not there": json.dumps(
+        {"version": 1, "sites": [{"name": "a", "calls": [{"step": 0, "call": 0, "output": ["tensor", "9"]}]}]}
+    ),
+    "an unknown kind": json.dumps(
+        {"version": 1, "sites": [{"name": "a", "calls": [{"step": 0, "call": 0, "output": ["pickle", "9"]}]}]}
+    ),
+}
+
+
+@pytest.mark.parametrize("about", BROKEN.values(), ids=BROKEN)
+def test_a_damaged_file_says_so(tmp_path, about):
+    """With its name."""
+    with pytest.raises(CaptureError, match=r"run\.safetensors is damaged"):
+        hl.Cache.load(damage(tmp_path / "run.safetensors", about))
+
+
+def test_other_files_are_refused(tmp_path):
+    """Of another make, of another version, or none of this kind."""
+    save_file({"0": torch.ones(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(CaptureError, match=r"was not written by Cache\.save\(\)"):
+        hl.Cache.load(tmp_path / "weights.safetensors")
+    with pytest.raises(CaptureError, match="is of version 7"):
+        hl.Cache.load(damage(tmp_path / "new.safetensors", json.dumps({"version": 7})))
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(CaptureError, match="is no safetensors file"):
+        hl.Cache.load(tmp_path / "text")
+    with pytest.raises(FileNotFoundError):
+        hl.Cache.load(tmp_path / "nowhere")

@@ -1,0 +1,257 @@
+"""Captured gradients: those autograd computes, in the structure of the output, each with its own call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.errors import CaptureError
+
+
+class Block(nn.Module):
+    """Gives back a dict with a list in it; one of the tensors is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"main": y.tanh(), "more": [y * 2, None], "unused": y.exp(), "note": "text"}
+
+
+class Uses(nn.Module):
+    """A model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.seen = self.block(x)
+        for tensor in (out["main"], out["more"][0]):
+            tensor.retain_grad()
+        return (out["main"] * 3 + out["more"][0].square()).sum()
+
+
+class Reused(nn.Module):
+    """One layer twice, with and without gradients, or inside of checkpoints."""
+
+    def __init__(self, how: str = "twice") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "first without":
+            with torch.no_grad():
+                x = self.layer(x)
+            return self.layer(x) * 2
+        if self.how == "twice":
+            return self.layer(self.layer(x) * 5) * 2
+        reentrant = self.how.startswith("reentrant")
+        x = checkpoint(self.layer, x, use_reentrant=reentrant)
+        return (checkpoint(self.layer, x * 5, use_reentrant=reentrant) if self.how.endswith("twice") else x) * 2
+
+
+def x() -> Tensor:
+    return torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+
+
+def grads_by_hand(model: nn.Module, layer: nn.Module) -> list[Tensor]:
+    """The gradients of a layer's outputs by ``retain_grad``, call by call."""
+    outputs: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad and not torch._C._current_graph_task_id() + 1:
+            output.retain_grad()
+            outputs.append(output)
+
+    with layer.register_forward_hook(keep):
+        model(x()).sum().backward()
+    return [output.grad for output in outputs if output.grad is not None]
+
+
+def test_gradients_have_the_structure_of_the_output():
+    """None stands where none came, and for what is no tensor."""
+    model = Uses()
+    with hl.capture(model, "block", grads=True) as cache:
+        model(x()).backward()
+    grad = cache["block"].grad
+    assert list(grad) == ["main", "more", "unused", "note"]
+    assert torch.equal(grad["main"], model.seen["main"].grad)
+    assert torch.equal(grad["more"][0], model.seen["more"][0].grad)
+    assert (grad["more"][1], grad["unused"], grad["note"]) == (None, None, None)
+
+
+def test_a_lone_tensor_has_a_lone_gradient():
+    """And None before a backward pass came."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    with hl.capture(model, "#", grads=True, clone=True) as cache:
+        loss = model(x()).sum()
+        assert cache["0"].grad is None
+        loss.backward()
+    expected = model[2].weight.expand(2, 3) * (cache["1"].output > 0)
+    assert torch.equal(cache["0"].grad, expected)
+    assert cache["0"].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("how", ["twice", "first without"])
+def test_each_call_has_its_own_gradient(how):
+    """Also where only some of them are part of a graph."""
+    model = Reused(how)
+    expected = grads_by_hand(model, model.layer)
+    with hl.capture(model, "layer", grads=True) as cache:
+        for _ in range(2):
+            model(x()).sum().backward()
+    calls = cache["layer"].calls
+    assert [call.step for call in calls] == [0, 0, 1, 1]
+    for first in (0, 2):
+        got = [call.grad for call in calls[first : first + 2] if call.grad is not None]
+        assert len(got) == len(expected)
+        assert all(map(torch.equal, got, expected))
+    assert (calls[0].grad is None) is (how == "first without")
+
+
+def test_forwards_may_be_differentiated_in_any_order():
+    """The gradient goes to the forward it belongs to."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hl.capture(model, "0", grads=True) as cache:
+        losses = [model(x()).sum() * factor for factor in (1, 2, 3)]
+        losses[1].backward()
+        losses[0].backward()
+    assert [call.grad is not None and call.grad[0, 0].item() for call in cache["0"].calls] == [1.0, 2.0, False]
+
+
+def test_several_backward_passes_are_told_apart():
+    """``.grad`` asks which is meant; ``.grads`` has them all."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hl.capture(model, "0", grads=True) as cache:
+        loss = model(x()).sum()
+        loss.backward(retain_graph=True)
+        (loss * 2).backward()
+    with pytest.raises(CaptureError, match=r"2 backward passes came through '0'.*\.calls\[i\]\.grads\[j\]"):
+        cache["0"].grad
+    assert [grad[0, 0].item() for grad in cache["0"].calls[0].grads] == [1.0, 2.0]
+
+
+def test_a_gradient_that_somebody_changes_is_an_error():
+    """As for outputs: here it is the tensor that the caller of ``backward`` gave."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hl.capture(model, "0", grads=True) as cache:
+        output = model(x())
+        grad = torch.ones(2, 3)
+        output.backward(grad)
+        grad.zero_()
+    with pytest.raises(CaptureError, match=r"The gradient of '0', shape \(2, 3\), was changed in place"):
+        cache["0"].grad
+
+
+@pytest.mark.parametrize("how", ["kept", "kept twice", "reentrant"])
+def test_checkpointed_calls_are_captured_once_with_their_gradients(how):
+    """The repetition is not stored; outputs, inputs and gradients equal those of a run without checkpoints."""
+    model = Reused(how)
+    plain = Reused("twice" if how.endswith("twice") else "plain")
+    if not how.endswith("twice"):
+        plain.forward = lambda x: plain.layer(x) * 2
+    expected = grads_by_hand(plain, plain.layer)
+    with hl.capture(model, "layer", grads=True, inputs=True) as cache, hl.capture(model, "layer") as outputs:
+        for _ in range(2):
+            model(x()).sum().backward()
+    calls = cache["layer"].calls
+    assert [call.step for call in calls] == ([0, 0, 1, 1] if how.endswith("twice") else [0, 1])
+    assert [call.step for call in outputs["layer"].calls] == [call.step for call in calls]
+    for index, call in enumerate(calls):
+        assert torch.equal(call.grad, expected[index % len(expected)])
+        assert torch.equal(call.output, model.layer(call.inputs[0]))
+
+
+def test_gradients_that_cannot_be_told_apart_are_an_error():
+    """Reentrant checkpoints repeat two calls of one module, last first; nobody says which is which."""
+    model = Reused("reentrant twice")
+    with hl.capture(model, "layer", grads=True) as cache:
+        model(x()).sum().backward()
+    assert len(cache["layer"].calls) == 2
+    with pytest.raises(CaptureError, match="use_reentrant=False"):
+        cache["layer"].calls[0].grad
+
+
+def test_a_module_that_calls_itself_has_its_gradients_in_order():
+    """Calls end from the inside out, gradients are counted from the outside in."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            return (self(x, depth - 1) if depth else x) * self.scale * 2
+
+    model = nn.Sequential(Nested())
+    with hl.capture(model, "0", grads=True, inputs=True) as cache:
+        model(x()).sum().backward()
+    calls = cache["0"].calls
+    assert [call.inputs[1] if len(call.inputs) > 1 else 2 for call in calls] == [0, 1, 2]
+    assert [call.grad[0, 0].item() for call in calls] == [4.0, 2.0, 1.0]
+
+
+def test_calls_that_raise_in_the_middle_of_others_do_not_mix_them_up():
+    """A module that calls itself, whose inner call raises and is caught: the outer call keeps its own inputs."""
+
+    class Tries(nn.Module):
+        def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+            if depth == 0:
+                raise ValueError("too deep")
+            try:
+                return self(x * 2, depth - 1)
+            except ValueError:
+                return x * 1
+
+    model = Tries()
+    with hl.capture(model, "", grads=True, inputs=True) as cache:
+        for _ in range(2):
+            model(x()).sum().backward()
+        with pytest.raises(ValueError, match="too deep"):
+            model(x(), 0)
+        model(x()).sum().backward()
+    calls = cache[""].calls
+    assert [len(call.inputs) for call in calls] == [2, 2, 1] * 3
+    assert all(torch.equal(call.output, x() * 4) for call in calls)
+    scales = [4.0, 2.0, 1.0] * 3
+    assert all(torch.equal(call.inputs[0], x() * scale) for call, scale in zip(calls, scales, strict=True))
+    assert not any(cache._recorder._here.open.values())
+
+
+def test_clear_lets_the_memory_go():
+    """Also of calls that still wait for a gradient, and of calls that no gradient can come to."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hl.capture(model, "0", grads=True, inputs=True, clone=True, detach=True) as cache:
+        loss = model(x()).sum()
+        with torch.no_grad():
+            model(x())
+        kept = [weakref.ref(call.output) for call in cache["0"].calls]
+        cache.clear()
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
+        loss.backward()
+
+
+def test_clear_between_forward_and_backward_drops_late_gradients():
+    """They belong to a call that is forgotten."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hl.capture(model, "0", grads=True) as cache:
+        loss = model(x()).sum()
+        cache.clear()
+        loss.backward()
+        assert len(cache) == 0
+        model(x()).sum().backward()
+    assert cache["0"].grad is not None

@@ -1,0 +1,141 @@
+"""A capture is for the thread, or asyncio task, that opened it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.errors import CaptureError
+from hookline.sites import context
+
+OPTIONS: dict[str, dict[str, Any]] = {"outputs": {}, "all": {"inputs": True, "grads": True}, "clones": {"clone": True}}
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches() -> Iterator[None]:
+    """Have Python switch threads as often as it can; and every scope is closed at the end."""
+    interval, before = sys.getswitchinterval(), set(context._LIVE)
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+    assert not context._LIVE - before
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Identity(), nn.Linear(2, 2), nn.Tanh())
+
+
+def run(model: nn.Module, value: float) -> None:
+    model(torch.full((1, 2), value, requires_grad=True) * 1).sum().backward()
+
+
+def check(cache: hl.Cache, value: float, *, grads: bool) -> bool:
+    """Whether the one call that was captured is that with this value."""
+    outputs = [call.output[0, 0].item() for call in cache["0"].calls]
+    return outputs == [value] and (not grads or cache["0"].grad is not None)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_two_threads_on_one_model_never_see_each_others_tensors(options):
+    """Attached and removed around each call, 40 times in each of three threads: every capture has its own values."""
+    model, wrong = stack(), []
+    barrier = threading.Barrier(3, timeout=30)
+
+    def work(index: int) -> None:
+        barrier.wait()
+        for step in range(40):
+            value = float(3 * step + index)
+            with hl.capture(model, "#", **options) as cache:
+                run(model, value)
+            if not check(cache, value, grads="grads" in options):
+                wrong.append((index, value, [call.output for call in cache["0"].calls]))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert wrong == []
+    hl.assert_no_hooks(model, foreign=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_two_tasks_on_one_model_never_see_each_others_tensors(options):
+    """They take turns after every line."""
+    model, wrong = stack(), []
+
+    async def work(index: int) -> None:
+        for step in range(10):
+            value = float(2 * step + index)
+            with hl.capture(model, "#", **options) as cache:
+                await asyncio.sleep(0)
+                run(model, value)
+                await asyncio.sleep(0)
+            if not check(cache, value, grads="grads" in options):
+                wrong.append((index, value))
+
+    async def both() -> None:
+        await asyncio.gather(work(0), work(1))
+
+    asyncio.run(both())
+    assert wrong == []
+
+
+def test_calls_of_others_are_said_to_be_theirs():
+    """The error of a capture that stayed empty tells of ``scope="process"``."""
+    model = stack()
+    with hl.capture(model, "0") as cache:
+        thread = threading.Thread(target=run, args=(model, 1.0))
+        thread.start()
+        thread.join()
+    with pytest.raises(CaptureError, match=r"Nothing was captured of '0': no call was made in the thread.*'process'"):
+        cache["0"].output
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_capture_of_the_process_has_every_call(options):
+    """Each call with its own inputs and gradients, whoever made it."""
+    model = stack()
+    with hl.capture(model, "#", scope="process", **options) as cache, ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda value: run(model, float(value)), range(30)))
+    calls = cache["0"].calls
+    assert sorted(call.output[0, 0].item() for call in calls) == [float(value) for value in range(30)]
+    assert len({call.step for call in calls}) == 30
+    if "grads" in options:
+        for call in cache["1"].calls:
+            slope = 1 - torch.tanh(call.output) ** 2
+            torch.testing.assert_close(call.grad, slope)
+            assert torch.equal(model[1](call.inputs[0]), call.output)
+
+
+def test_the_backward_may_run_in_another_thread():
+    """It is the forward that counts, as on a GPU."""
+    model = stack()
+    with hl.capture(model, "1", grads=True) as cache:
+        loss = model(torch.ones(1, 2)).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert cache["1"].grad is not None
+
+
+def test_the_replicas_of_data_parallel_are_captured_for_the_process():
+    """A replica is another module with the same hooks; its calls go by the name of the original."""
+    model = stack()
+    with hl.capture(model, "1", scope="process") as cache, hl.capture(model, "1", inputs=True, scope="process") as both:
+        replica = model._replicate_for_data_parallel()
+        replica._modules = {key: child._replicate_for_data_parallel() for key, child in model._modules.items()}
+        for child in replica._modules.values():
+            child._parameters = {}
+            for name, parameter in (model[1] if isinstance(child, nn.Linear) else nn.Identity()).named_parameters():
+                setattr(child, name, parameter.detach())
+        output = nn.Sequential.forward(replica, torch.ones(1, 2))
+    assert torch.equal(cache["1"].output.tanh(), output)
+    assert torch.equal(both["1"].inputs[0], torch.ones(1, 2))

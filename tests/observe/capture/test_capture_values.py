@@ -1,0 +1,368 @@
+"""What a captured value is worth: never wrong numbers, parts, types, devices, limits, graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections import OrderedDict, UserDict
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.errors import CaptureError
+from hookline.observe.capture.store import Store
+
+X = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
+
+
+def with_relu() -> nn.Sequential:
+    """A layer whose output is overwritten by the next."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+
+
+class Both(nn.Module):
+    """Hands out a tensor with dimensions, one without, and numbers of other kinds."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"hidden": x * 2, "loss": x.sum(), "ids": x.argmax(-1), "none": None}
+
+
+# -- changed in place ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"detach": True}, {"inputs": True}, {"dtype": "float32"}])
+def test_an_output_that_is_overwritten_is_an_error_when_read(options):
+    """It names the site, the shape and the remedy; the other site is fine."""
+    model = with_relu()
+    with hl.capture(model, "#", **options) as cache:
+        model(X)
+    message = r"The output of '0', shape \(2, 4, 3\), was changed in place.*clone=True"
+    with pytest.raises(CaptureError, match=message):
+        cache["0"].output
+    assert (cache["1"].output >= 0).all()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_clone_is_what_flowed(mode):
+    """Whatever happens to the tensor afterwards; in inference mode also without asking."""
+    model = with_relu()
+    with mode():
+        expected = model[0](X)
+        with hl.capture(model, "0", clone=mode is not torch.inference_mode) as cache:
+            model(X)
+        assert torch.equal(cache["0"].output, expected)
+        assert (cache["0"].output < 0).any()
+
+
+def test_an_input_that_the_module_overwrites_is_noticed():
+    """Inputs are taken before the forward, so a clone is what went in, and a reference is known to be changed."""
+    model = with_relu()
+    with hl.capture(model, "1", inputs=True) as cache:
+        model(X)
+    with pytest.raises(CaptureError, match=r"The input of '1', shape \(2, 4, 3\), was changed in place"):
+        cache["1"].inputs
+    with hl.capture(model, "1", inputs=True, clone=True) as cache:
+        model(X)
+    assert torch.equal(cache["1"].inputs[0], model[0](X))
+
+
+def test_a_parameter_that_is_returned_and_then_trained_is_noticed():
+    """The optimizer changes it in place."""
+
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight
+
+    model = nn.Sequential(Gives())
+    with hl.capture(model, "0") as cache:
+        model(X).sum().backward()
+        assert cache["0"].output is model[0].weight
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with pytest.raises(CaptureError, match="changed in place"):
+        cache["0"].output
+
+
+def test_what_is_kept_as_a_copy_may_be_changed_by_the_reader():
+    """A copy is the reader's own."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    with torch.no_grad(), hl.capture(model, "0", clone=True) as cache:
+        model(X)
+        cache["0"].output.zero_()
+    assert not cache["0"].output.any()
+
+
+# -- graphs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"clone": True}, {"index": 0}, {"dtype": torch.float64}])
+def test_captures_can_be_differentiated(options):
+    """By default the graph is kept, through copies, parts and casts too."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with hl.capture(model, "0", **options) as cache:
+        model(X)
+    cache["0"].output.sum().backward()
+    rows = 4 if "index" in options else 8
+    assert torch.equal(model[0].bias.grad, torch.full((3,), float(rows)))
+
+
+def test_detach_cuts_the_graph():
+    """And lets its memory go."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with hl.capture(model, "#", detach=True, inputs=True) as cache:
+        output = model(X)
+    assert not cache["1"].output.requires_grad
+    assert cache["1"].output.data_ptr() == output.data_ptr()
+    assert not cache["1"].inputs[0].requires_grad
+
+
+# -- parts ---------------------------------------------------------------------------------------------------
+
+INDICES: dict[str, Any] = {
+    "int": 0,
+    "negative": -1,
+    "slice": slice(1, None),
+    "last token": (slice(None), -1),
+    "ellipsis": (..., 0),
+    "list": [0, 0, 1],
+    "tensor": torch.tensor([1, 0]),
+    "function": lambda tensor: tensor.amax(0),
+    "function that gives a view": lambda tensor: tensor[..., :1],
+    "function that gives all": lambda tensor: tensor,
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_part_is_kept_in_memory_of_its_own(index, mode):
+    """The whole tensor is let go, and what is done to it later does not reach the part."""
+    model = nn.Sequential(Both(), nn.Identity())
+    with mode(), hl.capture(model, "0", index=index) as cache:
+        whole = model(X)["hidden"]
+        expected = (index(whole) if callable(index) else whole[index]).clone()
+        whole.zero_()
+    kept = cache["0"].output["hidden"]
+    assert torch.equal(kept, expected)
+    assert kept.untyped_storage().nbytes() == kept.numel() * 4
+
+
+def test_the_whole_is_freed_when_a_part_is_kept():
+    """Nothing of the cache holds on to it."""
+    model = nn.Sequential(Both(), nn.Identity())
+    with hl.capture(model, "0", index=0) as cache:
+        whole = weakref.ref(model(X)["hidden"])
+        gc.collect()
+        assert whole() is None
+    assert cache["0"].output["hidden"].shape == (4, 3)
+
+
+def test_a_part_is_taken_of_every_tensor_that_has_dimensions():
+    """Of inputs and gradients too; scalars and other values are kept whole."""
+    model = nn.Sequential(nn.Linear(3, 3), Both())
+    with hl.capture(model, "#", index=(slice(None), -1), inputs=True, grads=True) as cache:
+        model(X)["loss"].backward()
+    output = cache["1"].output
+    assert output["hidden"].shape == (2, 3)
+    assert output["ids"].shape == (2,)
+    assert output["loss"].shape == ()
+    assert output["none"] is None
+    assert cache["0"].inputs[0].shape == (2, 3)
+    assert torch.equal(cache["0"].grad, torch.ones(2, 3))
+
+
+def test_an_index_that_does_not_fit_names_site_and_shape():
+    """The forward ends there; captures made before are readable, nothing stays attached."""
+    model = nn.Sequential(nn.Linear(3, 3), Both())
+    message = r"index=\(slice\(None, None, None\), 0, 0, 0\) does not fit the output of '0', of shape \(2, 4, 3\)"
+    with pytest.raises(CaptureError, match=message), hl.capture(model, "#", index=(slice(None), 0, 0, 0)):
+        model(X)
+    numbers = hl.capture(model, "0", index=lambda tensor: tensor.tolist())
+    with pytest.raises(CaptureError, match="a function given as index= takes a tensor and returns one"), numbers:
+        model(X)
+    hl.assert_no_hooks(model, foreign=True)
+
+
+# -- types and devices ---------------------------------------------------------------------------------------
+
+
+def test_floating_point_tensors_are_cast_and_others_kept():
+    """A type of numbers for what is measured in them."""
+    model = nn.Sequential(Both())
+    with hl.capture(model, "0", dtype="bfloat16", inputs=True) as cache:
+        model(X)
+    output = cache["0"].output
+    assert (output["hidden"].dtype, output["ids"].dtype) == (torch.bfloat16, torch.int64)
+    assert cache["0"].inputs[0].dtype == torch.bfloat16
+    assert torch.equal(output["hidden"], (X * 2).bfloat16())
+
+
+def test_values_are_moved_to_a_device():
+    """To the meta device only shapes and types are left, which costs no memory."""
+    model = nn.Sequential(Both())
+    with hl.capture(model, "0", device="meta") as cache:
+        model(X)
+    assert cache["0"].output["hidden"].is_meta
+    assert cache["0"].output["hidden"].shape == X.shape
+    with hl.capture(model, "0", device="cpu") as cache:  # where it is already
+        output = model(X)
+    assert cache["0"].output["hidden"] is output["hidden"]
+
+
+def test_copies_that_are_under_way_are_waited_for_before_a_value_is_read():
+    """Reading, and leaving the block, ask each stream once."""
+
+    class Stream:
+        waits = 0
+
+        def synchronize(self) -> None:
+            self.waits += 1
+
+    model, stream = nn.Sequential(nn.Linear(3, 3)), Stream()
+    cache = hl.capture(model, "0", clone=True)
+    model(X)
+    captured = cache["0"]
+    cache._recorder.store._streams.add(stream)
+    assert stream.waits == 0
+    captured.output
+    captured.output
+    assert stream.waits == 1
+    cache._recorder.store._streams.add(stream)
+    cache.remove()
+    assert stream.waits == 2
+
+
+# -- limits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [96 * 2, "192B", "0.192 kB"])
+def test_what_goes_over_the_limit_raises_and_names_the_site(limit):
+    """Site, shape, type, size, what is in use, and what to do; what came before stays readable."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    message = (
+        r"The output of '2', shape \(2, 4, 3\), float32, takes 96 B; 192 B of limit=192 B are in use\. "
+        r".*index=.*dtype=.*device='cpu'.*stays readable"
+    )
+    cache = hl.capture(model, "#", limit=limit)
+    with pytest.raises(CaptureError, match=message), cache:
+        model(X)
+    assert cache.names == ("0", "1")
+    assert cache["1"].output.shape == (2, 4, 3)
+    hl.assert_no_hooks(model, foreign=True)
+
+
+@pytest.mark.parametrize("options", [{"index": 0}, {"dtype": "bfloat16"}, {"index": (0, 0), "clone": True}])
+def test_the_remedies_of_a_limit_help(options):
+    """What counts is what is kept."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    with hl.capture(model, "#", limit=192, **options) as cache:
+        model(X)
+    assert len(cache) == 3
+    assert cache.bytes <= 192
+
+
+def test_a_tensor_in_two_places_counts_once_and_clear_makes_room():
+    """The output of one layer is the input of the next."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    with hl.capture(model, "#", limit=4 * 96, inputs=True) as cache:
+        for _ in range(5):
+            model(X)
+            assert cache.bytes == 4 * 96
+            cache.clear()
+    with pytest.raises(CaptureError, match="takes 96 B"), hl.capture(model, "#", limit=4 * 96, inputs=True, clone=True):
+        model(X)
+
+
+def test_gradients_count_too():
+    """The backward pass raises then."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    cache = hl.capture(model, "#", limit=3 * 96, grads=True)
+    with pytest.raises(CaptureError, match=r"The gradient of '0', shape \(2, 4, 3\)"), cache:
+        model(X).sum().backward()
+
+
+# -- the run is left alone -----------------------------------------------------------------------------------
+
+
+class Wrapped(MutableMapping):
+    """A mapping whose copies share what is inside."""
+
+    def __init__(self, **items: Any) -> None:
+        self.inside = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inside[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.inside[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.inside[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inside)
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+
+@dataclasses.dataclass
+class Record:
+    hidden: Tensor
+
+
+CONTAINERS = {
+    "dict": lambda x: {"hidden": x},
+    "ordered": lambda x: OrderedDict(hidden=x),
+    "user's": lambda x: UserDict(hidden=x),
+    "mapping": lambda x: Wrapped(hidden=x),
+    "list": lambda x: [x],
+    "dataclass": lambda x: Record(x),
+}
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_parts_and_copies_do_not_get_into_the_run(make):
+    """What goes on through the model is the module's own container with its own tensors."""
+
+    class Makes(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            self.made = make(x)
+            return self.made
+
+    model = nn.Sequential(Makes())
+    with hl.capture(model, "0", index=0, dtype="float64") as cache:
+        output = model(X)
+
+    def inside(value: Any) -> Tensor:
+        return value.hidden if isinstance(value, Record) else value[0 if isinstance(value, list) else "hidden"]
+
+    assert output is model[0].made
+    assert inside(output) is X
+    assert torch.equal(inside(cache["0"].output), X[0].double())
+
+
+# -- the store alone -----------------------------------------------------------------------------------------
+
+
+def test_a_container_that_contains_itself_ends():
+    """And other odd ones come out as plain containers."""
+
+    class Stubborn(dict):
+        def __copy__(self) -> Any:
+            raise TypeError("no")
+
+    loop: list[Any] = [X]
+    loop.append(loop)
+    kept = Store(clone=True).keep((loop, Stubborn(a=X)), "output").value
+    assert torch.equal(kept[0][0], X)
+    assert type(kept[1]) is dict
+    assert kept[1]["a"] is not X

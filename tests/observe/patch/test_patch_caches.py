@@ -1,0 +1,214 @@
+"""What other runs have left behind: ``swap`` and ``mean_ablate``, with a capture's cache and with plain dicts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_patch import Twice, made
+from torch import nn
+
+import hookline as hl
+
+
+def _runs():
+    """A model, and the inputs of a clean and of a corrupted run."""
+    model, clean = made()
+    return model, clean, torch.randn(2, 3, 4)
+
+
+def test_swapping_a_layer_gives_the_other_run_from_there_on():
+    """With all of its activation from the clean run, the output is the clean one."""
+    model, clean, corrupted = _runs()
+    with torch.no_grad(), hl.capture(model, "layers.#") as cache:
+        expected = model(clean)
+    with hl.patch(model, {"layers.1": hl.swap(cache)}):
+        assert torch.equal(model(corrupted), expected)
+
+
+@pytest.mark.parametrize("index", [(slice(None), 1), (slice(None), [0, 2]), (..., slice(0, 2)), torch.eye(2, 3) > 0])
+def test_swapping_a_part_takes_the_same_part_of_both_runs(index):
+    """The rest is that of this run."""
+    model, clean, corrupted = _runs()
+    with torch.no_grad(), hl.capture(model, "layers.#") as cache:
+        model(clean)
+    with hl.patch(model, {"layers.1": hl.swap(cache, index=index)}), hl.capture(model, "layers.1") as after:
+        model(corrupted)
+    expected = model.layers[1](model.layers[0](corrupted)).clone()
+    expected[index] = cache["layers.1"].output[index]
+    assert torch.equal(after["layers.1"].output, expected)
+
+
+def test_a_glob_takes_each_sites_own_activation():
+    """Each site looks up its own name."""
+    model, clean, corrupted = _runs()
+    with torch.no_grad(), hl.capture(model, "layers.#") as cache:
+        model(clean)
+    with hl.patch(model, {"layers.#": hl.swap(cache)}), hl.capture(model, "layers.#") as after:
+        model(corrupted)
+    assert all(torch.equal(after[name].output, cache[name].output) for name in ("layers.0", "layers.1", "layers.2"))
+
+
+def test_a_cache_that_holds_the_part_alone_is_taken_as_it_is():
+    """A capture with the same index keeps nothing else."""
+    model, clean, corrupted = _runs()
+    last = (slice(None), -1)
+    with torch.no_grad(), hl.capture(model, "layers.#") as whole, hl.capture(model, "layers.#", index=last) as part:
+        model(clean)
+    assert part["layers.1"].output.shape == (2, 4)
+    with hl.patch(model, {"layers.1": hl.swap(part, index=last)}):
+        found = model(corrupted)
+    with hl.patch(model, {"layers.1": hl.swap(whole, index=last)}):
+        assert torch.equal(model(corrupted), found)
+
+
+def test_one_clean_run_serves_a_batch():
+    """What was captured with a batch of one is put into each of several."""
+    model, clean, corrupted = _runs()
+    with torch.no_grad(), hl.capture(model, "layers.1") as cache:
+        expected = model(clean[:1])
+    with hl.patch(model, {"layers.1": hl.swap(cache)}):
+        torch.testing.assert_close(model(corrupted), expected.expand(2, 3, 2))
+
+
+def test_inputs_are_swapped_for_inputs():
+    """On inputs the cache is asked for those."""
+    model, clean, corrupted = _runs()
+    with torch.no_grad(), hl.capture(model, "layers.#", inputs=True) as cache:
+        expected = model(clean)
+    with hl.patch(model, {"layers.2": hl.swap(cache)}, on="forward_pre"):
+        assert torch.equal(model(corrupted), expected)
+
+
+def test_each_call_of_a_reused_module_gets_its_own():
+    """In both of them the activation is that of the other run; a third has none."""
+    model, clean = made(Twice)
+    corrupted = torch.randn(2, 3, 4)
+    with torch.no_grad(), hl.capture(model, "layer") as cache:
+        model(clean)
+    with hl.patch(model, {"layer": hl.swap(cache)}), hl.capture(model, "layer") as after:
+        model(corrupted), model(corrupted)
+    calls = [call.output for call in after["layer"].calls]
+    assert all(map(torch.equal, calls, [call.output for call in cache["layer"].calls] * 2))
+    with hl.patch(model, {"layer": hl.swap(cache)}), pytest.raises(hl.HookReturnError, match=r"2 calls.*call 3 of its"):
+        nn.Sequential(model.layer, model.layer, model.layer)(corrupted)
+
+
+def test_a_cache_of_several_forwards_does_not_say_which():
+    """The error says what does."""
+    model, clean, corrupted = _runs()
+    with torch.no_grad(), hl.capture(model, "layers.#") as cache:
+        model(clean), model(corrupted)
+    with pytest.raises(hl.OptionError, match=r"one forward.*holds 2 for 'layers.1'.*clear\(\).*replace"):
+        hl.patch(model, {"layers.1": hl.swap(cache)})
+    hl.assert_no_hooks(model)
+
+
+def test_a_shared_module_is_found_under_any_of_its_names():
+    """The cache may know it by another."""
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"first": shared, "second": shared})
+    with hl.patch(model, {"second": hl.swap({"second": torch.ones(4)})}):
+        assert torch.equal(shared(torch.zeros(4)), torch.ones(4))
+    with hl.patch(model, {"second": hl.swap({"first": torch.ones(4)})}):
+        assert torch.equal(shared(torch.zeros(4)), torch.ones(4))
+
+
+def test_what_was_captured_in_inference_mode_can_be_swapped_in_training():
+    """Gradients of what is behind it flow."""
+    model, clean, corrupted = _runs()
+    with torch.inference_mode(), hl.capture(model, "layers.#") as cache:
+        model(clean)
+    with hl.patch(model, {"layers.1": hl.swap(cache), "layers.0": hl.mean_ablate(cache)}):
+        model(corrupted).sum().backward()
+    assert model.layers[2].mlp.weight.grad.any()
+
+
+# -- means ---------------------------------------------------------------------------------------------------------
+
+
+def _mean_put_in(activations, x_shape, **options):
+    """What a mean ablation puts in the place of an activation."""
+    model = nn.Identity()
+    with hl.patch(model, {"": hl.mean_ablate({"": activations}, **options)}):
+        return model(torch.zeros(x_shape))
+
+
+def test_the_mean_is_over_batch_and_positions():
+    """One number for each unit, in whatever batch and length this run has."""
+    given = torch.randn(5, 7, 4)
+    torch.testing.assert_close(_mean_put_in(given, (2, 3, 4)), given.mean((0, 1)).expand(2, 3, 4))
+
+
+def test_of_images_the_mean_is_that_of_a_channel():
+    """Units are the second of four dimensions."""
+    given = torch.randn(5, 3, 8, 8)
+    found = _mean_put_in(given, (2, 3, 4, 4))
+    torch.testing.assert_close(found, given.mean((0, 2, 3)).view(1, 3, 1, 1).expand(2, 3, 4, 4))
+
+
+@pytest.mark.parametrize(("dims", "over"), [(0, (0,)), ((0, -2), (0, 1)), ([-1], (2,)), ((), ())])
+def test_other_dimensions_can_be_averaged_over(dims, over):
+    """Those that are left keep their size."""
+    given = torch.randn(2, 3, 4)
+    expected = given.mean(over, keepdim=True) if over else given
+    torch.testing.assert_close(_mean_put_in(given, (2, 3, 4), dims=dims), expected.expand(2, 3, 4))
+
+
+def test_the_mean_of_low_precision_is_taken_in_float32():
+    """A sum of 20,000 ones in bf16 would stop at 256."""
+    given = torch.ones(20_000, 4, dtype=torch.bfloat16)
+    assert torch.equal(_mean_put_in(given, (3, 4)), torch.ones(3, 4))
+
+
+def test_calls_of_all_forwards_count_by_their_size():
+    """A batch of six weighs three times as much as one of two."""
+    model, _ = made()
+    inputs = torch.randn(2, 3, 4), torch.randn(6, 5, 4)
+    with torch.no_grad(), hl.capture(model, "layers.0") as cache:
+        rows = [model.layers[0](x).flatten(0, 1) for x in inputs]
+        cache.clear()
+        for x in inputs:
+            model(x)
+    with hl.patch(model, {"layers.0": hl.mean_ablate(cache)}), hl.capture(model, "layers.0") as after:
+        model(inputs[0])
+    torch.testing.assert_close(after["layers.0"].output, torch.cat(rows).mean(0).expand(2, 3, 4))
+
+
+def test_a_mean_of_a_part_is_put_there_alone():
+    """The mean keeps the number of dimensions, so that any part of it can be taken."""
+    given = torch.randn(5, 7, 4)
+    found = _mean_put_in(given, (2, 3, 4), index=(slice(None), 1, slice(0, 2)))
+    assert not found[:, 0].any()
+    assert not found[:, 1, 2:].any()
+    torch.testing.assert_close(found[:, 1, :2], given.mean((0, 1))[:2].expand(2, 2))
+
+
+def test_a_ready_mean_is_taken_as_it_is():
+    """A vector for each name is its own mean."""
+    given = torch.randn(4)
+    assert torch.equal(_mean_put_in(given, (2, 3, 4)), given.expand(2, 3, 4))
+
+
+MEANS = {
+    "no such dimension": (torch.ones(2, 3), {"dims": 2}, r"dims=\(2,\)\): '' has 2 dimensions"),
+    "nothing": (torch.ones(0, 3), {}, "nothing to average for ''"),
+}
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_a_mean_that_cannot_be_taken_is_said_when_the_patch_is_put_on(case):
+    """With the site."""
+    given, options, message = MEANS[case]
+    with pytest.raises(hl.OptionError, match=message):
+        _mean_put_in(given, (2, 3), **options)
+
+
+def test_calls_that_differ_elsewhere_have_no_mean():
+    """The shapes are in the message, and what to do."""
+    model, _ = made()
+    with torch.no_grad(), hl.capture(model, "layers.0") as cache:
+        model(torch.randn(2, 3, 4)), model(torch.randn(2, 5, 4))
+    with pytest.raises(
+        hl.OptionError, match=r"2 calls of 'layers.0'.*\(2, 3, 4\), \(2, 5, 4\)\. Give all of them in dims="
+    ):
+        hl.patch(model, {"layers.0": hl.mean_ablate(cache, dims=0)})

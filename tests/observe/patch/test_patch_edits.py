@@ -1,0 +1,355 @@
+"""Each edit against the same edit written into the model by hand: values, gradients, parts, dtypes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers_patch import by_hand, gradients, made
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import hookline as hl
+
+V = torch.tensor([1.0, -2.0, 0.5, 3.0])
+MASK = torch.tensor([[True, False, True], [False, False, True]])
+
+
+def _put(x: Tensor, index: object, value: Tensor | float) -> Tensor:
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+def _same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    """Whether gradients are equal; one that is cut off may be None or zeros."""
+    zeros = [(a, b) for a, b in zip(one, other, strict=True) if a is None or b is None]
+    both = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+    return all(not (a if b is None else b).any() for a, b in zeros if (a, b) != (None, None)) and all(
+        torch.equal(a, b) for a, b in both
+    )
+
+
+EDITS = {
+    "ablate": (hl.ablate(), torch.zeros_like),
+    "ablate to a number": (hl.ablate(1.5), lambda x: torch.full_like(x, 1.5)),
+    "scale": (hl.scale(0.25), lambda x: x * 0.25),
+    "scale units": (hl.scale(V), lambda x: x * V),
+    "steer": (hl.steer(V, 2.0), lambda x: x + V * 2.0),
+    "steer by default": (hl.steer(V), lambda x: x + V),
+    "steer each position": (hl.steer(torch.arange(12.0).view(3, 4)), lambda x: x + torch.arange(12.0).view(3, 4)),
+    "replace": (hl.replace(torch.ones(2, 3, 4)), torch.ones_like),
+    "replace, broadcast": (hl.replace(V), lambda x: V.expand(x.shape).clone()),
+    "replace by a number": (hl.replace(2), lambda x: torch.full_like(x, 2.0)),
+    "a function": (lambda x: x.flip(-1), lambda x: x.flip(-1)),
+    "a module": (nn.Tanh(), torch.tanh),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_does_what_the_same_line_in_the_model_does(name):
+    """Outputs and the gradients of all parameters are those of a model with the edit written into it, to the bit."""
+    edit, line = EDITS[name]
+    model, x = made()
+    output, grads = by_hand(model, x, line)
+    with hl.patch(model, {"layers.1": edit}) as patched:
+        found = model(x)
+        assert torch.equal(found, output)
+        assert _same(gradients(model, found), grads)
+    assert patched.report()[0].fired == 1
+
+
+PARTS = {
+    "a number": (0, 0),
+    "the last position": ((slice(None), -1), (slice(None), -1)),
+    "some units": ((..., slice(1, 3)), (..., slice(1, 3))),
+    "one unit": ((..., 2), (..., 2)),
+    "a slice": (slice(1, None), slice(1, None)),
+    "a numpy number": (np.int64(1), 1),
+    "places": (torch.tensor([1, 0]), torch.tensor([1, 0])),
+    "a list of places": ((slice(None), [0, 2]), (slice(None), [0, 2])),
+    "a range of places": ((slice(None), range(2)), (slice(None), [0, 1])),
+    "int32 places": ((slice(None), torch.tensor([2], dtype=torch.int32)), (slice(None), [2])),
+    "a mask": (MASK, MASK),
+    "a mask of positions": ((slice(None), MASK[0]), (slice(None), MASK[0])),
+    "a mask of units": ((..., [True, False, True, False]), (..., torch.tensor([True, False, True, False]))),
+    "number and places": ((0, [1, 2]), (0, [1, 2])),
+    "places and number": (([0, 1], slice(None), 3), ([0, 1], slice(None), 3)),
+    "two lists": (([0, 1], [2, 0]), ([0, 1], [2, 0])),
+    "everything": (..., ...),
+}
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "a mask of units"])
+def test_an_edit_of_a_part_leaves_the_rest_alone(part):
+    """Values and gradients are those of ``x[index] = x[index] * 3`` in the model, on a copy."""
+    given, brackets = PARTS[part]
+    model, x = made()
+    output, grads = by_hand(model, x, lambda h: _put(h, brackets, h[brackets] * 3))
+    for edit in (hl.scale(3.0, index=given), hl.scale(3.0)):
+        with hl.patch(model, {"layers.1": edit}, index=None if edit.index else given):
+            found = model(x)
+        assert torch.equal(found, output)
+        assert _same(gradients(model, found), grads)
+
+
+def test_a_mask_behind_an_ellipsis_says_what_to_write():
+    """Which dimension it is for cannot be checked there."""
+    with pytest.raises(hl.OptionError, match=r"index=\(\.\.\., .*mask behind '\.\.\.': write a slice"):
+        hl.ablate(index=PARTS["a mask of units"][0])
+
+
+def test_a_function_is_given_the_part_and_puts_it_back():
+    """With an index the function sees that part, of its own shape, and nothing else changes."""
+    model, x = made()
+    shapes = []
+
+    def double(activation):
+        shapes.append(tuple(activation.shape))
+        return activation * 2
+
+    output = model(x, lambda h: _put(h, (slice(None), -1), h[:, -1] * 2))
+    with hl.patch(model, {"layers.1": double}, index=(slice(None), -1)):
+        assert torch.equal(model(x), output)
+    assert shapes == [(2, 4)]
+
+
+def test_an_edits_own_index_comes_before_that_of_the_patch():
+    """The index of ``patch`` is for edits that have none."""
+    model, x = made()
+    output = model(x, lambda h: _put(h, 0, 0.0))
+    with hl.patch(model, {"layers.1": hl.ablate(index=0)}, index=1):
+        assert torch.equal(model(x), output)
+
+
+@pytest.mark.parametrize(
+    "edit", [hl.scale(1.0), hl.steer(V * 0), hl.ablate(index=slice(0, 0)), hl.ablate(index=[]), hl.scale(1.0, index=0)]
+)
+def test_an_edit_that_changes_nothing_changes_no_bit(edit):
+    """Outputs and gradients are equal to those without it."""
+    model, x = made()
+    output = model(x)
+    grads = gradients(model, output)
+    with hl.patch(model, {"layers.#": edit}):
+        found = model(x)
+        assert torch.equal(found, output)
+        assert all(map(torch.equal, gradients(model, found), grads))
+
+
+def test_ablation_cuts_gradients_and_scaling_scales_them():
+    """What is before an ablated layer gets none; before a scaled one, k times as much where the rest is linear."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    weight = model[0].weight
+    (whole,) = torch.autograd.grad(model(x).sum(), weight)
+    with hl.patch(model, {"0": hl.scale(0.5)}):
+        (half,) = torch.autograd.grad(model(x).sum(), weight)
+    with hl.patch(model, {"0": hl.ablate()}):
+        (none,) = torch.autograd.grad(model(x).sum(), weight, allow_unused=True)
+    torch.testing.assert_close(half, whole * 0.5)
+    assert none is None
+
+
+@pytest.mark.parametrize("maker", [hl.replace, lambda t: hl.swap({"0": t}), lambda t: hl.replace(t, index=...)])
+def test_gradients_flow_into_what_was_put_in(maker):
+    """And no longer into what it replaced."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    given = torch.randn(3, 4, requires_grad=True)
+    with hl.patch(model, {"0": maker(given)}):
+        model(torch.randn(3, 4)).sum().backward()
+    torch.testing.assert_close(given.grad, model[1].weight.sum(0).expand(3, 4))
+    assert model[0].weight.grad is None or not model[0].weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_steering_vector_can_be_trained(dtype):
+    """It gets a gradient in its own dtype, and what the optimizer makes of it counts at the next call."""
+    model, x = made()
+    vector = torch.zeros(4, dtype=dtype, requires_grad=True)
+    optimizer = torch.optim.SGD([vector], lr=0.05)
+    losses = []
+    with hl.patch(model, {"layers.1": hl.steer(vector, 2.0)}):
+        for _ in range(20):
+            loss = (model(x) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert vector.grad.dtype == dtype
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_factors_and_strengths_can_be_trained():
+    """A tensor as ``k`` takes gradients too."""
+    model, x = made()
+    gate, k = torch.ones(4, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    with hl.patch(model, {"layers.0": hl.scale(gate), "layers.1": hl.steer(V, k)}):
+        model(x).sum().backward()
+    assert gate.grad.shape == (4,)
+    assert k.grad.item() != 0
+    assert gate.grad.all()
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_given_is_converted_to_the_activation(dtype, given):
+    """A model in bf16 is steered by a vector of any dtype, and its activations stay in bf16."""
+    model, x = made()
+    model, x = model.to(dtype), x.to(dtype)
+    expected = model(x, lambda h: h + V.to(given).to(dtype))
+    with hl.patch(model, {"layers.1": hl.steer(V.to(given))}):
+        found = model(x)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+
+
+def test_a_conversion_is_made_once_and_anew_when_the_tensor_changes():
+    """Changing the vector in place counts at the next call."""
+    model, x = made()
+    vector = V.double()
+    edit = hl.steer(vector)
+    with hl.patch(model, {"layers.#": edit}):
+        model(x), model(x)
+        kept = edit.vector.converted
+        assert len(kept) == 1
+        first = next(iter(kept.values()))[1]
+        assert model(x) is not None
+        assert next(iter(kept.values()))[1] is first
+        vector.zero_()
+        changed = model(x)
+    assert torch.equal(changed, model(x))
+
+
+def test_a_conversion_made_in_inference_mode_serves_in_training():
+    """As does a vector that was made there."""
+    model, x = made()
+    with torch.inference_mode():
+        made_there = V.double() * 1
+        edit = hl.scale(made_there, index=torch.tensor([[True, True, False]] * 2))
+        with hl.patch(model, {"layers.1": edit}):
+            model(x)
+    with hl.patch(model, {"layers.1": edit}):
+        output = model(x)
+        assert gradients(model, output)[0].any()
+
+
+def test_a_function_in_another_dtype_does_not_change_that_of_the_model():
+    """What it returns is converted back: the next layer computes as before."""
+    model, x = made()
+    model, x = model.bfloat16(), x.bfloat16()
+    with hl.patch(model, {"layers.1": lambda h: h.float() + V}):
+        assert model(x).dtype == torch.bfloat16
+
+
+def test_edits_work_under_autocast():
+    """The activation is bf16 there, whatever the weights are; the vector follows."""
+    model, x = made()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        seen = []
+        with hl.patch(model, {"layers.#.mlp": hl.steer(V)}):
+            hl.attach(model, "layers.0.mlp", lambda module, args, output: seen.append(output.dtype), observe=True)
+            model(x).sum().backward()
+    assert seen == [torch.bfloat16]
+    assert model.layers[0].mlp.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_edits_work_without_gradients(mode):
+    """Values are those of the eager run with gradients."""
+    model, x = made()
+    expected = model(x, lambda h: _put(h, (slice(None), 0), h[:, 0] + V))
+    with mode(), hl.patch(model, {"layers.1": hl.steer(V, index=(slice(None), 0))}):
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("edit", [hl.ablate(1.0), hl.replace(torch.ones(2, 3, 4)), hl.replace(torch.ones(4))])
+def test_what_was_given_survives_a_layer_that_works_in_place(edit):
+    """The next layer may change its input in place, and nothing but this activation changes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Hardtanh(-0.5, 0.5, inplace=True))
+    x = torch.randn(2, 3, 4)
+    with hl.patch(model, {"0": edit}):
+        first, second = model(x), model(x)
+    assert torch.equal(first, second)
+    assert torch.equal(first, torch.full((2, 3, 4), 0.5))
+
+
+def test_an_edit_leaves_the_output_itself_alone():
+    """Who holds the tensor from before the edit, a hook that sees it raw, finds it as it was."""
+    model, x = made()
+    raw = []
+    expected = model.layers[0](x)
+    hl.attach(model, "layers.0", lambda m, args, output: raw.append(output), observe=True, sees="raw")
+    with hl.patch(model, {"layers.0": hl.ablate(index=0)}):
+        model(x)
+    assert torch.equal(raw[0], expected)
+
+
+def test_edits_of_one_site_are_made_in_the_order_they_were_attached():
+    """Within a patch in that of the mapping, then patch by patch; the last is seen by observers."""
+    model, x = made()
+    seen = []
+    hl.attach(model, "layers.1", lambda m, args, output: seen.append(output), observe=True)
+    with (
+        hl.patch(model, {"layers.1": hl.scale(2.0), "layers.*1": hl.steer(V)}),
+        hl.patch(model, {"layers.1": hl.scale(10.0)}),
+    ):
+        model(x)
+    plain = model.layers[1](model.layers[0](x))
+    assert torch.equal(seen[0], (plain * 2 + V) * 10)
+
+
+def test_an_edit_runs_again_where_activation_checkpointing_runs_a_layer_again():
+    """Gradients are those of the model without checkpointing, if the backward is inside the block."""
+    model, x = made()
+    x.requires_grad_()
+
+    def run(checkpointed: bool) -> Tensor:
+        with hl.patch(model, {"layers.1": hl.scale(3.0)}):
+            h = model.layers[0](x)
+            if checkpointed:
+                h = torch.utils.checkpoint.checkpoint(model.layers[1], h, use_reentrant=False)
+            else:
+                h = model.layers[1](h)
+            return torch.autograd.grad(h.square().sum(), x)[0]
+
+    assert torch.equal(run(True), run(False))
+
+
+TRANSFORMED = [
+    hl.steer(V.double()),
+    hl.steer(V.double(), index=(..., 0, slice(None))),
+    hl.ablate(index=[0]),
+    hl.scale(0.5, index=(0,)),
+]
+
+
+@pytest.mark.parametrize("edit", TRANSFORMED)
+def test_edits_work_under_transforms(edit):
+    """vmap and grad of torch.func give what loops and autograd give; no tensor of theirs is kept."""
+    model, x = made()
+    weights = dict(model.named_parameters())
+    with hl.patch(model, {"layers.1": edit}):
+        grads = torch.func.grad(lambda w: torch.func.functional_call(model, w, x[0]).square().sum())(weights)
+        torch.testing.assert_close(torch.vmap(model)(x), torch.stack([model(one) for one in x]))
+        torch.testing.assert_close(list(grads.values()), gradients(model, model(x[0])))
+
+
+def test_edits_work_with_fake_tensors():
+    """And what was made there does not come back in a real run."""
+    model, x = made()
+    edit = hl.steer(V.double())
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, hl.patch(model, {"layers.1": edit}):
+        assert isinstance(model(fake.from_tensor(x)), FakeTensor)
+    with hl.patch(model, {"layers.1": edit}):
+        assert torch.equal(model(x), model(x))
+        assert type(model(x)) is Tensor
+
+
+def test_edits_print_as_they_are_written():
+    """Without the numbers of tensors."""
+    assert repr(hl.ablate()) == "ablate()"
+    assert repr(hl.ablate(0.5, index=(slice(None), -1))) == "ablate(0.5, index=(:, -1))"
+    assert repr(hl.steer(V, 2.0, index=slice(1, 9, 2))) == "steer(<tensor of shape (4,)>, 2.0, index=1:9:2)"
+    assert repr(hl.scale(0.5, index=MASK)) == "scale(0.5, index=<mask of shape (2, 3)>)"
+    assert repr(hl.mean_ablate({}, dims=0)) == "mean_ablate(cache, dims=(0,))"
+    assert repr(hl.swap({}, index=(..., [1, 2]))) == "swap(cache, index=(..., [1, 2]))"

@@ -1,0 +1,155 @@
+"""Edits of Hugging Face models: blocks that return what they like, generation, compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import hookline as hl
+
+LAST = (slice(None), -1)
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=31, n_positions=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+BLOCKS = {
+    "gpt2": (_gpt2, "transformer.h.#", "transformer.h.1"),
+    "llama": (_llama, "model.layers.#", "model.layers.1"),
+    "bert": (_bert, "bert.encoder.layer.#", "bert.encoder.layer.1"),
+}
+
+
+def _made(name: str) -> tuple[Any, Tensor, str]:
+    torch.manual_seed(0)
+    make, _, block = BLOCKS[name]
+    return make().eval(), torch.randint(2, 31, (2, 6)), block
+
+
+@pytest.mark.parametrize("on", ["forward", "forward_pre"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_is_patched_with_another_run(name, on):
+    """With a block's whole activation from the clean run, the logits are the clean ones."""
+    model, clean, block = _made(name)
+    corrupted = clean.flip(1)
+    with torch.no_grad():
+        with hl.capture(model, BLOCKS[name][1], inputs=True) as cache:
+            expected = model(clean).logits
+        with hl.patch(model, {block: hl.swap(cache)}, on=on):
+            assert torch.equal(model(corrupted).logits, expected)
+        assert not torch.equal(model(corrupted).logits, expected)
+
+
+@pytest.mark.parametrize("part", ["attn", "mlp"])
+def test_a_part_of_a_block_that_returns_a_tuple_is_ablated(part):
+    """Ablating what attention adds is leaving it out."""
+    model, ids, block = _made("gpt2")
+    with (
+        torch.no_grad(),
+        hl.patch(model, {f"{block}.{part}": hl.ablate()}),
+        hl.capture(model, [f"{block}.attn", f"{block}.mlp"]) as cache,
+    ):
+        model(ids)
+    assert not torch.is_tensor(cache[f"{block}.attn"].output)
+    edited = cache[f"{block}.{part}"].output
+    assert not (edited[0] if part == "attn" else edited).any()
+
+
+def test_the_logits_of_a_model_output_are_edited():
+    """The loss beside them is not: it is one number."""
+    model, ids, _ = _made("gpt2")
+    plain = model(ids, labels=ids)
+    with hl.patch(model, {"": hl.scale(2.0)}):
+        found = model(ids, labels=ids)
+    assert type(found) is type(plain)
+    assert torch.equal(found.logits, plain.logits * 2)
+    assert torch.equal(found.loss, plain.loss)
+
+
+def test_hidden_states_that_the_model_reports_are_the_edited_ones():
+    """transformers collects them by hooks of its own, which come after our edits."""
+    model, ids, block = _made("gpt2")
+    model(ids, output_hidden_states=True)
+    with torch.no_grad(), hl.patch(model, {block: hl.ablate(index=(slice(None), 2))}):
+        states = model(ids, output_hidden_states=True).hidden_states
+    assert not states[2][:, 2].any()
+    assert states[2][:, 1].any()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_every_generated_token_is_steered(name):
+    """The last position is all there is in a cached step; the tokens are those of steering without a cache."""
+    model, ids, block = _made(name)
+    vector = torch.randn(16) * 5
+    with hl.patch(model, {block: hl.steer(vector, index=LAST)}) as patched:
+        found = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
+        assert patched.report()[0].fired == 5
+    plain = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert not torch.equal(found, plain)
+    # By hand: what the cache holds of a steered position stays steered, so steer all from the prompt's last on.
+    expected, start = ids, ids.shape[1] - 1
+    with torch.no_grad():
+        for _ in range(5):
+            with hl.patch(model, {block: hl.steer(vector, index=(slice(None), slice(start, None)))}):
+                logits = model(expected, use_cache=False).logits[:, -1]
+            expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_a_compiled_model_is_patched_in_one_graph(name):
+    """Steered at one position, ablated elsewhere; eager and compiled agree, and afterwards it is as before."""
+    torch._dynamo.reset()
+    model, ids, block = _made(name)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        plain = compiled(ids, use_cache=False).logits
+        edits = {block: hl.steer(torch.randn(16), 3.0, index=LAST), block.replace("1", "2"): hl.ablate(index=(0, 1))}
+        with hl.patch(model, edits):
+            found = compiled(ids, use_cache=False).logits
+            torch.testing.assert_close(found, model(ids, use_cache=False).logits)
+        assert not torch.equal(found, plain)
+        assert torch.equal(compiled(ids, use_cache=False).logits, plain)
+
+
+def test_a_model_in_bfloat16_is_steered_by_a_float32_vector():
+    """And stays in bfloat16."""
+    model, ids, block = _made("llama")
+    model = model.bfloat16()
+    with torch.no_grad(), hl.patch(model, {block: hl.steer(torch.randn(16), 4.0, index=LAST)}):
+        assert model(ids).logits.dtype == torch.bfloat16

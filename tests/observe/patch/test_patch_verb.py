@@ -1,0 +1,348 @@
+"""``patch`` itself: where it sits, how it comes off, what it says when it cannot."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from helpers_patch import Returns, gradients, made
+from torch import nn
+
+import hookline as hl
+
+V = torch.tensor([1.0, -2.0, 0.5, 3.0])
+
+
+def test_a_key_is_any_target():
+    """A glob, a type, a module, a predicate, a tuple of names."""
+    model, x = made()
+    targets = ["layers.#", nn.Linear, model.layers[0], lambda name, module: name == "head", ("layers.0", "head"), None]
+    with hl.patch(model, {target: hl.scale(1.0) for target in targets}) as patched:
+        model(x)
+        fired = [receipt.fired for receipt in patched.report()]
+    assert fired == [3, 4, 1, 1, 2, 1]
+
+
+def test_exclude_leaves_modules_out():
+    """They are not edited."""
+    model, x = made()
+    with hl.patch(model, {"layers.#": hl.ablate()}, exclude="layers.2") as patched:
+        model(x)
+    assert [site.name for site in patched.report()[0].sites] == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize("on", ["forward", "forward_pre"])
+def test_after_the_block_everything_is_as_before(on):
+    """Outputs and gradients are equal to the bit, and no hook is left."""
+    model, x = made()
+    output = model(x)
+    grads = gradients(model, output)
+    with hl.patch(model, {"layers.#": hl.steer(V), "head": hl.scale(2.0)}, on=on):
+        assert not torch.equal(model(x), output)
+    hl.assert_no_hooks(model)
+    assert torch.equal(model(x), output)
+    assert all(map(torch.equal, gradients(model, model(x)), grads))
+
+
+def test_an_error_in_the_block_takes_the_patch_off():
+    """And is handed on."""
+    model, x = made()
+    model.head.forward = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError), hl.patch(model, {"layers.#": hl.ablate()}):
+        model(x)
+    hl.assert_no_hooks(model)
+
+
+def test_a_patch_can_be_kept_and_taken_off_by_hand():
+    """Twice, if need be."""
+    model, x = made()
+    output = model(x)
+    patched = hl.patch(model, {"layers.1": hl.ablate()})
+    assert not torch.equal(model(x), output)
+    patched.remove()
+    patched.remove()
+    assert torch.equal(model(x), output)
+
+
+def test_a_patch_says_what_it_did():
+    """One receipt for each target; the patch prints as what is on where."""
+    model, x = made()
+    with hl.patch(model, {"layers.#": hl.ablate(), "head": abs}) as patched:
+        model(x), model(x)
+        assert repr(patched) == "<Patch ablate on 3 modules, abs on 'head'>"
+        first, second = patched.report()
+    assert str(first) == "ablate (forward): matched 3, attached 3, fired 6, last at step 1"
+    assert (second.name, second.fired) == ("abs", 2)
+    assert repr(patched) == "<Patch removed, ablate on 3 modules, abs on 'head'>"
+    with hl.patch(model, {"layers.#": hl.ablate()}, name="mine") as patched:
+        model(x)
+        assert patched.report()[0].name == "mine"
+
+
+def test_a_patch_of_what_never_runs_says_so():
+    """As every hook does when it comes off."""
+    model, x = made()
+    patched = hl.patch(model, {"layers": hl.ablate()})
+    model(x)
+    with pytest.warns(hl.HookNeverFired, match="ablate.*layers"):
+        patched.remove()
+
+
+def test_a_function_can_ask_where_it_is():
+    """A keyword-only ``site`` is handed over."""
+    model, x = made()
+    seen = []
+
+    def note(activation, *, site):
+        seen.append((site.name, site.kind.value, site.call, type(site.module).__name__))
+        return activation
+
+    with hl.patch(model, {"layers.#": note}):
+        model(x)
+    assert seen == [(f"layers.{index}", "forward", 0, "Layer") for index in range(3)]
+
+
+def test_wrappers_do_not_show_in_names():
+    """A wrapped model is patched by the names of what is inside."""
+    model, x = made()
+    wrapped = torch.optim.swa_utils.AveragedModel(model)
+    expected = wrapped.module(x, torch.zeros_like)
+    with hl.patch(wrapped, {"layers.1": hl.swap({"layers.1": torch.zeros(2, 3, 4)})}) as patched:
+        assert torch.equal(wrapped(x), expected)
+    assert patched.report()[0].sites[0].name == "layers.1"
+
+
+def test_a_model_in_ddp_is_patched_and_trained():
+    """By the names of the model inside; the parameters get the gradients of the model that is not wrapped."""
+    model, x = made()
+    with hl.patch(model, {"layers.1": hl.scale(2.0, index=(slice(None), -1))}):
+        expected = gradients(model, model(x))
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(model)
+        with hl.patch(parallel, {"layers.1": hl.scale(2.0, index=(slice(None), -1))}):
+            parallel(x).square().sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_in_a_scope_of_its_own_a_patch_is_for_this_thread():
+    """Another thread runs the model as it is."""
+    model, x = made()
+    plain, found = model(x), []
+    with hl.patch(model, {"layers.#": hl.ablate()}, scope="context"):
+        thread = threading.Thread(target=lambda: found.append(model(x)))
+        thread.start()
+        thread.join()
+        assert not torch.equal(model(x), plain)
+    assert torch.equal(found[0], plain)
+    hl.assert_no_hooks(model)
+
+
+def test_a_copy_of_a_patched_model_is_not_patched():
+    """As with all hooks."""
+    model, x = made()
+    plain = model(x)
+    with hl.patch(model, {"layers.#": hl.ablate()}):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x), plain)
+        model(x)
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+BAD = {
+    "no mapping": (lambda: ["layers.0"], hl.OptionError, r"takes a mapping, .*got a list"),
+    "no edits": (dict, hl.TargetError, "no edits: write what to do where"),
+    "no such module": (lambda: {"layer.0": hl.ablate()}, hl.NoMatchError, "No module matches 'layer.0'.*'layers.0'"),
+    "not callable": (lambda: {"head": 3}, hl.HookSignatureError, "edit for 'head' is an int: give an edit"),
+    "a tensor": (lambda: {"head": V}, hl.HookSignatureError, r"is a tensor: write replace\(tensor\)"),
+    "not made": (lambda: {"head": hl.ablate}, hl.HookSignatureError, r"was not made: write ablate\("),
+    "a class": (lambda: {"head": nn.Tanh}, hl.HookSignatureError, "edit for 'head' is the class Tanh: make one"),
+    "a whole hook": (
+        lambda: {"head": lambda module, args, output: output},
+        hl.HookSignatureError,
+        r"edit for 'head': it is called as edit\(activation\).*goes to hookline.attach",
+    ),
+    "not in the cache": (
+        lambda: {"layers.1": hl.swap({"layers.0": V, "layers.2": V})},
+        hl.NoMatchError,
+        r"swap\(\) is to edit 'layers.1', which is not in the cache of 2 names; nearest: 'layers\.[02]'",
+    ),
+    "an empty cache": (lambda: {"head": hl.mean_ablate({})}, hl.NoMatchError, "cache of 0 names; it is empty"),
+    "no tensor in the cache": (
+        lambda: {"head": hl.swap({"head": None})},
+        hl.OptionError,
+        "no tensor.*output of 'head'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_done_is_said_before_anything_is_attached(case):
+    """Each error names the target and what to write; of the edits beside it none stays on."""
+    edits, error, message = BAD[case]
+    model, _ = made()
+    edits = edits()
+    if isinstance(edits, dict) and edits:
+        edits = {"layers.0": hl.ablate(), **edits}
+    with pytest.raises(error, match=message):
+        hl.patch(model, edits)
+    hl.assert_no_hooks(model)
+
+
+@pytest.mark.parametrize("on", ["backward", "state_dict_pre"])
+def test_only_outputs_and_inputs_are_patched(on):
+    """Where gradients are edited is said."""
+    model, _ = made()
+    with pytest.raises(hl.KindError, match=f"on='forward_pre'.*not {on}: gradients are edited by hookline.attach"):
+        hl.patch(model, {"head": hl.ablate()}, on=on)
+
+
+def test_a_bad_scope_leaves_nothing_on():
+    """It is noticed after the edits were read, and before any is on."""
+    model, _ = made()
+    with pytest.raises(hl.OptionError, match="scope="):
+        hl.patch(model, {"head": hl.ablate(), "layers.0": hl.ablate()}, scope="thread")
+    hl.assert_no_hooks(model)
+
+
+def test_a_module_that_takes_no_hooks_takes_the_others_off():
+    """All or nothing: what was attached before it is off again."""
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        model = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)))
+    with pytest.raises(hl.UnhookableError):
+        hl.patch(model, {"0": hl.ablate(), "1": hl.ablate()})
+    hl.assert_no_hooks(model)
+
+
+def test_without_strict_a_target_that_matches_nothing_is_a_warning():
+    """The others are edited."""
+    model, x = made()
+    with pytest.warns(hl.HooklineWarning, match="No module matches 'layer.0'"):
+        patched = hl.patch(model, {"layer.0": hl.ablate(), "head": hl.ablate()}, strict=False)
+    with patched:
+        assert not model(x).any()
+
+
+OPTIONS = {
+    "ablate by a tensor": (lambda: hl.ablate(V), r"ablate\(\) takes a number, got a Tensor.*replace"),
+    "no vector": (lambda: hl.steer("north"), r"vector of steer\(\) has to be a tensor.*'north'"),
+    "no cache": (lambda: hl.swap(V), r"swap\(\) takes the cache.*got a Tensor.*replace"),
+    "None in an index": (lambda: hl.ablate(index=(0, None)), r"index=\(0, None\) holds None: give numbers"),
+    "a bool": (lambda: hl.ablate(index=True), "index=True holds True"),
+    "fractions as places": (lambda: hl.ablate(index=V), "tensor of torch.float32: give a bool mask"),
+    "two ellipses": (lambda: hl.ablate(index=(..., 0, ...)), r"more than one '\.\.\.'"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_an_edit_is_checked_where_it_is_made(case):
+    """With what was given and what to give."""
+    make, message = OPTIONS[case]
+    with pytest.raises(hl.OptionError, match=message):
+        make()
+
+
+MISFITS = {
+    "a vector of another length": (hl.steer(torch.ones(5)), r"steer\(\) was given a vector of shape \(5,\)"),
+    "a vector of one": (hl.steer(torch.ones(1)), r"vector of shape \(1,\)"),
+    "a tensor that is too large": (
+        hl.replace(torch.ones(5, 2, 3, 4)),
+        r"replace\(\) .* tensor of shape \(5, 2, 3, 4\)",
+    ),
+    "a factor": (hl.scale(torch.ones(3)), r"scale\(\) was given a factor of shape \(3,\)"),
+    "another run": (hl.swap({"layers.1": torch.ones(2, 7, 4)}), r"swap\(\) has a tensor of shape \(2, 7, 4\) from the"),
+    "another length": (hl.swap({"layers.1": torch.ones(2, 1, 4)}), r"tensor of shape \(2, 1, 4\) from the"),
+    "another length, in part": (
+        hl.swap({"layers.1": torch.ones(2, 1, 4)}, index=(slice(None), slice(1, None))),
+        r"tensor of shape \(2, 1, 4\) from the",
+    ),
+    "None": (lambda h: None, "<lambda> returned NoneType"),
+    "a tuple": (lambda h: (h,), "<lambda> returned a tuple"),
+    "another shape": (lambda h: h[0], r"returned a tensor of shape \(3, 4\)"),
+    "a number outside": (hl.ablate(index=(0, 3)), r"index=\(0, 3\) is outside of dimension 1"),
+    "places outside": (hl.ablate(index=[0, 9]), r"index=\[0, 9\] is outside \(index 9 is out of bounds"),
+    "too many dimensions": (hl.ablate(index=(0, 0, 0, 0)), r"index=\(0, 0, 0, 0\) speaks of 4 dimensions"),
+    "a mask of another shape": (hl.ablate(index=torch.ones(2, 2) > 0), r"mask of shape \(2, 2\)"),
+    "complex numbers": (hl.replace(torch.ones(4) * 1j), r"replace\(\) was given complex numbers"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_is_said_in_the_call(case):
+    """With the site, the shape or dtype that is there, the one that was given and a remedy."""
+    edit, message = MISFITS[case]
+    model, x = made()
+    with (
+        hl.patch(model, {"layers.1": edit}),
+        pytest.raises(
+            hl.HookReturnError, match=rf"{message}.* but the output of 'layers.1' (has shape \(2, 3, 4\)|is )"
+        ),
+    ):
+        model(x)
+    hl.assert_no_hooks(model)
+
+
+def test_the_part_that_an_index_takes_is_in_the_message():
+    """It is what the given tensor has to fit."""
+    model, x = made()
+    with (
+        hl.patch(model, {"layers.1": hl.replace(torch.ones(3, 4), index=(slice(None), -1))}),
+        pytest.raises(
+            hl.HookReturnError, match=r"\(2, 3, 4\), of which index=\(:, -1\) takes \(2, 4\)\. Give a tensor"
+        ),
+    ):
+        model(x)
+
+
+@pytest.mark.parametrize("edit", [hl.steer(V), hl.scale(0.5), hl.ablate(0.5), hl.replace(V), hl.replace(0.5)])
+def test_whole_numbers_are_not_steered(edit):
+    """An output of whole numbers cannot hold fractions: an error, with where to go instead."""
+    model, x = made(Returns, lambda h: h.argmax(-1))
+    with (
+        hl.patch(model, {"": edit}),
+        pytest.raises(hl.HookReturnError, match=r"for real numbers, but the output of the model is of int64\. Choose"),
+    ):
+        model(x)
+
+
+@pytest.mark.parametrize(("edit", "value"), [(hl.ablate(), 0), (hl.ablate(3), 3), (hl.replace(7), 7)])
+def test_whole_numbers_are_replaced_by_whole_numbers(edit, value):
+    """Token ids, say."""
+    model, x = made(Returns, lambda h: h.argmax(-1))
+    with hl.patch(model, {"": edit}):
+        found = model(x)
+    assert found.dtype == torch.int64
+    assert (found == value).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda h: None, lambda h: {"n": 3}, lambda h: object()])
+def test_an_output_without_a_tensor_is_said(wrap):
+    """With its type, the site and what to do."""
+    model, x = made(Returns, wrap)
+    with (
+        hl.patch(model, {"": hl.ablate()}),
+        pytest.raises(hl.HookReturnError, match=r"output of the model is a \w+ with none in it.*hookline\.attach"),
+    ):
+        model(x)
+
+
+def test_a_call_without_a_tensor_is_said():
+    """On inputs too."""
+
+    class Makes(nn.Module):
+        def forward(self, size: int) -> torch.Tensor:
+            return torch.ones(size)
+
+    model = Makes()
+    with (
+        hl.patch(model, {None: hl.ablate()}, on="forward_pre"),
+        pytest.raises(hl.HookReturnError, match=r"input of the model has none in it"),
+    ):
+        model(3)

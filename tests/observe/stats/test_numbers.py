@@ -1,0 +1,206 @@
+"""Every way to reduce a tensor gives the numbers of a float64 reference, over random shapes, dtypes and values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers_stats import assert_close, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import hookline as hl
+from hookline.observe.stats.engine import Engine, Watched
+from hookline.observe.stats.layout import DEFAULT_STATS, Layout
+from hookline.observe.stats.vector import as_columns, summarize
+
+ALL = (*DEFAULT_STATS, "nan", "inf", "finite_min", "finite_max", "over:0.5", "over:2")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool]
+WAYS = ["numbers", "vector", "columns"]
+
+
+def take(engine: Engine, place: Watched, tensor: Tensor, way: str) -> None:
+    """Show a tensor to a place: by numbers (CPU), by a vector (compiled code) or by columns (other devices)."""
+    if way == "numbers":
+        engine.take(place, tensor)
+    elif way == "vector":
+        engine.take_vector(place, summarize(tensor, engine.layout))
+    else:
+        vector = as_columns(summarize(tensor, engine.layout), engine.layout)
+        engine.row(place, torch.device("cpu")).take(vector)
+
+
+def taken(tensors: list[Tensor], stats: tuple[str, ...], way: str) -> dict[str, object]:
+    """The metrics of one place that was shown these tensors."""
+    engine = Engine(Layout.of(stats))
+    place = engine.place("x", "")
+    for tensor in tensors:
+        take(engine, place, tensor, way)
+    return {name.removeprefix("x/"): value for name, value in engine.to_metrics().items()}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Any tensor a module may give out: shape, dtype, layout in memory, offset, size, special values."""
+    shape = draw(st.lists(st.integers(0, 6), max_size=4))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    scale, ratio = 10.0 ** draw(st.integers(-6, 4)), draw(st.sampled_from([0.0, 0.0, 1.0, -10.0, 100.0]))
+    numbers = (torch.randn(shape, generator=generator, dtype=torch.float64) + ratio) * scale
+    if draw(st.booleans()):
+        numbers = numbers * (torch.rand(shape, generator=generator) > 0.5)
+    special = draw(st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]))
+    if special is not None and numbers.numel():
+        numbers.view(-1)[draw(st.integers(0, numbers.numel() - 1))] = special
+    if not dtype.is_floating_point:
+        numbers = numbers.nan_to_num(0, 0, 0).clamp(-100, 100)
+    tensor = numbers.to(dtype)
+    if tensor.dim() > 1 and draw(st.booleans()):
+        tensor = tensor.transpose(0, -1)
+    return tensor
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=150, deadline=None)
+@given(shown=st.lists(tensors(), min_size=1, max_size=3))
+def test_statistics_equal_those_of_a_float64_reference(way: str, shown: list[Tensor]) -> None:
+    """Counts and extremes exactly, moments within 1e-3, for one to three firings of unlike shapes and dtypes."""
+    assert_close(taken(shown, ALL, way), reference(shown, ALL))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ratio", [0.0, 1.0, 10.0, 100.0, 1e3, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_spread_is_right_however_far_the_mean_is(way: str, ratio: float, dtype: torch.dtype) -> None:
+    """Standard deviation and mean to 1e-3 of the spread, for a million numbers; beyond 1e4 float32 has none to show."""
+    numbers = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + ratio
+    shown = [numbers.to(dtype)]
+    assert_close(taken(shown, DEFAULT_STATS, way), reference(shown, DEFAULT_STATS))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_counts_are_exact_past_two_to_the_24(way: str) -> None:
+    """Twenty million zeros and one that is none: float32 could not tell."""
+    zeros = torch.zeros(20_000_001, dtype=torch.int8)
+    zeros[7] = 1
+    engine = Engine(Layout.of(("zero_fraction", "over:0.5")))
+    place = engine.place("x", "")
+    take(engine, place, zeros, way)
+    (cells,) = engine.read().values()
+    assert (cells["count"], cells["zeros"], cells["over:0.5"]) == (20_000_001, 20_000_000, 1)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e15, 1e25])
+def test_numbers_whose_squares_no_float32_can_hold_are_right(scale: float) -> None:
+    """Tiny gradients and huge activations: the norm is neither zero nor infinite."""
+    shown = [torch.linspace(0.5, 1.5, 999) * scale]
+    assert_close(
+        taken(shown, ("norm", "rms", "mean", "min", "max", "nonfinite"), "numbers"),
+        reference(shown, ("norm", "rms", "mean", "min", "max", "nonfinite")),
+    )
+
+
+def test_only_what_is_asked_for_is_computed_and_told() -> None:
+    """A norm needs neither extremes nor zeros."""
+    layout = Layout.of(("norm",))
+    assert (layout.moments, layout.extremes, layout.zeros) == (True, False, False)
+    shown = [torch.arange(6.0)]
+    for way in WAYS:
+        assert taken(shown, ("norm",), way) == {"norm": pytest.approx(math.sqrt(55))}
+        assert taken(shown, ("zero_fraction",), way) == {"zero_fraction": pytest.approx(1 / 6)}
+        assert taken(shown, ("max", "over:3"), way) == {"max": 5.0, "over:3": pytest.approx(2 / 6)}
+
+
+def test_a_norm_alone_still_raises_the_alarm() -> None:
+    """Whatever is not finite shows in the sums."""
+    found = taken([torch.tensor([1.0, math.nan])], ("norm",), "numbers")
+    assert found["nonfinite"] == 1.0
+    assert found["nan"] == 1.0
+
+
+def test_after_an_alarm_the_details_are_there_unasked() -> None:
+    """How many NaN and Inf, and what the finite rest spans; before, there is no word of them."""
+    engine = Engine(Layout.of(None))
+    place = engine.place("x", "")
+    engine.take(place, torch.tensor([1.0, -2.0]))
+    assert not {"x/nan", "x/inf"} & engine.to_metrics().keys()
+    engine.take(place, torch.tensor([math.nan, math.inf, -math.inf, 3.0]))
+    found = engine.to_metrics()
+    assert (found["x/nan"], found["x/inf"], found["x/nonfinite"]) == (1.0, 2.0, 1.0)
+    assert (found["x/finite_min"], found["x/finite_max"]) == (-2.0, 3.0)
+    assert math.isnan(found["x/min"])
+    engine.reset()
+    engine.take(place, torch.tensor([1.0]))
+    assert engine.to_metrics()["x/nonfinite"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|beta state|prototype)")
+@pytest.mark.parametrize(
+    "kind", ["sparse", "csr", "nested", "quantized", "neg", "conj", "expanded", "complex", "strided"]
+)
+def test_unusual_tensors_are_counted_by_the_numbers_they_have(kind: str) -> None:
+    """Sparse, nested, quantized, views that negate, repeat or skip."""
+    base = torch.tensor([[1.0, 0.0, -2.0], [0.0, 3.0, 0.0]])
+    made = {
+        "sparse": lambda: (base.to_sparse(), base[base != 0]),
+        "csr": lambda: (base.to_sparse_csr(), base[base != 0]),
+        "nested": lambda: (
+            torch.nested.nested_tensor([base[0], base[1, :2]], layout=torch.jagged),
+            torch.tensor([1.0, 0, -2, 0, 3]),
+        ),
+        "quantized": lambda: (torch.quantize_per_tensor(base, 0.5, 0, torch.qint8), base),
+        "neg": lambda: (torch.complex(base, base).conj().imag, -base),
+        "conj": lambda: (torch.complex(base, base).conj(), torch.complex(base, base)),
+        "expanded": lambda: (base[0].expand(4, 3), base[0].repeat(4, 1)),
+        "complex": lambda: (torch.complex(base, base), torch.complex(base, base)),
+        "strided": lambda: (base[:, ::2], base[:, ::2].clone()),
+    }
+    shown, like = made[kind]()
+    assert_close(taken([shown], DEFAULT_STATS, "numbers"), reference([like], DEFAULT_STATS))
+
+
+def test_rows_never_move_and_the_state_grows_by_blocks() -> None:
+    """A thousand places: the memory of the first row is where it was."""
+    engine = Engine(Layout.of(None))
+    first = engine.row(engine.place("0", ""), torch.device("cpu"))
+    where = first.added.data_ptr()
+    for index in range(1000):
+        engine.take(engine.place(str(index), ""), torch.full((3,), float(index)))
+    engine.reset()
+    engine.take(engine.place("0", ""), torch.ones(5))
+    assert first.added.data_ptr() == where
+    assert first.added[1] == 5
+    metrics = engine.to_metrics()
+    assert metrics == {name: value for name, value in metrics.items() if name.startswith("0/")}
+
+
+def test_two_threads_on_one_place_lose_nothing() -> None:
+    """Eight threads, two hundred tensors each."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    engine = Engine(Layout.of(None))
+    place = engine.place("x", "")
+    engine.take(place, torch.ones(4))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: [engine.take(place, torch.ones(4)) for _ in range(200)], range(8)))
+    (cells,) = engine.read().values()
+    assert (cells["fires"], cells["count"], cells["sum"]) == (1601, 6404, 6404)
+
+
+@pytest.mark.parametrize(
+    ("stats", "text"),
+    [
+        (["meen"], r"Unknown statistic 'meen'. Did you mean 'mean'\? There are mean, .*over:6"),
+        ([], r"stats= is empty; leave it out for the default set \(mean,"),
+        (["over:x"], "'over:x': write the threshold as a number"),
+        (["over:-1"], "'over:-1': the threshold is for magnitudes, so it must be a finite number of at least 0"),
+        (["over:nan"], "must be a finite number"),
+        ([3], "Unknown statistic 3"),
+    ],
+)
+def test_statistics_that_do_not_exist_are_errors(stats: list[object], text: str) -> None:
+    """With what there is, and the one that was meant."""
+    with pytest.raises(hl.OptionError, match=text):
+        Layout.of(stats)  # type: ignore[arg-type]

@@ -1,0 +1,250 @@
+"""In compiled code the statistics are part of the graph: no breaks, the same counts and numbers as eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers_models import batch_for, make
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+STATS = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite", "over:0.5", "nan")
+
+
+# torch's own compiler looks at the .grad of what one block hands to the next.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+    counters.clear()
+
+
+class Block(nn.Module):
+    """A layer with an in-place ReLU in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.relu, self.norm = nn.Linear(6, 6), nn.ReLU(inplace=True), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.relu(self.linear(x)))
+
+
+class Net(nn.Module):
+    """Three residual blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def data(step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+
+def run(model: nn.Module, called: Callable[..., Any], steps: int, watch: Callable[[], hl.Watch]) -> hl.Watch:
+    """Some training steps under a watch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = watch()
+    for step in range(steps):
+        optimizer.zero_grad()
+        called(data(step)).square().sum().backward()
+        optimizer.step()
+    return found
+
+
+def whole(model: nn.Module, backend: str) -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def in_place(model: nn.Module, backend: str) -> Any:
+    model.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def by_block(model: Net, backend: str) -> Any:
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after the first call"])
+@pytest.mark.parametrize("compile_it", [whole, in_place, by_block])
+def test_compiled_and_eager_report_the_same(compile_it: Any, late: bool):
+    """Places, counts and every statistic, forward and backward, however it is compiled; no graph breaks."""
+    eager_model = make_net()
+    eager = run(
+        eager_model, eager_model, 3, lambda: hl.watch(eager_model, "*", on=("forward", "backward"), stats=STATS)
+    )
+    model = make_net()
+    called = compile_it(model, "aot_eager")
+    if late:
+        called(data(0)).sum().backward()
+        model.zero_grad()
+    compiled = run(model, called, 3, lambda: hl.watch(called, "*", on=("forward", "backward"), stats=STATS))
+    assert compiled.report()["fired"] == eager.report()["fired"]
+    assert compiled.to_metrics() == pytest.approx(eager.to_metrics(), rel=1e-4, abs=1e-5)
+    assert counters["graph_break"] == {}
+
+
+def test_the_hooks_are_not_called_but_the_graph_itself_counts():
+    """What is in the graph are reductions, not a call that would be shown copies of the tensors."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = make_net()
+    with hl.watch(model, "blocks.0", on="forward") as watch, torch.no_grad():
+        torch.compile(model, backend=keep, fullgraph=True)(data(0))
+    (graph,) = graphs
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert sum("hookline.sink" in name for name in names) == 1
+    assert not any("hookline.fire" in name for name in names)
+    assert watch.report()["fired"] == {"blocks.0/forward": 1}
+
+
+def test_inductor_gives_the_numbers_of_eager_code():
+    """The real compiler, a training step of a GPT-2, forward and backward."""
+    model, inputs = make("gpt2"), batch_for("gpt2")["input_ids"]
+    targets = ["transformer.h.0", "transformer.h.#.mlp"]
+
+    def step(called: Any) -> None:
+        called(inputs).logits.square().mean().backward()
+
+    with hl.watch(model, targets, on=("forward", "backward"), stats=STATS) as watch:
+        step(model)
+    eager, fired = watch.to_metrics(), watch.report()["fired"]
+    compiled = torch.compile(model, fullgraph=True)
+    with hl.watch(compiled, targets, on=("forward", "backward"), stats=STATS) as watch:
+        step(compiled)
+        step(compiled)
+    assert watch.report()["fired"] == {place: 2 * count for place, count in fired.items()}
+    assert watch.to_metrics() == pytest.approx(eager, rel=1e-3, abs=1e-4)
+
+
+def test_watching_now_and_then_makes_two_graphs_and_no_more():
+    """One with statistics and one without, by turns, twelve times."""
+    model = make_net()
+    called = whole(model, "aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = hl.watch(called, "*", every=3, optimizer=optimizer)
+    for step in range(24):
+        optimizer.zero_grad()
+        called(data(step)).sum().backward()
+        optimizer.step()
+    assert watch.report()["fired"]["head/forward"] == 8
+    assert watch.report()["fired"]["head/backward"] == 8
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_without_an_optimizer_due_forwards_alone_are_counted():
+    """The graph is the same in every step; what it finds in others is left out."""
+    model = make_net()
+    called = whole(model, "aot_eager")
+    called(data(0))
+    with hl.watch(called, "head", on=("forward", "backward"), every=3) as watch:
+        for step in range(7):
+            called(data(step)).sum().backward()
+    assert watch.report()["fired"] == {"head/forward": 3, "head/backward": 3}
+
+
+def test_removal_is_immediate_in_compiled_code():
+    """Between a forward and its backward."""
+    model = make_net()
+    called = whole(model, "aot_eager")
+    watch = hl.watch(called, "head", on=("forward", "backward"))
+    called(data(0)).sum().backward()
+    loss = called(data(1)).sum()
+    watch.remove()
+    loss.backward()
+    assert watch.report()["fired"] == {"head/forward": 2, "head/backward": 1}
+    hl.assert_no_hooks(model)
+
+
+def test_two_watches_on_one_module_each_count_for_themselves():
+    """Of the same statistics, and of others."""
+    model = make_net()
+    called = whole(model, "aot_eager")
+    watches = [hl.watch(called, "head", on=("forward", "backward"), stats=stats) for stats in (None, None, ["norm"])]
+    for step in range(2):
+        called(data(step)).sum().backward()
+    first, second, third = (watch.to_metrics() for watch in watches)
+    assert first == second
+    assert third == {name: value for name, value in first.items() if name.endswith("/norm")}
+    for watch in watches:
+        assert watch.report()["fired"] == {"head/forward": 2, "head/backward": 2}
+
+
+def test_changing_shapes_are_counted_in_compiled_code():
+    """With dynamic shapes, and an empty batch."""
+    model = make_net()
+    called = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+    with hl.watch(called, "head", on="forward", stats=("mean", "max")) as watch:
+        rows = [called(torch.randn(size, 6)) for size in (3, 5, 8, 2)]
+    assert watch.to_metrics() == pytest.approx(
+        {"head/forward/mean": torch.cat(rows).mean().item(), "head/forward/max": torch.cat(rows).max().item()}, rel=1e-5
+    )
+
+
+class Repeats(nn.Module):
+    """Checkpoints its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.last(self.first(x).relu()), x, use_reentrant=False)
+
+
+def test_checkpointing_in_compiled_code_is_counted_once():
+    """The repeated part has no statistics in it."""
+    model = Repeats()
+    called = whole(model, "aot_eager")
+    with hl.watch(called, ["first", "last"], on=("forward", "backward")) as watch:
+        for step in range(3):
+            called(data(step)).sum().backward()
+    assert set(watch.report()["fired"].values()) == {3}
+
+
+def test_structured_outputs_and_units_work_in_compiled_code():
+    """The main tensor of a dict; what is kept per unit is told too."""
+
+    class Dict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            logits = self.inner(x)
+            return {"loss": logits.sum(), "logits": logits}
+
+    model = Dict()
+    called = whole(model, "aot_eager")
+    with hl.watch(called, None, on="forward", stats=("mean", "dead_fraction")) as watch:
+        output = called(data(0))
+    assert watch.to_metrics() == {
+        "forward/mean": pytest.approx(output["logits"].mean().item(), rel=1e-5),
+        "forward/dead_fraction": 0.0,
+    }
