@@ -38,7 +38,7 @@ def test_an_empty_exclude_excludes_nothing() -> None:
 @pytest.mark.parametrize("look", [hl.find, hl.attached, hl.assert_no_hooks])
 def test_looking_at_what_is_no_module_says_so(look) -> None:
     """A clear error of ours that is also a TypeError."""
-    with pytest.raises(TypeError, match="needed, got a int"):
+    with pytest.raises(TypeError, match="needed, got an int"):
         look(3)
 
 

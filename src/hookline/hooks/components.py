@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import NoMatchError, OptionError, TargetError
 from hookline.sites.attach import attach
-from hookline.sites.signature import hook_name
+from hookline.sites.signature import a_or_an, hook_name
 from hookline.sites.wrappers import clean_modules, unwrap
 
 __all__ = ["AttachesItself", "ComponentContext", "PolicyAutoBuilder"]
@@ -154,11 +154,11 @@ class PolicyAutoBuilder(nn.Module):
 def _checked(components: Any) -> Mapping[str, nn.Module]:
     if isinstance(components, nn.Module) and not isinstance(components, nn.ModuleDict):
         raise OptionError(
-            f"PolicyAutoBuilder takes modules by name, got a {type(components).__name__}; for a whole model write "
+            f"PolicyAutoBuilder takes modules by name, got {a_or_an(components)}; for a whole model write "
             "PolicyAutoBuilder.of(model)."
         )
     found: dict[Any, Any] = dict(components.items() if hasattr(components, "items") else components)
     for name, module in found.items():
         if not isinstance(module, nn.Module):
-            raise OptionError(f"Component {name!r} has to be an nn.Module, got a {type(module).__name__}.")
+            raise OptionError(f"Component {name!r} has to be an nn.Module, got {a_or_an(module)}.")
     return found

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hookline.errors import HooklineWarning
 from hookline.hooks.components import PolicyAutoBuilder
 from hookline.sites.receipt import outside
+from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class TrainTool:
         if not isinstance(inner, PolicyAutoBuilder):
             if self._training_hooks or self._training_backward_hooks:
                 _warn(
-                    f"None of the hooks is attached: a {type(inner).__name__} has no components; hand over "
+                    f"None of the hooks is attached: {a_or_an(inner)} has no components; hand over "
                     "PolicyAutoBuilder.of(policy)."
                 )
             return

@@ -29,6 +29,7 @@ from hookline.sites.parameters import fasten_parameters, select_parameters
 from hookline.sites.ports import Port, PreBack, PreFront
 from hookline.sites.registration import hook_registrations_everywhere
 from hookline.sites.select import select, without_scripted
+from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK, existing_table, sweep, table_of
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from hookline.sites.entry import Attachment
     from hookline.types import Hook, Sees, Target
 
-__all__ = ["attach_everywhere"]
+__all__ = ["attach_everywhere", "attachments_everywhere"]
 
 
 def attach_everywhere(
@@ -88,7 +89,7 @@ def attach_everywhere(
         return hook_optimizers_everywhere(attachment)
     if within is not None:
         if not isinstance(within, nn.Module):
-            raise TargetError(f"within= takes a torch.nn.Module, got a {type(within).__name__}.")
+            raise TargetError(f"within= takes a torch.nn.Module, got {a_or_an(within)}.")
         if attachment.kind is Kind.PARAM_GRAD:
             return fasten_parameters(attachment, within, select_parameters(within, None, exclude=exclude))
         return fasten(attachment, within, without_scripted(select(within, "*", exclude=exclude), "*"))
@@ -105,7 +106,7 @@ class _Everywhere:
     """The process-wide attachments, and the one global hook of torch that feeds them."""
 
     def __init__(self) -> None:
-        self._attachments: tuple[Attachment, ...] = ()
+        self.attachments: tuple[Attachment, ...] = ()
         self._global: RemovableHandle | None = None
         self.generation = 0
         self._made_by_compiler: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -117,7 +118,7 @@ class _Everywhere:
         with LOCK:
             sweep()
             attachment.on_remove = self.drop
-            self._attachments = (*self._attachments, attachment)
+            self.attachments = (*self.attachments, attachment)
             self.generation += 1
             if self._global is None:
                 self._global = register_module_forward_pre_hook(self._first_sight)
@@ -128,8 +129,8 @@ class _Everywhere:
             return HookHandle(attachment)
 
     def drop(self, attachment: Attachment) -> None:
-        self._attachments = tuple(other for other in self._attachments if other is not attachment)
-        if not self._attachments and self._global is not None:
+        self.attachments = tuple(other for other in self.attachments if other is not attachment)
+        if not self.attachments and self._global is not None:
             self._global.remove()
             self._global = None
 
@@ -159,7 +160,7 @@ class _Everywhere:
 
     def _cover(self, model: nn.Module) -> None:
         reachable = [named for named in clean_modules(model) if not isinstance(named[1], torch.jit.ScriptModule)]
-        for attachment in self._attachments:
+        for attachment in self.attachments:
             fresh = [(name, module) for name, module in reachable if not _carries(module, attachment)]
             if fresh:
                 add_entries(attachment, model, fresh)
@@ -220,4 +221,11 @@ def _run_now(ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any
 
 
 _EVERYWHERE = _Everywhere()
+
+
+def attachments_everywhere() -> tuple[Attachment, ...]:
+    """The hooks on every module of the process."""
+    return _EVERYWHERE.attachments
+
+
 _torch.leave_to_python(_Everywhere._first_sight)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, overload
 from torch.optim import Optimizer
 
 from hookline.errors import HooksLeftError
-from hookline.sites import _torch, everywhere, registration
+from hookline.sites import _torch
+from hookline.sites.everywhere import attachments_everywhere
 from hookline.sites.functions.classes import function_classes
 from hookline.sites.functions.kernels import operators
 from hookline.sites.functions.mode import unbound_attachments
@@ -19,6 +20,7 @@ from hookline.sites.handle import HookHandle
 from hookline.sites.leaves import ParameterPort, parameter_entries
 from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere
 from hookline.sites.ports import Port, drop_stale
+from hookline.sites.registration import registration_entries_everywhere
 from hookline.sites.select import check_model, select
 from hookline.sites.signature import hook_name
 from hookline.sites.site import Site
@@ -120,8 +122,8 @@ def _attachments(where: Any) -> Iterator[Attachment]:
 
 def _attachments_of_the_process() -> Iterator[Attachment]:
     yield from unbound_attachments()
-    yield from everywhere._EVERYWHERE._attachments
-    entries = [entry for each in registration._REGISTRATIONS.values() for entry in each._everywhere]
+    yield from attachments_everywhere()
+    entries = registration_entries_everywhere()
     for entry in (*operators.entries(), *function_classes.entries(), *optimizer_entries_everywhere(), *entries):
         if entry.root.model() is None:  # those of a model are listed with it
             yield entry.attachment

@@ -19,6 +19,7 @@ from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.entry import Attachment, Entry, Holder, Phase
 from hookline.sites.root import Root
+from hookline.sites.signature import a_or_an
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class NodePort(GraphPort):
         if isinstance(new, Tensor) and len(old) == 1:
             new = (new,)
         if not isinstance(new, tuple | list) or len(new) != len(old):
-            got = f"{len(new)} values" if isinstance(new, tuple | list) else f"a {type(new).__name__}"
+            got = f"{len(new)} values" if isinstance(new, tuple | list) else a_or_an(new)
             raise _misfit(entry, f"expected None or a tuple of {len(old)}, got {got}")
         return tuple(
             None if one is None else _fitting(one, was, entry, f"entry {index}")
@@ -183,7 +184,7 @@ class NodePort(GraphPort):
 
 def _fitting(new: Any, old: Tensor | None, entry: Entry, what: str) -> Tensor:
     if not isinstance(new, Tensor):
-        raise _misfit(entry, f"{what} is a {type(new).__name__}, not a tensor or None")
+        raise _misfit(entry, f"{what} is {a_or_an(new)}, not a tensor or None")
     if old is None:
         raise _misfit(entry, f"{what} is for a gradient that did not come in this pass (None), so it cannot be given")
     if _looks(new) != _looks(old):

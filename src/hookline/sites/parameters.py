@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "NamedParameter",
     "fasten_parameters",
-    "hook_leaf",
     "select_parameters",
 ]
 

@@ -19,6 +19,7 @@ from hookline.sites.entry import Entry, Holder, Phase
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
 from hookline.sites.root import Root
+from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK, ON_SWEEP, existing_table, sweep
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from hookline.sites.entry import Attachment
 
-__all__ = ["hold_registrations", "hook_registrations_everywhere"]
+__all__ = ["hold_registrations", "hook_registrations_everywhere", "registration_entries_everywhere"]
 
 _WHAT: Final[dict[Kind, tuple[Callable[[Any], RemovableHandle], type]]] = {
     Kind.REGISTER_MODULE: (torch_module.register_module_module_registration_hook, nn.Module),
@@ -44,7 +45,7 @@ class _Registrations(Holder):
         self._register, self._type = _WHAT[kind]
         self._users: WeakSet[Attachment] = WeakSet()
         """Weak, as an attachment goes with its modules, when nobody removes it."""
-        self._everywhere: tuple[Entry, ...] = ()
+        self.everywhere: tuple[Entry, ...] = ()
         self._handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, name: str, value: Any) -> Any:
@@ -61,16 +62,16 @@ class _Registrations(Holder):
     def _entries(self, module: nn.Module) -> tuple[Entry, ...]:
         table = existing_table(module)
         lane = () if table is None else table.lane(self._kind)
-        if not lane or not self._everywhere:
-            return lane or self._everywhere
-        return tuple(sorted((*self._everywhere, *lane), key=_rank))
+        if not lane or not self.everywhere:
+            return lane or self.everywhere
+        return tuple(sorted((*self.everywhere, *lane), key=_rank))
 
     def _checked(self, result: Any, entry: Entry, name: str) -> Any:
         if isinstance(result, self._type):
             return result
         raise HookReturnError(
             f"{self._kind.value} hook {entry.attachment.name!r}, shown {name!r}, must return a {self._type.__name__} "
-            f"or None, but got a {type(result).__name__}."
+            f"or None, but got {a_or_an(result)}."
         )
 
     # -- coming and going, under LOCK --------------------------------------------------------------------
@@ -103,17 +104,22 @@ class _Registrations(Holder):
         """A hook for every module of the process."""
         entry = Entry(attachment, "(every module)", self, Root())
         attachment.entries[entry] = None
-        self._everywhere = tuple(sorted((*self._everywhere, entry), key=_rank))
+        self.everywhere = tuple(sorted((*self.everywhere, entry), key=_rank))
         self.hold(attachment)
 
     def discard(self, entry: Entry) -> None:
         """Take a process-wide hook off."""
-        self._everywhere = tuple(other for other in self._everywhere if other is not entry)
+        self.everywhere = tuple(other for other in self.everywhere if other is not entry)
 
 
 def hold_registrations(attachment: Attachment) -> None:
     """Have torch call us for as long as the attachment, which sits in tables, is on."""
     _REGISTRATIONS[attachment.kind].hold(attachment)
+
+
+def registration_entries_everywhere() -> list[Entry]:
+    """The hooks on registrations in every module of the process."""
+    return [entry for each in _REGISTRATIONS.values() for entry in each.everywhere]
 
 
 def hook_registrations_everywhere(attachment: Attachment) -> HookHandle:

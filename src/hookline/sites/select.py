@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
+from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import Place, is_wrapper_type, spellings, unwrap, walk
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _is_asked_for(named: Named, target: Any) -> bool:
 def check_model(model: Any) -> None:
     """Raise unless it is a module."""
     if not isinstance(model, nn.Module):
-        raise UnhookableError(f"A torch.nn.Module is needed, got a {type(model).__name__}.")
+        raise UnhookableError(f"A torch.nn.Module is needed, got {a_or_an(model)}.")
 
 
 def named_modules(model: nn.Module) -> Iterator[Named]:

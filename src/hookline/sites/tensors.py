@@ -16,7 +16,7 @@ from hookline.sites.gather import Gather
 from hookline.sites.graph_ports import GraphEntry, Member, TensorPort
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import TENSOR, Kind
-from hookline.sites.parameters import hook_leaf
+from hookline.sites.leaves import hook_leaf
 from hookline.sites.root import Root
 from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK
