@@ -1065,3 +1065,59 @@ def test_hooks_are_put_in_order_by_insertion_too(monkeypatch):
     assert list(dict.keys(hooks)) == list(hooks) == [3, 1, 2]
     _torch.place_first(hooks, 1)
     assert list(dict.keys(hooks)) == list(hooks) == [1, 3, 2]
+
+
+# -- what observers ask ---------------------------------------------------------------------------------------
+
+
+def test_a_leaf_has_one_dictionary_of_hooks_for_as_long_as_it_lives():
+    """None before the first hook; the same object afterwards, which a handle refers to weakly."""
+    leaf = nn.Parameter(torch.ones(2))
+    assert _torch.leaf_hooks(leaf) is None
+    handle = leaf.register_post_accumulate_grad_hook(lambda leaf: None)
+    hooks = _torch.leaf_hooks(leaf)
+    assert handle.hooks_dict_ref() is hooks
+    handle.remove()
+    leaf.register_post_accumulate_grad_hook(lambda leaf: None)
+    assert _torch.leaf_hooks(leaf) is hooks
+
+
+def test_tensors_inside_transforms_are_told():
+    """Under vmap and grad, not outside."""
+    told = []
+
+    def function(x):
+        told.append(_torch.is_wrapped(x))
+        return x.sum()
+
+    torch.vmap(function)(torch.ones(2, 2))
+    torch.func.grad(function)(torch.ones(2))
+    assert told == [True, True]
+    assert not _torch.is_wrapped(torch.ones(1))
+
+
+def test_a_scaler_has_its_scale_on_the_device():
+    """Unread, once it has scaled something; none if it is switched off."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert _torch.scale_of(scaler) is None
+    scaler.scale(torch.ones(()))
+    assert _torch.scale_of(scaler) == 8.0
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(torch.ones(()))
+    assert _torch.scale_of(off) is None
+
+
+def test_calls_under_way_are_counted():
+    """Of the module itself, in this thread."""
+
+    class Nested(nn.Module):
+        def forward(self, depth):
+            counts.append(_torch.times_running(self))
+            return self(depth - 1) if depth else depth
+
+    counts = []
+    module = Nested()
+    module.register_forward_hook(lambda *args: None)  # without hooks torch calls forward straight
+    module(2)
+    assert counts == [1, 2, 3]
+    assert _torch.times_running(module) == 0
