@@ -12,12 +12,13 @@ from capturing import capturing
 from compiled import compiled
 from firing import backward, capture, everywhere, forward, removed, single
 from functions import functions, operators, profiling
+from gpu_statistics import gpu_compiled, gpu_eager, gpu_kernel
 from measure import Row
 from subject import Setting
 from threads import threads
 from watching import watching
 
-__all__ = ["BENCHMARKS", "ON_GPU"]
+__all__ = ["BENCHMARKS", "ON_CPU", "ON_GPU"]
 
 BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "removed": removed,
@@ -36,8 +37,13 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "twelve": twelve,
     "profiling": profiling,
     "threads": threads,
+    "gpu_kernel": gpu_kernel,
+    "gpu_eager": gpu_eager,
+    "gpu_compiled": gpu_compiled,
 }
 """Those with targets first."""
 
-ON_GPU = ("removed", "forward", "backward", "functions", "operators", "compiled", "profiling")
+_STATISTICS = ("gpu_kernel", "gpu_eager", "gpu_compiled")
+ON_CPU = tuple(name for name in BENCHMARKS if name not in _STATISTICS)
+ON_GPU = (*_STATISTICS, "removed", "forward", "backward", "functions", "operators", "compiled", "profiling")
 """What a GPU can change: there the host runs ahead, and a hook costs only what it delays the launches."""

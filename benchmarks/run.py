@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from measure import Row
 from report import console_line, put, sections_of, write
-from rows import BENCHMARKS, ON_GPU
+from rows import BENCHMARKS, ON_CPU, ON_GPU
 from subject import Setting
 
 import hookline
@@ -50,7 +50,7 @@ def main() -> None:
 
 def measure(setting: Setting, only: list[str]) -> list[Row]:
     """Run the groups of rows that were asked for, printing each row as it comes."""
-    names = BENCHMARKS if setting.device.type == "cpu" else ON_GPU
+    names = ON_CPU if setting.device.type == "cpu" else ON_GPU
     rows: list[Row] = []
     for name in names:
         if only and name not in only:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from torch import Tensor
 
-from hookline.errors import OptionError
+from hookline.errors import NoMatchError, OptionError
 from hookline.lifecycle.phase import checked_phases, phase
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.observe.stats.engine import Engine
@@ -27,6 +27,7 @@ from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.parameters import select_parameters
 from hookline.sites.select import Named, check_model, select, without_scripted
+from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def watch(
     model: nn.Module,
     target: Target = "*",
     *,
-    on: str | Iterable[str] = _KINDS,
+    on: str | Iterable[str] | None = None,
     stats: str | Sequence[str] | None = None,
     every: StepSchedule | int = 1,
     exclude: Target = None,
@@ -71,29 +72,34 @@ def watch(
         target: Which modules (as in ``attach``), and with them the parameters below; a glob may name parameters as
             well. All by default.
         on: What to watch: ``"forward"`` the outputs of modules, ``"backward"`` the gradients of these outputs,
-            ``"param"`` the parameters as they are when you ask, ``"param_grad"`` their gradients at each step. Of an
-            output that is no tensor, its main tensor: the first with more than one real number.
+            ``"param"`` the parameters as they are when you ask, ``"param_grad"`` their gradients at each step; all
+            four by default. Of an output that is no tensor, its main tensor: the first with more than one real number;
+            of several gradients, that of the main one among those that came.
         stats: Which statistics: ``mean``, ``std``, ``norm`` (of one tensor, root mean square over firings), ``rms``,
             ``min``, ``max``, ``absmax``, ``zero_fraction``, ``nonfinite`` (firings with NaN or Inf in them) are the
             default. Also ``nan`` and ``inf`` (how many), ``finite_min``, ``finite_max`` (all four are told anyway once
             there was one), ``"over:6"`` (share of magnitudes over 6), ``dead_fraction`` (units that were never
             anything but zero), ``histogram`` (counts by binary exponent).
-        every: Every how many steps to look, or a `StepSchedule`; other steps cost nothing.
+        every: Every how many steps to look, or a `StepSchedule`. In other steps no hook is on, so they cost nothing
+            (in compiled code that takes ``optimizer=`` or ``watch.step()``: graphs are chosen before a forward begins).
         exclude: Modules and parameters to leave out.
         optimizer: Its steps are the steps, and gradients of parameters are read just before each, when they are final:
-            accumulated, averaged over processes, unscaled. Several may be given; the first makes the steps.
+            accumulated, averaged over processes, unscaled (just after, for one that is given a closure). Several may
+            be given; a step is over when the last of them has made its own. One that a scaler skips is none.
         scaler: The ``GradScaler`` in use: gradients are reported as they would be without it.
-        during: What the run has to be doing: ``"train"``, ``"eval"``, ``"intervention"``, or several.
+        during: What the run has to be doing: ``"train"``, ``"eval"``, ``"intervention"``, or several. The loops of
+            hookline tell; in a loop of your own, ``with watch.paused():`` around whatever is not to count.
 
     Without an optimizer, a step is whatever lies between two calls of ``watch.step()``; if you never call it, one
-    outermost forward of the model, and gradients of parameters are read at the end of each backward pass.
+    outermost forward of the model, and gradients of parameters are read at the end of each backward pass through it.
     """
     check_model(model)
     kinds = _checked_kinds(on)
+    _check_scaler(scaler)
     layout = Layout.of(stats if stats is None or isinstance(stats, str) else tuple(stats))
     found = Watch(unwrap(model), layout, StepSchedule.of(every), checked_phases(during), scaler)
     try:
-        found._begin(target, exclude, kinds, optimizer)
+        found._begin(target, exclude, kinds, optimizer, lenient=on is None)
     except BaseException:
         found.remove(quiet=True)
         raise
@@ -124,6 +130,7 @@ class Watch:
         self._parameters: Parameters | None = None
         self._steps: Steps = ByHand(schedule)
         self._is_on = False
+        self._looks_closer = False
         self._paused = 0
         self._removed = False
 
@@ -131,11 +138,13 @@ class Watch:
 
     def to_metrics(self, *, reset: bool = False) -> dict[str, Any]:
         """Every statistic by ``"name/kind/statistic"``, of what was seen since the last reset; one transfer."""
-        if self._parameters is not None:
-            self._parameters.read_values(self._engine)
-        metrics = self._engine.to_metrics()
-        if reset:
-            self.reset()
+        with self._engine.lock:
+            if self._parameters is not None:
+                self._parameters.read_values(self._engine)
+            metrics = self._engine.to_metrics()
+            if reset:
+                self.reset()
+        self._look_closer(metrics)
         return metrics
 
     def reset(self) -> None:
@@ -147,7 +156,9 @@ class Watch:
         if not isinstance(tensor, Tensor):
             raise OptionError(f"update({name!r}, ...) takes a tensor, got {type(tensor).__name__}.")
         if self._due():
-            self._engine.take(self._engine.place(name, ""), tensor)
+            place = self._engine.place(name, "")
+            self._engine.take(place, tensor)
+            self._engine.take_beside(place, tensor)
 
     @property
     def steps(self) -> int:
@@ -167,14 +178,14 @@ class Watch:
             "steps": self.steps,
             "fired": {place.prefix.rstrip("/"): int(cells["fires"]) for place, cells in read.items()},
             "silent": {
-                place.prefix.rstrip("/"): place.silent or "nothing came by"
+                place.prefix.rstrip("/"): place.silent or place.unread or "nothing came by"
                 for place, cells in read.items()
                 if place.silent or not (cells["fires"] or place.kind == "param")
             },
         }
 
     def __repr__(self) -> str:
-        return as_table(self.to_metrics(), self._layout)
+        return as_table(self.to_metrics())
 
     # -- going on and coming off -------------------------------------------------------------------------
 
@@ -183,12 +194,22 @@ class Watch:
         if isinstance(self._steps, ByOptimizer):
             raise OptionError("The optimizer makes the steps of this watch; call step(), or give optimizer=, not both.")
         if isinstance(self._steps, ByForward):
-            self._steps.remove()
-            self._steps = ByHand(self._schedule, self._steps.count)
-            self._stop_reading_backwards()
+            self._count_by_hand()
         if self._parameters is not None and self._due():
-            self._parameters.read_gradients(self._engine, self._scale())
+            self._parameters.read_gradients(self._engine, None)
         self._advance()
+
+    def _count_by_hand(self) -> None:
+        """The first step is over, by the user's count: what was read at the end of backward passes is read anew."""
+        if self._scaler is not None and self._parameters is not None and self._parameters.wants_gradients:
+            raise OptionError(
+                "watch.step() cannot tell whether the scaler has unscaled the gradients of parameters yet; give "
+                "optimizer= to watch(), or leave 'param_grad' out of on=."
+            )
+        self._steps.remove()
+        self._steps = ByHand(self._schedule)
+        if self._parameters is not None:
+            self._parameters.forget_gradients(self._engine)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -208,7 +229,7 @@ class Watch:
         # That one module of many was never called is in the report; that none was is worth a warning.
         seen = any(report.fired for report in self._handles.report()) or not self._steps.is_due
         self._handles.remove(quiet=quiet or seen)
-        self._stop_reading_backwards()
+        self._engine.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -222,22 +243,29 @@ class Watch:
 
     # -- hooks -------------------------------------------------------------------------------------------
 
-    def _begin(self, target: Target, exclude: Target, kinds: list[str], optimizer: Any) -> None:
+    def _begin(self, target: Target, exclude: Target, kinds: list[str], optimizer: Any, *, lenient: bool) -> None:
         modules = [kind for kind in kinds if kind in _MODULE_KINDS]
         if modules:
-            self._chosen = without_scripted(select(self._model, target, exclude=exclude), target)
+            modules = self._choose_modules(target, exclude, modules, lenient=lenient)
         for kind in modules:
             scale = self._scale if kind == "backward" else None
             self._hooks[kind] = ModuleHook(self._engine, self._chosen, kind, self._due, scale)
-        if len(modules) < len(kinds):
+        if set(kinds) - set(_MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, required=not modules)
         if optimizer is not None:
             self._steps = ByOptimizer(self._schedule, optimizer, self._before_step, self._advance)
         else:
             self._steps = ByForward(self._schedule, self._model, self._advance)
-            if self._parameters is not None and self._parameters.wants_gradients:
-                self._parameters.read_after_backward(self._model, lambda: self._read_gradients(self._due()))
         self._turn(self._steps.is_due or self._steps.keeps_hooks())
+
+    def _choose_modules(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool) -> list[str]:
+        try:
+            self._chosen = without_scripted(select(self._model, target, exclude=exclude), target)
+        except NoMatchError:
+            if not lenient:
+                raise
+            return []  # parameters may answer to it
+        return kinds
 
     def _choose_parameters(self, target: Target, exclude: Target, kinds: list[str], *, required: bool) -> None:
         try:
@@ -262,14 +290,30 @@ class Watch:
         for kind, hook in self._hooks.items():
             as_kind, call, beside = _MODULE_KINDS[kind]
             request = check_request(getattr(hook, call), as_kind, observe=True, name=self.name)
-            request.summary = hook
+            # A graph does not know the scale of the moment, so it could not tell what is over a threshold.
+            if kind == "forward" or self._scaler is None or not self._layout.thresholds:
+                request.summary = hook
             self._handles.add(fasten(request, self._model, self._chosen))
             if self._layout.by_unit:
                 more = check_request(getattr(hook, beside), as_kind, observe=True, name=f"{self.name} by unit")
                 self._handles.add(fasten(more, self._model, self._chosen))
+        if self._reads_after_backward():
+            request = check_request(self._backward_begins, Kind.BACKWARD_PRE, observe=True, name=self.name)
+            self._handles.add(fasten(request, self._model, [("", self._model)]))
+
+    def _reads_after_backward(self) -> bool:
+        """Whether gradients of parameters are read when a backward pass is over."""
+        by_forward = isinstance(self._steps, ByForward)
+        return by_forward and self._parameters is not None and self._parameters.wants_gradients
+
+    def _backward_begins(self, module: nn.Module, grads: Any) -> None:
+        # Queued from the end of the pass, so that it comes after DDP, which averages gradients there. A pass inside of
+        # this one, as reentrant checkpointing makes them, ends before.
+        _torch.queue_end_of_backward(lambda: _torch.queue_end_of_backward(self._read_gradients))
 
     def _advance(self) -> None:
         """A step is over: the hooks are on for the next one if it is due."""
+        self._engine.flush()
         self._steps.advance()
         if not self._removed:
             self._turn(self._steps.is_due or self._steps.keeps_hooks())
@@ -279,13 +323,22 @@ class Watch:
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
             self._parameters.read_gradients(self._engine, scale, of=optimizer)
 
-    def _read_gradients(self, due: bool) -> None:
-        if self._parameters is not None and due:
+    def _read_gradients(self) -> None:
+        if self._parameters is not None and self._due() and self._reads_after_backward():
             self._parameters.read_gradients(self._engine, self._scale())
 
-    def _stop_reading_backwards(self) -> None:
-        if self._parameters is not None:
-            self._parameters.remove()
+    def _look_closer(self, metrics: dict[str, Any]) -> None:
+        """Where compiled code has come by something that is not finite, have it count NaN and Inf from now on."""
+        if self._layout.details or self._looks_closer:
+            return
+        alarmed = [name for name, value in metrics.items() if name.endswith("/nonfinite") and value]
+        if any(f"{name.rpartition('/')[0]}/nan" not in metrics for name in alarmed):
+            self._looks_closer = True
+            for hook in self._hooks.values():
+                hook.look_closer()
+            if self._is_on:
+                self._turn(False)
+                self._turn(True)
 
     def _due(self) -> bool:
         return self._steps.is_due and not self._paused and phase() in self._during
@@ -301,8 +354,8 @@ _MODULE_KINDS: Final[dict[str, tuple[Kind, str, str]]] = {
 """For each kind: what to attach as, the method of the hook, and the method for what is kept per unit."""
 
 
-def _checked_kinds(on: str | Iterable[str]) -> list[str]:
-    kinds = list(dict.fromkeys([on] if isinstance(on, str) else on))
+def _checked_kinds(on: str | Iterable[str] | None) -> list[str]:
+    kinds = list(dict.fromkeys(_KINDS if on is None else [on] if isinstance(on, str) else on))
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown or not kinds:
         near = get_close_matches(str(unknown[0]), _KINDS, n=1) if unknown else []
@@ -310,6 +363,11 @@ def _checked_kinds(on: str | Iterable[str]) -> list[str]:
         got = f"unknown kind {unknown[0]!r}" if unknown else "no kind"
         raise OptionError(f"watch(on=...): {got}.{meant} There are {', '.join(map(repr, _KINDS))}.")
     return kinds
+
+
+def _check_scaler(scaler: Any) -> None:
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
+        raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {a_or_an(scaler)}.")
 
 
 def _nothing_watched() -> Watch:

@@ -92,14 +92,36 @@ def test_counts_are_exact_past_two_to_the_24(way: str) -> None:
     assert (cells["count"], cells["zeros"], cells["over:0.5"]) == (20_000_001, 20_000_000, 1)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e15, 1e25])
-def test_numbers_whose_squares_no_float32_can_hold_are_right(scale: float) -> None:
-    """Tiny gradients and huge activations: the norm is neither zero nor infinite."""
+def test_numbers_whose_squares_no_float32_can_hold_are_right(way: str, scale: float) -> None:
+    """Tiny gradients and huge activations: the norm is neither zero nor infinite, and there is no false alarm."""
     shown = [torch.linspace(0.5, 1.5, 999) * scale]
-    assert_close(
-        taken(shown, ("norm", "rms", "mean", "min", "max", "nonfinite"), "numbers"),
-        reference(shown, ("norm", "rms", "mean", "min", "max", "nonfinite")),
-    )
+    for stats in (("norm", "rms", "mean", "min", "max", "nonfinite"), ("norm", "std", "mean")):
+        assert_close(taken(shown, stats, way), reference(shown, stats))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_outliers_do_not_spoil_the_rest(way: str, dtype: torch.dtype) -> None:
+    """First and last of mostly zeros; two among a million small ones; a mean of twenty times the spread."""
+    sparse = torch.zeros(8, 128, 256)
+    sparse[0, 0] = sparse[-1, -1] = 3.3
+    small = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3
+    small[0] = small[-1] = 1e4
+    far = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)) + 19.5
+    for tensor in (sparse, small, far):
+        shown = [tensor.to(dtype)]
+        assert_close(taken(shown, DEFAULT_STATS, way), reference(shown, DEFAULT_STATS))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_told_of_nan_where_nobody_counted_them(way: str) -> None:
+    """On the CPU they are counted at once; elsewhere only if asked for, and then zeros would be false."""
+    found = taken([torch.tensor([1.0, math.nan, math.inf])], DEFAULT_STATS, way)
+    assert found["nonfinite"] == 1.0
+    counted = {name: found[name] for name in ("nan", "inf", "finite_min", "finite_max") if name in found}
+    assert counted == ({"nan": 1.0, "inf": 1.0, "finite_min": 1.0, "finite_max": 1.0} if way == "numbers" else {})
 
 
 def test_only_what_is_asked_for_is_computed_and_told() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.lifecycle.phase import in_phase
+from hookline.lifecycle.phase import in_phase, phase
 from hookline.observe.stats.layout import DEFAULT_STATS
 
 
@@ -356,19 +356,31 @@ def test_a_model_that_only_evaluates_has_steps_too():
 
 
 def test_steps_can_be_told_by_hand():
-    """From the first call on; then gradients of parameters are read at each."""
+    """However many forwards a step has; gradients of parameters are read once at each."""
     model = make_model()
-    with hl.watch(model, "0", on=("forward", "param_grad"), every=2) as watch:
-        for step in range(5):
+    grads = []
+    with hl.watch(model, "0", on=("forward", "param_grad")) as watch:
+        for step in range(3):
             model.zero_grad()
             model(batch(step)).sum().backward()
             model(batch(step))
             watch.step()
+            grads.append(model[0].weight.grad.clone())
     assert watch.step_is == "watch.step()"
-    assert watch.report()["fired"]["0.weight/param_grad"] >= 2
+    assert watch.steps == 3
+    assert watch.report()["fired"] == {"0/forward": 6, "0.weight/param_grad": 3, "0.bias/param_grad": 3}
+    assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))
+
+
+def test_steps_are_made_by_one_side_only():
+    """The optimizer, or the user; and with a scaler only the optimizer knows what is unscaled."""
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hl.watch(model, optimizer=optimizer) as other, pytest.raises(hl.OptionError, match="not both"):
-        other.step()
+    with hl.watch(model, optimizer=optimizer) as watch, pytest.raises(hl.OptionError, match="not both"):
+        watch.step()
+    scaler = torch.amp.GradScaler("cpu")
+    with hl.watch(model, scaler=scaler) as watch, pytest.raises(hl.OptionError, match="give optimizer="):
+        watch.step()
 
 
 def test_a_warmup_begins_without_hooks():
@@ -383,16 +395,83 @@ def test_a_warmup_begins_without_hooks():
 
 
 def test_two_optimizers_are_read_each_at_its_own_step():
-    """Each parameter once; the first makes the steps."""
+    """In the steps that are due, both; a step is over when the last has made its own."""
     model = make_model()
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2]))
-    with hl.watch(model, "#", on="param_grad", optimizer=[first, second]) as watch:
-        for step in range(2):
+    grads: dict[str, list[Tensor]] = {"0": [], "2": []}
+    with hl.watch(model, "#", on="param_grad", optimizer=[first, second], every=2) as watch:
+        for step in range(4):
+            model.zero_grad()
             model(batch(step)).sum().backward()
+            for name, seen in grads.items():
+                seen += [model.get_submodule(name).weight.grad.clone()] if step % 2 == 0 else []
             first.step()
             second.step()
-    assert set(watch.report()["fired"].values()) == {2}
-    assert watch.steps == 2
+    assert watch.steps == 4
+    for name, seen in grads.items():
+        assert_close(of(watch.to_metrics(), f"{name}.weight/param_grad"), reference(seen, DEFAULT_STATS))
+
+
+def test_a_closure_is_read_after_the_step_that_calls_it():
+    """Its gradients are made in the middle of it."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    grads = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch(len(grads))).square().sum()
+        loss.backward()
+        grads.append(model[0].weight.grad.clone())
+        return loss
+
+    with hl.watch(model, "0.weight", on="param_grad", optimizer=optimizer) as watch:
+        optimizer.step(closure)
+        optimizer.step(closure)
+    assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_without_an_optimizer_a_repeated_forward_is_no_step(reentrant: bool):
+    """Whole model checkpointed, every second step: forwards, gradients and parameters of those steps, once each."""
+    model = make_model()
+    with hl.watch(model, "0", every=2) as watch:
+        for step in range(6):
+            checkpoint(model, batch(step).requires_grad_(), use_reentrant=reentrant).sum().backward()
+    fired = watch.report()["fired"]
+    assert watch.steps == 5
+    assert (fired["0/forward"], fired["0/backward"]) == (3, 3)
+    if not reentrant:  # there the model's own gradients come in the inner pass
+        assert fired["0.weight/param_grad"] == 3
+
+
+def test_reentrant_checkpoints_inside_do_not_have_parameters_read_early():
+    """Once per backward pass, when it is over."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.first, x, use_reentrant=True))
+
+    model = Two()
+    with hl.watch(model, "*", on="param_grad") as watch:
+        for step in range(3):
+            model(batch(step).requires_grad_()).sum().backward()
+    assert set(watch.report()["fired"].values()) == {3}
+
+
+def test_without_an_optimizer_steps_that_are_not_due_carry_no_hooks():
+    """Neither on modules nor on parameters; one hook on the model tells when a step begins."""
+    model = make_model()
+    with hl.watch(model, "#", every=1000):
+        for step in range(3):
+            model(batch(step)).sum().backward()
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        assert len(hl.attached(model)) == 1
 
 
 def test_what_is_not_training_is_left_out_unless_asked_for():
@@ -488,9 +567,12 @@ def test_transforms_of_torch_func_go_unwatched_and_undisturbed():
     with hl.watch(model, "#", on=("forward", "backward")) as watch:
         rows = torch.vmap(model)(batch())
         jacobian = torch.func.jacrev(model)(batch()[0])
-    assert torch.allclose(rows, model(batch()))
+        assert watch.to_metrics() == {}
+        assert "has no numbers to look at" in watch.report()["silent"]["0/forward"]
+        plain = model(batch())
+    assert torch.allclose(rows, plain)
     assert jacobian.shape == (3, 6)
-    watch.to_metrics()
+    assert "0/forward" not in watch.report()["silent"]
 
 
 @pytest.mark.parametrize(
@@ -504,6 +586,8 @@ def test_transforms_of_torch_func_go_unwatched_and_undisturbed():
         ({"target": "layers.#"}, hl.NoMatchError, "nearest"),
         ({"target": "0.wait", "on": "param"}, hl.NoMatchError, "0.weight"),
         ({"optimizer": "adam"}, TypeError, "optimizer"),
+        ({"optimizer": []}, hl.OptionError, "optimizer= is an empty list"),
+        ({"scaler": 1024.0}, hl.OptionError, r"scaler= takes a torch.amp.GradScaler, got a float"),
     ],
 )
 def test_bad_input_is_an_error_and_leaves_nothing_behind(options: dict[str, Any], error: type[Exception], text: str):
@@ -516,9 +600,10 @@ def test_bad_input_is_an_error_and_leaves_nothing_behind(options: dict[str, Any]
 
 def test_a_model_without_parameters_is_watched_all_the_same():
     """Nothing to say of them is no error, unless nothing else was asked for."""
-    with hl.watch(nn.Tanh(), None) as watch:
-        pass
-    watch.remove()
+    model = nn.Tanh()
+    with hl.watch(model, None) as watch:
+        model(torch.ones(2))
+    assert watch.report()["fired"] == {"forward": 1, "backward": 0}
     with pytest.raises(hl.NoMatchError):
         hl.watch(nn.Tanh(), None, on="param")
 
@@ -565,3 +650,165 @@ def test_a_watched_model_can_go():
     del model, watch
     gc.collect()
     assert gone() is None
+
+
+# -- what a reviewer found -----------------------------------------------------------------------------------
+
+
+def test_thresholds_may_be_written_in_any_way():
+    """6 and 6.0 are one, and long ones are told apart."""
+    model = nn.Identity()
+    stats = ["over:6.0", "over:6", "over:1e-7", "over:0.1234567", "over:0.1234568"]
+    with hl.watch(model, None, on="forward", stats=stats) as watch:
+        model(torch.tensor([0.12345675, 7.0]))
+    assert watch.to_metrics() == {
+        "forward/over:6": 0.5,
+        "forward/over:1e-07": 1.0,
+        "forward/over:0.1234567": 1.0,
+        "forward/over:0.1234568": 0.5,
+    }
+
+
+def test_numbers_at_the_end_of_float64_break_nothing():
+    """Whose squares are infinite."""
+    model = nn.Identity()
+    with hl.watch(model, None, on="forward") as watch:
+        model(torch.tensor([1e200, 1e200], dtype=torch.float64))
+    assert of(watch.to_metrics(), "forward")["mean"] == 1e200
+
+
+def test_a_gradient_that_repeats_itself_is_not_written_out():
+    """The gradient of a sum is one number, however many it stands for."""
+    model = nn.Identity()
+    x = torch.ones(1, 1).expand(1 << 20, 1 << 20)  # 4 TiB, if it were
+    with hl.watch(model, None, on="forward", stats=("mean", "norm", "max", "over:0.5")) as watch:
+        model(x)
+    assert watch.to_metrics() == {
+        "forward/mean": 1.0,
+        "forward/norm": float(1 << 20),
+        "forward/max": 1.0,
+        "forward/over:0.5": 1.0,
+    }
+
+
+def test_first_forwards_in_many_threads_lose_nothing():
+    """Rows are handed out once, whoever comes first."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    for _ in range(30):
+        model = nn.Sequential(*(nn.Identity() for _ in range(8)))
+        with hl.watch(model, "#", on="forward") as watch, ThreadPoolExecutor(8) as pool:
+            list(pool.map(model, map(batch, range(8))))
+        assert watch.report()["fired"] == {f"{index}/forward": 8 for index in range(8)}
+        assert len({row.number for place in watch._engine.places.values() for row in place.rows.values()}) == 8
+
+
+def test_copies_of_a_watched_module_go_unwatched():
+    """As DataParallel makes them: they carry the hooks of the original."""
+    model = make_model()
+    with hl.watch(model, "#", on=("forward", "backward")) as watch:
+        twin = model[0]._replicate_for_data_parallel()
+        twin.weight, twin.bias = model[0].weight, model[0].bias
+        twin(batch()).sum().backward()
+        model(batch()).sum().backward()
+    assert watch.report()["fired"]["0/forward"] == 1
+
+
+def test_a_scripted_part_is_no_obstacle():
+    """Its parameters are read, its insides are left alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 2))
+        watch = hl.watch(model)
+    model(batch()).sum().backward()
+    assert {"0.weight/param/mean", "0.weight/param_grad/mean", "1/forward/mean"} <= watch.to_metrics().keys()
+    watch.remove()
+
+
+def test_a_parameter_that_cannot_be_read_does_not_cost_the_step():
+    """One warning, and the optimizer goes on."""
+
+    class Grad(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.detach:
+                raise RuntimeError("not for you")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.watch(model, "0.weight", on="param_grad", optimizer=optimizer):
+        model[0].weight.grad = torch.ones(8, 6).as_subclass(Grad)
+        with pytest.warns(hl.HooklineWarning, match="not for you"):
+            optimizer.step()
+
+
+def test_a_glob_that_only_parameters_answer_to_watches_those():
+    """With no word about kinds; asked for modules, it is an error."""
+    model = make_model()
+    with hl.watch(model, "*.weight") as watch:
+        model(batch()).sum().backward()
+    assert watch.report()["fired"].keys() == {
+        f"{name}.weight/{kind}" for name in "02" for kind in ("param", "param_grad")
+    }
+    with pytest.raises(hl.NoMatchError):
+        hl.watch(model, "*.weight", on="forward")
+
+
+def test_lazy_and_frozen_parameters_are_read_once_they_are_there():
+    """What they are is looked at when they are read."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    model[1].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with hl.watch(model, "#", on=("forward", "param_grad")) as watch:
+            model(batch()).sum().backward()
+            model[1].requires_grad_(True)
+            model(batch()).sum().backward()
+    fired = watch.report()["fired"]
+    assert (fired["0.weight/param_grad"], fired["1.weight/param_grad"]) == (2, 1)
+
+
+def test_what_is_kept_per_unit_is_kept_of_parameters_and_own_values_too():
+    """And scaled gradients are told as they would be without a scaler."""
+    model = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(model.weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with hl.watch(model, None, stats=["histogram"], scaler=scaler, optimizer=optimizer) as watch:
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        scaler.step(optimizer)
+        watch.update("mine", torch.tensor([4.0]))
+        metrics = watch.to_metrics()
+    assert metrics == {
+        "forward/histogram": {"2": 2},
+        "backward/histogram": {"0": 2},
+        "weight/param/histogram": {"0": 8},
+        "weight/param_grad/histogram": {"0": 8},
+        "mine/histogram": {"2": 1},
+    }
+
+
+def test_phases_left_in_another_order_do_not_stick():
+    """As two threads do it."""
+    one, other = in_phase("eval"), in_phase("intervention")
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert phase() == "intervention"
+    other.__exit__(None, None, None)
+    assert phase() == "train"
+
+
+def test_memory_is_flat_over_many_steps():
+    """Two thousand steps of all four kinds: nothing is kept of a step."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with hl.watch(model, optimizer=optimizer) as watch:
+        train(model, optimizer, 200)
+        gc.collect()
+        before = len(gc.get_objects())
+        train(model, optimizer, 2000)
+        gc.collect()
+        assert len(gc.get_objects()) - before < 100
+        assert watch.steps == 2200

@@ -197,7 +197,7 @@ def test_two_watches_on_one_module_each_count_for_themselves():
 
 
 def test_changing_shapes_are_counted_in_compiled_code():
-    """With dynamic shapes, and an empty batch."""
+    """With dynamic shapes."""
     model = make_net()
     called = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     with hl.watch(called, "head", on="forward", stats=("mean", "max")) as watch:
@@ -248,3 +248,55 @@ def test_structured_outputs_and_units_work_in_compiled_code():
         "forward/mean": pytest.approx(output["logits"].mean().item(), rel=1e-5),
         "forward/dead_fraction": 0.0,
     }
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_around_compiled_code_is_counted_once(reentrant: bool):
+    """The forward that is repeated runs the same graph."""
+    model = make_net()
+    called = whole(model, "aot_eager")
+    with hl.watch(called, "head", on=("forward", "backward")) as watch:
+        for step in range(3):
+            checkpoint(called, data(step).requires_grad_(), use_reentrant=reentrant).sum().backward()
+    assert watch.report()["fired"] == {"head/forward": 3, "head/backward": 3}
+
+
+def test_after_an_alarm_compiled_code_looks_closer():
+    """Once it was told of: NaN and Inf are counted from the next forward on, and before there is no false zero."""
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    called = whole(model, "aot_eager")
+    bad = torch.tensor([1.0, float("nan"), float("inf")])
+    with hl.watch(called, "0", on="forward") as watch:
+        called(bad)
+        first = watch.to_metrics(reset=True)
+        called(bad)
+        called(torch.ones(3))
+        second = watch.to_metrics()
+    assert first["0/forward/nonfinite"] == 1.0
+    assert "0/forward/nan" not in first
+    assert (second["0/forward/nonfinite"], second["0/forward/nan"], second["0/forward/inf"]) == (1.0, 1.0, 1.0)
+    assert second["0/forward/finite_max"] == 1.0
+
+
+def test_thresholds_of_scaled_gradients_are_those_of_unscaled_ones():
+    """In compiled code too."""
+    model = make_net()
+    called = whole(model, "aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options = {"on": "backward", "stats": ("over:2", "max"), "optimizer": optimizer, "scaler": scaler}
+    with hl.watch(called, "head", **options) as watch:
+        scaler.scale(called(data(0)).sum()).backward()
+    assert watch.to_metrics() == {"head/backward/over:2": 0.0, "head/backward/max": 1.0}
+
+
+def test_a_pause_holds_in_compiled_code():
+    """The graph runs as it is; what it finds is left out."""
+    model = make_net()
+    called = whole(model, "aot_eager")
+    with hl.watch(called, "head", on="forward") as watch:
+        called(data(0))
+        with watch.paused():
+            called(data(1))
+        called(data(2))
+    assert watch.report()["fired"] == {"head/forward": 2}

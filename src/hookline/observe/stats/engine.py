@@ -8,6 +8,7 @@ Which way a tensor is reduced depends on where it is: `reduce` on the CPU; on a 
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from hookline.observe.stats.state import Row, State
 from hookline.observe.stats.vector import as_columns, as_numbers, summarize
 from hookline.sites import _torch
 from hookline.sites.receipt import outside
+from hookline.sites.signature import a_or_an
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +42,7 @@ _CPU: Final = torch.device("cpu")
 class Watched:
     """One place that is watched, and one kind of what goes through it."""
 
-    __slots__ = ("beside", "kind", "name", "rows", "silent")
+    __slots__ = ("beside", "kind", "name", "rows", "silent", "unread")
 
     def __init__(self, name: str, kind: str, beside: tuple[Units | Bins, ...] = ()) -> None:
         self.name = name
@@ -51,7 +53,9 @@ class Watched:
         self.beside = beside
         """What is kept per unit."""
         self.silent = ""
-        """Why nothing is measured here, if that is so."""
+        """Why something was not measured here, if that is so."""
+        self.unread = ""
+        """Why what came by first had no numbers; of no account once something had."""
 
     @property
     def prefix(self) -> str:
@@ -70,33 +74,40 @@ class Engine:
         """How many bytes of tensors on a GPU may be held until they are reduced."""
         self._kernels: dict[torch.device, Kernel | None] = {}
         self._pending: dict[torch.device, Pending] = {}
+        self.lock = threading.RLock()
+        """Held while rows and places are handed out, and while what is kept per unit changes."""
 
     def place(self, name: str, kind: str) -> Watched:
         """The place of that name; a new one, the first time."""
         found = self.places.get((name, kind))
         if found is None:
             beside = tuple(_BESIDE[each]() for each in self.layout.by_unit)
-            found = self.places[name, kind] = Watched(name, kind, beside)
+            found = self.places.setdefault((name, kind), Watched(name, kind, beside))
         return found
 
     def row(self, place: Watched, device: torch.device) -> Row:
         """The row of a place on a device."""
         row = place.rows.get(device)
-        if row is None:
-            if device not in self.states:
-                self.states[device] = State(self.layout, device)
-            row = place.rows[device] = self.states[device].new_row()
-        return row
+        return self._new_row(place, device) if row is None else row
+
+    def _new_row(self, place: Watched, device: torch.device) -> Row:
+        with self.lock:
+            row = place.rows.get(device)  # another thread may have been here meanwhile
+            if row is None:
+                if device not in self.states:
+                    self.states[device] = State(self.layout, device)
+                row = place.rows[device] = self.states[device].new_row()
+            return row
 
     def take(self, place: Watched, tensor: Tensor, scale: Any = None) -> None:
         """Add the statistics of a tensor; its numbers are divided by ``scale`` first, which may be a tensor."""
         local = _numbers_of(tensor)
         if local is None:
-            place.silent = f"a {type(tensor).__name__} on {tensor.device} has no numbers to look at"
+            place.unread = f"{a_or_an(tensor)} on {tensor.device} has no numbers to look at"
             return
         device = local.device
-        if device.type == "cpu":
-            measure(local, self.layout, self.row(place, _CPU), 1.0 if scale is None else 1.0 / float(scale))
+        if device.type in _READ_ON_HOST:
+            measure(local.cpu(), self.layout, self.row(place, _CPU), _factor(scale))
         elif self._kernel(device) is None:
             with torch.no_grad():
                 self.take_vector(place, summarize(local, self.layout), scale)
@@ -154,31 +165,35 @@ class Engine:
     def take_vector(self, place: Watched, vector: Tensor, scale: Any = None) -> None:
         """Add what compiled code, or `summarize`, has found; thresholds were then not divided by the scale."""
         row = self.row(place, vector.device)
+        layout = self.layout if vector.numel() == len(self.layout.found) else self.layout.looking_closer()
         if vector.device.type == "cpu":
-            add(as_numbers(vector, self.layout), row, self.layout, 1.0 if scale is None else 1.0 / float(scale))
+            add(as_numbers(vector, layout), row, layout, _factor(scale))
             return
         kernel = self._kernel(vector.device)
         if kernel is not None:
             try:
-                kernel.take_vector(vector, row, scale)
+                kernel.take_vector(vector, row, scale, layout)
                 return
             except Exception as error:
                 self._give_up_kernel(vector.device, error)
         with torch.no_grad():
-            row.take(as_columns(vector, self.layout, scale))
+            row.take(as_columns(vector, layout, scale))
 
-    def take_beside(self, place: Watched, tensor: Tensor) -> None:
+    def take_beside(self, place: Watched, tensor: Tensor, scale: Any = None) -> None:
         """Add to what is kept per unit."""
         local = _numbers_of(tensor)
-        if local is not None:
-            with torch.no_grad():
+        if local is not None and place.beside:
+            with torch.no_grad(), self.lock:
+                numbers = local.detach() if scale is None else local.detach() * _factor(scale)
                 for kept in place.beside:
-                    kept.take(local.detach())
+                    kept.take(numbers)
 
     def empty(self, place: Watched) -> None:
         """Forget the numbers of one place."""
         for device, row in place.rows.items():
             self.states[device].empty(row)
+        for kept in place.beside:
+            kept.kept = None
 
     def reset(self) -> None:
         """Forget the numbers; rows stay where they are."""
@@ -226,6 +241,8 @@ class Engine:
         return found
 
 
+_READ_ON_HOST: Final = ("cpu", "mps")
+"""Where tensors are reduced on the CPU; Apple's GPU has no float64 to add up in."""
 _AT_ONCE: Final = ("param", "param_grad")
 """Kinds that are changed in place by the next step."""
 _BESIDE: Final[dict[str, type[Units | Bins]]] = {Units.name: Units, Bins.name: Bins}
@@ -242,6 +259,11 @@ def _numbers_of(tensor: Tensor) -> Tensor | None:
         return local.dequantize() if local.is_quantized else local
     values: Tensor = (local.coalesce() if local.layout is torch.sparse_coo else local).values()
     return values
+
+
+def _factor(scale: Any) -> float:
+    """What to multiply by, to divide by a scale; a scale of zero has left nothing to see."""
+    return 1.0 if scale is None or not float(scale) else 1.0 / float(scale)
 
 
 def _largest(column: Iterable[float]) -> float:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hookline.observe.stats.engine import Engine, Watched
     from hookline.observe.stats.layout import Layout
 
-__all__ = ["ModuleHook"]
+__all__ = ["ModuleHook", "give_up"]
 
 
 class ModuleHook(Summary):
@@ -36,32 +36,38 @@ class ModuleHook(Summary):
         self, engine: Engine, sites: list[tuple[str, nn.Module]], kind: str, due: Callable[[], bool], scale: Any = None
     ) -> None:
         self._engine = engine
-        self._layout = engine.layout
         self._due = due
         self._scale: Callable[[], Tensor | None] = scale or (lambda: None)
+        self._is_forward = kind == "forward"
         self._places = {id(module): engine.place(name, kind) for name, module in sites}
         """By the identity of modules that carry the hook, which live as long as it is on them."""
         self._last = next((id(module) for name, module in sites if not name), None)
         """The model itself, if it carries the hook: with what it gives out, a forward is over."""
-        self.make = _maker(self._layout)
-        self.number = zlib.crc32(repr(self._layout).encode())
+        self._set(engine.layout)
+
+    def _set(self, layout: Layout) -> None:
+        self.make = _maker(layout)
+        self.number = zlib.crc32(repr(layout).encode())
+
+    def look_closer(self) -> None:
+        """Have compiled code count NaN and Inf as well, once it is compiled anew."""
+        self._set(self._engine.layout.looking_closer())
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module has given this out."""
-        # A forward that activation checkpointing repeats was counted the first time.
-        if self._due() and not (_torch.graph_task_id() != -1 and _torch.in_recomputation()):
-            self._take(module, output)
+        if self._due() and not _is_repeated():
+            self._take(module, output, self._engine.take)
             if id(module) == self._last:
                 self._engine.flush()
 
     def backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         """The gradients of what it has given out are there."""
         if self._due():
-            self._take(module, grads[0] if len(grads) == 1 else grads)
+            self._take(module, grads, self._engine.take)
 
     def beside(self, module: nn.Module, args: Any, output: Any) -> None:
         """As `forward`, for what is kept per unit."""
-        if self._due() and not (_torch.graph_task_id() != -1 and _torch.in_recomputation()):
+        if self._due() and not _is_repeated():
             self._take(module, output, self._engine.take_beside)
 
     def beside_backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
@@ -69,22 +75,32 @@ class ModuleHook(Summary):
         if self._due():
             self._take(module, grads, self._engine.take_beside)
 
-    def _take(self, module: nn.Module, value: Any, take: Callable[[Watched, Tensor], None] | None = None) -> None:
-        place = self._places[id(module)]
-        tensor = value if isinstance(value, Tensor) else main_tensor(value)
-        if tensor is None:
-            self._say_empty(place, value)
+    def receive(self, module: Any, vector: Tensor) -> None:
+        """Compiled code has made a summary."""
+        place = self._places.get(id(module))
+        if place is None or not self._due() or (self._is_forward and _is_repeated()):
             return
         try:
-            if take is not None:
-                take(place, tensor)
-            else:
-                self._engine.take(place, tensor, self._scale())
+            self._engine.take_vector(place, vector.detach(), self._scale())
+        except Exception as error:
+            give_up(place, vector, error)
+
+    def _take(self, module: nn.Module, value: Any, take: Callable[[Watched, Tensor, Any], None]) -> None:
+        place = self._places.get(id(module))
+        if place is None:  # a copy of a module takes its hooks along, and goes unwatched
+            return
+        tensor = value if isinstance(value, Tensor) else main_tensor(value)
+        if tensor is None:
+            if self._is_forward:  # of gradients, none may have come
+                self._say_empty(place, value)
+            return
+        try:
+            take(place, tensor, self._scale())
         except Exception as error:  # whoever only watches must not lose the run to it
-            self._give_up(place, tensor, error)
+            give_up(place, tensor, error)
 
     def _say_empty(self, place: Watched, value: Any) -> None:
-        if not place.silent and not isinstance(value, tuple):  # of gradients, none may have come
+        if not place.silent:
             place.silent = f"there is no tensor in its output, {a_or_an(value)}"
             warnings.warn(
                 f"{place.prefix.rstrip('/')!r} cannot be watched: {place.silent}. Watch a module inside it, or leave "
@@ -93,22 +109,22 @@ class ModuleHook(Summary):
                 stacklevel=outside(),
             )
 
-    def _give_up(self, place: Watched, tensor: Tensor, error: Exception) -> None:
-        if not place.silent:
-            place.silent = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"The statistics of {place.prefix.rstrip('/')!r} ({type(tensor).__name__}, {tensor.dtype}, shape "
-                f"{tuple(tensor.shape)}) could not be taken: {place.silent}. The run goes on; exclude= leaves it out.",
-                HooklineWarning,
-                stacklevel=outside(),
-            )
 
-    # -- in compiled code --------------------------------------------------------------------------------
+def _is_repeated() -> bool:
+    """Whether activation checkpointing repeats a forward that was counted the first time."""
+    return _torch.graph_task_id() != -1 and _torch.in_recomputation()
 
-    def receive(self, module: Any, vector: Tensor) -> None:
-        """Add what the graph has found."""
-        if self._due():
-            self._engine.take_vector(self._places[id(module)], vector.detach(), self._scale())
+
+def give_up(place: Watched, tensor: Tensor, error: Exception) -> None:
+    """Say once that a place cannot be measured; the run goes on."""
+    if not place.silent:
+        place.silent = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"The statistics of {place.prefix.rstrip('/')!r} ({type(tensor).__name__}, {tensor.dtype}, shape "
+            f"{tuple(tensor.shape)}) could not be taken: {place.silent}. The run goes on; exclude= leaves it out.",
+            HooklineWarning,
+            stacklevel=outside(),
+        )
 
 
 @functools.cache

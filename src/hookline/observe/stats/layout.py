@@ -7,6 +7,7 @@ a compiled graph, and rows of several processes merge by the same two rules.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -57,13 +58,17 @@ class Layout:
         for name in wanted:
             _check_name(name)
         return cls(
-            stats=tuple(dict.fromkeys(names)),
+            stats=tuple(dict.fromkeys(_named(_threshold(name)) if _is_over(name) else name for name in names)),
             thresholds=thresholds,
             moments=not wanted.isdisjoint(_MOMENTS),
             extremes=not wanted.isdisjoint(_EXTREMES | {"nonfinite"} | _DETAILS),
             zeros="zero_fraction" in wanted,
             details=not wanted.isdisjoint(_DETAILS),
         )
+
+    def looking_closer(self) -> Layout:
+        """The same, with NaN and Inf counted from the start."""
+        return dataclasses.replace(self, details=True, extremes=True)
 
     @cached_property
     def added(self) -> tuple[str, ...]:
@@ -73,14 +78,14 @@ class Layout:
     @cached_property
     def over(self) -> tuple[str, ...]:
         """Names of the columns for thresholds."""
-        return tuple(f"{_OVER}{threshold:g}" for threshold in self.thresholds)
+        return tuple(map(_named, self.thresholds))
 
     @cached_property
     def found(self) -> tuple[str, ...]:
         """What `vector` has to find in a tensor, from which the columns follow."""
         return (
             "size",
-            *(("centre", "rest", "spread") if self.moments else ()),
+            *(("sum", "squares") if self.moments else ()),
             *(("low", "high") if self.extremes else ()),
             *(("zeros",) if self.zeros else ()),
             *(("nan", "finite", "finite_low", "finite_high") if self.details else ()),
@@ -121,6 +126,12 @@ def _threshold(name: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise OptionError(f"{name!r}: the threshold is for magnitudes, so it must be a finite number of at least 0.")
     return value
+
+
+def _named(threshold: float) -> str:
+    """One name for each threshold, however it was written."""
+    short = f"{threshold:g}"
+    return f"{_OVER}{short if float(short) == threshold else repr(threshold)}"
 
 
 def _check_name(name: object) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["as_metrics"]
 
 _Cells = Mapping[str, float]
+_NOISE: Final = 1e-14
+"""A variance below this share of the squared mean is rounding in float64, not spread."""
 
 
 def as_metrics(cells: _Cells, layout: Layout) -> dict[str, float]:
@@ -25,7 +27,9 @@ def as_metrics(cells: _Cells, layout: Layout) -> dict[str, float]:
         return {}
     names = [name for name in layout.stats if name not in layout.by_unit]
     if cells["bad"]:
-        names += [name for name in _ON_ALARM if name not in names]
+        # In compiled code the graph does not look closer before it is made anew; then there is nothing to tell yet.
+        looked = cells["nan"] + cells["inf"] > 0
+        names += [name for name in _ON_ALARM if name not in names and (looked or name == "nonfinite")]
     found = {name: _statistic(name, cells) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -41,8 +45,11 @@ def _mean(cells: _Cells) -> float:
 
 
 def _std(cells: _Cells) -> float:
-    variance = cells["squares"] / cells["count"] - _mean(cells) ** 2
-    return math.sqrt(max(variance, 0.0)) if variance == variance else math.nan
+    mean = _mean(cells)
+    variance = cells["squares"] / cells["count"] - mean * mean
+    if variance != variance:
+        return math.nan
+    return math.sqrt(variance) if variance > _NOISE * mean * mean else 0.0
 
 
 def _root(value: float) -> float:

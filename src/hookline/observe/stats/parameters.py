@@ -7,17 +7,13 @@ may have put another one there (FSDP2, ``load_state_dict(assign=True)``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from hookline.sites import _torch
-from hookline.sites.attach import check_request
-from hookline.sites.handle import HandleSet
-from hookline.sites.kinds import Kind
-from hookline.sites.parameters import NamedParameter, fasten_parameters
+from hookline.observe.stats.hooks import give_up
+from hookline.sites.parameters import NamedParameter
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -39,7 +35,9 @@ class _Named:
 
     def now(self) -> Tensor | None:
         module = self._module()
-        found = None if module is None else module._parameters.get(self._key)
+        if module is None or self._key not in module._parameters:
+            return None
+        found = module._parameters[self._key]  # those of a ScriptModule have no get()
         return None if found is None or is_lazy(found) else found
 
 
@@ -49,9 +47,6 @@ class Parameters:
     def __init__(self, engine: Engine, values: list[NamedParameter], gradients: list[NamedParameter]) -> None:
         self._values = [_Named(item, engine.place(item.name, "param")) for item in values]
         self._gradients = [_Named(item, engine.place(item.name, "param_grad")) for item in gradients]
-        self._chosen = gradients
-        self._task = -1
-        self._handles = HandleSet()
 
     @property
     def wants_gradients(self) -> bool:
@@ -60,35 +55,42 @@ class Parameters:
 
     def read_values(self, engine: Engine) -> None:
         """Take the parameters as they are now; what was taken before is forgotten."""
-        for named in self._values:
-            value = named.now()
-            if value is not None:
-                engine.empty(named.place)
-                engine.take(named.place, value)
+        found: list[_Item] = []
+        with engine.lock:
+            for named in self._values:
+                value = named.now()
+                if value is not None:
+                    engine.empty(named.place)
+                    found.append((named.place, value, None))
+            _take_all(engine, found)
 
     def read_gradients(self, engine: Engine, scale: Any, of: Optimizer | None = None) -> None:
         """Add the gradients as they are now; of one optimizer's parameters alone, if given."""
         own = None if of is None else {id(each) for group in of.param_groups for each in group["params"]}
+        found: list[_Item] = []
         for named in self._gradients:
             value = named.now()
             if value is not None and value.grad is not None and (own is None or id(value) in own):
-                engine.take(named.place, value.grad, scale)
+                found.append((named.place, value.grad, scale))
+        _take_all(engine, found)
 
-    def read_after_backward(self, model: nn.Module, read: Callable[[], None]) -> None:
-        """From now on, have the gradients read at the end of each backward pass that comes to one of them."""
-        trained = [item for item in self._chosen if item.parameter.requires_grad]
+    def forget_gradients(self, engine: Engine) -> None:
+        """As if none had been read."""
+        for named in self._gradients:
+            engine.empty(named.place)
 
-        def came(parameter: Tensor) -> None:
-            task = _torch.graph_task_id()
-            if task != self._task:
-                self._task = task
-                _torch.queue_end_of_backward(read)
 
-        if trained:
-            request = check_request(came, Kind.PARAM_GRAD, name="watch")
-            self._handles.add(fasten_parameters(request, model, trained))
+_Item: TypeAlias = "tuple[Watched, Tensor, Any]"
 
-    def remove(self) -> None:
-        """No longer read at the end of backward passes."""
-        self._handles.remove(quiet=True)
-        self._handles = HandleSet()
+
+def _take_all(engine: Engine, items: list[_Item]) -> None:
+    """Those on a GPU in one go, others one by one; one that cannot be read costs neither the run nor the rest."""
+    together = [item for item in items if item[1].device.type not in ("cpu", "meta")]
+    apart = [[item] for item in items if item[1].device.type in ("cpu", "meta")]
+    for some in [together, *apart] if together else apart:
+        try:
+            engine.take_all(some)
+            for place, tensor, scale in some:
+                engine.take_beside(place, tensor, scale)
+        except Exception as error:
+            give_up(some[0][0], some[0][1], error)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from hookline.errors import OptionError
 from hookline.lifecycle.phase import phase
+from hookline.lifecycle.schedule import StepSchedule
+from hookline.sites import _torch
 from hookline.sites.attach import attach
-from hookline.sites.compiled import marks
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import attach_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from hookline.lifecycle.schedule import StepSchedule
 
 __all__ = ["ByForward", "ByHand", "ByOptimizer", "Steps"]
 
@@ -71,18 +71,27 @@ class ByOptimizer(Steps):
         over: Callable[[], None],
     ) -> None:
         super().__init__(schedule)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        if not optimizers:
+            raise OptionError("optimizer= is an empty list; leave it out, or give the optimizers whose steps count.")
 
         def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            before(optimizer)
+            if not _has_closure(args, kwargs):
+                before(optimizer)
 
         def post(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if phase() == "train":
+            if _has_closure(args, kwargs):  # which makes the gradients, in the middle of the step
+                before(optimizer)
+            if optimizer is optimizers[-1] and phase() == "train":
                 over()
 
         for each in optimizers:
             self._handles.add(attach_optimizer(each, pre, on="step_pre", observe=True, name="watch"))
-        self._handles.add(attach_optimizer(optimizers[0], post, on="step_post", name="watch"))
+            self._handles.add(attach_optimizer(each, post, on="step_post", name="watch"))
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    return any(callable(each) for each in (*args, *kwargs.values()))
 
 
 class ByForward(Steps):
@@ -92,13 +101,17 @@ class ByForward(Steps):
 
     def __init__(self, schedule: StepSchedule, model: nn.Module, over: Callable[[], None]) -> None:
         super().__init__(schedule)
-        self._begun = False
+        self._begun = self._is_compiled = False
+        self._comes_and_goes = schedule != StepSchedule()
         self._trains = False
         self._over = over
-        self._is_continual = schedule.is_active(0) and schedule.mode == "continual"
         self._handles.add(attach(model, self._begin, on="forward_pre", observe=True, name="watch"))
 
     def _begin(self, module: nn.Module, args: Any) -> None:
+        if _torch.graph_task_id() != -1 and _torch.in_recomputation():
+            return
+        if self._comes_and_goes and not self._is_compiled:
+            self._is_compiled = _torch.in_compiled_code()
         self._trains = self._trains or module.training
         if self._trains and not module.training:
             return
@@ -108,4 +121,4 @@ class ByForward(Steps):
 
     def keeps_hooks(self) -> bool:
         """In compiled code the forward that is under way was chosen before we are told that it begins."""
-        return marks.are_needed()
+        return self._is_compiled

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hookline.observe.stats.layout import Layout
+from typing import Any
 
 __all__ = ["as_table"]
 
 
-def as_table(metrics: dict[str, Any], layout: Layout) -> str:
+def as_table(metrics: dict[str, Any]) -> str:
     """One line per place, one column per statistic; nested ones are left out."""
     rows: dict[str, dict[str, str]] = {}
     for key, value in metrics.items():

@@ -5,8 +5,8 @@ compiler joins it with what made the tensor. It is kept short, since every modul
 twice; what can be computed from a handful of numbers is left to whoever receives them (`Numbers` on the CPU,
 `as_columns` elsewhere).
 
-Sums are taken about one of the tensor's own numbers. Where the mean is far from zero, this is what keeps the variance
-exact, and it costs nothing, since the compiler has the tensor in hand anyway.
+Sums are formed in float64, which a compiler does as it goes, and torch without a copy: neither a mean far from zero nor
+numbers whose squares float32 cannot hold spoil the variance.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def summarize(tensor: Tensor, layout: Layout) -> Tensor:
         return torch.zeros(len(layout.found), dtype=_WIDE, device=tensor.device)
     found = [torch.full((), count, dtype=_WIDE, device=tensor.device)]
     if layout.moments:
-        centre = _middle(numbers)
-        about = numbers - centre
-        found += [centre, about.sum(), (about * about).sum()]
+        norm = torch.linalg.vector_norm(numbers, dtype=_WIDE)
+        found += [numbers.sum(dtype=_WIDE), norm * norm]
     if layout.extremes:
         found += [numbers.amin(), numbers.amax()]
     if layout.zeros:
@@ -48,14 +47,6 @@ def summarize(tensor: Tensor, layout: Layout) -> Tensor:
         found += [torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()]
     found += [(numbers.abs() > threshold).sum() for threshold in layout.thresholds]
     return torch.stack([each.to(_WIDE) for each in found])
-
-
-def _middle(numbers: Tensor) -> Tensor:
-    """The middle one of the first, the last and one between: not an outlier, unless two of them are."""
-    flat = numbers.reshape(-1)
-    first, middle, last = flat[0], flat[flat.shape[0] // 2], flat[-1]
-    chosen = torch.maximum(torch.minimum(first, middle), torch.minimum(torch.maximum(first, middle), last))
-    return torch.where(chosen.isfinite(), chosen, 0.0)
 
 
 def _as_float(tensor: Tensor) -> Tensor:
@@ -72,7 +63,7 @@ def as_numbers(vector: Tensor, layout: Layout) -> Numbers:
     size = int(cells["size"])
     if not size:
         return Numbers()
-    total, squares = _about_zero(cells, size) if layout.moments else (0.0, 0.0)
+    total, squares = cells.get("sum", 0.0), cells.get("squares", 0.0)
     low, high = cells.get("low", math.inf), cells.get("high", -math.inf)
     seen = (low, high) if layout.extremes else (total, squares)
     bad = not all(map(math.isfinite, seen))
@@ -88,18 +79,12 @@ def as_numbers(vector: Tensor, layout: Layout) -> Numbers:
     )
 
 
-def _about_zero(cells: dict[str, Any], size: Any) -> tuple[Any, Any]:
-    """Sum and sum of squares, from those about the centre."""
-    centre, rest = cells["centre"], cells["rest"]
-    return rest + centre * size, cells["spread"] + 2 * centre * rest + centre * centre * size
-
-
 def as_columns(vector: Tensor, layout: Layout, scale: Any = None) -> Tensor:
     """What one firing adds to a row, on the vector's own device; numbers are divided by ``scale``, not thresholds."""
     cells = dict(zip(layout.found, vector, strict=True))
     size = cells["size"]
     nothing, some = torch.zeros_like(size), size > 0
-    total, squares = _about_zero(cells, size) if layout.moments else (nothing, nothing)
+    total, squares = cells.get("sum", nothing), cells.get("squares", nothing)
     low, high = cells.get("low", nothing + math.inf), cells.get("high", nothing - math.inf)
     good = low.isfinite() & high.isfinite() if layout.extremes else total.isfinite() & squares.isfinite()
     nan, inf, finite_low, finite_high = nothing, nothing, low, high

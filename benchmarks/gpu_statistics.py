@@ -1,0 +1,403 @@
+"""Rows about statistics on a GPU: the kernel alone, and a watched training step of GPT-2, eager and compiled.
+
+Takes a GPT-2 from ``models``, hands `Row`s to ``rows``. By itself, in parts that fit a short lease:
+
+    python benchmarks/gpu_statistics.py --only kernel eager
+    python benchmarks/gpu_statistics.py --only compiled --batch 8
+    python benchmarks/gpu_statistics.py --only sweep        how to divide the work; prints a table, no rows
+    python benchmarks/gpu_statistics.py --device cpu --quick    that it runs; the figures mean nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from types import FunctionType
+
+import torch
+from measure import Row, Samples, interleave, ratios, spread, trial, typical
+from models import GPT, SMALL, TINY, Shape, tokens_for
+from report import console_line
+from subject import Setting
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hookline as hl
+from hookline.observe.stats.kernel import Item, Kernel, Tuning, readable
+from hookline.observe.stats.layout import Layout
+from hookline.observe.stats.state import State
+
+__all__ = ["gpu_compiled", "gpu_eager", "gpu_kernel"]
+
+BATCHES = (8, 32)
+_KINDS = ("forward", "backward")
+_WANTED = 2.8e12
+"""Bytes a second."""
+_EAGER = {8: 1.25, 32: 1.12}
+_FORWARD = {8: 1.04, 32: 1.02}
+
+
+class Training:
+    """A GPT-2 with all that a step of training takes."""
+
+    def __init__(self, setting: Setting, batch: int) -> None:
+        on_gpu = setting.device.type == "cuda"
+        self.shape: Shape = replace(SMALL, batch=batch) if on_gpu else replace(TINY, layers=2)
+        self.device = setting.device
+        torch.manual_seed(0)
+        self.model = GPT(self.shape).to(setting.device)
+        self.run: nn.Module = self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.tokens, self.targets = (tokens_for(self.shape, setting.device) for _ in range(2))
+
+    def step(self) -> None:
+        """Forward, backward, AdamW."""
+        with torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext():
+            logits = self.run(self.tokens)
+            loss = F.cross_entropy(logits.view(-1, self.shape.vocabulary).float(), self.targets.view(-1))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def peak(self, hooked: Callable[[], AbstractContextManager[object]]) -> float:
+        """The most memory that a step takes, in GiB."""
+        if self.device.type != "cuda":
+            return 0.0
+        with hooked():
+            self.step()
+            self.step()
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            return torch.cuda.max_memory_allocated() / 2**30
+
+
+# -- the kernel ----------------------------------------------------------------------------------------------
+
+
+def gpu_kernel(setting: Setting) -> Iterator[Row]:
+    """The default statistics of 537 MB of bfloat16, against what the target gives it, `sum()` and `clone()`."""
+    size = 1 << 28 if setting.device.type == "cuda" else 1 << 16
+    x = torch.randn(size, device=setting.device).bfloat16()
+    ours = _taking(setting, [x])
+    calls: dict[str, Callable[[], object]] = {
+        "statistics": ours,
+        "statistics again": ours,
+        "sum": x.sum,
+        "clone": x.clone,
+    }
+    batch = 10 if setting.device.type == "cuda" else 1
+    trials = [trial(name, call, inner=3, batch=batch, device=setting.device) for name, call in calls.items()]
+    samples = interleave(trials, setting.rounds(50))
+    rates = {name: x.nbytes * (2 if name == "clone" else 1) / typical(samples, name) / 1e12 for name in calls}
+    told = f"{rates['statistics']:.2f} TB/s; sum() {rates['sum']:.2f}, clone() {rates['clone']:.2f} read and written"
+    same = spread(ratios(samples, "statistics again", "statistics"))
+    model = f"{x.nbytes / 1e6:.0f} MB of bfloat16"
+    allowed = [seconds / (x.nbytes / _WANTED) for seconds in samples["statistics"]]
+    yield Row("statistics kernel", "one pass: sums, extremes, zeros, NaN and Inf", "the same at 2.8 TB/s", model,
+              spread(allowed), same, told, at_most=1.0)  # fmt: skip
+    yield Row("statistics kernel against sum()", "one pass for all", "x.sum()", model,
+              spread(ratios(samples, "statistics", "sum")), same, told)  # fmt: skip
+    yield from many_small(setting)
+
+
+def many_small(setting: Setting) -> Iterator[Row]:
+    """Twenty tensors of 13 MB in one go against one by one, and what that takes the host."""
+    size = 8 * 1024 * 768 if setting.device.type == "cuda" else 4096
+    some = [torch.randn(size, device=setting.device).bfloat16() for _ in range(20)]
+    together, singles = _taking(setting, some), [_taking(setting, [x]) for x in some]
+
+    def one_by_one() -> None:
+        for take in singles:
+            take()
+
+    calls = {"together": together, "together again": together, "one by one": one_by_one}
+    trials = [trial(name, call, inner=5, device=setting.device) for name, call in calls.items()]
+    samples = interleave(trials, setting.rounds(50))
+    total = sum(x.nbytes for x in some)
+    host = {"together": _host(setting, together), "one by one": _host(setting, one_by_one)}
+    yield Row(
+        "statistics of twenty tensors",
+        "in one go",
+        "one by one",
+        f"20 × {some[0].nbytes / 1e6:.1f} MB of bfloat16",
+        spread(ratios(samples, "together", "one by one")),
+        spread(ratios(samples, "together again", "together")),
+        f"{typical(samples, 'together') * 1e6:.0f} / {typical(samples, 'one by one') * 1e6:.0f} µs "
+        f"({total / typical(samples, 'together') / 1e12:.2f} TB/s); host {host['together'] * 1e6:.0f} / "
+        f"{host['one by one'] * 1e6:.0f} µs",
+    )
+
+
+def _taking(setting: Setting, some: list[Tensor], tuning: Tuning | None = None) -> Callable[[], None]:
+    layout = Layout.of(None)
+    state = State(layout, setting.device)
+    if setting.device.type != "cuda":
+        return lambda: [x.sum() for x in some] and None
+    kernel = Kernel(layout, setting.device, tuning)
+    items = [Item(readable(x), state.new_row()) for x in some]
+    return lambda: kernel.take(items)
+
+
+def _host(setting: Setting, call: Callable[[], object]) -> float:
+    """Seconds until the call comes back, with an idle device before it."""
+    taken = []
+    for _ in range(30):
+        if setting.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def sweep(setting: Setting) -> None:
+    """Print how fast each way of dividing the work is."""
+    one = [torch.randn(1 << 28, device=setting.device).bfloat16()]
+    few = [torch.randn(8 * 1024 * 768, device=setting.device).bfloat16() for _ in range(20)]
+    floats = [x.float() for x in few]
+    print(
+        f"{'warps':>5} {'tiles':>5} {'programs':>8} {'merged':>6}   "
+        "TB/s of 537 MB, 20 × 13 MB, 1 × 13 MB, 20 × 25 MB of float32"
+    )
+    for warps, tiles, programs, merged in itertools.product((4, 8), (1, 2, 4, 8), (1024, 2048, 4096), (256, 1024)):
+        if merged == 1024 and (tiles != 4 or programs < 2048):
+            continue
+        tuning = Tuning(warps=warps, threads=32 * warps, least_tiles=tiles, most_programs=programs, merged=merged)
+        rates = [_rate(some, _taking(setting, some, tuning)) for some in (one, few, few[:1], floats)]
+        print(f"{warps:5} {tiles:5} {programs:8} {merged:6}   " + "  ".join(f"{rate:9.2f}" for rate in rates))
+
+
+def _rate(some: list[Tensor], take: Callable[[], None]) -> float:
+    take()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        begin.record()
+        for _ in range(10):
+            take()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / 10 / 1e3)
+    return sum(x.nbytes for x in some) / best / 1e12
+
+
+# -- a step of training --------------------------------------------------------------------------------------
+
+
+def gpu_eager(setting: Setting, batches: tuple[int, ...] = BATCHES) -> Iterator[Row]:
+    """A watched step, against the bare one; beside it what people write by hand."""
+    for batch in batches if setting.device.type == "cuda" else batches[:1]:
+        yield from eager_at(setting, Training(setting, batch), _EAGER[batch])
+        _release(setting)
+
+
+def eager_at(setting: Setting, training: Training, limit: float) -> Iterator[Row]:
+    """The same for one size of batch."""
+    model = training.model
+    ways: dict[str, tuple[str, float | None, Callable[[], AbstractContextManager[object]]]] = {
+        "watch": ("`hl.watch`, forward and backward, every step", limit, lambda: watching(training)),
+        "watch holding 1 GiB": (
+            "the same, at most 1 GiB until it is reduced",
+            None,
+            lambda: watching(training, limit=1 << 30),
+        ),
+        "empty hooks": ("empty forward and gradient hooks", None, lambda: by_hand(model, nothing)),
+        "torch ops": ("the same by torch, without waiting", None, lambda: by_hand(model, without_waiting)),
+        "item": ("six numbers by `.item()`", None, lambda: by_hand(model, naive)),
+    }
+    trials = [
+        trial(name, training.step, inner=3, hooked=hooked, device=setting.device)
+        for name, (_, _, hooked) in ways.items()
+    ]
+    trials += [trial(name, training.step, inner=3, device=setting.device) for name in ("bare", "bare again")]
+    samples = interleave(trials, setting.rounds(15))
+    bare = training.peak(nullcontext)
+    for name, (words, at_most, hooked) in ways.items():
+        whole = f"{name}, GPT-2 small step, batch {training.shape.batch}"
+        yield _row(whole, words, training, samples, name, (training.peak(hooked), bare), at_most)
+    yield every_fifty(setting, training)
+
+
+def every_fifty(setting: Setting, training: Training) -> Row:
+    """Fifty steps of which one is watched."""
+    steps = 50 if setting.device.type == "cuda" else 5
+    rounds = 3 if setting.quick or training.shape.batch > 8 else 5
+    samples: Samples = {"watch": [], "bare": [], "bare again": []}
+
+    def some() -> None:
+        for _ in range(steps):
+            training.step()
+
+    for number in range(rounds):
+        order = list(samples)
+        for name in order[number % 3 :] + order[: number % 3]:
+            with watching(training, every=steps) if name == "watch" else nullcontext():
+                training.step()  # for the watch, the first that is due; the last of those that follow is the next
+                samples[name].append(_seconds(setting, some))
+    name = f"watch every 50 steps, GPT-2 small, batch {training.shape.batch}"
+    return _row(name, "`hl.watch(every=50)`, fifty steps", training, samples, "watch", (0.0, 0.0), 1.02)
+
+
+def _seconds(setting: Setting, call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    if setting.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def gpu_compiled(setting: Setting, batches: tuple[int, ...] = BATCHES) -> Iterator[Row]:
+    """A compiled step with statistics in the graph, against the compiled bare one."""
+    for batch in batches if setting.device.type == "cuda" else batches[:1]:
+        torch._dynamo.reset()
+        ways = {"bare": (), "forward": ("forward",), "forward + gradient": _KINDS}
+        trainings, watches, peaks = {}, [], {}
+        for name, kinds in ways.items():
+            training = trainings[name] = Training(setting, batch)
+            if kinds:
+                watches.append(hl.watch(training.model, "*", on=kinds, optimizer=training.optimizer))
+            training.run = _compiled_own(training.model)
+            start = time.perf_counter()
+            training.step()
+            print(f"  compiled {name!r} at batch {batch} in {time.perf_counter() - start:.0f} s", flush=True)
+            peaks[name] = training.peak(nullcontext)
+        trials = [trial(name, each.step, inner=3, device=setting.device) for name, each in trainings.items()]
+        trials.append(trial("bare again", trainings["bare"].step, inner=3, device=setting.device))
+        samples = interleave(trials, setting.rounds(15))
+        for name, limit in (("forward", _FORWARD[batch]), ("forward + gradient", 1.08)):
+            yield _row(f"compiled, {name} statistics, GPT-2 small step, batch {batch}", f"`hl.watch` of {name}",
+                       trainings[name], samples, name, (peaks[name], peaks["bare"]), limit)  # fmt: skip
+        for watch in watches:
+            watch.remove()
+        del trainings, trials, training
+        _release(setting)
+
+
+def _compiled_own(model: nn.Module) -> nn.Module:
+    """Compiled, with code of its own: torch keeps compiled versions by the code they are of."""
+    forward = GPT.forward
+    own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, None, forward.__closure__)
+    model.__class__ = type("GPT", (GPT,), {"forward": own})
+    whole: nn.Module = torch.compile(model, fullgraph=True, dynamic=False)
+    return whole
+
+
+def _row(
+    name: str,
+    words: str,
+    training: Training,
+    samples: Samples,
+    of: str,
+    peaks: tuple[float, float],
+    limit: float | None,
+) -> Row:
+    times = f"{typical(samples, of) * 1e3:.2f} / {typical(samples, 'bare') * 1e3:.2f} ms"
+    memory = f"; peak {peaks[0]:.2f} / {peaks[1]:.2f} GiB" if peaks[1] else ""
+    return Row(
+        name,
+        words,
+        "the bare step",
+        f"{training.shape}, bf16 autocast, fused AdamW",
+        spread(ratios(samples, of, "bare")),
+        spread(ratios(samples, "bare again", "bare")),
+        times + memory,
+        at_most=limit,
+    )
+
+
+def _release(setting: Setting) -> None:
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# -- ways to watch -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watching(training: Training, every: int = 1, limit: int | None = None) -> Iterator[None]:
+    """Every module, outputs and gradients."""
+    watch = hl.watch(training.model, "*", on=_KINDS, optimizer=training.optimizer, every=every)
+    if limit is not None:
+        watch._engine.limit = limit
+    try:
+        yield
+        lost = [reason for reason in watch.report()["silent"].values() if "not counted" in reason]
+        assert not lost, lost
+    finally:
+        watch.remove(quiet=True)
+
+
+@contextmanager
+def by_hand(model: nn.Module, look: Callable[[Tensor], object]) -> Iterator[None]:
+    """Hooks of torch on every module, for its output and the gradient of that."""
+
+    def forward(module: nn.Module, args: object, output: Tensor) -> None:
+        look(output)
+        if output.requires_grad:
+            output.register_hook(backward)
+
+    def backward(grad: Tensor) -> None:
+        look(grad)
+
+    handles = [module.register_forward_hook(forward) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def nothing(x: Tensor) -> None:
+    """Look at nothing."""
+
+
+def without_waiting(x: Tensor) -> Tensor:
+    """The statistics by operations of torch, left on the device."""
+    x = x.detach().float()
+    low, high = torch.aminmax(x)
+    return torch.stack([x.sum(), torch.linalg.vector_norm(x), low, high, (x == 0).float().mean(), x.isfinite().all()])
+
+
+def naive(x: Tensor) -> tuple[float, ...]:
+    """What people write."""
+    x = x.detach().float()
+    found = (x.mean(), x.std(), x.min(), x.max(), x.norm(), (x == 0).float().mean())
+    return tuple(each.item() for each in found)
+
+
+def main() -> None:
+    """Measure the groups that were asked for, and print their rows."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", nargs="*", default=["kernel", "eager", "compiled"])
+    parser.add_argument("--batch", type=int, nargs="*", default=list(BATCHES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    setting = Setting(
+        torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu"), options.quick
+    )
+    if setting.device.type == "cpu":
+        torch.backends.mkldnn.enabled = False
+    if "sweep" in options.only:
+        sweep(setting)
+    batches = tuple(options.batch)
+    groups: dict[str, Callable[[], Iterator[Row]]] = {
+        "kernel": lambda: gpu_kernel(setting),
+        "eager": lambda: gpu_eager(setting, batches),
+        "compiled": lambda: gpu_compiled(setting, batches),
+    }
+    for name, rows in groups.items():
+        if name in options.only:
+            start = time.perf_counter()
+            for row in rows():
+                print(console_line(row), flush=True)
+            print(f"  {name}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

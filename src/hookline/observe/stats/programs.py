@@ -1,0 +1,469 @@
+"""What runs on the GPU: programs in Triton, which `kernel` launches and nobody else imports.
+
+``reduce_chunks`` goes through tensors once and leaves one column of partial results per program; ``merge_slots`` adds
+these to rows. No program writes where another one does, so the numbers are the same in every run. ``add_vector`` adds
+what a compiled graph has found.
+
+Numbers go in by address: all arguments are 64 bits wide, and none is specialized on, so that one compiled program fits
+every call. A thread reads 16 bytes at a time, and spends 6.6 instructions on each number of 16 bits (machine code for
+sm_90; 9.3 without comparing two at a time), where the memory of an H200 leaves time for fifteen. What is not finite
+needs none: it shows in the extremes at the end, and only then is a chunk read once more, in float64, to count it. So
+are chunks whose squares are too large or too small for float32.
+"""
+# mypy: ignore-errors
+# ruff: noqa: SIM300
+# No `from __future__ import annotations`: Triton reads the types of arguments.
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_vector", "merge_slots", "reduce_chunks"]
+
+_INF = tl.constexpr(float("inf"))
+_TINY = tl.constexpr(1e-30)
+"""Sums of squares below this may have lost numbers that are too small to be squared in float32."""
+_FIELDS = tl.constexpr(6)
+"""Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0."""
+_SAMPLE = tl.constexpr(32)
+"""How many numbers the centre is the mean of: as many as a warp has threads, so that no warp waits for another."""
+
+
+@triton.jit
+def _lower(one, other):
+    return tl.minimum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _higher(one, other):
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _is_finite(value):
+    return tl.abs(value) < _INF
+
+
+@triton.jit
+def _joined(sum1, squares1, low1, high1, zeros1, sum2, squares2, low2, high2, zeros2):
+    """All at once: a reduction across threads is mostly waiting (12 barriers fewer than one by one)."""
+    return sum1 + sum2, squares1 + squares2, _lower(low1, low2), _higher(high1, high2), zeros1 + zeros2
+
+
+@triton.jit
+def _centre(numbers, left, WIDE: tl.constexpr):
+    """The mean of the first few numbers, to take sums about; 0 if that is not finite."""
+    lanes = tl.arange(0, _SAMPLE)
+    share = 1.0 / tl.minimum(left, _SAMPLE).to(WIDE)
+    some = tl.load(numbers + lanes, mask=lanes < left, other=0).to(WIDE)
+    mean = tl.sum(some * share, 0)
+    return tl.where(_is_finite(mean), mean, 0.0)
+
+
+@triton.jit
+def _fold(
+    x, inside, sum_, squares, low, high, zeros, over0, over1, over2, over3, centre, limit0, limit1, limit2, limit3,
+    MASKED: tl.constexpr, MOMENTS: tl.constexpr, EXTREMES: tl.constexpr, ZEROS: tl.constexpr, OVER: tl.constexpr,
+):  # fmt: skip
+    """Add one number per lane; with MASKED only those ``inside``, and the others are 0."""
+    if MOMENTS:
+        about = x - centre
+        if MASKED:
+            about = tl.where(inside, about, 0.0)
+        sum_ += about
+        squares += about * about
+    if EXTREMES:
+        low = _lower(low, tl.where(inside, x, _INF) if MASKED else x)
+        high = _higher(high, tl.where(inside, x, -_INF) if MASKED else x)
+    if ZEROS:
+        zeros += ((x == 0.0) & inside).to(tl.int32) if MASKED else (x == 0.0).to(tl.int32)
+    if OVER > 0:  # what is masked is 0, and no limit is lower
+        size = tl.abs(x)
+        over0 += (size > limit0).to(tl.int32)
+        if OVER > 1:
+            over1 += (size > limit1).to(tl.int32)
+        if OVER > 2:
+            over2 += (size > limit2).to(tl.int32)
+        if OVER > 3:
+            over3 += (size > limit3).to(tl.int32)
+    return sum_, squares, low, high, zeros, over0, over1, over2, over3
+
+
+# -- two numbers of 16 bits at a time ------------------------------------------------------------------------
+
+
+@triton.jit
+def _first_of(pair, ELEMENT: tl.constexpr):
+    if ELEMENT == tl.bfloat16:
+        return (pair << 16).to(tl.float32, bitcast=True)
+    else:
+        return pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _second_of(pair, ELEMENT: tl.constexpr):
+    if ELEMENT == tl.bfloat16:
+        return (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _lower_pair(one, other, ELEMENT: tl.constexpr):
+    if ELEMENT == tl.bfloat16:
+        return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1)
+    else:
+        return tl.inline_asm_elementwise("min.NaN.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1)
+
+
+@triton.jit
+def _higher_pair(one, other, ELEMENT: tl.constexpr):
+    if ELEMENT == tl.bfloat16:
+        return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1)
+    else:
+        return tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1)
+
+
+@triton.jit
+def _filled(pair):
+    """For each half, 1 unless it is a zero of either sign."""
+    return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [pair & 0x7FFF7FFF, 0x00010001], tl.int32,
+                                     True, 1)  # fmt: skip
+
+
+@triton.jit
+def _look_again(numbers, left, WIDTH: tl.constexpr):
+    """Everything there is to say of a chunk that has something unusual in it, in float64."""
+    lanes = tl.arange(0, WIDTH)
+    sum_ = tl.zeros([WIDTH], tl.float64)
+    squares = tl.zeros([WIDTH], tl.float64)
+    nan = tl.zeros([WIDTH], tl.int32)
+    inf = tl.zeros([WIDTH], tl.int32)
+    low = tl.full([WIDTH], _INF, tl.float64)
+    high = tl.full([WIDTH], -_INF, tl.float64)
+    for at in range(0, left, WIDTH):
+        inside = at + lanes < left
+        x = tl.load(numbers + at + lanes, mask=inside, other=0).to(tl.float64)
+        finite = _is_finite(x)
+        sum_ += x
+        squares += x * x
+        nan += (x != x).to(tl.int32)
+        inf += (tl.abs(x) == _INF).to(tl.int32)
+        low = tl.minimum(low, tl.where(inside & finite, x, _INF))
+        high = tl.maximum(high, tl.where(inside & finite, x, -_INF))
+    return tl.sum(sum_, 0), tl.sum(squares, 0), tl.sum(nan, 0), tl.sum(inf, 0), tl.min(low, 0), tl.max(high, 0)
+
+
+@triton.jit(do_not_specialize=range(15))
+def reduce_chunks(
+    jobs: tl.int64,
+    num_jobs: tl.int64,
+    address: tl.int64,
+    size: tl.int64,
+    tiles: tl.int64,
+    scale: tl.int64,
+    slots: tl.int64,
+    num_slots: tl.int64,
+    offset: tl.int64,
+    num_added: tl.int64,
+    over_at: tl.int64,
+    threshold0: tl.float64,
+    threshold1: tl.float64,
+    threshold2: tl.float64,
+    threshold3: tl.float64,
+    ELEMENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    OVER: tl.constexpr,
+    FIRST: tl.constexpr,
+    JOBS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Reduce one chunk of one tensor into the slot of this program; a slot has the columns of a row.
+
+    Of several tensors, ``jobs`` tells which program begins which; of a SINGLE one, the arguments do. Only the FIRST
+    launch writes more than the columns for thresholds, of which there are OVER from column ``over_at`` on. Programs
+    are numbered from ``offset`` on, for launches that share the slots.
+    """
+    program = offset + tl.program_id(0)
+    if SINGLE:
+        begin = program * (tiles * (4 * WIDTH))
+    else:
+        table = jobs.to(tl.pointer_type(tl.int64))
+        places = tl.arange(0, JOBS)
+        firsts = tl.load(table + places * _FIELDS, mask=places < num_jobs, other=1 << 62)
+        job = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * _FIELDS
+        address = tl.load(job + 2)
+        size = tl.load(job + 3)
+        tiles = tl.load(job + 4)
+        scale = tl.load(job + 5)
+        begin = (program - tl.load(job)) * (tiles * (4 * WIDTH))
+    left = tl.minimum(size - begin, tiles * (4 * WIDTH)).to(tl.int32)
+    numbers = address.to(tl.pointer_type(ELEMENT))
+    if ALIGNED:
+        numbers = tl.multiple_of(numbers, 16)
+    numbers += begin
+
+    LANES: tl.constexpr = WIDTH // 2 if PAIRS > 0 else WIDTH
+    lanes = tl.arange(0, LANES)
+    sum_ = tl.zeros([LANES], WIDE)
+    squares = tl.zeros([LANES], WIDE)
+    low = tl.full([LANES], _INF, WIDE)
+    high = tl.full([LANES], -_INF, WIDE)
+    zeros = tl.zeros([LANES], tl.int32)
+    over0 = tl.zeros([LANES], tl.int32)
+    over1 = tl.zeros([LANES], tl.int32)
+    over2 = tl.zeros([LANES], tl.int32)
+    over3 = tl.zeros([LANES], tl.int32)
+    limit0 = tl.full((), threshold0, WIDE)
+    limit1 = tl.full((), threshold1, WIDE)
+    limit2 = tl.full((), threshold2, WIDE)
+    limit3 = tl.full((), threshold3, WIDE)
+    if OVER > 0:
+        unit = tl.full((), 1.0, WIDE)
+        if scale != 0:
+            unit = tl.load(scale.to(tl.pointer_type(tl.float32))).to(WIDE)
+        limit0 *= unit
+        limit1 *= unit
+        limit2 *= unit
+        limit3 *= unit
+    if MOMENTS:
+        centre = _centre(numbers, left, WIDE)
+    else:
+        centre = tl.full((), 0.0, WIDE)
+
+    place = numbers
+    if PAIRS > 0:
+        words = place.to(tl.pointer_type(tl.int32))
+        if ELEMENT == tl.bfloat16:
+            low_pair = tl.full([LANES], 0x7F807F80, tl.int32)
+            high_pair = tl.full([LANES], -0x007F0080, tl.int32)
+        else:
+            low_pair = tl.full([LANES], 0x7C007C00, tl.int32)
+            high_pair = tl.full([LANES], -0x03FF0400, tl.int32)
+        filled = tl.zeros([LANES], tl.int32)
+        for _ in range(left // (4 * WIDTH)):
+            for part in tl.static_range(4):
+                pair = tl.load(words + (part * LANES + lanes))
+                if PAIRS == 2:
+                    if EXTREMES:
+                        low_pair = _lower_pair(low_pair, pair, ELEMENT)
+                        high_pair = _higher_pair(high_pair, pair, ELEMENT)
+                    if ZEROS:
+                        filled += _filled(pair)
+                sum_, squares, low, high, zeros, over0, over1, over2, over3 = _fold(
+                    _first_of(pair, ELEMENT), True, sum_, squares, low, high, zeros, over0, over1, over2, over3, centre,
+                    limit0, limit1, limit2, limit3, False, MOMENTS, EXTREMES and PAIRS == 1, ZEROS and PAIRS == 1, OVER,
+                )  # fmt: skip
+                sum_, squares, low, high, zeros, over0, over1, over2, over3 = _fold(
+                    _second_of(pair, ELEMENT), True, sum_, squares, low, high, zeros, over0, over1, over2, over3,
+                    centre, limit0, limit1, limit2, limit3, False, MOMENTS, EXTREMES and PAIRS == 1,
+                    ZEROS and PAIRS == 1, OVER,
+                )  # fmt: skip
+            words += 4 * LANES
+        if PAIRS == 2:
+            low = _lower(_first_of(low_pair, ELEMENT), _second_of(low_pair, ELEMENT))
+            high = _higher(_first_of(high_pair, ELEMENT), _second_of(high_pair, ELEMENT))
+            if ZEROS:  # 16 bits each: a chunk has less than 2^16 pairs per lane
+                zeros = left // (4 * WIDTH) * 8 - (filled & 0xFFFF) - ((filled >> 16) & 0xFFFF)
+        place = words.to(tl.pointer_type(ELEMENT))
+    else:
+        for _ in range(left // (4 * WIDTH)):
+            for part in tl.static_range(4):
+                sum_, squares, low, high, zeros, over0, over1, over2, over3 = _fold(
+                    tl.load(place + (part * LANES + lanes)).to(WIDE), True, sum_, squares, low, high, zeros,
+                    over0, over1, over2, over3, centre, limit0, limit1, limit2, limit3,
+                    False, MOMENTS, EXTREMES, ZEROS, OVER,
+                )  # fmt: skip
+            place += 4 * LANES
+    rest = left % (4 * WIDTH)
+    for at in range(0, rest, LANES):
+        inside = at + lanes < rest
+        sum_, squares, low, high, zeros, over0, over1, over2, over3 = _fold(
+            tl.load(place + (at + lanes), mask=inside, other=0).to(WIDE), inside, sum_, squares, low, high, zeros,
+            over0, over1, over2, over3, centre, limit0, limit1, limit2, limit3,
+            True, MOMENTS, EXTREMES, ZEROS, OVER,
+        )  # fmt: skip
+
+    column = slots.to(tl.pointer_type(tl.float64)) + program
+    if OVER > 0:
+        tl.store(column + over_at * num_slots, tl.sum(over0, 0).to(tl.float64))
+    if OVER > 1:
+        tl.store(column + (over_at + 1) * num_slots, tl.sum(over1, 0).to(tl.float64))
+    if OVER > 2:
+        tl.store(column + (over_at + 2) * num_slots, tl.sum(over2, 0).to(tl.float64))
+    if OVER > 3:
+        tl.store(column + (over_at + 3) * num_slots, tl.sum(over3, 0).to(tl.float64))
+    if FIRST:
+        about, spread, least, most, num_zeros = tl.reduce((sum_, squares, low, high, zeros), 0, _joined)
+        unusual = False
+        if EXTREMES:
+            unusual = (_is_finite(least) & _is_finite(most)) == 0
+            if MOMENTS:
+                unusual = unusual | ((_is_finite(about) & _is_finite(spread)) == 0)
+                unusual = unusual | ((spread < _TINY) & (least != most))
+        elif MOMENTS:
+            unusual = (_is_finite(about) & _is_finite(spread)) == 0
+            unusual = unusual | ((spread < _TINY) & ((spread != 0.0) | (about != 0.0)))
+        # From here in float64: what was taken about the centre, about zero.
+        about = about.to(tl.float64)
+        middle = centre.to(tl.float64)
+        count = left.to(tl.float64)
+        total = about + count * middle
+        power = spread.to(tl.float64) + 2 * middle * about + count * middle * middle
+        nan = 0
+        inf = 0
+        finite_least = least.to(tl.float64)
+        finite_most = most.to(tl.float64)
+        if unusual:
+            total, power, nan, inf, finite_least, finite_most = _look_again(numbers, left, WIDTH // 4)
+        if not MOMENTS:
+            total = tl.full((), 0.0, tl.float64)
+            power = tl.full((), 0.0, tl.float64)
+        if not EXTREMES:
+            finite_least = tl.full((), _INF, tl.float64)
+            finite_most = tl.full((), -_INF, tl.float64)
+        tl.store(column + 2 * num_slots, total)
+        tl.store(column + 3 * num_slots, power)
+        tl.store(column + 4 * num_slots, num_zeros.to(tl.float64))
+        tl.store(column + 5 * num_slots, tl.where(nan + inf > 0, 1.0, 0.0).to(tl.float64))
+        tl.store(column + 6 * num_slots, (nan + tl.zeros((), tl.int32)).to(tl.float64))
+        tl.store(column + 7 * num_slots, (inf + tl.zeros((), tl.int32)).to(tl.float64))
+        kept = column + num_added * num_slots
+        tl.store(kept, -least.to(tl.float64))
+        tl.store(kept + num_slots, most.to(tl.float64))
+        tl.store(kept + 2 * num_slots, -finite_least)
+        tl.store(kept + 3 * num_slots, finite_most)
+
+
+@triton.jit
+def _factor(scale):
+    """What to multiply by, to divide by the scale at an address, if any; one of zero has left nothing to see."""
+    factor = tl.full((), 1.0, tl.float64)
+    if scale != 0:
+        divisor = tl.load(scale.to(tl.pointer_type(tl.float32))).to(tl.float64)
+        factor = tl.where(divisor == 0.0, 1.0, 1.0 / divisor)
+    return factor
+
+
+@triton.jit(do_not_specialize=range(9))
+def merge_slots(
+    jobs: tl.int64,
+    uses: tl.int64,
+    row: tl.int64,
+    size: tl.int64,
+    count: tl.int64,
+    scale: tl.int64,
+    slots: tl.int64,
+    num_slots: tl.int64,
+    num_added: tl.int64,
+    SINGLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Add one column of the slots of one job to one row."""
+    use = tl.program_id(0)
+    number = tl.program_id(1)
+    first = tl.full((), 0, tl.int64)
+    if not SINGLE:
+        entry = uses.to(tl.pointer_type(tl.int64)) + 2 * use
+        row = tl.load(entry)
+        job = jobs.to(tl.pointer_type(tl.int64)) + tl.load(entry + 1) * _FIELDS
+        first = tl.load(job)
+        count = tl.load(job + 1)
+        size = tl.load(job + 3)
+        scale = tl.load(job + 5)
+    cell = row.to(tl.pointer_type(tl.float64)) + number
+    before = tl.load(cell)
+    if number == 0:
+        tl.store(cell, before + 1.0)  # fires
+    elif number == 1:
+        tl.store(cell, before + size.to(tl.float64))
+    else:
+        factor = _factor(scale)
+        if number == 3:
+            factor = factor * factor  # the sum of squares
+        lanes = tl.arange(0, WIDTH)
+        column = slots.to(tl.pointer_type(tl.float64)) + number * num_slots + first
+        if number < num_added:
+            sums = tl.zeros([WIDTH], tl.float64)
+            for at in range(0, count, WIDTH):
+                sums += tl.load(column + at + lanes, mask=at + lanes < count, other=0.0)
+            found = tl.sum(sums, 0)
+            if number == 5:
+                found = tl.where(found > 0, 1.0, 0.0).to(tl.float64)  # one firing, however many of its chunks
+            if (number == 2) | (number == 3):
+                found = found * factor
+            tl.store(cell, before + found)
+        else:
+            most = tl.full([WIDTH], -_INF, tl.float64)
+            for at in range(0, count, WIDTH):
+                most = _higher(most, tl.load(column + at + lanes, mask=at + lanes < count, other=-_INF))
+            tl.store(cell, _higher(before, tl.reduce(most, 0, _higher) * factor))
+
+
+@triton.jit
+def _add(cell, value):
+    tl.store(cell, tl.load(cell) + value)
+
+
+@triton.jit
+def _keep(cell, value):
+    tl.store(cell, _higher(tl.load(cell), value))
+
+
+@triton.jit(do_not_specialize=range(3))
+def add_vector(
+    vector: tl.int64,
+    row: tl.int64,
+    scale: tl.int64,
+    MOMENTS: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    DETAILS: tl.constexpr,
+    OVER: tl.constexpr,
+):
+    """Add what `vector.summarize` has found to a row: ``vector.as_columns`` in one program instead of some thirty."""
+    found = vector.to(tl.pointer_type(tl.float64))
+    cells = row.to(tl.pointer_type(tl.float64))
+    # Where each of what `Layout.found` names begins.
+    LOW: tl.constexpr = 3 if MOMENTS else 1
+    ZERO: tl.constexpr = LOW + 2 if EXTREMES else LOW
+    NAN: tl.constexpr = ZERO + 1 if ZEROS else ZERO
+    FIRST: tl.constexpr = NAN + 4 if DETAILS else NAN
+    size = tl.load(found)
+    _add(cells, 1.0)
+    if size > 0:
+        factor = _factor(scale)
+        _add(cells + 1, size)
+        finite = size > 0
+        if MOMENTS:
+            total = tl.load(found + 1)
+            power = tl.load(found + 2)
+            _add(cells + 2, total * factor)
+            _add(cells + 3, power * factor * factor)
+            finite = _is_finite(total) & _is_finite(power)
+        if ZEROS:
+            _add(cells + 4, tl.load(found + ZERO))
+        if EXTREMES:
+            low = tl.load(found + LOW)
+            high = tl.load(found + (LOW + 1))
+            finite = _is_finite(low) & _is_finite(high)
+            _keep(cells + (8 + OVER), -low * factor)
+            _keep(cells + (9 + OVER), high * factor)
+            if DETAILS:
+                _keep(cells + (10 + OVER), -tl.load(found + (NAN + 2)) * factor)
+                _keep(cells + (11 + OVER), tl.load(found + (NAN + 3)) * factor)
+            elif finite:  # else the rest was not looked at
+                _keep(cells + (10 + OVER), -low * factor)
+                _keep(cells + (11 + OVER), high * factor)
+        if DETAILS:
+            nan = tl.load(found + NAN)
+            _add(cells + 6, nan)
+            _add(cells + 7, size - tl.load(found + (NAN + 1)) - nan)
+        _add(cells + 5, tl.where(finite, 0.0, 1.0).to(tl.float64))
+        for place in tl.static_range(OVER):
+            _add(cells + (8 + place), tl.load(found + (FIRST + place)))
