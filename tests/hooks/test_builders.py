@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import operator
+import pickle
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -235,24 +237,27 @@ def test_gradients_of_a_checkpointed_component_are_those_of_one_that_is_not(name
     assert found[0] != {}
 
 
+@functools.cache
+def counted_in(how: str) -> dict[str, dict[str, float]]:
+    """By tracker: what one step counts with all of them on, so that each way is compiled once for all."""
+    torch.compiler.reset()
+    policy, contexts = make_policy().eval(), {name: hl.ComponentContext() for name in BUILDERS}
+    if how == "component":
+        policy.head = torch.compile(policy.head, backend="aot_eager", fullgraph=True)
+    for name, context in contexts.items():
+        attach(policy, name, "head", context)
+    step(torch.compile(policy, backend="aot_eager", fullgraph=True) if how == "policy" else policy)
+    return {name: metrics(context) for name, context in contexts.items()}
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_compiled_component_is_tracked(name):
+@pytest.mark.parametrize("how", ["component", "policy"])
+def test_a_compiled_component_is_tracked(name, how):
     """A component wrapped by torch.compile, or a policy compiled as a whole, gives the numbers of an eager one."""
-    found = []
-    for how in ("eager", "component", "policy"):
-        torch.compiler.reset()
-        policy, context = make_policy().eval(), hl.ComponentContext()
-        if how == "component":
-            head = torch.compile(policy.components["head"], backend="aot_eager", fullgraph=True)
-            policy = hl.PolicyAutoBuilder(OrderedDict(body=policy.components["body"], head=head))
-        attach(policy, name, "head", context)
-        model = torch.compile(policy, backend="aot_eager", fullgraph=True) if how == "policy" else policy
-        step(model)
-        found.append(metrics(context))
-    assert found[1] == pytest.approx(found[0])
-    assert found[2] == pytest.approx(found[0])
-    assert found[0] != {}
+    found = counted_in(how)[name]
+    assert found == pytest.approx(counted_in("eager")[name])
+    assert found != {}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -292,17 +297,179 @@ def test_the_dimension_of_units_can_be_told(name):
         assert len(found) == units
 
 
-def test_two_extractors_for_one_component_are_refused_with_both():
-    """One tracker cannot tell two tensors of a component apart; functions are taken at their word."""
+def first_of(output):
+    """An extractor."""
+    return output[0]
+
+
+def last_of(output):
+    """Another one."""
+    return output[-1]
+
+
+@pytest.mark.parametrize(("one", "other"), [("a", "b"), (first_of, last_of), ("a", first_of), (first_of, "a")])
+def test_two_extractors_for_one_component_are_refused_with_both(one, other):
+    """One tracker cannot tell two tensors of a component apart; the same key or function once more is none."""
     context = hl.ComponentContext()
-    hl.attach_relu_activation_hooks(extractor="a")("c", context)
-    hl.attach_relu_activation_hooks(extractor="a")("c", context)
-    with pytest.raises(
-        hl.OptionError, match="'c' is tracked with extractor='a' already, and cannot be with extractor='b'"
-    ):
-        hl.attach_relu_activation_hooks(extractor="b")("c", context)
-    hl.attach_relu_activation_hooks(extractor=lambda output: output[0])("d", context)
-    hl.attach_relu_activation_hooks(extractor=lambda output: output[0])("d", context)
+    hl.attach_relu_activation_hooks(extractor=one)("c", context)
+    hl.attach_relu_activation_hooks(extractor=one)("c", context)
+    names = [repr(each) if isinstance(each, str) else each.__name__ for each in (one, other)]
+    text = f"'c' is tracked with extractor={names[0]} already, and cannot be with extractor={names[1]}"
+    with pytest.raises(hl.OptionError, match=text):
+        hl.attach_relu_activation_hooks(extractor=other)("c", context)
+
+
+def test_a_method_and_a_function_of_c_are_the_same_as_themselves():
+    """Each access makes a bound method anew, and itemgetter takes no weak reference."""
+
+    class Model:
+        def extract(self, output):
+            return output
+
+    context, model, get = hl.ComponentContext(), Model(), operator.itemgetter(0)
+    for extractor, component in ((lambda: model.extract, "method"), (lambda: get, "C")):
+        for _ in range(2):
+            hl.attach_relu_activation_hooks(extractor=extractor())(component, context)
+    with pytest.raises(hl.OptionError, match=r"extractor=.*itemgetter"):
+        hl.attach_relu_activation_hooks(extractor=operator.itemgetter(1))("C", context)
+
+
+def test_an_extractor_that_is_gone_is_in_nobodys_way():
+    """The tracker keeps it not alive, nor what it refers to; it can be pickled, and another may come."""
+    context, seen = hl.ComponentContext(), torch.ones(1)
+    extractor = lambda output: seen  # noqa: E731
+    hl.attach_relu_activation_hooks(extractor=extractor)("c", context)
+    state = context.model_metrics["relu_activation_state"]
+    assert pickle.loads(pickle.dumps(state)).has_component("c")
+    gone = weakref.ref(extractor)
+    del extractor
+    gc.collect()
+    assert gone() is None
+    hl.attach_relu_activation_hooks(extractor=first_of)("c", context)
+    with pytest.raises(hl.OptionError, match="first_of"):
+        hl.attach_relu_activation_hooks(extractor=last_of)("c", context)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "flow", "relu flow"])
+@pytest.mark.parametrize("dims", [(1, -1), (-1, 1), (None, 1, -1), (1, None, -1), (None, None, 1, 1, None, -1)])
+def test_two_unit_dims_for_one_component_are_refused_whatever_the_order(name, dims):
+    """One that is left out agrees with any; the last of these is the one too many."""
+    context, make = hl.ComponentContext(), BUILDERS[name][1]
+    for dim in dims[:-1]:
+        make(unit_dim=dim)("c", context)
+    with pytest.raises(hl.OptionError, match=r"unit_dim=-?1 already, .* unit_dim=-?1 as well"):
+        make(unit_dim=dims[-1])("c", context)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "flow", "relu flow"])
+def test_the_unit_dim_that_somebody_asks_for_is_used_by_all(name):
+    """Left out by the first builder, given by the second; once there are counts of the usual one, it is too late."""
+    context = hl.ComponentContext()
+    for dim in (None, 1, None):
+        BUILDERS[name][1](unit_dim=dim)("c", context)
+    BUILDERS[name][1]()("late", context)
+    state = context.model_metrics[KEYS[name][0]]
+    for component in ("c", "late"):
+        state.update(component, torch.full((2, 5, 3), 2.0))
+    assert len([key for key in state.to_metrics() if key.rpartition("/")[2].removeprefix("unit_").isdigit()]) == 5 + 3
+    with pytest.raises(hl.OptionError, match="unit_dim=None already, and cannot be with unit_dim=1"):
+        BUILDERS[name][1](unit_dim=1)("late", context)
+    state.reset()
+    BUILDERS[name][1](unit_dim=1)("late", context)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "sigmoid"])
+def test_an_extractor_that_raises_is_warned_of_once_and_breaks_no_forward(name):
+    """The warning names component and error; outputs that it can read are counted."""
+    policy = hl.PolicyAutoBuilder({"odd": Constant(lambda x: {"a": x} if len(x) > 1 else {})})
+    context = hl.ComponentContext()
+    attach(policy, name, "odd", context, extractor=lambda output: output["a"])
+    with pytest.warns(hl.HooklineWarning, match="Component 'odd' is passed over .* KeyError: 'a'"):
+        assert policy(torch.ones(1, 2)) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy(torch.ones(1, 2))
+        policy(torch.ones(3, 2))
+    assert context.model_metrics[KEYS[name][0]]._counts["odd"].samples == {2: 3}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_components_of_one_name_in_two_policies_are_both_counted(name):
+    """One context, one backward pass through both: as much as of two passes through one of them each."""
+    found = []
+    for together in (False, True):
+        context, policies = hl.ComponentContext(), [make_policy().eval() for _ in range(2)]
+        for policy in policies:
+            attach(policy, name, "head", context)
+            attach(policy, name, "head", context)
+        x = torch.linspace(-1, 1, 24).reshape(4, 6)
+        losses = [policy(x).square().sum() for policy in policies]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+        found.append(metrics(context))
+    assert found[1] == pytest.approx(found[0])
+    assert found[0] != {}
+    once = hl.ComponentContext()
+    policy = make_policy().eval()
+    attach(policy, name, "head", once)
+    step(policy)
+    if name in ("fisher", "flow"):  # the others are shares, which are the same of once and twice
+        assert found[1] != pytest.approx(metrics(once))
+    elif name == "relu flow":
+        assert context.model_metrics[KEYS[name][0]]._counts["head"].samples == {16: 8}
+
+
+def samples(context) -> int:
+    """How many the ReLU tracker has counted."""
+    return sum(context.model_metrics["relu_activation_state"]._counts["same"].samples.values())
+
+
+def test_the_same_output_from_two_policies_counts_twice():
+    """nn.Identity gives out its input; here two of them the same."""
+    context, x = hl.ComponentContext(), torch.ones(2, 3)
+    for _ in range(2):
+        policy = hl.PolicyAutoBuilder({"same": nn.Identity()})
+        attach(policy, "relu", "same", context)
+        policy(x)
+    assert samples(context) == 4
+
+
+@pytest.mark.parametrize("by", ["policy", "attach", "torch"])
+def test_the_same_output_counts_again_when_a_hook_was_attached_again(by):
+    """A static buffer, or nn.Identity: the hook that counted it is off, so it is another call."""
+    context, policy, x = hl.ComponentContext(), hl.PolicyAutoBuilder({"same": nn.Identity()}), torch.ones(2, 3)
+    hooks = [hl.attach_relu_activation_hooks()("same", context) for _ in range(3)]
+    for hook in hooks:
+        if by == "policy":
+            handle = policy.register_component_hook_rule(component_name="same", hook=hook)
+        else:
+            handle = hl.attach(policy.same, hook) if by == "attach" else policy.same.register_forward_hook(hook)
+        policy(x)
+        handle.remove()
+    assert samples(context) == 3 * 2
+
+
+def test_attached_in_every_way_at_once_it_counts_once_a_call():
+    """By the policy, by another policy around the same module, by attach and by torch itself."""
+    context, policy, x = hl.ComponentContext(), hl.PolicyAutoBuilder({"same": nn.Identity()}), torch.ones(2, 3)
+    attach(policy, "relu", "same", context)
+    attach(hl.PolicyAutoBuilder({"same": policy.same}), "relu", "same", context)
+    hl.attach(policy.same, hl.attach_relu_activation_hooks()("same", context))
+    policy.same.register_forward_hook(hl.attach_relu_activation_hooks()("same", context))
+    for _ in range(3):
+        policy(x)
+    assert samples(context) == 3 * 2
+
+
+def test_the_same_output_counts_once_a_call_with_two_hooks_of_different_phases():
+    """The hook that counted it in training has its turn in the evaluation too, and passes."""
+    context, policy, x = hl.ComponentContext(), hl.PolicyAutoBuilder({"same": nn.Identity()}), torch.ones(2, 3)
+    for during in ("train", "eval", ("train", "eval")):
+        attach(policy, "relu", "same", context, during=during)
+    for phase in ("train", "eval", "eval", "train"):
+        with in_phase(phase):
+            policy(x)
+    assert samples(context) == 4 * 2
 
 
 @pytest.mark.parametrize(

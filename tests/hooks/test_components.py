@@ -137,17 +137,146 @@ def test_names_of_a_wrapped_model_are_those_without_the_wrapper():
     assert seen == ["fired"]
 
 
-def test_a_component_that_was_put_in_by_hand_takes_hooks():
-    """Though it is no child of the policy."""
-    policy, seen, stranger = two(), [], nn.Linear(2, 2)
-    policy.components["stranger"] = stranger
-    policy.register_component_hook_rule(component_name="stranger", hook=lambda *_: seen.append("fired"))
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda policy, new: setattr(policy, "actor_mlp", new),
+        lambda policy, new: policy.components.update(actor_mlp=new),
+        lambda policy, new: (delattr(policy, "actor_mlp"), setattr(policy, "actor_mlp", new)),
+        lambda policy, new: setattr(policy, "components", OrderedDict(actor_mlp=new, head=policy.head)),
+    ],
+    ids=["attribute", "components", "deleted", "all"],
+)
+@pytest.mark.parametrize("told", [False, True], ids=["in order", "told"])
+def test_a_component_that_is_replaced_is_the_one_that_runs(replace, told):
+    """Forward, parameters, components and hooks all have the new module, in its old place."""
+    policy, new, x, seen = two(), nn.Linear(3, 4), torch.ones(2, 3), []
+    if told:
+        run = lambda components, x: components["head"](components["actor_mlp"](x))  # noqa: E731
+        policy = hl.PolicyAutoBuilder(policy.components, forward=run)
+    replace(policy, new)
+    policy.register_component_hook_rule(component_name="actor_mlp", hook=lambda module, *_: seen.append(module))
+    assert torch.equal(policy(x), policy.head(new(x)))
+    assert list(policy.components) == ["actor_mlp", "head"]
+    assert policy.components["actor_mlp"] is new
+    assert new.weight in set(policy.parameters())
+    assert seen == [new, new]
+
+
+def test_a_component_that_is_compiled_in_place_runs_compiled():
+    """policy.head = torch.compile(policy.head): the compiled one runs, its hook fires."""
+    policy, compiled, seen = two(), [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    policy.head = torch.compile(policy.head, backend=backend)
+    policy.register_component_hook_rule(component_name="head", hook=lambda *_: seen.append("fired"))
+    with torch.no_grad():
+        policy(torch.ones(1, 3))
+    assert len(compiled) == 1
+    assert seen == ["fired"]
+
+
+@pytest.mark.parametrize("forward", [None, lambda components, x: components["head"](components["actor_mlp"](x))])
+def test_a_compiled_policy_runs_what_replaced_a_component(forward):
+    """In one graph; the code of the old one is not used for the new one."""
+    policy = hl.PolicyAutoBuilder(two().components, forward=forward)
+    model, x = torch.compile(policy, backend="eager", fullgraph=True), torch.ones(1, 3)
+    model(x)
+    policy.head = nn.Linear(4, 2)
+    assert torch.equal(model(x), policy.head(policy.actor_mlp(x)))
+
+
+@pytest.mark.parametrize("how", ["attribute", "components"])
+def test_a_module_of_a_model_that_is_replaced_takes_the_hooks(how):
+    """of(model), then another module in its place: hooks that are registered from then on fire there."""
+    model, new, seen = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2))), nn.Linear(4, 5), []
+    policy = hl.PolicyAutoBuilder.of(model)
+    if how == "attribute":
+        model[1][0] = new
+    else:
+        policy.components["1.0"] = new
+    assert policy.components["1.0"] is model[1][0] is new
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = policy.register_component_hook_rule(component_name="1.0", hook=lambda module, *_: seen.append(module))
+        model(torch.ones(1, 3))
+        handle.remove()
+    assert seen == [new]
+
+
+def test_a_component_that_is_taken_away_is_gone():
+    """From components, from the policy, and from what runs; one of a model is taken out of the model."""
+    policy, x = two(), torch.ones(1, 3)
+    del policy.components["head"]
+    assert dict(policy.components) == {"actor_mlp": policy.actor_mlp}
+    assert not hasattr(policy, "head")
+    assert torch.equal(policy(x), policy.actor_mlp(x))
+    policy = hl.PolicyAutoBuilder.of(nn.Sequential(nn.Linear(1, 1)))
+    with pytest.raises(hl.OptionError, match="'0' is a module of the model"):
+        del policy.components["0"]
+
+
+def test_children_that_are_no_components_do_not_run():
+    """A loss that was set on the policy is a child like any other."""
+    policy, x = two(), torch.ones(1, 3)
+    policy.loss = nn.Linear(9, 9)
+    assert "loss" not in policy.components
+    assert torch.equal(policy(x), policy.head(policy.actor_mlp(x)))
+
+
+def test_a_component_that_was_added_by_hand_is_part_of_the_policy():
+    """It is a child, runs last, and takes hooks."""
+    policy, seen, last, x = two(), [], nn.Linear(2, 2), torch.ones(1, 3)
+    policy.components["last"] = last
+    policy.register_component_hook_rule(component_name="last", hook=lambda *_: seen.append("fired"))
+    assert torch.equal(policy(x), last(policy.head(policy.actor_mlp(x))))
+    assert policy.last is last
+    assert seen == ["fired", "fired"]
+    with pytest.raises(hl.OptionError, match=r"'last' has to be an nn\.Module, got a function"):
+        policy.components["last"] = lambda x: x
+
+
+@pytest.mark.parametrize("make", [two, lambda: hl.PolicyAutoBuilder.of(nn.Sequential(nn.Linear(3, 2)))])
+def test_a_name_that_no_module_of_the_policy_can_have_is_for_hooks_alone(make):
+    """The module is no part of the policy and does not run with it; hooks can be put on it, and it taken away."""
+    policy, seen, stranger, x = make(), [], nn.Linear(2, 2), torch.ones(1, 3)
+    before = policy(x)
+    policy.components["some.stranger"] = stranger
+    assert list(policy.components)[-1] == "some.stranger"
+    policy.register_component_hook_rule(component_name="some.stranger", hook=lambda *_: seen.append("fired"))
     handle = policy.register_component_backward_hook_rule(
-        component_name="stranger", hook=hl.attach_fisher_information_hooks()("stranger", hl.ComponentContext())
+        component_name="some.stranger", hook=hl.attach_fisher_information_hooks()("stranger", hl.ComponentContext())
     )
+    assert torch.equal(policy(x), before)
     stranger(torch.ones(1, 2))
     assert seen == ["fired"]
     handle.remove()
+    del policy.components["some.stranger"]
+    assert "some.stranger" not in policy.components
+
+
+def test_a_policy_without_components_says_so_when_it_is_called():
+    """An error, not None; with forward= it may well have none."""
+    with pytest.raises(hl.OptionError, match="This policy has no components to run"):
+        hl.PolicyAutoBuilder({})(torch.ones(1))
+    assert hl.PolicyAutoBuilder({}, forward=lambda components, x: x + 1)(1) == 2
+
+
+def test_a_subclass_may_be_made_of_a_model_whatever_its_init_takes():
+    """of(model) does not run it."""
+
+    class Own(hl.PolicyAutoBuilder):
+        def __init__(self, width):
+            super().__init__({"only": nn.Linear(width, width)})
+
+    policy = Own.of(nn.Sequential(nn.Linear(3, 2)))
+    assert type(policy) is Own
+    assert list(policy.components) == ["0"]
+    assert policy(torch.ones(1, 3)).shape == (1, 2)
+    assert list(Own(2).components) == ["only"]
 
 
 def test_a_component_that_never_runs_is_told_of():

@@ -144,7 +144,7 @@ def test_a_parameter_at_the_address_of_a_dead_one_is_followed():
     del policy.c.weight
     policy.c.weight = nn.Parameter(torch.ones(2, 3))
     [leaf] = [leaf for leaf in handle._leaves if leaf.key == "weight"]
-    leaf._seen = id(policy.c.weight)  # as it may well be
+    leaf.seen = id(policy.c.weight)  # as it may well be
     policy(torch.ones(1, 3)).sum().backward()
     assert trace(state) == blended(policy.c.weight.grad)
 

@@ -1,6 +1,6 @@
 """Two processes train one policy under DDP, FSDP2 or neither, with trackers; run by test_trackers_distributed.py.
 
-python trackers_distributed.py FILE: each process prints, as JSON, its metrics by wrapper.
+python trackers_distributed.py FILE: each process writes, as JSON, its metrics by wrapper to FILE.0 and FILE.1.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import OrderedDict
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -50,10 +51,12 @@ def work(rank: int, file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     found = {wrapper: train(wrapper, rank) for wrapper in WRAPPERS}
-    print(json.dumps(found), flush=True)
+    Path(f"{file}.{rank}").write_text(json.dumps(found))  # two that print at once may cut into each other's lines
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    mp.spawn(work, args=(sys.argv[1],), nprocs=2)
+    # Forked, so that torch and hookline are imported once, not three times, which was most of what this took.
+    hl.StatsReporter, torch._dynamo  # both come when they are asked for
+    mp.start_processes(work, args=(sys.argv[1],), nprocs=2, start_method="fork")

@@ -136,21 +136,73 @@ def test_a_sink_cannot_change_what_the_next_one_gets():
     assert sink.taken[0][0] == metrics != {}
 
 
-def test_if_a_tracker_raises_none_is_reset():
-    """Nothing is lost: the next report has it."""
+class Faulty:
+    """A tracker of ones own, one of whose methods does not work."""
 
-    class Broken:
-        def to_metrics(self):
-            raise RuntimeError("broken")
+    def __init__(self, fault):
+        self.fault, self.resets = fault, 0
 
-        def reset(self):
-            raise AssertionError("must not come to this")
+    def to_metrics(self):
+        return self._do("to_metrics", {"own/value": 3.0})
+
+    def reset(self):
+        self.resets += 1
+        self._do("reset", None)
+
+    def _do(self, method, result):
+        if method == self.fault:
+            raise RuntimeError(f"no {method}")
+        return result
+
+
+def test_a_tracker_that_cannot_be_read_does_not_keep_the_others_from_being_reported(caplog):
+    """Theirs go out and start anew; its own are not reset, and it is logged once, not each epoch."""
+    context, sink, faulty = full_context(), Noting(), Faulty("to_metrics")
+    context.model_metrics = {"faulty": faulty, **context.model_metrics, "own": Faulty(None)}
+    reporter = hl.StatsReporter(context, sinks=[sink])
+    with caplog.at_level(logging.ERROR, logger="hookline"):
+        first, second = reporter.on_epoch_end(), reporter.on_epoch_end()
+    assert {"activations/relu/c/0", "gradient_flow/relu/c/0", "own/value"} < first.keys()
+    assert second == {"own/value": 3.0}
+    assert [taken for taken, _, _ in sink.taken] == [first, second]
+    assert faulty.resets == 0
+    assert caplog.text.count("'faulty' could not be read at the end of epoch 0") == 1
+    assert caplog.text.count("RuntimeError: no to_metrics") == 1
+
+
+def test_a_tracker_that_cannot_be_reset_does_not_keep_the_others_from_it(caplog):
+    """Its metrics have gone out with all others; it is logged once."""
+    context, sink, own = full_context(), Noting(), Faulty(None)
+    context.model_metrics = {"faulty": Faulty("reset"), **context.model_metrics, "own": own}
+    reporter = hl.StatsReporter(context, sinks=[sink])
+    with caplog.at_level(logging.ERROR, logger="hookline"):
+        metrics = reporter.on_epoch_end()
+        reporter.on_epoch_end()
+    assert sink.taken[0][0] == metrics
+    assert "own/value" in metrics
+    assert own.resets == 2
+    assert context.model_metrics["relu_activation_state"].to_metrics() == {}
+    assert caplog.text.count("'faulty' could not be reset at the end of epoch 0") == 1
+
+
+def test_weights_that_cannot_be_read_do_not_keep_trackers_from_being_reported(caplog):
+    """A policy that is none."""
+    with caplog.at_level(logging.ERROR, logger="hookline"):
+        metrics = hl.StatsReporter(full_context(), policy="no model").on_epoch_end()
+    assert "activations/relu/c/0" in metrics
+    assert "'policy' could not be read" in caplog.text
+
+
+def test_trackers_are_reset_when_the_sinks_have_their_metrics():
+    """A sink that is interrupted loses nothing: the next report has it all."""
+
+    class Interrupted:
+        def emit(self, metrics, epoch, hook_point):
+            raise KeyboardInterrupt
 
     context = full_context()
-    context.model_metrics["broken"] = Broken()
-    with pytest.raises(RuntimeError, match="broken"):
-        hl.StatsReporter(context).on_epoch_end()
-    del context.model_metrics["broken"]
+    with pytest.raises(KeyboardInterrupt):
+        hl.StatsReporter(context, sinks=[Interrupted()]).on_epoch_end()
     assert "activations/relu/c/0" in hl.StatsReporter(context).on_epoch_end()
 
 

@@ -757,6 +757,24 @@ def test_private_names_of_torch_are_imported_in_one_file_only():
     assert offenders == []
 
 
+def test_tensors_without_numbers_of_their_own_are_told_apart():
+    """Those that stand for others in a transform, and fake ones; parameters and other subclasses have numbers."""
+    found = []
+
+    def note(x):
+        found.append(_torch.has_numbers(x))
+        return x.sum()
+
+    torch.vmap(note)(torch.ones(2, 2))
+    torch.func.grad(note)(torch.ones(2))
+    with torch._subclasses.FakeTensorMode():
+        note(torch.ones(2))
+    own = torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {}))
+    for ordinary in (torch.ones(2), nn.Parameter(torch.ones(2)), own):
+        note(ordinary)
+    assert found == [False, False, False, True, True, True]
+
+
 def test_every_name_of_the_file_is_used_and_documented():
     """The file holds what is needed and says why."""
     source = inspect.getsource(_torch)

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from hookline.errors import HooklineWarning
 from hookline.hooks.components import ComponentContext
-from hookline.hooks.extract import Extractor, KeyExtractor, build_extractor
+from hookline.hooks.extract import Extractor, build_extractor, mark_of
 from hookline.hooks.fisher_hook import FisherHook
 from hookline.hooks.tracker_hooks import ActivationHook, GradientFlowHook, ReLUGradientFlowHook
 from hookline.lifecycle.phase import checked_phases
@@ -87,7 +87,7 @@ def attach_relu_activation_hooks(
         extract = _extractor(component, extractor)
         if extract is None:
             return None
-        state.register_component(component, unit_dim=unit_dim, extractor=_kept(extract))
+        state.register_component(component, unit_dim=unit_dim, extractor=mark_of(extract))
         return ActivationHook(state, component, extract, phases)
 
     return builder
@@ -111,7 +111,8 @@ def attach_saturated_activation_hooks(
 
     Args:
         activation: ``"tanh"`` or ``"sigmoid"``: what the component's output has passed.
-        saturation_threshold: From where on it is saturated, strictly between 0 and 1; kept by component.
+        saturation_threshold: From where on it is saturated, strictly between 0 and 1, for a sigmoid above 0.5; kept by
+            component.
         extractor: Which tensor of the output (see `build_extractor`); an output that is a tensor is taken itself.
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
@@ -128,7 +129,7 @@ def attach_saturated_activation_hooks(
         if extract is None:
             return None
         found.register_component(
-            component, saturation_threshold=saturation_threshold, unit_dim=unit_dim, extractor=_kept(extract)
+            component, saturation_threshold=saturation_threshold, unit_dim=unit_dim, extractor=mark_of(extract)
         )
         return ActivationHook(found, component, extract, phases)
 
@@ -230,11 +231,6 @@ def _state(context: ComponentContext, key: str, kind: type[StateT], **options: A
     if not isinstance(found, kind):
         found = context.model_metrics[key] = kind(**options)
     return found
-
-
-def _kept(extract: Extractor) -> object:
-    # A key, by which another is noticed. Whether two functions do the same, nobody can tell: the first one counts.
-    return extract if isinstance(extract, KeyExtractor) else "a function"
 
 
 def _extractor(component: str, spec: Any) -> Extractor | None:

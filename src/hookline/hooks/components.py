@@ -6,18 +6,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import NoMatchError, OptionError, TargetError
+from hookline.hooks.live_components import ChildComponents, ModelComponents
 from hookline.sites.attach import attach
+from hookline.sites.nearest import nearest
 from hookline.sites.signature import a_or_an, hook_name
-from hookline.sites.wrappers import clean_modules, unwrap
+from hookline.sites.wrappers import unwrap
 
 __all__ = ["AttachesItself", "ComponentContext", "PolicyAutoBuilder"]
 
@@ -65,16 +65,16 @@ class PolicyAutoBuilder(nn.Module):
         forward: What a call does, if not one component after the other: ``forward(components, *args, **kwargs)``.
     """
 
-    components: OrderedDict[str, nn.Module]
-    """The components by name."""
     model: nn.Module
     """Of a policy that was made by ``of``: the model."""
+    _is_whole = False
+    _run: Callable[..., Any] | None = None
 
     def __init__(self, components: Mapping[str, nn.Module], *, forward: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self._run = forward
-        self._is_whole = False
-        self.components = OrderedDict()
+        self._names: list[str] = []
+        self._added: dict[str, nn.Module] = {}
         for name, module in _checked(components).items():
             self._adopt(name, module)
 
@@ -82,22 +82,45 @@ class PolicyAutoBuilder(nn.Module):
     def of(cls, model: nn.Module) -> Self:
         """Any model as a policy: its components are all of its modules, by their dotted names without wrappers.
 
-        The policy has the model as its child ``model`` and calls it; hooks fire whichever of the two is called.
+        The policy has the model as its child ``model`` and calls it; hooks fire whichever of the two is called. In a
+        subclass, its own ``__init__`` is not run.
         """
-        policy = cls({})
-        policy.add_module("model", model)
+        policy = cls.__new__(cls)  # what a subclass asks for at its making, nobody here knows
+        PolicyAutoBuilder.__init__(policy, {})
         policy._is_whole = True
-        policy.components = OrderedDict((name, module) for name, module in clean_modules(model) if name)
+        policy.add_module("model", model)
         return policy
+
+    @property
+    def components(self) -> MutableMapping[str, nn.Module]:
+        """The components by name, looked up at each use: one that was replaced in the policy is replaced here too.
+
+        ``policy.components["head"] = module`` replaces or adds a child; of a policy that was made by ``of``, a module
+        of the model. A name that no module of the policy can have is kept for hooks alone.
+        """
+        if self._is_whole:
+            return ModelComponents(self.model, self._added)
+        return ChildComponents(self)
+
+    @components.setter
+    def components(self, components: Mapping[str, nn.Module]) -> None:
+        wanted = _checked(components)
+        for name in self._children():
+            del self.components[name]
+        self._added.clear()
+        self.components.update(wanted)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the components in order, each on what the one before gave; or whatever ``forward=`` does."""
         if self._is_whole:
             return self.model(*args, **kwargs)
+        modules = self._children()
         if self._run is not None:
-            return self._run(self.components, *args, **kwargs)
+            return self._run(modules | self._added, *args, **kwargs)
+        if not modules:
+            raise OptionError("This policy has no components to run: give it some, or a forward=.")
         value: Any = None
-        for index, module in enumerate(self.components.values()):
+        for index, module in enumerate(modules.values()):
             value = module(value) if index else module(*args, **kwargs)
         return value
 
@@ -123,9 +146,10 @@ class PolicyAutoBuilder(nn.Module):
         return self._attach(component_name, hook, "backward")
 
     def _attach(self, name: str, hook: Callable[..., Any], kind: str) -> RemovableHandle:
-        module = self.components.get(name)
+        components = dict(self.components)
+        module = components.get(name)
         if module is None:
-            near = get_close_matches(str(name), self.components, n=3, cutoff=0.4) or list(self.components)[:4]
+            near = nearest(str(name), components, n=3)
             hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
             raise NoMatchError(f"Component '{name}' not found in policy.{hint}")
         if kind == "backward" and isinstance(hook, AttachesItself):
@@ -140,6 +164,11 @@ class PolicyAutoBuilder(nn.Module):
         """The model whose forwards are counted: of ``of(model)`` that one, which may be called without the policy."""
         return unwrap(self.model) if self._is_whole else self
 
+    def _children(self) -> dict[str, nn.Module]:
+        """The components that are children, as they are by now; plain, since compiled code comes through here."""
+        found = [(name, self._modules.get(name)) for name in self._names]  # one that was deleted may come back
+        return {name: module for name, module in found if module is not None}
+
     def _adopt(self, name: str, module: nn.Module) -> None:
         try:
             self.add_module(name, module)
@@ -148,7 +177,8 @@ class PolicyAutoBuilder(nn.Module):
                 f"A component cannot be called {name!r}: {error.args[0]}. For modules by their dotted names write "
                 "PolicyAutoBuilder.of(model)."
             ) from None
-        self.components[name] = module
+        if name not in self._names:
+            self._names.append(name)
 
 
 def _checked(components: Any) -> Mapping[str, nn.Module]:

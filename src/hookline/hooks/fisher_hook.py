@@ -44,7 +44,7 @@ class FisherHook:
         for name, owner, key in _parameters(module):
             parameter = owner._parameters[key]
             if parameter is not None and isinstance(parameter.grad, Tensor):
-                self._take(name, parameter.grad)
+                self._take(name, id(parameter), parameter.grad)
 
     def attach_to(self, model: nn.Module, module: nn.Module) -> RemovableHandle:
         """Put it on every parameter of a module, and on those that come to take their place."""
@@ -53,23 +53,25 @@ class FisherHook:
     def take(self, leaf: _Leaf, gradient: Tensor) -> None:
         """One parameter's gradient in one backward pass is there."""
         if phase() in self.during and leaf.accumulates():
-            self._take(leaf.name, gradient)
+            self._take(leaf.name, leaf.seen, gradient)
 
-    def _take(self, name: str, gradient: Tensor) -> None:
-        if is_first_in_backward(self.tracker, (self.component, name), self):
+    def _take(self, name: str, leaf: int | None, gradient: Tensor) -> None:
+        # With the leaf: policies that share a tracker may have components of the same name.
+        if is_first_in_backward(self.tracker, (self.component, name, leaf), self):
             self.tracker.update(self.component, f"{self.component}.{name}", gradient)
 
 
 class _Leaf:
     """One parameter by its name: where it is found, and the handle of the hook on what was found there last."""
 
-    __slots__ = ("_handle", "_hook", "_owner", "_seen", "key", "name")
+    __slots__ = ("_handle", "_hook", "_owner", "key", "name", "seen")
 
     def __init__(self, hook: FisherHook, name: str, owner: nn.Module, key: str) -> None:
         self._hook, self.name, self.key = hook, name, key
         self._owner = weakref.ref(owner)  # a hook on a leaf is invisible to the garbage collector
         self._handle: HookHandle | None = None
-        self._seen: int | None = None
+        self.seen: int | None = None
+        """The id of the parameter that it sits on."""
 
     def now(self) -> Tensor | None:
         """What is there by now."""
@@ -83,11 +85,11 @@ class _Leaf:
             return
         # By id: a weak reference would forbid torch.utils.swap_tensors. One that came to the same id after the death of
         # the other has no hook yet: it has died with that one.
-        if self._seen == id(parameter) and self._is_on():
+        if self.seen == id(parameter) and self._is_on():
             return
         self.remove()
         self._handle = attach_tensor(parameter, functools.partial(self._hook.take, self), observe=True, name=self.name)
-        self._seen = id(parameter)
+        self.seen = id(parameter)
 
     def _is_on(self) -> bool:
         # What report().attached says, for 0.3 µs instead of 5: it is asked for every parameter at every forward.

@@ -1,12 +1,13 @@
-"""The end of an epoch: what the trackers have counted goes out, and they start anew.
+"""The end of an epoch: what the trackers have counted goes out, then they start anew.
 
 Takes trackers from a `ComponentContext`, hands one dictionary of metrics to sinks and to whoever asked.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hookline.hooks.builders import TRACKERS
@@ -49,36 +50,64 @@ class StatsReporter:
         self.policy = policy
         self.sinks = list(sinks)
         self._epoch = -1
+        self._told: set[tuple[str, str]] = set()
+        """Which tracker's failure, and in what, has been logged."""
 
     def on_epoch_end(self, epoch: int | None = None) -> dict[str, float]:
-        """Collect, reset and hand on; the metrics.
+        """Collect, hand on and reset; the metrics.
 
         The order is: dead neurons, ReLU, Fisher, tanh, sigmoid, gradient flow, ReLU gradient flow, then whatever else
         in the context has ``to_metrics()`` and ``reset()``. Something else under the key of a tracker is passed over.
-        If a tracker raises, none is reset; a sink that raises is logged, and the others get theirs.
+
+        Trackers are reset when every sink has had its turn. A tracker that raises is logged, once, and the others go
+        on; one that could not be collected is not reset. A sink that raises is logged, and the others get theirs.
 
         Args:
             epoch: Its number; one more than the last if left out.
         """
         self._epoch = self._epoch + 1 if epoch is None else epoch
-        metrics = {} if self.policy is None else compute_dead_neuron_stats(self.policy)
-        trackers = list(self._trackers())
-        for tracker in trackers:
-            metrics |= tracker.to_metrics()
-        for tracker in trackers:
-            tracker.reset()
+        metrics: dict[str, float] = {}
+        if self.policy is not None:
+            metrics |= self._collect("policy", functools.partial(compute_dead_neuron_stats, self.policy)) or {}
+        collected = []
+        for key, tracker in list(self._trackers()):
+            found = self._collect(key, tracker.to_metrics)
+            if found is not None:
+                metrics |= found
+                collected.append((key, tracker))
         for sink in self.sinks:
             self._hand_to(sink, metrics)
+        for key, tracker in collected:
+            self._reset(key, tracker)
         return metrics
 
-    def _trackers(self) -> Iterator[Any]:
+    def _trackers(self) -> Iterator[tuple[str, Any]]:
         states = self.context.model_metrics
         for key, kind in TRACKERS.items():
             if isinstance(states.get(key), kind):
-                yield states[key]
+                yield key, states[key]
         for key, state in states.items():
             if key not in TRACKERS and callable(getattr(state, "to_metrics", None)) and hasattr(state, "reset"):
-                yield state
+                yield key, state
+
+    def _collect(self, key: str, ask: Callable[[], dict[str, float]]) -> dict[str, float] | None:
+        try:
+            return dict(ask())
+        except Exception:
+            self._tell(key, "could not be read")
+            return None
+
+    def _reset(self, key: str, tracker: Any) -> None:
+        try:
+            tracker.reset()
+        except Exception:
+            self._tell(key, "could not be reset")
+
+    def _tell(self, key: str, what: str) -> None:
+        # What fails at the end of one epoch fails at the end of all of them.
+        if (key, what) not in self._told:
+            self._told.add((key, what))
+            logger.exception("%r %s at the end of epoch %d; the others go on", key, what, self._epoch)
 
     def _hand_to(self, sink: _Sink, metrics: dict[str, float]) -> None:
         try:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.sites.tree import leaves, replace
+from hookline.sites.tree import leaves
 
-__all__ = ["main_of", "main_tensor", "with_main_tensor"]
+__all__ = ["main_of", "main_tensor"]
 
 
 def main_tensor(value: Any) -> Tensor | None:
@@ -28,9 +28,3 @@ def main_of(tensors: list[Tensor]) -> Tensor | None:
         if tensor.dim() and tensor.is_floating_point():
             return tensor
     return tensors[0] if tensors else None
-
-
-def with_main_tensor(value: Any, new: Tensor) -> Any:
-    """The same structure around another main tensor."""
-    main = main_tensor(value)
-    return replace(value, lambda tensor: new if tensor is main else tensor)

@@ -6,7 +6,6 @@ Takes an attachment and a target from ``attach``, hands the parameters to ``leav
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
 from hookline.sites.leaves import hook_leaf
+from hookline.sites.nearest import nearest
 from hookline.sites.select import as_list, check_model, describe, named_modules, select, spelled_matcher
 from hookline.sites.table import LOCK, root_of, sweep
 from hookline.sites.wrappers import Place, parameter_place, unwrap, walk
@@ -170,7 +170,7 @@ def _no_match(model: nn.Module, everything: list[NamedParameter], item: Any) -> 
             return error  # it knows best what to say when there is no such module
     names = [each.name for each in everything] + sorted({name for name, _ in named_modules(model)} - {""})
     text = item if isinstance(item, str) else item.pattern
-    near = get_close_matches(text, names, n=4, cutoff=0.4) or names[:4]
+    near = nearest(text, names)
     hint = f"nearest: {', '.join(map(repr, near))}" if near else "it has none"
     return NoMatchError(f"No parameter or module matches {describe(item)} in this {kind}; {hint}.")
 

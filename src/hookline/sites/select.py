@@ -10,7 +10,6 @@ hands named modules to ``attach`` and ``find``.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 import re
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
+from hookline.sites.nearest import nearest
 from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import Place, is_wrapper_type, spellings, unwrap, walk
 
@@ -214,8 +214,7 @@ def _no_match(model: nn.Module, everything: list[Place], item: Any) -> Exception
         return NoMatchError(f"No module of this {kind} is a {describe(item)}; it has {here}.")
     names = [name for name, _, inner, _ in everything if name and inner is None]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
-    near = difflib.get_close_matches(text, names, n=4, cutoff=0.4) if text else names[:4]
-    hint = f"nearest: {', '.join(map(repr, near or names[:4]))}" if names else "it has no submodules"
+    hint = f"nearest: {', '.join(map(repr, nearest(text, names)))}" if names else "it has no submodules"
     return NoMatchError(
         f"No module matches {describe(item)} in this {kind} of {len(names)} modules; {hint}. "
         "See all: print(hookline.find(model))."

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["Swapped", "leaves", "replace", "swap_back"]
+__all__ = ["Swapped", "children", "leaves", "rebuilt_tuple", "replace", "swap_back"]
 
 Swapped: TypeAlias = tuple[Any, Any, Any, Any]
 """A list or dict, a key of it, what stands there now, and what stood there before."""
@@ -30,12 +30,12 @@ def leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[
 
     ``above`` are the containers it is in: one that contains itself ends there.
     """
-    children = None if isinstance(value, Tensor) else _children(value)
-    if children is None:
+    parts = None if isinstance(value, Tensor) else children(value)
+    if parts is None:
         yield path, value
     elif id(value) not in above:
         above = (*above, id(value))
-        for key, child in children:
+        for key, child in parts:
             yield from leaves(child, f"{path}.{key}" if path else str(key), above)
 
 
@@ -52,12 +52,12 @@ def replace(
     """
     if isinstance(value, Tensor):
         return swap(value)
-    children = _children(value)
-    if children is None or id(value) in above:
+    parts = children(value)
+    if parts is None or id(value) in above:
         return value
     changed = {}
     above = (*above, id(value))
-    for key, child in children:
+    for key, child in parts:
         new = replace(child, swap, swapped, above)
         if new is not child:
             changed[key] = new
@@ -80,7 +80,7 @@ def swap_back(swapped: Iterable[Swapped]) -> None:
                 container[key] = old
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
+def children(value: Any) -> list[tuple[Any, Any]] | None:
     """Keys and values of a container; None for anything else."""
     if isinstance(value, tuple | list):
         return list(enumerate(value))
@@ -95,7 +95,7 @@ def _rebuild(value: Any, changed: dict[Any, Any]) -> Any:
     """A tuple or dataclass with some items changed."""
     try:
         if isinstance(value, tuple):
-            return _rebuild_tuple(value, [changed.get(index, item) for index, item in enumerate(value)])
+            return rebuilt_tuple(value, [changed.get(index, item) for index, item in enumerate(value)])
         twin = copy.copy(value)
         for key, item in changed.items():
             object.__setattr__(twin, key, item)  # frozen dataclasses too
@@ -104,7 +104,8 @@ def _rebuild(value: Any, changed: dict[Any, Any]) -> Any:
     return twin
 
 
-def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+def rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple of the same make, named or somebody's own, with other items."""
     kind: Any = type(value)
     if hasattr(kind, "_make"):
         return kind._make(items)

@@ -45,8 +45,6 @@ def run(wrap: Callable[[nn.Module], nn.Module], watched: bool, with_optimizer: b
         model(torch.randn(5, 6, generator=data)).square().sum().backward()
         if wrap is not shard:
             norms.append(list(model.parameters())[-1].grad.norm().item())
-            [parameter.grad.norm().item() for parameter in model.parameters()][-1:]
-        ) if wrap is not shard else None
         optimizer.step()
     left = [whole(parameter).detach().clone() for parameter in model.parameters()]
     if watch is None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import threading
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 import hookline as hl
+from hookline.observe.trackers import fisher
+from hookline.observe.trackers.values import fetch
 
 
 def test_fisher_is_a_running_mean_of_squares():
@@ -194,6 +199,36 @@ def test_flow_goes_on_after_reset_with_the_components_options():
         "gradient_flow/c/unit_0": 0.5,
         "gradient_flow/c/unit_1": 0.5,
     }
+
+
+def test_metrics_are_those_of_one_moment(monkeypatch):
+    """Another thread resets while they are put together: dead_fraction is of the parameters that were fetched."""
+    state = hl.FisherInformationState()
+    for name in ("c.weight", "c.bias"):
+        state.update("c", name, torch.zeros(2) if name == "c.bias" else torch.ones(2))
+
+    class Meanwhile(list):
+        def __iter__(self):
+            thread = threading.Thread(target=state.reset)
+            thread.start()
+            thread.join()
+            return super().__iter__()
+
+    monkeypatch.setattr(fisher, "fetch", lambda tensors: Meanwhile(fetch(tensors)))
+    assert state.to_metrics()["fisher_info/c/dead_fraction"] == 0.5
+    assert state.to_metrics() == {}
+
+
+@pytest.mark.parametrize("make", [hl.FisherInformationState, hl.GradientFlowState])
+@pytest.mark.parametrize("beta", [np.float64(0.5), np.float32(0.5), np.int64(0), Fraction(1, 2)])
+def test_a_number_of_any_make_is_a_beta(make, beta):
+    """NumPy's and fractions: kept as a plain float, for the tracker and for a component."""
+    state = make(beta)
+    assert type(state.beta) is float
+    state.register_component("c", beta=beta)
+    state.register_component("c", beta=float(beta))
+    state.update("c", torch.ones(1))
+    assert next(iter(state.to_metrics().values())) == 1 - beta
 
 
 # -- bad input ---------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ import pickle
 import threading
 import time
 import warnings
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -342,6 +344,41 @@ def test_a_threshold_outside_of_0_to_1_is_refused(threshold):
         hl.SaturatedActivationState("tanh", threshold)
     with pytest.raises(hl.OptionError, match=repr(threshold)):
         hl.attach_saturated_activation_hooks(saturation_threshold=threshold)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.05, np.float64(0.3)])
+def test_a_threshold_of_a_sigmoid_that_would_mark_everything_is_refused(threshold):
+    """By tracker, component and builder; a tanh takes it."""
+    text = r"saturation_threshold= of a sigmoid must be above 0\.5, got .*" + str(float(threshold))
+    with pytest.raises(hl.OptionError, match=text):
+        hl.SaturatedActivationState("sigmoid", threshold)
+    with pytest.raises(hl.OptionError, match=text):
+        hl.SaturatedActivationState("sigmoid").register_component("c", saturation_threshold=threshold)
+    with pytest.raises(hl.OptionError, match=text):
+        hl.attach_saturated_activation_hooks(activation="sigmoid", saturation_threshold=threshold)
+    hl.SaturatedActivationState("tanh", threshold)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid"])
+@pytest.mark.parametrize("threshold", [np.float64(0.75), np.float32(0.75), np.float16(0.75), Fraction(3, 4)])
+def test_a_number_of_any_make_is_a_threshold(activation, threshold):
+    """NumPy's and fractions: kept as a plain float, for the tracker and for a component."""
+    state = hl.SaturatedActivationState(activation, threshold)
+    assert type(state.saturation_threshold) is float
+    state.register_component("own", saturation_threshold=threshold)
+    state.register_component("own", saturation_threshold=0.75)
+    for component in ("c", "own"):
+        state.update(component, torch.tensor([0.5, 0.7, 0.8]))
+        assert units(state, f"activations/{activation}/saturated_fraction/{{}}/{{}}", component) == [0.0, 0.0, 1.0]
+
+
+def test_a_whole_number_of_any_make_is_a_unit_dim(counting):
+    """NumPy's: dimension 1 of (2, 3, 5)."""
+    make, key = counting
+    state = make(unit_dim=np.int64(1))
+    state.register_component("c", unit_dim=1)
+    state.update("c", marked(2, 3, 5))
+    assert len(units(state, key)) == 3
 
 
 @pytest.mark.parametrize("dim", ["1", 1.0, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,11 @@ def test_half_precision_weights_are_judged_in_float32():
 def test_a_model_without_linear_weights_has_no_statistics(make):
     """A convolution, nothing, a layer that has no shape yet."""
     assert hl.compute_dead_neuron_stats(make()) == {}
+
+
+def test_thresholds_may_be_numpys():
+    """A float32 is a number."""
+    assert hl.compute_dead_neuron_stats(two_layers(), np.float32(1e-6)) == hl.compute_dead_neuron_stats(two_layers())
 
 
 @pytest.mark.parametrize("threshold", [0, -1.0, float("nan"), "1e-6"])

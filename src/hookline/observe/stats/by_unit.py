@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from hookline.observe.trackers.values import unit_axis
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -32,9 +34,9 @@ class Units:
 
     def take(self, tensor: Tensor) -> None:
         """Look at one more tensor."""
-        if not tensor.dim() or not tensor.numel():
+        dim = unit_axis(tensor, None)
+        if dim is None or not tensor.numel():
             return
-        dim = 1 if tensor.dim() > 3 else tensor.dim() - 1
         others = [index for index in range(tensor.dim()) if index != dim]
         alive = (tensor != 0).any(others) if others else tensor != 0
         before = self.kept

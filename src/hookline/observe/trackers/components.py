@@ -6,6 +6,7 @@ The base of the trackers here. Takes names and options from builders, hands each
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import threading
 import warnings
 from collections.abc import Container
@@ -14,9 +15,9 @@ from typing import Any, Final, Generic, TypeVar
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.observe.trackers.values import unit_axis
+from hookline.observe.trackers.values import countable, unit_axis
 
-__all__ = ["LOCK", "BlendOptions", "ComponentTracker", "UnitOptions", "check_fraction"]
+__all__ = ["LOCK", "BlendOptions", "ComponentTracker", "UnitOptions", "as_number", "as_plain"]
 
 LOCK: Final = threading.RLock()
 """Held while a tracker's state changes: two threads may run one model (0.1 µs). One for all, since a lock among the
@@ -33,8 +34,11 @@ class UnitOptions:
     """Which tensor of its output is looked at; kept to notice when somebody wants another."""
 
     def __post_init__(self) -> None:
-        if self.unit_dim is not None and (not isinstance(self.unit_dim, int) or isinstance(self.unit_dim, bool)):
+        if self.unit_dim is None:
+            return
+        if not isinstance(self.unit_dim, numbers.Integral) or isinstance(self.unit_dim, bool):
             raise OptionError(f"unit_dim= is the number of a dimension or None, got {self.unit_dim!r}.")
+        as_plain(self, unit_dim=int(self.unit_dim))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,19 +50,23 @@ class BlendOptions(UnitOptions):
 
     def __post_init__(self) -> None:
         UnitOptions.__post_init__(self)
-        if not _is_number(self.beta) or not 0 <= self.beta < 1:
+        beta = as_number(self.beta)
+        if beta is None or not 0 <= beta < 1:
             raise OptionError(f"beta= must be at least 0 and less than 1, got {self.beta!r}.")
+        as_plain(self, beta=beta)
 
 
 OptionsT = TypeVar("OptionsT", bound=UnitOptions)
 
 
 class ComponentTracker(Generic[OptionsT]):
-    """A tracker's components; each keeps the options it was first registered with."""
+    """A tracker's components; each keeps the options it was given, and the tracker's own where it was given none."""
 
     def __init__(self, defaults: OptionsT) -> None:
         self._defaults = defaults
         self._known: dict[str, OptionsT] = {}
+        self._given: dict[str, dict[str, Any]] = {}
+        """By component: the options that somebody asked for."""
         self._warned: set[str] = set()
 
     def has_component(self, component: str) -> bool:
@@ -69,9 +77,15 @@ class ComponentTracker(Generic[OptionsT]):
         """Let go of a component, its options and its counts; nothing happens if it is not known."""
         with LOCK:
             self._known.pop(component, None)
+            self._given.pop(component, None)
             self._drop(component)
 
     def _drop(self, component: str) -> None:
+        """Let go of what was kept of a component."""
+        raise NotImplementedError
+
+    def _has_begun(self, component: str) -> bool:
+        """Whether anything is kept of a component."""
         raise NotImplementedError
 
     def _in_order(self, found: Container[str]) -> list[str]:
@@ -79,18 +93,31 @@ class ComponentTracker(Generic[OptionsT]):
         return [component for component in self._known if component in found]
 
     def _register(self, component: str, **options: Any) -> None:
-        """Make a component known; options that are None are left as they are."""
-        given = {key: value for key, value in options.items() if value is not None}
+        """Make a component known; options that are None are left as they are, and whoever asks first decides."""
+        asked = {key: value for key, value in options.items() if value is not None}
         with LOCK:
-            known = self._known.get(component)
-            wanted = dataclasses.replace(known or self._defaults, **given)
-            if known is not None and wanted != known:
-                raise _conflict(component, known, wanted, [key for key in given if given[key] != getattr(known, key)])
-            self._known[component] = wanted
+            before = self._given.get(component, {})
+            known = self._known.get(component, self._defaults)
+            wanted = dataclasses.replace(self._defaults, **(before | asked))  # checks and normalises them
+            given = {key: getattr(wanted, key) for key in before | asked}
+            # What was counted by the tracker's own options cannot be counted anew by others.
+            settled = _by_name(known) | before if self._has_begun(component) else before
+            changed = [key for key in asked if key in settled and settled[key] != given[key]]
+            if changed:
+                raise _conflict(component, known, wanted, changed)
+            self._known[component], self._given[component] = wanted, given
 
     def _options(self, component: str) -> OptionsT:
         """The options of a component, which is registered if it was not."""
         return self._known.get(component) or self._known.setdefault(component, self._defaults)
+
+    def _readable(self, component: str, value: Any) -> tuple[Tensor, int, OptionsT] | None:
+        """The tensor to take in, the dimension of its units, and the options; None for what is passed over."""
+        options, seen = self._options(component), countable(value)
+        if seen is None:
+            return None
+        axis = self._unit_axis(component, seen, options)
+        return None if axis is None or not seen.numel() else (seen, axis, options)
 
     def _unit_axis(self, component: str, tensor: Tensor, options: OptionsT) -> int | None:
         """The dimension of the units; None, and one warning, if the tensor does not have the one asked for."""
@@ -109,14 +136,22 @@ class ComponentTracker(Generic[OptionsT]):
         return f"<{type(self).__name__} of {', '.join(self._known) or 'no component yet'}>"
 
 
-def check_fraction(name: str, value: Any) -> None:
-    """Raise unless the value is a number strictly between 0 and 1."""
-    if not _is_number(value) or not 0 < value < 1:
-        raise OptionError(f"{name}= must lie between 0 and 1, got {value!r}.")
+def as_number(value: Any) -> float | None:
+    """A real number of any make (NumPy's too) as a plain one; None for anything else."""
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def as_plain(options: UnitOptions, **values: Any) -> None:
+    """Put normalised values into options, which nobody changes afterwards."""
+    for name, value in values.items():
+        object.__setattr__(options, name, value)
+
+
+def _by_name(options: UnitOptions) -> dict[str, Any]:
+    """What was counted by; which tensor of an output that was, somebody else decided."""
+    return {
+        field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name != "extractor"
+    }
 
 
 def _conflict(component: str, known: Any, wanted: Any, keys: list[str]) -> OptionError:

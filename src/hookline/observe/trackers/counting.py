@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hookline.observe.trackers.components import LOCK, ComponentTracker, OptionsT
-from hookline.observe.trackers.values import countable, fetch, outside_inference
+from hookline.observe.trackers.values import fetch, outside_inference
 
 __all__ = ["CountingTracker", "UnitCount"]
 
@@ -66,12 +66,11 @@ class CountingTracker(ComponentTracker[OptionsT]):
         self._counts: dict[str, _Counts] = {}
 
     def update(self, component: str, tensor: Tensor) -> None:
-        """Count one tensor; what cannot be counted is passed over (see `countable`)."""
-        seen = countable(tensor)
-        options = self._options(component)
-        axis = None if seen is None else self._unit_axis(component, seen, options)
-        if seen is None or axis is None or not seen.numel():
+        """Count one tensor; what cannot be counted is passed over (see ``countable``)."""
+        found = self._readable(component, tensor)
+        if found is None:
             return
+        seen, axis, options = found
         others = [dim for dim in range(seen.dim()) if dim != axis]
         with LOCK, outside_inference():
             marks = self._marks(seen, options)
@@ -89,6 +88,9 @@ class CountingTracker(ComponentTracker[OptionsT]):
 
     def _drop(self, component: str) -> None:
         self._counts.pop(component, None)
+
+    def _has_begun(self, component: str) -> bool:
+        return component in self._counts
 
     def _results(self) -> Iterator[UnitCount]:
         """Every component that was counted; one transfer for all of them."""

@@ -5,7 +5,7 @@ Fed with gradients of parameters by ``attach_fisher_information_hooks``.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from typing import Final, overload
 
 import torch
@@ -78,7 +78,7 @@ class FisherInformationState(ComponentTracker[BlendOptions]):
         and ``dead_fraction``; one without does not.
         """
         metrics: dict[str, float] = {}
-        dead: dict[str, int] = defaultdict(int)
+        dead: Counter[str] = Counter()
         with LOCK:
             names = self._in_order(self._means)
             rows = [(name, key, mean) for name in names for key, mean in self._means[name].items()]
@@ -89,9 +89,10 @@ class FisherInformationState(ComponentTracker[BlendOptions]):
             dead[component] += is_dead
             metrics |= {f"{prefix}/mean": mean, f"{prefix}/trace": trace, f"{prefix}/max": largest}
             metrics[f"{prefix}/dead"] = float(is_dead)
+        of = Counter(component for component, _, _ in rows)  # as many as were fetched: there may be more by now
         for component, count in dead.items():
             if count:
-                metrics[f"fisher_info/{component}/dead_fraction"] = count / len(self._means[component])
+                metrics[f"fisher_info/{component}/dead_fraction"] = count / of[component]
                 metrics[f"fisher_info/{component}/dead_count"] = float(count)
         return metrics
 
@@ -102,3 +103,6 @@ class FisherInformationState(ComponentTracker[BlendOptions]):
 
     def _drop(self, component: str) -> None:
         self._means.pop(component, None)
+
+    def _has_begun(self, component: str) -> bool:
+        return component in self._means

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookline.observe.trackers.components import LOCK, BlendOptions, ComponentTracker, UnitOptions
 from hookline.observe.trackers.counting import CountingTracker
-from hookline.observe.trackers.values import countable, fetch, outside_inference
+from hookline.observe.trackers.values import fetch, outside_inference
 
 __all__ = ["GradientFlowState", "ReLUGradientFlowState"]
 
@@ -54,11 +54,10 @@ class GradientFlowState(ComponentTracker[BlendOptions]):
 
     def update(self, component: str, tensor: Tensor) -> None:
         """Take in the sizes by unit, if there is one dimension; a gradient, if there are more."""
-        seen = countable(tensor)
-        options = self._options(component)
-        axis = None if seen is None else self._unit_axis(component, seen, options)
-        if seen is None or axis is None or not seen.numel():
+        found = self._readable(component, tensor)
+        if found is None:
             return
+        seen, axis, options = found
         with LOCK, outside_inference():
             sizes = _sizes_by_unit(seen if seen.itemsize >= 4 else seen.float(), axis)
             mean = _widened(self._sizes.get(component), sizes)
@@ -91,6 +90,9 @@ class GradientFlowState(ComponentTracker[BlendOptions]):
 
     def _drop(self, component: str) -> None:
         self._sizes.pop(component, None)
+
+    def _has_begun(self, component: str) -> bool:
+        return component in self._sizes
 
 
 class ReLUGradientFlowState(CountingTracker[UnitOptions]):

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from hookline.observe.trackers.components import UnitOptions, check_fraction
+from hookline.errors import OptionError
+from hookline.observe.trackers.components import UnitOptions, as_number, as_plain
 from hookline.observe.trackers.counting import CountingTracker
 
 __all__ = ["ACTIVATIONS", "SaturatedActivationState", "check_activation"]
@@ -28,10 +29,19 @@ def check_activation(activation: str) -> None:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _SaturationOptions(UnitOptions):
     saturation_threshold: float = 0.95
+    activation: str = "tanh"
 
     def __post_init__(self) -> None:
         UnitOptions.__post_init__(self)
-        check_fraction("saturation_threshold", self.saturation_threshold)
+        threshold = as_number(self.saturation_threshold)
+        if threshold is None or not 0 < threshold < 1:
+            raise OptionError(f"saturation_threshold= must lie between 0 and 1, got {self.saturation_threshold!r}.")
+        if self.activation == "sigmoid" and threshold <= 0.5:
+            raise OptionError(
+                f"saturation_threshold= of a sigmoid must be above 0.5, got {self.saturation_threshold!r}: what is "
+                "above it or below one minus it is saturated, which would be everything."
+            )
+        as_plain(self, saturation_threshold=threshold)
 
 
 class SaturatedActivationState(CountingTracker[_SaturationOptions]):
@@ -49,13 +59,13 @@ class SaturatedActivationState(CountingTracker[_SaturationOptions]):
 
     Args:
         activation: ``"tanh"`` or ``"sigmoid"``.
-        saturation_threshold: Strictly between 0 and 1.
+        saturation_threshold: Strictly between 0 and 1, for a sigmoid above 0.5.
         unit_dim: The dimension whose entries are the units, as for `ReLUActivationState`.
     """
 
     def __init__(self, activation: str, saturation_threshold: float = 0.95, *, unit_dim: int | None = None) -> None:
         check_activation(activation)
-        super().__init__(_SaturationOptions(unit_dim=unit_dim, saturation_threshold=saturation_threshold))
+        super().__init__(_SaturationOptions(unit_dim, None, saturation_threshold, activation))
         self.activation = activation
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.errors import OptionError
+from hookline.observe.trackers.components import as_number
 from hookline.observe.trackers.saturated import check_activation
 from hookline.observe.trackers.values import fetch
 from hookline.sites import _torch
@@ -118,5 +119,6 @@ def _slope_of_sigmoid(x: Tensor) -> Tensor:
 
 
 def _check_threshold(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    number = as_number(value)
+    if number is None or not number > 0:
         raise OptionError(f"{name}= must be a number above 0, got {value!r}.")
