@@ -300,6 +300,68 @@ def test_a_copied_or_pickled_model_with_a_cache_works():
     assert len(cache["a"].calls) == 1
 
 
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+    ids=["copy", "deep", "pickle"],
+)
+def test_a_copied_or_pickled_cache_holds_what_was_captured(copied):
+    """Values, gradients, inputs, order and the reasons of what is missing; it captures no more, nor does it share."""
+    model = stack()
+    with hl.capture(model, ("*",), inputs=True, grads=True) as cache:
+        model(X).sum().backward()
+        twin = copied({"the": cache})["the"] if copied is copy.deepcopy else copied(cache)
+        model(X)
+    assert twin.names == cache.names
+    for name in twin:
+        (call,), first = twin[name].calls, cache[name].calls[0]
+        assert (call.step, call.call) == (first.step, first.call)
+        for one, other in ((call.output, first.output), (call.inputs[0], first.inputs[0]), (call.grad, first.grad)):
+            assert torch.equal(one, other)
+            assert (one is other) == (copied is copy.copy)
+            assert (one.data_ptr() == other.data_ptr()) == (copied is copy.copy)
+    with pytest.raises(CaptureError, match="closed"):
+        twin.__enter__()
+
+
+def test_a_copy_says_what_the_cache_says():
+    """Of what was not asked for, not called, or overwritten since."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.ReLU(inplace=True), "never": nn.Linear(1, 1)})
+    model.forward = lambda x: model["b"](model["a"](x))
+    with pytest.warns(hl.HookNeverFired), hl.capture(model, ("a", "b", "never")) as cache:
+        model(X)
+    for twin in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(CaptureError, match="changed in place"):
+            twin["a"].output
+        assert torch.equal(twin["b"].output, cache["b"].output)
+        with pytest.raises(CaptureError, match="inputs=True"):
+            twin["b"].inputs
+        with pytest.raises(CaptureError, match="Nothing was captured of 'never'"):
+            twin["never"].output
+
+
+def test_objects_in_a_pickled_cache_are_notes():
+    """Of their class, since they may not bear pickling."""
+    model = stack()
+    model.a.register_forward_hook(lambda module, args, output: (output, iter(())))
+    model.b.register_forward_pre_hook(lambda module, args: args[0][0])
+    with hl.capture(model, "a") as cache:
+        model(X)
+    back = pickle.loads(pickle.dumps(cache))["a"].output
+    assert torch.equal(back[0], cache["a"].output[0])
+    assert repr(back[1]) == "<Unseen builtins.tuple_iterator>"
+
+
+def test_a_closed_cache_is_not_entered_again():
+    """It would capture nothing, so it says so; what it holds stays."""
+    model = stack()
+    with hl.capture(model, "a") as cache:
+        model(X)
+    with pytest.raises(CaptureError, match=r"cache is closed.*open another hl\.capture"), cache:
+        model(X)
+    assert len(cache["a"].calls) == 1
+
+
 def test_neither_cache_nor_hooks_keep_the_model_alive():
     """A capture that is on ends with its model."""
     import gc
@@ -400,8 +462,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "limit in words": ({"limit": "a lot"}, "limit= is a number of bytes or a text such as '500MB'.*'a lot'"),
     "limit in unknown units": ({"limit": "3 parsecs"}, "limit= is .* got '3 parsecs'"),
     "limit of a kind": ({"limit": 1.5}, "limit= is .* got 1.5"),
-    "index": ({"index": "last"}, r"index= is what goes between the brackets.*got 'last'"),
-    "index with a bool": ({"index": (True, 1)}, "index= is what goes"),
+    "index": ({"index": "last"}, r"index='last' holds 'last': give numbers, slices.*A function from tensor"),
+    "index of fractions": ({"index": torch.tensor([0.5])}, "holds a tensor of torch.float32: give a bool mask"),
+    "index with a list of texts": ({"index": ["a"]}, "holds a list that is none of places"),
+    "index with a step back": ({"index": (0, slice(None, None, -1))}, r"a slice with step -1: torch takes"),
+    "index with a bool": ({"index": (True, 1)}, r"index=\(True, 1\) holds True"),
     "device": ({"device": "gpu"}, "device= is a device such as 'cpu'.*got 'gpu'"),
     "device that is not there": ({"device": "cuda:99"}, "torch sees . CUDA devices"),
     "dtype": ({"dtype": "float17"}, "dtype= is a floating-point type.*got 'float17'"),

@@ -255,3 +255,30 @@ def test_clear_between_forward_and_backward_drops_late_gradients():
         assert len(cache) == 0
         model(x()).sum().backward()
     assert cache["0"].grad is not None
+
+
+def _captured_once(*, backward: bool) -> tuple[list[weakref.ref[Any]], hl.Cache]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    with hl.capture(model, "*", grads=True, inputs=True) as cache:
+        loss = model(x()).sum()
+        if backward:
+            loss.backward()
+        with torch.no_grad():
+            model(x())
+    return [weakref.ref(one) for one in (model, model[0], cache["0"].calls[0].output)], cache
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+def test_what_was_captured_with_gradients_ends_with_its_cache(backward):
+    """Model and outputs die with the default options, and repeated captures leave no tensor behind."""
+    counts = []
+    for _ in range(3):
+        refs, cache = _captured_once(backward=backward)
+        gc.collect()
+        assert refs[2]() is cache["0"].calls[0].output
+        del cache
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 3
+        counts.append(sum(type(one) is Tensor for one in gc.get_objects()))
+    assert counts[1] == counts[2]

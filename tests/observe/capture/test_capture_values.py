@@ -9,12 +9,14 @@ from collections import OrderedDict, UserDict
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hookline as hl
 from hookline.errors import CaptureError
+from hookline.lifecycle.phase import in_phase
 from hookline.observe.capture.store import Store
 
 X = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
@@ -281,12 +283,67 @@ def test_a_tensor_in_two_places_counts_once_and_clear_makes_room():
         model(X)
 
 
+@pytest.mark.parametrize("options", [{}, {"detach": True}, {"detach": True, "inputs": True}])
+def test_the_limit_holds_over_many_forwards(options):
+    """A tensor that is kept detached dies, and the id it had says nothing of the next one."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    cache = hl.capture(model, "0", limit=4 * 96, **options)
+    with pytest.raises(CaptureError, match="takes 96 B"), torch.no_grad(), cache:
+        _run_often(model, 50)
+    assert 3 * 96 <= cache.bytes <= 4 * 96
+
+
+def _run_often(model: nn.Module, times: int) -> None:
+    for _ in range(times):
+        model(X)
+
+
+class Views(nn.Module):
+    """Hands out the same memory in several ways."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = x * 2
+        return [y.view(-1), y[0], y.detach(), y]
+
+
+def test_memory_is_what_counts_whoever_looks_at_it():
+    """Aliases and views count once, and a small view with all that it keeps alive."""
+    model = Views()
+    with hl.capture(model, "", limit=96) as cache:
+        model(X)
+    assert cache.bytes == 96
+    assert "96 B" in repr(cache).splitlines()[2]
+    first = nn.Sequential(nn.Identity())
+    cache = hl.capture(first, "0", limit=95)
+    with pytest.raises(CaptureError, match=r"shape \(3,\), float32, takes 96 B"), cache:
+        first((X * 2)[0, 0])
+
+
 def test_gradients_count_too():
     """The backward pass raises then."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     cache = hl.capture(model, "#", limit=3 * 96, grads=True)
     with pytest.raises(CaptureError, match=r"The gradient of '0', shape \(2, 4, 3\)"), cache:
         model(X).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("given", "brackets"),
+    [
+        (np.int64(1), 1),
+        (range(1), [0]),
+        ((slice(None), np.array([0, 2])), (slice(None), [0, 2])),
+        ((..., np.array([True, False, True])), (..., [0, 2])),
+        ((0, None), (0, None)),
+        ((slice(None), torch.tensor([1], dtype=torch.int32)), (slice(None), [1])),
+    ],
+)
+def test_an_index_is_what_it_is_for_patches(given, brackets):
+    """Numbers, ranges and arrays of NumPy too; and None, which is for captures alone."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hl.capture(model, "0", index=given) as cache:
+        output = model(X)
+    assert torch.equal(cache["0"].output, output[brackets])
 
 
 # -- the run is left alone -----------------------------------------------------------------------------------
@@ -366,3 +423,57 @@ def test_a_container_that_contains_itself_ends():
     assert torch.equal(kept[0][0], X)
     assert type(kept[1]) is dict
     assert kept[1]["a"] is not X
+
+
+# -- what is not kept ----------------------------------------------------------------------------------------
+
+NO_NUMBERS = {
+    "vmap": lambda model: torch.vmap(model)(X),
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(X),
+    "export": lambda model: torch.export.export(model, (X,)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"clone": True, "limit": "1kB"}, {"inputs": True, "grads": True}])
+@pytest.mark.parametrize("case", NO_NUMBERS)
+@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+def test_tensors_without_numbers_are_not_kept(case, options):
+    """Those of transforms and of an export; the error says so, and an ordinary run beside them is captured."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    with hl.capture(model, "#", **options) as cache:
+        NO_NUMBERS[case](model)
+        assert len(cache) == 0
+        with pytest.raises(CaptureError, match=r"Nothing was captured of '0': its calls were inside of a transform"):
+            cache["0"].output
+        model(X).sum().backward()
+    assert torch.equal(cache["1"].output, model(X))
+
+
+@pytest.mark.parametrize("options", [{}, {"inputs": True, "grads": True}])
+def test_phases_can_be_left_out(options):
+    """A capture is for every phase of a run, unless ``during`` says which; the forward counts, not the backward."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    everything, some = hl.capture(model, "0", **options), hl.capture(model, "0", during=("eval", "train"), **options)
+    with everything, some:
+        with in_phase("intervention"):
+            model(X)
+            assert len(some) == 0
+            with pytest.raises(
+                CaptureError, match="called in phase 'intervention' of the run, and during= asks for: ev"
+            ):
+                some["0"].output
+        with in_phase("eval"):
+            loss = model(X * 2).sum()
+        with in_phase("intervention"):
+            loss.backward()
+    assert len(everything["0"].calls) == 2
+    assert torch.equal(some["0"].output, model(X * 2))
+    if options:
+        assert torch.equal(some["0"].grad, torch.ones(2, 4, 3))
+        assert torch.equal(everything["0"].calls[1].grad, torch.ones(2, 4, 3))
+
+
+def test_a_phase_that_does_not_exist_is_an_option_error():
+    """It names those that do."""
+    with pytest.raises(hl.OptionError, match=r"during= names phases of a run: 'train', 'eval', 'intervention'"):
+        hl.capture(nn.Sequential(nn.Linear(3, 3)), "0", during="testing")

@@ -96,6 +96,11 @@ def test_sweeps_need_no_graph_of_their_own():
     sweeps = [
         [hl.steer(torch.randn(4), float(k)) for k in range(12)],
         [hl.scale(k / 10) for k in range(12)],
+        [hl.scale(k) for k in range(12)],
+        [hl.steer(V, k) for k in range(-6, 6)],
+        [hl.ablate(k / 4) for k in range(12)],
+        [hl.ablate(k, index=0) for k in range(12)],
+        [hl.scale(2, index=(slice(None), [start, start + 1])) for start in range(11)],
         [hl.steer(V, index=(slice(None), position)) for position in range(-12, 12)],
         [hl.ablate(index=torch.rand(2, 12) > 0.5) for _ in range(12)],
         [hl.swap({"layers.1": torch.randn(2, 12, 4)}, index=(0, position)) for position in range(12)],

@@ -122,8 +122,28 @@ def test_an_edits_own_index_comes_before_that_of_the_patch():
         assert torch.equal(model(x), output)
 
 
+def test_each_sample_may_have_a_strength_of_its_own():
+    """A tensor as ``k`` broadcasts to the activation, and a complex activation takes complex factors."""
+    model, x = made()
+    k = torch.tensor([0.5, -2.0]).reshape(2, 1, 1)
+    output = model(x, lambda h: h + V * k)
+    with hl.patch(model, {"layers.1": hl.steer(V, k)}):
+        assert torch.equal(model(x), output)
+    wave, z = nn.Identity(), torch.randn(2, 3, dtype=torch.complex64)
+    with hl.patch(wave, {"": hl.scale(1j)}):
+        assert torch.equal(wave(z), z * 1j)
+
+
 @pytest.mark.parametrize(
-    "edit", [hl.scale(1.0), hl.steer(V * 0), hl.ablate(index=slice(0, 0)), hl.ablate(index=[]), hl.scale(1.0, index=0)]
+    "edit",
+    [
+        hl.scale(1.0),
+        hl.steer(V * 0),
+        hl.ablate(index=slice(0, 0)),
+        hl.ablate(index=[]),
+        hl.scale(1.0, index=0),
+        hl.ablate(index=MASK & False),
+    ],
 )
 def test_an_edit_that_changes_nothing_changes_no_bit(edit):
     """Outputs and gradients are equal to those without it."""

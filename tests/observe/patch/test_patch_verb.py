@@ -237,6 +237,8 @@ OPTIONS = {
     "None in an index": (lambda: hl.ablate(index=(0, None)), r"index=\(0, None\) holds None: give numbers"),
     "a bool": (lambda: hl.ablate(index=True), "index=True holds True"),
     "fractions as places": (lambda: hl.ablate(index=V), "tensor of torch.float32: give a bool mask"),
+    "a step back": (lambda: hl.ablate(index=(0, slice(None, None, -1))), r"index=\(0, ::-1\) has a slice with step -1"),
+    "a slice between fractions": (lambda: hl.ablate(index=slice(0.5, 2)), "a slice between 0.5 and 2: give numbers"),
     "two ellipses": (lambda: hl.ablate(index=(..., 0, ...)), r"more than one '\.\.\.'"),
 }
 
@@ -252,6 +254,13 @@ def test_an_edit_is_checked_where_it_is_made(case):
 MISFITS = {
     "a vector of another length": (hl.steer(torch.ones(5)), r"steer\(\) was given a vector of shape \(5,\)"),
     "a vector of one": (hl.steer(torch.ones(1)), r"vector of shape \(1,\)"),
+    "a number for a vector": (hl.steer(torch.tensor(1.0)), r"vector of shape \(\)"),
+    "a vector of one in more dimensions": (hl.steer(torch.ones(1, 1)), r"vector of shape \(1, 1\)"),
+    "a k that would make the batch larger": (
+        hl.steer(torch.ones(4), torch.ones(5, 1, 1, 1)),
+        r"steer\(\) was given a factor of shape \(5, 1, 1, 1\)",
+    ),
+    "a k of another length": (hl.steer(torch.ones(4), torch.ones(2)), r"steer\(\) was given a factor of shape \(2,\)"),
     "a tensor that is too large": (
         hl.replace(torch.ones(5, 2, 3, 4)),
         r"replace\(\) .* tensor of shape \(5, 2, 3, 4\)",
@@ -267,9 +276,18 @@ MISFITS = {
     "a tuple": (lambda h: (h,), "<lambda> returned a tuple"),
     "another shape": (lambda h: h[0], r"returned a tensor of shape \(3, 4\)"),
     "a number outside": (hl.ablate(index=(0, 3)), r"index=\(0, 3\) is outside of dimension 1"),
+    "a slice outside": (hl.ablate(index=(0, slice(5, 9))), r"index=\(0, 5:9\) is outside of dimension 1"),
+    "a slice behind the end": (
+        hl.scale(2, index=(..., slice(4, 6))),
+        r"index=\(\.\.\., 4:6\) is outside of dimension 2",
+    ),
+    "a slice before the beginning": (hl.ablate(index=slice(-9, -5)), r"index=-9:-5 is outside of dimension 0"),
     "places outside": (hl.ablate(index=[0, 9]), r"index=\[0, 9\] is outside \(index 9 is out of bounds"),
     "too many dimensions": (hl.ablate(index=(0, 0, 0, 0)), r"index=\(0, 0, 0, 0\) speaks of 4 dimensions"),
     "a mask of another shape": (hl.ablate(index=torch.ones(2, 2) > 0), r"mask of shape \(2, 2\)"),
+    "a complex factor": (hl.scale(1j), r"scale\(\) was given complex numbers"),
+    "a complex vector": (hl.steer(torch.ones(4) * 1j), r"steer\(\) was given complex numbers"),
+    "a complex k": (hl.steer(torch.ones(4), 2j), r"steer\(\) was given complex numbers"),
     "complex numbers": (hl.replace(torch.ones(4) * 1j), r"replace\(\) was given complex numbers"),
 }
 
@@ -346,3 +364,12 @@ def test_a_call_without_a_tensor_is_said():
         pytest.raises(hl.HookReturnError, match=r"input of the model has none in it"),
     ):
         model(3)
+
+
+def test_a_slice_with_an_open_end_takes_what_there_is():
+    """All tokens but the first, in a step that has one: nothing, and no error."""
+    model = nn.Sequential(nn.Identity())
+    one, two = torch.ones(1, 1, 4), torch.ones(1, 2, 4)
+    with hl.patch(model, {"0": hl.scale(3.0, index=(slice(None), slice(1, None)))}):
+        assert torch.equal(model(one), one)
+        assert torch.equal(model(two), torch.tensor([1.0, 3.0]).view(1, 2, 1).expand(1, 2, 4))

@@ -7,6 +7,7 @@ with ``remove()``, or at the end of a ``with`` block, and what it holds stays.
 from __future__ import annotations
 
 import difflib
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from hookline.errors import CaptureError, NoMatchError
 from hookline.observe.capture.calls import CapturedCall
+from hookline.observe.capture.copies import copied_calls
 from hookline.observe.capture.recorder import Recorder, Stopped
-from hookline.observe.capture.store import Kept, Store, size_text, tensors_of
+from hookline.observe.capture.store import Kept, Store, bytes_of, size_text, tensors_of
 from hookline.sites.context import close_scope
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
@@ -95,6 +97,10 @@ class Cache(Mapping[str, Captured]):
     ``hookline.Cache.load("run.safetensors")``.
 
     A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
+
+    ``copy.copy`` shares the tensors with their graphs; ``copy.deepcopy`` and ``pickle`` copy them without, and a pickle
+    has a note of its class for an object that is no tensor, container or number, as ``save`` has. None captures
+    any more. A model that keeps a cache of its own activations and is deep-copied has an empty one in the copy.
     """
 
     def __init__(
@@ -107,6 +113,8 @@ class Cache(Mapping[str, Captured]):
         self._model = model
         self._calls: dict[str, list[CapturedCall]] = {}
         self._sorting = threading.Lock()
+        self._is_closed = False
+        """Whether its hooks are off, or never were on."""
         self.scope = scope
         """The number of the context it captures for; None for the whole process."""
         self.handles: dict[Kind, HookHandle] = {}
@@ -123,9 +131,8 @@ class Cache(Mapping[str, Captured]):
 
     @property
     def bytes(self) -> int:
-        """How much the captured tensors take; one that was captured in two places counts once."""
-        tensors = {id(tensor): tensor for calls in [*self._sorted().values()] for tensor in _tensors_in(calls)}
-        return sum(_size(tensor) for tensor in tensors.values())
+        """How much memory the captured tensors keep; what several of them share counts once."""
+        return bytes_of(tensor for calls in [*self._sorted().values()] for tensor in _tensors_in(calls))
 
     def __getitem__(self, name: str) -> Captured:
         calls = self._sorted()
@@ -162,7 +169,7 @@ class Cache(Mapping[str, Captured]):
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take the hooks off; what was captured stays. Warn, unless ``quiet``, of modules that were never called."""
-        silent = False
+        silent, self._is_closed = False, True
         try:
             for kind in sorted(self.handles, key=_WARN_IN_ORDER.index):
                 handle = self.handles[kind]
@@ -173,6 +180,8 @@ class Cache(Mapping[str, Captured]):
             if self.scope is not None:
                 close_scope(self.scope)
             self._recorder.store.settle()
+            self._sorted()  # from here on the calls are the cache's alone
+            self._recorder.let_go()
 
     def clear(self) -> None:
         """Forget what was captured; the hooks stay on."""
@@ -181,7 +190,7 @@ class Cache(Mapping[str, Captured]):
             self._calls.clear()
 
     def save(self, path: str | Path) -> Path:
-        """Write everything to a safetensors file; the path.
+        """Write everything to a safetensors file, in a folder that is there; the path.
 
         Tensors, steps, numbers of calls and structures are kept; a ModelOutput or other mapping or dataclass comes back
         as a dict, a named tuple as a tuple, and an object that is none of these as a note of its class.
@@ -195,11 +204,14 @@ class Cache(Mapping[str, Captured]):
         """Read what ``save`` has written. Nothing is unpickled."""
         from hookline.observe.capture.files import read
 
-        cache = cls()
-        cache._calls = read(path)
-        return cache
+        return _closed_cache(read(path), {})
 
     def __enter__(self) -> Self:
+        if self._is_closed:
+            raise CaptureError(
+                "This cache is closed, and would capture nothing: its hooks came off at the end of its `with` block, "
+                "or it was loaded or copied. What it holds stays readable; for more, open another hl.capture(...)."
+            )
         self._recorder.is_armed = True
         return self
 
@@ -208,9 +220,21 @@ class Cache(Mapping[str, Captured]):
         self.remove(quiet=error is not None)
         return isinstance(error, Stopped) and error.owner is self._recorder
 
+    # Copies hold what was captured and have no hooks.
+
+    def __copy__(self) -> Cache:
+        calls = {name: list(calls) for name, calls in self._sorted().items()}
+        return _closed_cache(calls, self._reasons_in_words(), self._model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        model = self._model()
+        if model is not None and any(id(module) in memo for module in model.modules()):
+            # It is the model that is copied, and holds the cache. The twin has not run, and has no hooks either.
+            return Cache()
+        return _closed_cache(copied_calls(self._sorted(), clone=True), self._reasons_in_words())
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # As with handles: a copied or unpickled model carries no hooks, so a cache it keeps has captured nothing.
-        return Cache, ()
+        return _closed_cache, (copied_calls(self._sorted(), clone=False), self._reasons_in_words())
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -221,6 +245,10 @@ class Cache(Mapping[str, Captured]):
                 for call in self._recorder.take():
                     self._calls.setdefault(call.name, []).append(call)
         return self._calls
+
+    def _reasons_in_words(self) -> dict[str, Callable[[], str]]:
+        """Why modules were not captured, as it stands, for a copy."""
+        return {name: functools.partial(str, why()) for name, why in self.reasons.items() if name not in self._calls}
 
     def _why_none(self, name: str) -> str:
         return self.reasons[name]() if name in self.reasons else "the file has no call of it"
@@ -242,6 +270,17 @@ class Cache(Mapping[str, Captured]):
         raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
 
 
+def _closed_cache(
+    calls: dict[str, list[CapturedCall]],
+    reasons: dict[str, Callable[[], str]],
+    model: Callable[[], nn.Module | None] = lambda: None,
+) -> Cache:
+    """A cache that holds these calls and captures no more."""
+    cache = Cache(model=model)
+    cache._calls, cache.reasons, cache._is_closed = calls, reasons, True
+    return cache
+
+
 def _tensors_in(calls: list[CapturedCall]) -> Iterator[Tensor]:
     for call in calls:
         for kept in call.kept().values():
@@ -249,17 +288,12 @@ def _tensors_in(calls: list[CapturedCall]) -> Iterator[Tensor]:
                 yield from tensors_of(one.value)
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
     first = tensors_of(calls[0].kept_output.value)
     others = f" +{len(first) - 1}" if len(first) > 1 else ""
     shape = f"{tuple(first[0].shape)}{others}" if first else type(calls[0].kept_output.value).__name__
     dtype = str(first[0].dtype).removeprefix("torch.") if first else "–"
-    size = sum({id(tensor): _size(tensor) for tensor in _tensors_in(calls)}.values())
-    return name or "(the model)", shape, dtype, str(len(calls)), size_text(size)
+    return name or "(the model)", shape, dtype, str(len(calls)), size_text(bytes_of(_tensors_in(calls)))
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:

@@ -31,7 +31,19 @@ class CapturedCall:
     Recipe: ``cache["layers.3"].calls[0].output``, and ``.inputs``, ``.kwargs``, ``.grad``, ``.step``, ``.call``.
     """
 
-    __slots__ = ("_args", "_grads", "_kwargs", "_output", "_settle", "_takes_grads", "call", "mixed", "name", "step")
+    __slots__ = (
+        "_args",
+        "_grads",
+        "_kwargs",
+        "_output",
+        "_settle",
+        "_takes_grads",
+        "call",
+        "is_left_out",
+        "mixed",
+        "name",
+        "step",
+    )
 
     def __init__(
         self,
@@ -53,6 +65,8 @@ class CapturedCall:
         """Which call of the module within that forward."""
         self.mixed = False
         """Whether a gradient came that may be of another call."""
+        self.is_left_out = False
+        """Whether it is followed to its end, and then not kept."""
         self._output = output
         self._args = args
         self._kwargs = kwargs
@@ -134,6 +148,20 @@ class CapturedCall:
         """A backward pass came by."""
         self._grads += (grad,)
 
+    def copied(self, copy_of: Callable[[Kept], Kept]) -> CapturedCall:
+        """The same call with copies of what it holds."""
+        self._settle()
+        twin = CapturedCall(self.name, self.step, self.call, copy_of(self._output), takes_grads=self._takes_grads)
+        twin.mixed = self.mixed
+        if self._args is not NOT_ASKED:
+            twin.add_inputs(copy_of(self._args), copy_of(self._kwargs))
+        for grad in self._grads:
+            twin.add_grad(copy_of(grad))
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _call_with, (self.name, self.step, self.call, self.mixed, self._takes_grads, self.kept())
+
     def _asked(self, kept: Kept) -> Kept:
         if kept is NOT_ASKED:
             raise CaptureError(f"The inputs of {self.name!r} were not captured: hl.capture(..., inputs=True).")
@@ -147,6 +175,17 @@ class CapturedCall:
 
     def __repr__(self) -> str:
         return f"<CapturedCall {self.name!r}, step {self.step}, call {self.call}>"
+
+
+def _call_with(name: str, step: int, call: int, mixed: bool, takes_grads: bool, kept: dict[str, Any]) -> CapturedCall:
+    """A call out of a pickle: NOT_ASKED is known by being the one, so it stays at home."""
+    found = CapturedCall(name, step, call, kept["output"], takes_grads=takes_grads)
+    found.mixed = mixed
+    if "inputs" in kept:
+        found.add_inputs(kept["inputs"], kept["kwargs"])
+    for grad in kept["grads"]:
+        found.add_grad(grad)
+    return found
 
 
 def _changed(name: str, what: str, tensors: list[Tensor]) -> CaptureError:

@@ -10,13 +10,14 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import HooklineWarning, NoMatchError
+from hookline.lifecycle.phase import PHASES, checked_phases
 from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.options import (
     check_flags,
-    check_index,
     check_scope,
     parse_device,
     parse_dtype,
+    parse_index,
     parse_limit,
 )
 from hookline.observe.capture.recorder import Recorder
@@ -28,7 +29,7 @@ from hookline.sites.receipt import likely_cause
 from hookline.sites.select import Named, check_model, select, without_scripted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
     from torch import nn
@@ -54,6 +55,7 @@ def capture(
     limit: int | str | None = None,
     exclude: Target = None,
     scope: Scope = "context",
+    during: str | Iterable[str] = PHASES,
     strict: bool = True,
 ) -> Cache:
     """Keep what modules of a model return, take in, and get back as gradients.
@@ -71,7 +73,8 @@ def capture(
     ``nn.ReLU(inplace=True)`` does, reading it raises and asks for ``clone=True`` (changes that torch does not count,
     through ``.data`` or NumPy, go unnoticed); in inference mode, where torch counts none, tensors are copied. Compiled
     code shows copies without a graph. Every call is kept until ``cache.clear()``; one that activation checkpointing
-    only repeats is not kept again. Objects that are neither tensors nor containers, such as a key-value cache, are kept
+    only repeats is not kept again, nor is one in a transform of ``torch.func`` or in ``torch.export``, whose tensors
+    have no numbers of their own. Objects that are neither tensors nor containers, such as a key-value cache, are kept
     by reference as they are.
 
     Args:
@@ -88,9 +91,13 @@ def capture(
             function from tensor to tensor. ``(slice(None), -1)`` is the last token of (B, T, D). The rest is let go.
         stop: End the forward as soon as every target was captured once; the rest of the ``with`` block is skipped. It
             ends by a ``BaseException``, which passes a model that catches every ``Exception``.
-        limit: The most bytes to keep, as a number or as ``"2GB"``; more is an error that says where it happened.
+        limit: The most bytes to keep, as a number or as ``"2GB"``; more is an error that says where it happened. What
+            is kept by reference counts with the whole memory that it is a view of, and memory that is shared once.
         exclude: Modules to leave out, in the same grammar as ``targets``.
         scope: ``"context"``: capture the calls of this thread, or asyncio task, alone; ``"process"``: all calls.
+        during: What the run has to be doing: ``"train"``, ``"eval"``, ``"intervention"``, or several. By default all of
+            them, unlike ``watch``, which goes on for a whole run and counts training alone: who opens a capture around
+            an evaluation means that one. It is the forward that counts; gradients belong to theirs.
         strict: Raise if nothing matches; with False, warn and return a cache that stays empty.
 
     Raises:
@@ -102,17 +109,15 @@ def capture(
     check_model(model)
     check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
     check_scope(scope)
-    if index is not None:
-        check_index(index)
     store = Store(
-        index=index,
+        index=parse_index(index),
         detach=detach,
         dtype=parse_dtype(dtype),
         device=parse_device(device),
         clone=clone,
         limit=parse_limit(limit),
     )
-    recorder = Recorder(store, inputs=inputs, grads=grads, stop=stop)
+    recorder = Recorder(store, inputs=inputs, grads=grads, stop=stop, during=checked_phases(during))
     chosen = _choose(model, targets, exclude, strict=strict)
     cache = Cache(recorder, weakref.ref(model), open_scope() if scope == "context" else None)
     try:
@@ -174,14 +179,16 @@ def _attach(cache: Cache, recorder: Recorder, model: nn.Module, chosen: list[Nam
             elif kind is Kind.FORWARD_PRE:
                 entry.hook = recorder.opening(entry)
             if kind is Kind.FORWARD:
-                cache.reasons[entry.name] = _reason(entry)
+                cache.reasons[entry.name] = _reason(entry, recorder)
 
 
-def _reason(entry: Entry) -> Callable[[], str]:
+def _reason(entry: Entry, recorder: Recorder) -> Callable[[], str]:
     """Why nothing was captured, in words, when somebody asks."""
 
     def why() -> str:
         attachment = entry.attachment
+        if entry.name in recorder.left_out:
+            return recorder.left_out[entry.name]
         if entry.root.step <= entry.step_at_attach and not entry.fired:
             return "the model has not run since" if not attachment.removed else "the model did not run meanwhile"
         if entry.fired:

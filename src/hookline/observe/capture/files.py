@@ -8,6 +8,7 @@ that is read is run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -19,22 +20,30 @@ from torch import Tensor
 
 from hookline.errors import CaptureError
 from hookline.observe.capture.calls import NOT_ASKED, CapturedCall
-from hookline.observe.capture.store import Kept
+from hookline.observe.capture.store import Kept, tensors_of
 from hookline.sites.compiled.layout import Unseen
+from hookline.sites.signature import a_or_an
 
 __all__ = ["read", "write"]
 
 _KEY: Final = "hookline.capture"
 _VERSION: Final = 1
+_IN_PAIRS: Final = (torch.complex128, torch.complex32)
+"""Types that the format does not know, kept as pairs of real numbers."""
 _PLAIN: Final = (str, int, float, bool, type(None))
 Calls: TypeAlias = dict[str, list[CapturedCall]]
 
 
 def write(path: str | Path, calls: Calls) -> Path:
     """Write the calls of each module; the path."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path, tensors = Path(path), _Tensors()
+    if not path.parent.is_dir():
+        raise CaptureError(f"{path} cannot be written: there is no folder {path.parent}. Make it before, os.makedirs.")
+    if path.is_dir():
+        raise CaptureError(f"{path} is a folder: give the path of a file, such as {path / 'run.safetensors'}.")
     sites = [
         {"name": name, "calls": [_call_as_json(call, tensors) for call in of_module]}
         for name, of_module in calls.items()
@@ -44,6 +53,8 @@ def write(path: str | Path, calls: Calls) -> Path:
     try:
         save_file(tensors.numbered, beside, metadata={_KEY: about, "format": "pt"})
         beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise CaptureError(f"{path} could not be written ({error}).") from error
     finally:
         beside.unlink(missing_ok=True)
     return path
@@ -53,6 +64,8 @@ def read(path: str | Path) -> Calls:
     """The calls of each module."""
     from safetensors import SafetensorError, safe_open
 
+    if Path(path).is_dir():
+        raise CaptureError(f"{path} is a folder: give the path of a file that Cache.save() has written.")
     try:
         with safe_open(str(path), framework="pt") as file:
             about = (file.metadata() or {}).get(_KEY)
@@ -90,8 +103,24 @@ class _Tensors:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
             kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} ({tensor.layout})"
             raise CaptureError(f"The {what} is {kind}, which a safetensors file cannot hold; use index= to convert it.")
-        # A copy where it is part of a larger memory, or not in order; two tensors on one memory are not let in.
-        return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        if not _has_place_for(tensor.dtype):
+            name = str(tensor.dtype).removeprefix("torch.")
+            raise CaptureError(f"The {what} is of {name}, which a safetensors file cannot hold; use index= to convert.")
+        # A copy where it is part of a larger memory, or not in order; two tensors on one memory are not let in. Numbers
+        # that are conjugate, or negative, by a note of torch's have to be so in memory.
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        return torch.view_as_real(plain) if tensor.dtype in _IN_PAIRS else plain
+
+
+@functools.cache
+def _has_place_for(dtype: torch.dtype) -> bool:
+    from safetensors.torch import save
+
+    try:
+        save({"0": torch.empty(0, dtype=dtype)})
+    except Exception:  # each version has its own for a type it does not know
+        return dtype in _IN_PAIRS
+    return True
 
 
 def _call_as_json(call: CapturedCall, tensors: _Tensors) -> dict[str, Any]:
@@ -105,19 +134,45 @@ def _call_as_json(call: CapturedCall, tensors: _Tensors) -> dict[str, Any]:
     return about
 
 
-def _as_json(value: Any, tensors: _Tensors, what: str) -> Any:
+def _as_json(value: Any, tensors: _Tensors, what: str, above: tuple[int, ...] = ()) -> Any:
     """A structure as a list that says what it is: ["tensor", "3"], ["tuple", …], ["value", 1.5], …"""
     if isinstance(value, Tensor):
-        return ["tensor", tensors.add(value, what)]
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return [kind, *(_as_json(item, tensors, what) for item in value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
-        value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping) and all(isinstance(key, _PLAIN) for key in value):
-        return ["dict", *([key, _as_json(item, tensors, what)] for key, item in value.items())]
+        return ["complex" if value.dtype in _IN_PAIRS else "tensor", tensors.add(value, what)]
     if isinstance(value, _PLAIN):
         return ["value", value]
+    if id(value) in above:
+        raise CaptureError(f"The {what} contains itself, which no file can hold; capture a module inside of it.")
+    above = (*above, id(value))
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return [kind, *(_as_json(item, tensors, what, above) for item in value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
+        value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return _mapping_as_json(value, tensors, what, above)
+    return _object_as_json(value)
+
+
+def _mapping_as_json(value: Mapping[Any, Any], tensors: _Tensors, what: str, above: tuple[int, ...]) -> Any:
+    odd = [key for key in value if not _is_key(key)]
+    if odd and tensors_of(value):
+        raise CaptureError(
+            f"The {what} has tensors under keys such as {odd[0]!r}, {a_or_an(odd[0])}, which a file cannot hold: keys "
+            "are texts, numbers, None, or tuples of these. Capture a module inside of it."
+        )
+    if odd:
+        return _object_as_json(value)
+    items = [(key, _as_json(item, tensors, what, above)) for key, item in value.items()]
+    if all(isinstance(key, _PLAIN) for key in value):
+        return ["dict", *([key, item] for key, item in items)]
+    return ["mapping", *([_as_json(key, tensors, what), item] for key, item in items)]
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, _PLAIN) or (type(key) is tuple and all(map(_is_key, key)))
+
+
+def _object_as_json(value: Any) -> Any:
     kind = value.kind if isinstance(value, Unseen) else f"{type(value).__module__}.{type(value).__qualname__}"
     return ["object", kind]
 
@@ -133,12 +188,25 @@ def _call_of_json(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) 
     return call
 
 
+def _complex(tensors: dict[str, Tensor], number: str) -> Tensor:
+    pairs = tensors[number]
+    if not pairs.is_complex():
+        if pairs.shape[-1:] != (2,) or not pairs.is_floating_point():
+            raise ValueError(f"tensor {number} holds no pairs")
+        tensors[number] = torch.view_as_complex(pairs)  # so that it is one tensor wherever it stands
+    return tensors[number]
+
+
 def _of_json(about: list[Any], tensors: dict[str, Tensor]) -> Any:
     kind, *parts = about
     if kind == "tensor":
         return tensors[parts[0]]
+    if kind == "complex":
+        return _complex(tensors, parts[0])
     if kind == "dict":
         return {key: _of_json(item, tensors) for key, item in parts}
+    if kind == "mapping":
+        return {_of_json(key, tensors): _of_json(item, tensors) for key, item in parts}
     if kind == "value":
         return parts[0]
     if kind == "object":

@@ -9,21 +9,19 @@ Takes what a user wrote, hands the parsed value to ``capture``, or an `OptionErr
 from __future__ import annotations
 
 import re
-from types import EllipsisType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from hookline.errors import OptionError
+from hookline.observe.brackets import plain_item, text_of
 
-__all__ = ["check_flags", "check_index", "check_scope", "parse_device", "parse_dtype", "parse_limit"]
+__all__ = ["check_flags", "check_scope", "parse_device", "parse_dtype", "parse_index", "parse_limit"]
 
 _UNITS: Final = {"": 1, "b": 1}
 _UNITS.update({f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)})
 _UNITS.update({f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)})
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
-_PARTS = (int, slice, EllipsisType, list, Tensor, type(None))
 
 
 def parse_limit(limit: Any) -> int | None:
@@ -69,15 +67,20 @@ def parse_dtype(dtype: Any) -> torch.dtype | None:
     return found
 
 
-def check_index(index: Any) -> None:
-    """Raise unless it can index a tensor, or is a function."""
+def parse_index(index: Any) -> Any:
+    """What can index a tensor, lists and arrays as tensors; or a function, as it is."""
+    if index is None or callable(index):
+        return index
     parts = index if isinstance(index, tuple) else (index,)
-    if callable(index) or all(isinstance(part, _PARTS) and not isinstance(part, bool) for part in parts):
-        return
-    raise OptionError(
-        "index= is what goes between the brackets of tensor[…] (an int, a slice, ..., a tuple of these), or a function "
-        f"from tensor to tensor, got {index!r}. The last token of (B, T, D), say, is index=(slice(None), -1)."
-    )
+    try:
+        # A new dimension is no place to edit, but may be kept: None is for captures alone.
+        found = tuple([None if part is None else plain_item(part, text_of(index)) for part in parts])
+    except OptionError as error:
+        raise OptionError(
+            f"{error} A function from tensor to tensor will do as well; the last token of (B, T, D), say, is "
+            "index=(slice(None), -1)."
+        ) from None
+    return found if isinstance(index, tuple) else found[0]
 
 
 def check_flags(**flags: Any) -> None:

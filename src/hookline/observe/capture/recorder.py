@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
+from hookline.lifecycle.phase import PHASES, Phases, phase
 from hookline.observe.capture.calls import CapturedCall
-from hookline.observe.capture.store import Kept, Store, each_tensor
+from hookline.observe.capture.store import Kept, NoNumbers, Store, each_tensor
 from hookline.sites import _torch
 from hookline.sites.context import open_scopes
 
@@ -34,6 +36,10 @@ _Note: TypeAlias = tuple[str, Any, int, int]
 _Key: TypeAlias = tuple[str, int, int]
 """Name, step, and number of the call among those that gradients can come to, as gradient hooks count."""
 _NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NO_NUMBERS: Final = (
+    "its calls were inside of a transform (torch.vmap, torch.func.grad) or of torch.export, where tensors have no "
+    "numbers of their own that could be kept; run the model outside of it"
+)
 
 
 class Stopped(BaseException):
@@ -55,11 +61,17 @@ class _Here(threading.local):
 class Recorder:
     """Notes calls, in the order they end."""
 
-    def __init__(self, store: Store, *, inputs: bool, grads: bool, stop: bool) -> None:
+    def __init__(
+        self, store: Store, *, inputs: bool, grads: bool, stop: bool, during: Phases = frozenset(PHASES)
+    ) -> None:
         self.store = store
         self.takes_inputs = inputs
         self.takes_grads = grads
         self.stops = stop
+        self.during = None if during == frozenset(PHASES) else during
+        """The phases of a run whose calls are kept; None for all, so that nobody needs to ask."""
+        self.left_out: dict[str, str] = {}
+        """For each module of which a call came and was not kept, why."""
         self.is_armed = False
         """Whether there is a ``with`` block for `Stopped` to leave."""
         self.notes: list[_Note | CapturedCall] = []
@@ -86,11 +98,22 @@ class Recorder:
     def clear(self) -> None:
         """Forget everything."""
         self.notes.clear()
+        self.left_out.clear()
         self._awaiting.clear()
         self._without_graph.clear()
         self._counts.clear()
         self._ahead = set(self._targets)
         self.store.clear()
+
+    def let_go(self) -> None:
+        """Hold on to no call any more, once nothing comes: gradients that come later have no hook left to go to.
+
+        Graph nodes hold the hook of gradients, which leads here, and calls hold outputs, which hold graph nodes. That
+        circle goes through C++, where the garbage collector does not see it, so it has to be cut.
+        """
+        self._awaiting.clear()
+        self._without_graph.clear()
+        self._here = _Here()  # that of every thread
 
     def take(self) -> list[CapturedCall]:
         """What has come since the last time, oldest first."""
@@ -116,13 +139,17 @@ class Recorder:
         name, here, append = entry.name, entry.root.here, self.notes.append
         task, keep = _torch.graph_task_id, self._keep_and_stop
         plain = self.store.is_plain and not self.stops
+        during, is_wrapped = self.during, _torch.is_wrapped
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
             if scope is not None and scope not in open_scopes():
                 return
             if task() != -1 and _torch.in_recomputation():
                 return  # it was noted the first time
-            if plain and isinstance(output, Tensor):
+            if during is not None and phase() not in during:
+                self._leave_out_for_phase(name)
+                return
+            if plain and type(output) is Tensor and not is_wrapped(output):
                 try:
                     append((name, output, output._version, here.step))
                     return
@@ -133,9 +160,19 @@ class Recorder:
         return note
 
     def _keep_and_stop(self, name: str, output: Any, step: int) -> None:
-        self.notes.append((name, self.store.keep(output, f"output of {name!r}"), 0, step))
+        try:
+            kept = self.store.keep(output, f"output of {name!r}")
+        except NoNumbers:
+            self.left_out[name] = _NO_NUMBERS
+            return
+        self.notes.append((name, kept, 0, step))
         if self.stops:
             self._stop_after(name)
+
+    def _leave_out_for_phase(self, name: str) -> None:
+        assert self.during is not None
+        wanted = ", ".join(sorted(self.during))
+        self.left_out[name] = f"it was called in phase {phase()!r} of the run, and during= asks for: {wanted}"
 
     def _stop_after(self, name: str) -> None:
         self._ahead.discard(name)
@@ -163,23 +200,34 @@ class Recorder:
         name, here = entry.name, self._here
         step, number = entry.root.moment(entry)
         call = CapturedCall(name, step, number, takes_grads=self.takes_grads, settle=self.store.settle)
-        if self.takes_inputs:
-            what = f"input of {name!r}"
-            named = self.store.keep(dict(kwargs), what) if kwargs else Kept({})
-            call.add_inputs(self.store.keep(tuple(args), what), named)
+        if self.during is not None and phase() not in self.during:
+            call.is_left_out = True
+            self._leave_out_for_phase(name)
+        elif self.takes_inputs:
+            self._keep_inputs(call, args, kwargs)
         under_way = here.open[name]
         if under_way:
             del under_way[_alive(module, under_way) - 1 :]
         under_way.append(call)
+        # A call that is left out is counted all the same: gradients know theirs by number.
         if self.takes_grads and torch.is_grad_enabled():
             self._awaiting[name, *entry.root.moment((entry, "grad"))] = [call]
         elif self.takes_grads:
             self._without_graph[name].append(call)
 
+    def _keep_inputs(self, call: CapturedCall, args: Any, kwargs: Any) -> None:
+        what = f"input of {call.name!r}"
+        try:
+            named = self.store.keep(dict(kwargs), what) if kwargs else Kept({})
+            call.add_inputs(self.store.keep(tuple(args), what), named)
+        except NoNumbers:
+            call.is_left_out = True
+            self.left_out[call.name] = _NO_NUMBERS
+
     def _begin_again(self, entry: Entry) -> None:
         """Checkpointing repeats a call. If there was no graph the first time, gradients come to this one instead."""
         name = entry.name
-        unclaimed = [call for call in self._without_graph.get(name, ()) if not call.has_grads]
+        unclaimed = [call for call in self._without_graph.get(name, ()) if not (call.has_grads or call.is_left_out)]
         if not unclaimed or not torch.is_grad_enabled():
             return
         waiting = self._awaiting.setdefault((name, *entry.root.moment((entry, "grad"))), [])
@@ -195,13 +243,22 @@ class Recorder:
             if len(begun) > 1:
                 del begun[_alive(module, begun) :]
             if begun:
-                call = begun.pop()
-                call.add_output(self.store.keep(output, f"output of {entry.name!r}"))
-                self.notes.append(call)
-                if self.stops:
-                    self._stop_after(entry.name)
+                self._end(begun.pop(), output)
 
         return end
+
+    def _end(self, call: CapturedCall, output: Any) -> None:
+        if call.is_left_out:
+            return
+        try:
+            call.add_output(self.store.keep(output, f"output of {call.name!r}"))
+        except NoNumbers:
+            call.is_left_out = True
+            self.left_out[call.name] = _NO_NUMBERS
+            return
+        self.notes.append(call)
+        if self.stops:
+            self._stop_after(call.name)
 
     def take_grads(self, module: nn.Module, grads: Grads, *, site: Site) -> None:
         """The hook of all modules for the gradients of their outputs."""
@@ -211,9 +268,12 @@ class Recorder:
                 call.mixed = True
             return
         call = waiting[0]
+        if call.is_left_out:
+            return
         by_path = dict(zip(site.outputs, grads, strict=True))
         shaped = each_tensor(call.kept_output.value, lambda path, tensor: by_path.get(path), lambda leaf: None)
-        call.add_grad(self.store.keep(shaped, f"gradient of {site.name!r}"))
+        with suppress(NoNumbers):
+            call.add_grad(self.store.keep(shaped, f"gradient of {site.name!r}"))
 
 
 def _alive(module: nn.Module, begun: list[CapturedCall]) -> int:

@@ -12,15 +12,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hookline.errors import CaptureError
+from hookline.sites import _torch
 
-__all__ = ["Kept", "Store", "each_tensor", "size_text", "tensors_of"]
+__all__ = ["Kept", "NoNumbers", "Store", "bytes_of", "each_tensor", "memory_of", "size_text", "tensors_of"]
+
+
+class NoNumbers(Exception):
+    """A tensor came that holds none: inside of a transform, or while a model is traced or exported."""
 
 
 class Kept(NamedTuple):
@@ -52,8 +57,9 @@ class Store:
         self._clone = clone
         self._limit = limit
         self._used = 0
-        self._charged: set[int] = set()
-        """The ids of borrowed tensors that count already: a block's output is the next one's input."""
+        self._charged: dict[int, int] = {}
+        """Of memory that is borrowed and counts already, where it is and how much: a block's output is the next one's
+        input. Going by ids would not do: a tensor that is kept detached dies, and the next one gets its id."""
         self._streams: set[Any] = set()
         """CUDA streams that may still be copying into memory of ours."""
 
@@ -64,7 +70,7 @@ class Store:
         return not (self._detach or self._clone) and all(option is None for option in asked)
 
     def keep(self, value: Any, what: str) -> Kept:
-        """Keep a value of any structure; ``what`` it is, for errors."""
+        """Keep a value of any structure; ``what`` it is, for errors. Raises `NoNumbers`."""
         if isinstance(value, Tensor):
             piece, version = self._keep_tensor(value, what)
             return Kept(piece, () if version is None else ((piece, version),))
@@ -93,6 +99,8 @@ class Store:
 
     def _keep_tensor(self, tensor: Tensor, what: str) -> tuple[Tensor, int | None]:
         """The tensor to keep, and its version if its memory is not ours alone."""
+        if not _torch.has_numbers(tensor):
+            raise NoNumbers
         piece, mine = tensor, False
         # Inference mode keeps no count of changes, so there only a copy is safe from them.
         copies = self._clone or tensor.is_inference()
@@ -146,10 +154,10 @@ class Store:
         """Count the bytes that are about to be kept, or raise before they are."""
         assert self._limit is not None
         moves = dtype is not piece.dtype or self._device not in (None, piece.device)
-        if borrows and not moves and id(piece) in self._charged:
-            return
-        size = piece.numel() * dtype.itemsize
-        if self._used + size > self._limit:
+        place = memory_of(piece) if borrows and not moves else None
+        # What is borrowed keeps the whole memory that it is a view of.
+        size = piece.numel() * dtype.itemsize if place is None else place[1] - self._charged.get(place[0], 0)
+        if size > 0 and self._used + size > self._limit:
             raise CaptureError(
                 f"The {what}, shape {tuple(piece.shape)}, {str(dtype).removeprefix('torch.')}, takes "
                 f"{size_text(size)}; {size_text(self._used)} of limit={size_text(self._limit)} are in use. Keep a part "
@@ -157,9 +165,30 @@ class Store:
                 "between steps, or raise limit=; device='cpu' keeps it out of the memory of a GPU. What was captured "
                 "before stays readable."
             )
-        self._used += size
-        if borrows and not moves:
-            self._charged.add(id(piece))
+        if size > 0:
+            self._used += size
+            if place is not None:
+                self._charged[place[0]] = place[1]
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Where the memory of a tensor is, and how many bytes; None for kinds of tensor that have none of their own."""
+    try:
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):
+        return None
+    return (place, size) if place else None
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """How much memory some tensors take together; what several of them share counts once."""
+    sizes: dict[tuple[str, int], int] = {}
+    for tensor in tensors:
+        place = memory_of(tensor)
+        key = ("tensor", id(tensor)) if place is None else (str(tensor.device), place[0])
+        sizes[key] = tensor.numel() * tensor.element_size() if place is None else place[1]
+    return sum(sizes.values())
 
 
 def _share_memory(piece: Tensor, tensor: Tensor) -> bool:

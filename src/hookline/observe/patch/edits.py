@@ -47,17 +47,21 @@ def ablate(value: float = 0.0, *, index: IndexLike | None = None) -> Edit:
 class _Ablate(Edit):
     def __init__(self, value: float, index: IndexLike | None) -> None:
         super().__init__("ablate", index)
-        self.value = value
+        self.given = value
+        self.value = float(value)
         self.whole = value == value // 1  # not so for nan and inf
         """Whether it can be put among whole numbers."""
 
     def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
+        if torch.compiler.is_compiling() and (x.is_floating_point() or x.is_complex()):
+            # To the compiler the value of torch.full_like is a constant, and each one needs another graph.
+            return torch.zeros_like(part) + self.value
         if not self.whole:
             self.check_real(x, site)
-        return torch.full_like(part, self.value)
+        return torch.full_like(part, self.given)
 
     def options(self) -> str:
-        return repr(self.value) if self.value else ""
+        return repr(self.given) if self.given else ""
 
 
 def scale(k: float | Tensor, *, index: IndexLike | None = None) -> Edit:
@@ -72,9 +76,7 @@ def scale(k: float | Tensor, *, index: IndexLike | None = None) -> Edit:
         k: The factor; a tensor is one per unit, or of any shape that broadcasts, and may be trained.
         index: The part of the activation to scale; all of it by default.
     """
-    if isinstance(k, int | float):
-        return _Scale(k, index)
-    return _Scale(Held(as_tensor(k, "The factor of scale()")), index)
+    return _Scale(_factor(k, "The factor of scale()"), index)
 
 
 class _Scale(Edit):
@@ -86,13 +88,22 @@ class _Scale(Edit):
         self.check_real(x, site)
         if not isinstance(self.k, Held):
             return part * self.k
-        k = self.k.like(part)
-        if not broadcasts(k, part):
-            self.misfit(f"was given a factor of shape {shape_of(k)}", part, x, site, _BROADCAST)
-        return part * k
+        return part * _fitting_factor(self, self.k, part, x, site)
 
     def options(self) -> str:
         return repr(self.k) if not isinstance(self.k, Held) else _shown(self.k.tensor)
+
+
+def _factor(k: Any, what: str) -> float | Held:
+    """A factor as it was given; a whole number as another, since the compiler takes those for constants."""
+    return float(k) if isinstance(k, int | float) else Held(as_tensor(k, what))
+
+
+def _fitting_factor(edit: Edit, k: Held, part: Tensor, x: Tensor, site: Site) -> Tensor:
+    factor = _converted(edit, k, x, site)
+    if not broadcasts(factor, part):
+        edit.misfit(f"was given a factor of shape {shape_of(factor)}", part, x, site, _BROADCAST)
+    return factor
 
 
 def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = None) -> Edit:
@@ -104,14 +115,16 @@ def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = 
             model.generate(ids)
 
     Args:
-        vector: As long as the last dimension of the activation, or a tensor of more dimensions that broadcasts. In any
-            dtype, on any device (compiled code converts it in each call: there, give it on the model's device). If it
-            takes gradients it can be trained: ``optimizer.step()`` counts at the next call.
-        k: How much of it.
+        vector: As long as the last dimension of the activation, or of the part that ``index`` says; or a tensor of more
+            dimensions, with that as its last, which broadcasts. In any dtype, on any device (compiled code converts it
+            in each call: there, give it on the model's device). If it takes gradients it can be trained:
+            ``optimizer.step()`` counts at the next call.
+        k: How much of it; a tensor broadcasts to the activation, ``(batch, 1, 1)`` being one for each sample of three
+            dimensions.
         index: The part of the activation to steer; all of it by default.
     """
     held = Held(as_tensor(vector, "The vector of steer()"))
-    return _Steer(held, k if isinstance(k, int | float) else Held(as_tensor(k, "k= of steer()")), index)
+    return _Steer(held, _factor(k, "k= of steer()"), index)
 
 
 class _Steer(Edit):
@@ -122,12 +135,14 @@ class _Steer(Edit):
 
     def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
         self.check_real(x, site)
-        vector = self.vector.like(part)
-        if not broadcasts(vector, part) or (vector.dim() == 1 and vector.shape[0] != part.shape[-1]):
-            remedy = "The vector has to be as long as the last dimension, or broadcast to the whole shape."
+        vector = _converted(self, self.vector, x, site)
+        # By one number along the last dimension it would broadcast too, and be another edit than the one that is meant.
+        if not broadcasts(vector, part) or vector.shape[-1:] != part.shape[-1:]:
+            remedy = "Its last dimension has to be as long as that of the activation; those before it may broadcast."
             self.misfit(f"was given a vector of shape {shape_of(vector)}", part, x, site, remedy)
         # Not torch.add(part, vector, alpha=k): to the compiler alpha is a constant, and each k needs another graph.
-        return part + vector * (self.k.like(part) if isinstance(self.k, Held) else self.k)
+        k = _fitting_factor(self, self.k, part, x, site) if isinstance(self.k, Held) else self.k
+        return part + vector * k
 
     def options(self) -> str:
         k = _shown(self.k.tensor) if isinstance(self.k, Held) else repr(self.k)

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
+from hookline.observe.brackets import plain_item, text_of
 from hookline.observe.patch.fit import Held
 from hookline.observe.patch.misfits import misfit, shape_of
 
@@ -62,14 +62,14 @@ class Index:
     def parse(cls, given: Any) -> Index:
         """The index that was meant, or an error that says what cannot be one."""
         with torch.inference_mode(False):  # what is kept may serve in training later
-            return cls._parse(given, _text(given))
+            return cls._parse(given, text_of(given))
 
     @classmethod
     def _parse(cls, given: Any, text: str) -> Index:
         items: list[Any] = []
         masks: list[tuple[int, tuple[int, ...]]] = []
         for one in given if isinstance(given, tuple) else (given,):
-            item = _plain(one, text)
+            item = plain_item(one, text)
             if not isinstance(item, Tensor):
                 items.append(item)
             elif item.dtype == torch.bool:
@@ -120,8 +120,8 @@ class Index:
     def _check(self, x: Tensor, where: str) -> None:
         """Raise unless the tensor has such a part.
 
-        What is in tensors is not looked at, which would wait for a GPU, nor numbers in compiled code: there an index
-        outside of the activation is torch's own error.
+        What is in tensors is not looked at, which would wait for a GPU, nor numbers and slices in compiled code: there
+        a number outside of the activation is torch's own error, and a slice that takes nothing changes nothing.
         """
         if self.num_dims > x.dim():
             misfit(
@@ -132,11 +132,7 @@ class Index:
             if make == ".":
                 dim = x.dim() - (self.num_dims - dim)
                 continue
-            if (
-                make == "n"
-                and not torch.compiler.is_compiling()
-                and not -x.shape[dim] <= self.items[place] < x.shape[dim]
-            ):
+            if not torch.compiler.is_compiling() and _is_outside(self.items[place], make, x.shape[dim]):
                 misfit(f"index={self.text} is outside of dimension {dim}", where, f"has shape {shape_of(x)}", _INSIDE)
             dim += 1
         for start, shape in self.masks:
@@ -153,38 +149,21 @@ _INSIDE = "Count from the end (-1 is the last), or give an index that is inside.
 _MASK = "A mask has the sizes of the dimensions that it stands for; give places (a list) where they change."
 
 
+def _is_outside(item: Any, make: str, size: int) -> bool:
+    """Whether a number, or all of a slice, is outside of a dimension.
+
+    A slice that is empty in every dimension, such as ``0:0``, is meant to be so; a mask or a list may be empty as well.
+    One with an open end takes what there is, which may be nothing: ``1:`` in the one-token steps of ``generate``.
+    """
+    if make == "n":
+        return not -size <= item < size
+    if make != "s" or not size or item.start is None or item.stop is None or range(*item.indices(size)):
+        return False
+    large = size + abs(item.start or 0) + abs(item.stop or 0) + 1
+    return bool(range(*item.indices(large)))
+
+
 def _make(item: Any) -> str:
     if isinstance(item, Held):
         return "p"
     return "." if item is Ellipsis else "s" if isinstance(item, slice) else "n"
-
-
-def _plain(item: Any, text: str) -> Any:
-    """One item between the brackets, lists and arrays as tensors; an error for whatever cannot be one."""
-    if isinstance(item, list | np.ndarray | range):
-        item = torch.as_tensor(list(item) if isinstance(item, range) else item)
-        item = item.long() if item.numel() == 0 else item  # an empty list is one of places
-    if isinstance(item, Tensor):
-        if item.dtype in (torch.bool, torch.int64, torch.int32):
-            return item.detach().long() if item.dtype == torch.int32 else item.detach()
-        raise OptionError(f"index={text} holds a tensor of {item.dtype}: give a bool mask, or places as int64.")
-    if isinstance(item, np.integer):
-        return int(item)
-    if item is Ellipsis or isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)):
-        return item
-    raise OptionError(
-        f"index={text} holds {item!r}: give numbers, slices, '...', a bool mask, a list or tensor of places, or a "
-        "tuple of these, as between the brackets of a tensor."
-    )
-
-
-def _text(given: Any) -> str:
-    """The index as a user would write it, without the numbers of tensors."""
-    if isinstance(given, tuple):
-        return "(" + ", ".join(map(_text, given)) + ("," if len(given) == 1 else "") + ")"
-    if isinstance(given, slice):
-        ends = ["" if end is None else str(end) for end in (given.start, given.stop, given.step)]
-        return ":".join(ends[:2] if not ends[2] else ends)
-    if isinstance(given, Tensor | np.ndarray):
-        return f"<{'mask' if str(given.dtype).endswith('bool') else 'places'} of shape {tuple(given.shape)}>"
-    return "..." if given is Ellipsis else repr(given)

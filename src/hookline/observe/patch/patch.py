@@ -51,16 +51,18 @@ def patch(
 
     An edit changes the main tensor of an output: the tensor itself, or the first of real numbers in a tuple, dict or
     ModelOutput, which is copied around the new one. A function is given that tensor, or the part that ``index`` says,
-    and returns another of the same shape; where it declares a keyword-only ``site``, it gets one. A module (an adapter,
-    an autoencoder) will do as well. Edits of one site are made in the order in which they were attached, within a patch
-    in that of the mapping; captures and observers see what comes out of all of them. Gradients flow through edits.
+    and returns another of the same shape, or that one; where it declares a keyword-only ``site``, it gets one. What it
+    returns goes on through the model, which may change it in place: of a tensor that you keep, return a clone. A module
+    (an adapter, an autoencoder) will do as well. Edits of one site are made in the order in which they were attached,
+    within a patch in that of the mapping; captures and observers see what comes out of all of them. Gradients flow
+    through edits.
 
-    In compiled code an edit is part of the graph, also with ``fullgraph=True``: another vector, factor or position
-    needs no graph of its own, another site does (torch makes eight for one function, then it stops: raise
-    ``torch._dynamo.config.recompile_limit`` for a sweep over more). With ``scope="process"`` every call of the model is
-    edited, whoever makes it; ``"context"``, the calls of this thread or task alone, is an error in compiled code, which
-    does not know whose call it is. Activation checkpointing runs parts of the model again in the backward pass, which
-    then belongs inside the block too.
+    In compiled code an edit is part of the graph, also with ``fullgraph=True``: another vector, factor, value or
+    position (a number, or a list of places) needs no graph of its own; another slice or site does (torch makes eight
+    for one function, then it stops: raise ``torch._dynamo.config.recompile_limit`` for a sweep over more). With
+    ``scope="process"`` every call of the model is edited, whoever makes it; ``"context"``, the calls of this thread or
+    task alone, is an error in compiled code, which does not know whose call it is. Activation checkpointing runs parts
+    of the model again in the backward pass, which then belongs inside the block too.
 
     Args:
         model: The model; names are relative to it.

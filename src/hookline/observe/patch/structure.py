@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from hookline.observe.patch.misfits import misfit
 from hookline.sites import _torch
 from hookline.sites.main_tensor import main_tensor
+from hookline.sites.tree import children, rebuilt_tuple
 
 __all__ = ["find_main_input", "main_input", "main_output", "rebuilt"]
 
@@ -69,7 +70,7 @@ def _rebuilt(value: Any, old: Tensor, new: Tensor, where: str, above: tuple[int,
     """
     if isinstance(value, Tensor) or id(value) in above:
         return (new, True) if value is old else (value, False)
-    parts = _parts(value)
+    parts = children(value)
     if parts is None:
         return value, False
     changed = False
@@ -78,17 +79,6 @@ def _rebuilt(value: Any, old: Tensor, new: Tensor, where: str, above: tuple[int,
         items[key], differs = _rebuilt(part, old, new, where, (*above, id(value)))
         changed = changed or differs
     return (_with_parts(value, items, where), True) if changed else (value, False)
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a container; None for anything else."""
-    if isinstance(value, tuple | list):
-        return list(enumerate(value))
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    return None
 
 
 def _with_parts(value: Any, items: dict[Any, Any], where: str) -> Any:
@@ -111,17 +101,12 @@ def _sequence_of(value: Any, items: list[Any]) -> Any:
         return tuple(items)
     if kind is list:
         return items
-    if hasattr(kind, "_make"):
+    if hasattr(kind, "_make") and torch.compiler.is_compiling():  # a constructor is what the compiler can follow
         return kind(*items)
-    if hasattr(kind, "n_sequence_fields"):  # what torch.max and others return
-        return kind(items)
-    if isinstance(value, list):
-        twin = copy.copy(value)
-        twin[:] = items
-        return twin
-    twin = tuple.__new__(kind, items)  # whatever its own constructor takes
-    if hasattr(value, "__dict__"):
-        vars(twin).update(vars(value))
+    if isinstance(value, tuple):
+        return rebuilt_tuple(value, items)
+    twin = copy.copy(value)
+    twin[:] = items
     return twin
 
 
