@@ -77,6 +77,7 @@ def watching(setting: Setting) -> Iterator[Row]:
     yield _row(
         samples, "by hand", f"torch's hooks on {leaves}, six statistics with `.item()` each, full backward hooks"
     )
+    yield depth(setting)
     yield from compiled(setting)
 
 
@@ -90,6 +91,32 @@ def _row(samples: Samples, name: str, words: str, at_most: float | None = None, 
         spread(ratios(samples, "bare again", "bare")),
         f"{typical(samples, name) * 1e3:.1f} / {typical(samples, 'bare') * 1e3:.1f} ms",
         at_most=at_most,
+    )
+
+
+def depth(setting: Setting) -> Row:
+    """Four times the layers, four times the cost."""
+    shapes = {layers: Shape("transformer", layers, 64, 4, 256, 4, 64) for layers in (4, 16)}
+    trials = []
+    for layers, shape in shapes.items():
+        training = Training(shape, setting)
+        hooked = {"watched": training.watched(on=BOTH), "bare": nullcontext, "again": nullcontext}
+        trials += [
+            trial(f"{name} {layers}", training.step, inner=5, hooked=on, device=setting.device)
+            for name, on in hooked.items()
+        ]
+    samples = interleave(trials, setting.rounds(40))
+    cost = {layers: [a - b for a, b in zip(samples[f"watched {layers}"], samples[f"bare {layers}"], strict=True)]
+            for layers in shapes}  # fmt: skip
+    return Row(
+        "watch, four times as deep",
+        "what `hl.watch` adds to a step of 16 layers",
+        "four times what it adds to one of 4",
+        str(shapes[16]),
+        spread([deep / (4 * flat) for deep, flat in zip(cost[16], cost[4], strict=True)]),
+        spread(ratios(samples, "again 16", "bare 16")),
+        f"{typical(samples, 'watched 16') * 1e3:.1f} against {typical(samples, 'bare 16') * 1e3:.1f} ms bare",
+        at_most=1.1,
     )
 
 
