@@ -422,3 +422,32 @@ def test_a_parent_without_source_does_not_break_the_warning():
         space,
     )
     assert "'idle': its module was never called" in silent_warning(space["Made"](), "idle")
+
+
+def test_a_report_is_made_while_modules_are_collected():
+    """A process-wide hook lets go of those that die, at whatever moment the collector comes."""
+    handle = hl.attach_everywhere(lambda module, args, output: None)
+    try:
+        for _ in range(50):
+            nn.Linear(1, 1)(torch.ones(1, 1))
+
+        kept = [nn.Linear(1, 1) for _ in range(20)]
+        for module in kept:
+            module(torch.ones(1, 1))
+        entries = handle._attachment.members()
+        table_type = type(entries[-1].table)
+        alive = table_type.alive
+
+        def collects(table):
+            kept.clear()
+            gc.collect()
+            return alive(table)
+
+        table_type.alive = collects
+        try:
+            report = handle.report()
+        finally:
+            table_type.alive = alive
+        assert report.fired == 70
+    finally:
+        handle.remove(quiet=True)

@@ -104,6 +104,10 @@ class Attachment:
         """Sorts the hooks of one site and kind: phase, everywhere first, then registration or its reverse."""
         return self.phase, not self.everywhere, -self.order if self.prepend else self.order
 
+    def members(self) -> list[Entry]:
+        """The entries as they are now: one whose module is collected goes, also while somebody looks through them."""
+        return list(self.entries)
+
     def let_go(self, entry: Entry) -> None:
         """The module of that entry is gone: of a process-wide hook only the count is kept."""
         if self.everywhere and entry in self.entries:

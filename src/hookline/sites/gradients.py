@@ -341,7 +341,9 @@ class GradientCall:
         task = _torch.graph_task_id()
         if task != self._task and self._num_outputs == 1:  # the common case, in one go
             self._task = task
-            if not self._table.backward:  # nothing comes later, so nothing is kept: not the gradient either
+            # Nothing comes later, so nothing is kept: not the gradient either. (Aliases of inputs, for a hook that has
+            # come off since, still have to let gradients through.)
+            if not self._table.backward and not self._edits_inputs:
                 self._pre_done = self.done = True
                 self._grad_outputs = [None]
                 return self._fire(self._table.backward_pre, (grad,), ())[0]

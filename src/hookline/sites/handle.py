@@ -65,7 +65,7 @@ class HookHandle(_Handle):
             if attachment.on_remove is not None:
                 attachment.on_remove(attachment)
             sweep()
-            for entry in reversed(attachment.entries):
+            for entry in reversed(attachment.members()):
                 entry.table.discard(entry)
             release_roots(attachment)
             if attachment.scope is not None:
@@ -85,7 +85,7 @@ class HookHandle(_Handle):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the modules, functions, … that carry the hook."""
-        return tuple(entry.name for entry in self._attachment.entries)
+        return tuple(entry.name for entry in self._attachment.members())
 
     @property
     def removed(self) -> bool:
@@ -95,7 +95,7 @@ class HookHandle(_Handle):
     @property
     def alive(self) -> bool:
         """Whether the hook is on, and everything that it is on is still there."""
-        return not self.removed and all(entry.table.alive() for entry in self._attachment.entries)
+        return not self.removed and all(entry.table.alive() for entry in self._attachment.members())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HookHandle) and other._attachment is self._attachment

@@ -87,11 +87,12 @@ class Receipt:
 
 def receipt_of(attachment: Attachment) -> Receipt:
     """The receipt as it stands now."""
-    sites = tuple(_site_receipt(entry) for entry in attachment.entries)
+    entries = attachment.members()
+    sites = tuple(_site_receipt(entry) for entry in entries)
     fired = sum(site.fired for site in sites) + attachment.retired
     steps = [site.last_step for site in sites if site.last_step is not None]
-    seconds = sum(entry.seconds for entry in attachment.entries)
-    alive = [entry for entry in attachment.entries if entry.table.alive()]
+    seconds = sum(entry.seconds for entry in entries)
+    alive = [entry for entry in entries if entry.table.alive()]
     return Receipt(
         name=attachment.name,
         kind=attachment.kind.value,
@@ -129,8 +130,9 @@ def _silent(attachment: Attachment) -> list[Entry]:
     kind = attachment.kind
     if kind.is_state or kind.is_registration or kind is Kind.PARAM_GRAD:
         return []  # nobody says when these are due
-    silent = [entry for entry in attachment.entries if not entry.fired and entry.root.step > entry.step_at_attach]
-    if len(silent) == len(attachment.entries):
+    entries = attachment.members()
+    silent = [entry for entry in entries if not entry.fired and entry.root.step > entry.step_at_attach]
+    if len(silent) == len(entries):
         return silent
     if attachment.subject is FUNCTION:
         return []  # of all the functions that a glob matches, a model uses a few

@@ -431,7 +431,7 @@ def root_of(model: nn.Module) -> Root:
 
 def release_roots(attachment: Attachment) -> None:
     """The attachment is off; the last one through a model takes the counting with it."""
-    for root in attachment.roots:
+    for root in list(attachment.roots):  # which shrink when a model is collected
         root.users -= 1
         model = root.model()
         if root.users == 0 and model is not None:
