@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
+from hookline.sites.compiled import marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,9 +91,11 @@ class CallGuard:
             return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[union-attr]
         # A shallow copy of the module, a data-parallel replica say, shares this guard.
         module = _torch.caller()
-        if module is None:
-            module = self._table.module()
         table = self._table
+        if module is None:
+            module = table.module()
+        elif module is not self._module():
+            marks.disown(module)
         around = table.around
         if around is None:
             return self._attempt(module, args, kwargs)

@@ -27,7 +27,7 @@ from torch import nn
 
 from hookline.sites import _torch
 
-__all__ = ["are_needed", "hold", "is_replaced", "let_go", "mark", "tend", "unmark"]
+__all__ = ["are_needed", "disown", "hold", "is_replaced", "let_go", "mark", "tend", "unmark"]
 
 _COMPILER: Final = "torch._dynamo"
 _FORWARD: Final = "forward"
@@ -75,6 +75,13 @@ def unmark(module: nn.Module) -> None:
         del module.__dict__[_FORWARD]
     elif hasattr(own, _STANDS_FOR):
         module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
+
+
+def disown(copy: nn.Module) -> None:
+    """A shallow copy has the mark of the module it was copied from, and with it that module's parameters."""
+    own = copy.__dict__.get(_FORWARD)
+    if isinstance(own, MethodType) and own.__func__ is type(copy).forward and own.__self__ is not copy:
+        del copy.__dict__[_FORWARD]
 
 
 def is_replaced(module: nn.Module) -> bool:
