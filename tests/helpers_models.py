@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models with a batch each, for `test_huggingface` and `test_inert`; nothing is downloaded."""
+"""Tiny random Hugging Face models with a batch each, shared by tests of several folders; nothing is downloaded."""
 
 from __future__ import annotations
 

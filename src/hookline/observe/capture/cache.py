@@ -6,7 +6,6 @@ with ``remove()``, or at the end of a ``with`` block, and what it holds stays.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from hookline.observe.capture.store import Kept, Store, bytes_of, size_text, ten
 from hookline.sites.context import close_scope
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
+from hookline.sites.nearest import nearest
 from hookline.sites.wrappers import submodule
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Cache(Mapping[str, Captured]):
             for other in known if meant is not None else ():
                 if submodule(model, other) is meant:
                     return other
-        near = difflib.get_close_matches(str(name), known, n=4, cutoff=0.4) or list(known)[:4]
+        near = nearest(str(name), known)
         hint = f"nearest: {', '.join(map(repr, near))}" if near else "nothing was"
         raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
 

@@ -5,11 +5,9 @@ Takes a model and targets from the user, puts the hooks of a `Recorder` on them,
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from hookline.errors import HooklineWarning, NoMatchError
 from hookline.lifecycle.phase import PHASES, checked_phases
 from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.options import (
@@ -26,7 +24,7 @@ from hookline.sites.attach import check_request, fasten
 from hookline.sites.context import open_scope
 from hookline.sites.kinds import Kind
 from hookline.sites.receipt import likely_cause
-from hookline.sites.select import Named, check_model, select, without_scripted
+from hookline.sites.select import Named, check_model, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -118,7 +116,7 @@ def capture(
         limit=parse_limit(limit),
     )
     recorder = Recorder(store, inputs=inputs, grads=grads, stop=stop, during=checked_phases(during))
-    chosen = _choose(model, targets, exclude, strict=strict)
+    chosen = choose(model, targets, exclude, strict=strict)
     cache = Cache(recorder, weakref.ref(model), open_scope() if scope == "context" else None)
     try:
         _attach(cache, recorder, model, chosen)
@@ -126,16 +124,6 @@ def capture(
         cache.remove(quiet=True)
         raise
     return cache
-
-
-def _choose(model: nn.Module, targets: Target, exclude: Target, *, strict: bool) -> list[Named]:
-    try:
-        return without_scripted(select(model, targets, exclude=exclude), targets)
-    except NoMatchError as error:
-        if strict:
-            raise
-        warnings.warn(str(error), HooklineWarning, stacklevel=3)
-        return []
 
 
 def _requests(recorder: Recorder) -> dict[Kind, Attachment]:

@@ -189,7 +189,7 @@ class Recorder:
         """The forward pre-hook of one module."""
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if _torch.graph_task_id() != -1 and _torch.in_recomputation():
+            if _torch.in_recomputation():
                 self._begin_again(entry)
             else:
                 self._begin(entry, module, args, kwargs)
@@ -237,7 +237,7 @@ class Recorder:
         """The forward hook of one module."""
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            if _torch.graph_task_id() != -1 and _torch.in_recomputation():
+            if _torch.in_recomputation():
                 return
             begun = self._here.open[entry.name]
             if len(begun) > 1:

@@ -5,7 +5,6 @@ Takes a capture's cache, or any mapping from module names to tensors, from `edit
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from hookline.errors import NoMatchError, OptionError
 from hookline.observe.patch.fit import as_tensor
 from hookline.observe.patch.structure import find_main_input
 from hookline.sites.main_tensor import main_tensor
+from hookline.sites.nearest import nearest
 
 __all__ = ["check_cache", "mean_of", "tensors_of"]
 
@@ -62,7 +62,7 @@ def _tensor_of(call: Any, *, inputs: bool) -> Tensor | None:
 
 def _not_there(cache: Mapping[str, Any], name: str, word: str) -> NoMatchError:
     names = [str(key) for key in cache]
-    near = difflib.get_close_matches(name, names, n=4, cutoff=0.4) or names[:4]
+    near = nearest(name, names)
     hint = f"nearest: {', '.join(map(repr, near))}" if near else "it is empty"
     return NoMatchError(
         f"{word}() is to edit {name!r}, which is not in the cache of {len(names)} names; {hint}. "

@@ -6,17 +6,16 @@ of `hookline.sites`, all or none.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hookline.errors import HooklineWarning, KindError, NoMatchError, OptionError, TargetError
+from hookline.errors import KindError, OptionError, TargetError
 from hookline.observe.patch.function import as_edit
 from hookline.observe.patch.hooks import EditInput, EditOutput
 from hookline.sites.attach import check_request, fasten
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
-from hookline.sites.select import Named, check_model, named_modules, select, without_scripted
+from hookline.sites.select import Named, check_model, choose, named_modules
 from hookline.sites.signature import a_or_an
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def patch(
     placed = [
         (_bound(model, edit, chosen, kind), chosen)
         for target, edit in wanted
-        if (chosen := _select(model, target, exclude, strict=strict))
+        if (chosen := choose(model, target, exclude, strict=strict))
     ]
     found = Patch()
     try:
@@ -133,16 +132,6 @@ def _checked_kind(on: str | Kind) -> Kind:
             "edited by hookline.attach(…, on='backward')."
         )
     return kind
-
-
-def _select(model: nn.Module, target: Any, exclude: Target, *, strict: bool) -> list[Named]:
-    try:
-        return without_scripted(select(model, target, exclude=exclude), target)
-    except NoMatchError as error:
-        if strict:
-            raise
-        warnings.warn(str(error), HooklineWarning, stacklevel=4)
-        return []
 
 
 def _bound(model: nn.Module, edit: Edit, chosen: list[Named], kind: Kind) -> Edit:

@@ -62,6 +62,16 @@ class Watched:
         """What its metrics begin with."""
         return "".join(f"{part}/" for part in (self.name, self.kind) if part)
 
+    @property
+    def label(self) -> str:
+        """What it is called in reports."""
+        return self.prefix.rstrip("/")
+
+    def forget_beside(self) -> None:
+        """Nothing is kept per unit any more."""
+        for kept in self.beside:
+            kept.kept = None
+
 
 class Engine:
     """Streaming statistics of any number of places."""
@@ -165,7 +175,7 @@ class Engine:
     def take_vector(self, place: Watched, vector: Tensor, scale: Any = None) -> None:
         """Add what compiled code, or `summarize`, has found; thresholds were then not divided by the scale."""
         row = self.row(place, vector.device)
-        layout = self.layout if vector.numel() == len(self.layout.found) else self.layout.looking_closer()
+        layout = self.layout if vector.numel() == len(self.layout.found) else self.layout.closer
         if vector.device.type == "cpu":
             add(as_numbers(vector, layout), row, layout, _factor(scale))
             return
@@ -181,8 +191,8 @@ class Engine:
 
     def take_beside(self, place: Watched, tensor: Tensor, scale: Any = None) -> None:
         """Add to what is kept per unit."""
-        local = _numbers_of(tensor)
-        if local is not None and place.beside:
+        local = _numbers_of(tensor) if place.beside else None
+        if local is not None:
             with torch.no_grad(), self.lock:
                 numbers = local.detach() if scale is None else local.detach() * _factor(scale)
                 for kept in place.beside:
@@ -192,8 +202,7 @@ class Engine:
         """Forget the numbers of one place."""
         for device, row in place.rows.items():
             self.states[device].empty(row)
-        for kept in place.beside:
-            kept.kept = None
+        place.forget_beside()
 
     def reset(self) -> None:
         """Forget the numbers; rows stay where they are."""
@@ -202,8 +211,7 @@ class Engine:
         for state in self.states.values():
             state.reset()
         for place in self.places.values():
-            for kept in place.beside:
-                kept.kept = None
+            place.forget_beside()
 
     def read(self) -> dict[Watched, dict[str, float]]:
         """The columns of every place: one transfer per device."""

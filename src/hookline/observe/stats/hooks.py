@@ -51,11 +51,12 @@ class ModuleHook(Summary):
 
     def look_closer(self) -> None:
         """Have compiled code count NaN and Inf as well, once it is compiled anew."""
-        self._set(self._engine.layout.looking_closer())
+        self._set(self._engine.layout.closer)
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module has given this out."""
-        if self._due() and not _is_repeated():
+        # A forward that activation checkpointing repeats was counted the first time.
+        if self._due() and not _torch.in_recomputation():
             self._take(module, output, self._engine.take)
             if id(module) == self._last:
                 self._engine.flush()
@@ -67,7 +68,7 @@ class ModuleHook(Summary):
 
     def beside(self, module: nn.Module, args: Any, output: Any) -> None:
         """As `forward`, for what is kept per unit."""
-        if self._due() and not _is_repeated():
+        if self._due() and not _torch.in_recomputation():
             self._take(module, output, self._engine.take_beside)
 
     def beside_backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
@@ -78,7 +79,7 @@ class ModuleHook(Summary):
     def receive(self, module: Any, vector: Tensor) -> None:
         """Compiled code has made a summary."""
         place = self._places.get(id(module))
-        if place is None or not self._due() or (self._is_forward and _is_repeated()):
+        if place is None or not self._due() or (self._is_forward and _torch.in_recomputation()):
             return
         try:
             self._engine.take_vector(place, vector.detach(), self._scale())
@@ -103,16 +104,11 @@ class ModuleHook(Summary):
         if not place.silent:
             place.silent = f"there is no tensor in its output, {a_or_an(value)}"
             warnings.warn(
-                f"{place.prefix.rstrip('/')!r} cannot be watched: {place.silent}. Watch a module inside it, or leave "
+                f"{place.label!r} cannot be watched: {place.silent}. Watch a module inside it, or leave "
                 "it out (exclude=).",
                 HooklineWarning,
                 stacklevel=outside(),
             )
-
-
-def _is_repeated() -> bool:
-    """Whether activation checkpointing repeats a forward that was counted the first time."""
-    return _torch.graph_task_id() != -1 and _torch.in_recomputation()
 
 
 def give_up(place: Watched, tensor: Tensor, error: Exception) -> None:
@@ -120,7 +116,7 @@ def give_up(place: Watched, tensor: Tensor, error: Exception) -> None:
     if not place.silent:
         place.silent = f"{type(error).__name__}: {error}"
         warnings.warn(
-            f"The statistics of {place.prefix.rstrip('/')!r} ({type(tensor).__name__}, {tensor.dtype}, shape "
+            f"The statistics of {place.label!r} ({type(tensor).__name__}, {tensor.dtype}, shape "
             f"{tuple(tensor.shape)}) could not be taken: {place.silent}. The run goes on; exclude= leaves it out.",
             HooklineWarning,
             stacklevel=outside(),

@@ -66,7 +66,8 @@ class Layout:
             details=not wanted.isdisjoint(_DETAILS),
         )
 
-    def looking_closer(self) -> Layout:
+    @cached_property
+    def closer(self) -> Layout:
         """The same, with NaN and Inf counted from the start."""
         return dataclasses.replace(self, details=True, extremes=True)
 

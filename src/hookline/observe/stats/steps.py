@@ -108,7 +108,7 @@ class ByForward(Steps):
         self._handles.add(attach(model, self._begin, on="forward_pre", observe=True, name="watch"))
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if _torch.graph_task_id() != -1 and _torch.in_recomputation():
+        if _torch.in_recomputation():
             return
         if self._comes_and_goes and not self._is_compiled:
             self._is_compiled = _torch.in_compiled_code()
