@@ -35,6 +35,7 @@ __all__ = [
     "CALL_IMPL",
     "FULL_BACKWARD_FLAG",
     "HOOK_DICTS",
+    "TENSOR_HOOKS",
     "Compilations",
     "Edges",
     "FunctionBase",
@@ -45,13 +46,15 @@ __all__ = [
     "being_walked",
     "below_autograd",
     "boundary",
+    "call_aten",
     "called_by_us",
     "caller",
     "capturing",
     "compilation",
     "compiled_code",
     "constant_while_tracing",
-    "current_stream",
+    "copy_all",
+    "current_stream_of",
     "drop_hook",
     "exporting",
     "factories",
@@ -74,6 +77,7 @@ __all__ = [
     "is_compiled",
     "is_compiled_function",
     "is_inner_step",
+    "is_known_to_be_at_most",
     "is_native",
     "is_tracing",
     "is_wrapped",
@@ -85,12 +89,16 @@ __all__ = [
     "lift_mode",
     "local_tensor",
     "made_since",
+    "move_late",
     "never_recomputed",
+    "open_late",
     "operator_names",
+    "operators",
     "operators_of",
     "operators_shown_as",
     "optimizer_hooks",
     "override_kernel",
+    "own_part",
     "parameter_hooks_of",
     "place_first",
     "place_last",
@@ -107,6 +115,7 @@ __all__ = [
     "sequence_number",
     "sequence_number_of",
     "set_grad_enabled",
+    "set_versions",
     "sharded_parameter",
     "slip_mode_under",
     "takes_optimizer_hooks",
@@ -780,6 +789,104 @@ def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
+def operators(schema: str) -> Any:
+    """A library of ours with one more operator; more can be put into it, and it has to be kept."""
+    library: Any = torch.library.Library("hookline", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(schema)
+    _LIBRARIES.append(library)
+    return library
+
+
+_LIBRARIES: Final[list[Any]] = []
+
+
+def call_aten(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator of torch by its name with the overload."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)(*args, **kwargs)
+
+
+def open_late(op: Any, meaning: Callable[..., Any]) -> None:
+    """Have inductor write an operator of ours as other operators, once it writes loops; before that it is opaque.
+
+    ``meaning`` is given the operator's arguments and what to call others by (as `call_aten`). Without inductor, or with
+    one that knows no lowerings, nothing is done: the operator is then called. On 2.11 and 2.13.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    known = getattr(lowering, "lowerings", None)
+    if known is None or op in known:
+        return
+
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "_to_copy.default":
+            return lowering.to_dtype(args[0], kwargs["dtype"])
+        packet, _, overload = name.partition(".")
+        return known[getattr(getattr(torch.ops.aten, packet), overload)](*args, **kwargs)
+
+    def lowered(*args: Any) -> Any:
+        return meaning(*args, call)
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lowered)
+
+
+def move_late(*ops: Any) -> None:
+    """Have inductor look at these operators last when it divides the graph that it is about to make.
+
+    It decides what to keep for the backward by the order of the forward: what comes behind an operator that it cannot
+    join with others is not to be computed again. Ours would be such, and have it keep other tensors than without one.
+    The switch (``joint_custom_pre_pass``, documented) is borrowed for one graph, and what was there is called; a graph
+    that comes from the disk leaves it for the next. On 2.11 and 2.13.
+    """
+    passes: Any = sys.modules.get("torch._inductor.custom_graph_pass")
+    config: Any = sys.modules.get("torch._inductor.config")
+    before: Any = getattr(config, "joint_custom_pre_pass", None)
+    if passes is None or config is None or getattr(before, "is_ours", False):
+        return
+
+    class MoveLate(passes.CustomGraphPass):  # type: ignore[misc]
+        is_ours = True
+
+        def __call__(self, graph: Any) -> None:
+            config.joint_custom_pre_pass = before
+            if before is not None:
+                before(graph)
+            _move_late(graph, frozenset(ops))
+
+        def uuid(self) -> Any:
+            theirs = before.uuid() if hasattr(before, "uuid") else None
+            return None if before is not None and theirs is None else ("hookline 1", theirs)
+
+    config.joint_custom_pre_pass = MoveLate()
+
+
+def _move_late(graph: Any, ops: frozenset[Any]) -> None:
+    """Put the calls of these operators, and what only unpacks them, behind the rest of the forward."""
+    backward: set[Any] = set()
+    late: list[Any] = []
+    last: Any = None
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or any(each in backward for each in inputs):
+            backward.add(node)
+        elif node.target in ops or (node.target is operator.getitem and inputs[0] in late):
+            late.append(node)
+        elif node.op == "call_function":
+            last = node
+    for node in late if last is not None else ():
+        last.append(node)
+        last = node
+
+
+def is_known_to_be_at_most(size: Any, most: int) -> bool:
+    """Whether that is sure of a size, also of one that a compiled graph leaves open. To be traced.
+
+    Asking ``size <= most`` would make the graph one for sizes of which the answer is the same. On 2.11 and 2.13.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(size <= most)
+
+
 @constant_while_tracing
 def _is_ordinary(cls: type) -> bool:
     return getattr(cls, "__torch_dispatch__", None) == Tensor.__torch_dispatch__
@@ -804,10 +911,9 @@ is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor stands for others inside a transform of ``torch.func``, and has no numbers of its own."""
 
 
-def current_stream(index: int) -> int:
-    """The number of the stream that a CUDA device works on (0.1 µs; ``torch.cuda.current_stream`` takes 2)."""
-    number: int = torch._C._cuda_getCurrentRawStream(index)
-    return number
+def current_stream_of(index: int) -> Callable[[], int]:
+    """Tells the number of the stream that a CUDA device works on (0.1 µs; ``torch.cuda.current_stream`` takes 2)."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, index)
 
 
 def has_numbers(tensor: Tensor) -> bool:
@@ -951,3 +1057,26 @@ def vectorizing() -> bool:
     """Whether what is being traced is inside ``torch.vmap``, for which operators of ours have no rule."""
     levels = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+# -- the guard (2.11 and 2.13) ---------------------------------------------------------------------------------
+
+copy_all: Final[Callable[..., None]] = torch._foreach_copy_
+"""Copy a list of tensors into another; on a CUDA device a few launches for all of them."""
+
+
+def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Have autograd believe that nobody has written since; true only where the numbers are those of that time."""
+    if tensors:
+        torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def own_part(tensor: Any) -> Any:
+    """What has the memory: of a distributed tensor (DTensor) this process's part, the same object each time."""
+    return tensor if type(tensor) in _WITH_MEMORY else getattr(tensor, "_local_tensor", tensor)
+
+
+_WITH_MEMORY: Final = frozenset({Tensor, nn.Parameter})
+
+TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a tensor: None before the first hook, then a dictionary that its handles refer to weakly."""

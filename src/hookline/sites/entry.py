@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookline.sites import _torch
 from hookline.sites.context import open_scopes
@@ -45,20 +45,24 @@ class Phase(IntEnum):
 
 
 class Summary(ABC):
-    """What an observer leaves in compiled code in place of itself: a vector, made by the graph, of what it is shown.
+    """What an observer leaves in compiled code in place of itself: small tensors, which the graph makes.
 
-    The compiler joins that with whatever made the tensors; the vector is all that comes out.
+    The compiler joins that with whatever made the tensors; these are all that comes out.
     """
 
     number: int
     """Tells summaries that differ apart: in graphs, and in what the compiler keeps on disk."""
 
-    make: Callable[[list[Tensor]], Tensor | None]
-    """Gives the vector for the tensors of an output, or for its gradients; None for nothing. It is traced."""
+    make: Callable[[list[Tensor]], Found | None]
+    """Gives what is found in the tensors of an output, or in its gradients; None for nothing. It is traced."""
 
     @abstractmethod
-    def receive(self, module: Any, vector: Tensor) -> None:
+    def receive(self, module: Any, found: list[Tensor], each: int) -> None:
         """The graph has come to it, for that module."""
+
+
+Found: TypeAlias = "tuple[list[Tensor], int]"
+"""What a graph has found, and a number known while it was traced that whoever receives it needs."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

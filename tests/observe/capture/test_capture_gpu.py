@@ -8,7 +8,11 @@ from torch import nn
 
 import hookline as hl
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
 
 
 def model() -> nn.Sequential:

@@ -14,12 +14,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hookline.observe.stats import kernel as kernels
+from hookline.observe.stats import rows as by_rows
 from hookline.observe.stats.engine import Engine
 from hookline.observe.stats.kernel import Item, Kernel, Tuning, readable
 from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.pending import Pending
 from hookline.observe.stats.state import Row, State
-from hookline.observe.stats.vector import as_columns, summarize
+from hookline.observe.stats.vector import add_up, as_columns
 
 # numpy, which the interpreter computes with, warns of NaN and Inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -145,19 +147,27 @@ def test_a_tensor_that_several_places_saw_is_read_once(monkeypatch: pytest.Monke
         assert_close(found, x_or_y, layout)
 
 
-@pytest.mark.parametrize("closer", [False, True])
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_vectors_of_compiled_code_add_up_as_by_torch(name: str, closer: bool) -> None:
-    """add_vector does what as_columns does, for every layout, with and without a scale, and looking closer."""
+@pytest.mark.parametrize("count", [3, 700])
+@pytest.mark.parametrize("name", sorted(name for name, layout in LAYOUTS.items() if layout.by_row))
+def test_rows_of_compiled_code_add_up_as_by_torch(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fold_parts finds what as_columns does, with and without a scale, by one program and by several."""
+    monkeypatch.setattr(kernels, "_FOLDED", 256)
+    monkeypatch.setattr(kernels, "_FOLDED_AT_A_TIME", 128)
+    monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
     layout = LAYOUTS[name]
-    found_by = layout.closer if closer else layout
     state, (row, other) = _rows(layout, 2)
     kernel = _kernel(layout)
-    for x in (torch.randn(50), torch.tensor([1.0, math.nan, math.inf, 0.0]), torch.empty(0), torch.randn(9).relu()):
+    usual = torch.randn(count, 32).relu()
+    odd = usual.index_fill(0, torch.tensor(1), math.nan)
+    for x in (usual, odd, usual.bfloat16() + 100, torch.empty(0, 32), torch.full((count, 64), -math.inf)):
         for scale in (None, torch.tensor(8.0)):
-            vector = summarize(x, found_by)
-            kernel.take_vector(vector, row, scale, found_by)
-            other.take(as_columns(vector, found_by, scale))
+            parts, each = by_rows.find_in(x, layout)
+            assert each == x.shape[-1]
+            kernel.take_parts(parts, each, row, scale)
+            if x.numel():
+                other.take(as_columns(add_up(parts, each, layout), layout, scale))
+            else:
+                other.added[0] += 1
     found = state.read()
     assert np.allclose(found[0], found[1], rtol=1e-12, equal_nan=True)
 

@@ -49,6 +49,9 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+_FOLDS: dict[str, Any] = {"MOMENTS": True, "EXTREMES": True, "ZEROS": True, "WIDTH": 8192, "SHARE": 32768}
+
+
 @needs_triton
 @pytest.mark.parametrize("name", _VARIANTS)
 def test_the_kernel_compiles_for_a_hopper_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +69,8 @@ def test_the_kernel_compiles_for_a_hopper_gpu(name: str, tmp_path: Path, monkeyp
     ("name", "constants"),
     [
         ("merge_slots", {"SINGLE": False, "WIDTH": 256}),
-        ("add_vector", {"MOMENTS": True, "EXTREMES": True, "ZEROS": True, "DETAILS": True, "OVER": 1}),
+        ("fold_parts", _FOLDS | {"SINGLE": True}),
+        ("fold_parts", _FOLDS | {"SINGLE": False}),
     ],
 )
 def test_the_small_programs_compile_too(
@@ -78,7 +82,7 @@ def test_the_small_programs_compile_too(
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["reduce_chunks", "merge_slots", "add_vector"])
+@pytest.mark.parametrize("name", ["reduce_chunks", "merge_slots", "fold_parts"])
 def test_one_compiled_program_fits_all_arguments(name: str) -> None:
     """Triton specializes on none of 0, 1, multiples of 16 and large numbers: `Kernel` keeps what it has compiled."""
     from triton.backends.compiler import GPUTarget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from helpers_stats import assert_close, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import hookline as hl
+from hookline.observe.stats import rows
 from hookline.observe.stats.engine import Engine, Watched
 from hookline.observe.stats.layout import DEFAULT_STATS, Layout
 from hookline.observe.stats.vector import as_columns, summarize
@@ -28,8 +31,8 @@ def take(engine: Engine, place: Watched, tensor: Tensor, way: str) -> None:
     elif way == "vector":
         engine.take_vector(place, summarize(tensor, engine.layout))
     else:
-        vector = as_columns(summarize(tensor, engine.layout), engine.layout)
-        engine.row(place, torch.device("cpu")).take(vector)
+        columns = as_columns(summarize(tensor, engine.layout), engine.layout)
+        engine.row(place, torch.device("cpu")).take(columns)
 
 
 def taken(tensors: list[Tensor], stats: tuple[str, ...], way: str) -> dict[str, object]:
@@ -241,3 +244,95 @@ def test_inductor_finds_the_same(dtype: torch.dtype) -> None:
         engine.take_vector(engine.place("x", ""), found(shown[0], layout))
         metrics = {name.removeprefix("x/"): value for name, value in engine.to_metrics().items()}
         assert_close(metrics, reference(shown, ALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [(9, 768), (5, 3072), (3, 4, 96), (2, 5, 12, 12), (64,), (2, 1), (7, 1031), (3, 8200)]
+)
+def test_rows_tell_what_the_whole_does(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As graphs on a GPU find it: by rows, or where those would be too long, short or uneven, not at all."""
+    monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
+    layout = Layout.of(None)
+    for ratio, strided in itertools.product((0.0, -100.0, 1e4), (False, True)):
+        x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)).relu() + ratio).to(dtype)
+        x = x.transpose(0, -1).contiguous().transpose(0, -1) if strided else x
+        found, each = rows.find_in(x, layout)
+        assert each == {(2, 1): 1, (7, 1031): 1, (3, 8200): 1, (5, 3072): 1024, (2, 5, 12, 12): 144}.get(
+            shape, shape[-1]
+        )
+        engine = Engine(layout)
+        engine.take_found(engine.place("x", ""), found, each) if each > 1 else engine.take(engine.place("x", ""), x)
+        metrics = {name.removeprefix("x/"): value for name, value in engine.to_metrics().items()}
+        assert_close(metrics, reference([x], DEFAULT_STATS))
+
+
+def test_the_rows_of_compiled_code_are_those_of_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watched model compiled as for a GPU, also for other sizes of batch: two graphs, the numbers of eager code."""
+    monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
+    torch.compiler.reset()
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(48, 2304), nn.LayerNorm(2304), nn.ReLU(), nn.Linear(2304, 96), nn.Linear(96, 1))
+        graphs = CompileCounterWithBackend("aot_eager")
+        watch = hl.watch(model, "*")
+        run = torch.compile(model, backend=graphs, fullgraph=True) if compiled else model
+        for batch in (3, 4, 6):
+            run(torch.randn(batch, 5, 48)).sum().backward()
+        found.append(watch.to_metrics())
+        watch.remove()
+        assert graphs.frame_count == 2 * compiled
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        assert found[1][name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+class Widened(nn.Module):
+    """What transformers do beside attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.act, self.narrow = nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.act(self.wide(self.norm(x))))
+
+
+def _kept_for_backward(*, watched: bool) -> list[tuple[int, str]]:
+    """Sizes and types of what the compiled forward of a small network keeps, weights apart."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Widened(64), nn.LayerNorm(64), nn.Linear(64, 64))
+    watch = hl.watch(model, "*") if watched else None
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    run = torch.compile(model, fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        out = run(torch.randn(48, 64))
+    out.float().sum().backward()
+    if watch is not None:
+        assert watch.to_metrics()["1.act/backward/norm"] > 0
+        watch.remove()
+    return sorted((tensor.numel(), str(tensor.dtype)) for tensor in kept if tensor.numel() > 1)
+
+
+def test_the_compiler_keeps_for_the_backward_what_it_would_have_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watched or not, the same bytes; and the switch that was borrowed for it is back."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        bare = _kept_for_backward(watched=False)
+        assert _kept_for_backward(watched=True) == bare
+        assert inductor.joint_custom_pre_pass is None
+        monkeypatch.setattr("hookline.sites._torch._move_late", lambda graph, ops: None)
+        assert _kept_for_backward(watched=True) != bare  # the negative control

@@ -114,7 +114,7 @@ def test_without_the_check_a_deferred_tensor_would_be_read_changed() -> None:
     x = torch.tensor([-5.0])
     pending.take(place, x)
     x.relu_()
-    seen([note for _, note in pending._notes])
+    seen([Note(place, tensor) for _, place, tensor, *_ in pending._notes])
     assert seen.values["a"][-1].item() == 0.0
 
 
@@ -145,23 +145,36 @@ def test_tensors_of_inference_mode_are_reduced_at_once() -> None:
 
 
 def test_no_more_bytes_are_held_than_the_limit() -> None:
-    """A tensor that exceeds it has all reduced; one that several places saw counts once."""
+    """A tensor that exceeds it has all reduced."""
     seen = Seen()
-    pending = Pending(seen, limit=100)
+    pending = Pending(seen, limit=200)
     a, b = _place("a"), _place("b")
     _known(pending, a, b)
-    x = torch.ones(20)  # 80 bytes
-    pending.take(a, x)
-    pending.take(b, x)
+    pending.take(a, torch.ones(20))  # 80 bytes
+    pending.take(b, torch.ones(20))
     assert len(pending) == 2
     pending.take(a, torch.ones(20))
     assert len(pending) == 0
     assert seen.batches[-1] == 3
 
 
-def test_the_first_firing_holds_no_memory() -> None:
-    """What is kept to see whether a tensor was changed shares its version, not its numbers."""
-    pending = Pending(Seen())
+def test_a_gradient_that_autograd_would_add_to_is_deferred() -> None:
+    """It adds in place only where nobody else has the tensor; so it is held from the first time on."""
+    seen = Seen()
+    pending = Pending(seen)
+    place = _place()
+    for _ in range(3):
+        x = torch.ones(3, requires_grad=True) * 1
+        y = x + x.exp()  # the gradient of y goes to x as it is, and that of exp is added to it
+        y.register_hook(lambda grad: pending.take(place, grad))
+        y.sum().backward()
+    assert (seen.batches, pending.lost, place.deferred) == ([1, 1, 1], {}, pending)
+    assert [each.tolist() for each in seen.values["a"]] == [[1, 1, 1]] * 3
+
+
+def test_the_first_firing_holds_no_memory_beyond_the_limit() -> None:
+    """What is kept to see whether a tensor was changed shares its version, not its numbers, beyond the limit."""
+    pending = Pending(Seen(), limit=3999)
     x = torch.ones(1000)
     memory = weakref.ref(x.untyped_storage())
     pending.take(_place(), x)

@@ -20,6 +20,7 @@ from hookline.errors import HooklineWarning
 from hookline.observe.stats import kernel as kernels
 from hookline.observe.stats.kernel import Item, Kernel, readable
 from hookline.observe.stats.layout import Layout
+from hookline.observe.stats.rows import find_in
 from hookline.observe.stats.state import Row, State
 from hookline.observe.stats.vector import as_columns, summarize
 
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     # torch's own compiler looks at the .grad of what one block hands to the next.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 DEVICE = torch.device("cuda", 0)
 
@@ -70,26 +72,31 @@ def test_the_kernel_finds_the_numbers_of_float64(dtype: torch.dtype) -> None:
     found = state.read()
     assert np.array_equal(found[: len(some)], found[len(some) :], equal_nan=True)
     for x, columns in zip(some, found, strict=False):
-        assert_close(columns, x.cpu(), layout)
+        # The absolute value of a complex number is rounded otherwise on the CPU.
+        assert_close(columns, (x.abs() if x.is_complex() else x).cpu(), layout)
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> None:
-    """For every layout, with and without a scale: counts and extremes equal, sums to 1e-5, also of vectors."""
+    """For every layout, with and without a scale: counts and extremes equal, sums to 1e-5, also found by row."""
     layout = LAYOUTS[name]
     divisor = None if scale is None else torch.tensor(scale, device=DEVICE)
-    state, (ours, by_torch, by_vector) = _rows(layout, 3)
+    state, (ours, by_torch, by_row) = _rows(layout, 3)
     kernel = Kernel(layout, DEVICE)
-    for size in (1000, 300_001):
+    for size in (1000, 300_032, 3_000_064):  # rows for one program, and for several
         x = _tensor(torch.bfloat16, size)
         kernel.take([Item(readable(x), ours, divisor)])
-        vector = summarize(x, layout)
-        by_torch.take(as_columns(vector, layout, divisor))
-        kernel.take_vector(vector, by_vector, divisor)
+        by_torch.take(as_columns(summarize(x, layout), layout, divisor))
+        parts, each = find_in(x.view(-1, 8 if size == 1000 else 64), layout)
+        assert each == (64 if layout.by_row and size > 1000 else 1)
+        if each == 1:
+            kernel.take([Item(readable(parts[0]), by_row, divisor)])
+        else:
+            kernel.take_parts(parts, each, by_row, divisor)
         assert_close(_one(kernel, layout, x, divisor), x.cpu(), layout, scale or 1.0)
     found = state.read()
-    assert np.allclose(found[1], found[2], rtol=1e-12, equal_nan=True)
+    assert np.allclose(found[0], found[2], rtol=1e-5)
     counted = [place for place, each in enumerate(layout.names) if not (scale and each.startswith("over"))]
     assert np.allclose(found[0][counted], found[1][counted], rtol=1e-5)
 
@@ -246,7 +253,7 @@ def test_a_watch_tells_what_copies_made_at_once_do(half: bool) -> None:
         x = torch.cat([each.reshape(-1) for each in tensors])
         assert metrics[f"{key}/max"] == x.max().item(), key
         assert metrics[f"{key}/min"] == x.min().item(), key
-        assert metrics[f"{key}/zero_fraction"] == (x == 0).double().mean().item(), key
+        assert metrics[f"{key}/zero_fraction"] == (x == 0).sum().item() / x.numel(), key
         assert metrics[f"{key}/std"] == pytest.approx(x.std(correction=0).item(), rel=1e-3), key
         assert abs(metrics[f"{key}/mean"] - x.mean().item()) <= 1e-4 * x.abs().mean().item(), key
 
@@ -277,14 +284,15 @@ def test_the_comparison_notices_one_random_number() -> None:
     assert not torch.equal(bare["0.weight"], drawn["0.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device() -> None:
     """A watched step makes no call that synchronizes; reading the numbers does."""
     model = _model()
     watch = hl.watch(model, "*", on=("forward", "backward"))
     for _ in range(3):
         _step(model)  # compiles, and sees each place
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         _step(model)
         with pytest.raises(RuntimeError, match="synchronizing"):
             watch.to_metrics()

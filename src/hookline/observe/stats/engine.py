@@ -21,10 +21,10 @@ from hookline.errors import HooklineWarning
 from hookline.observe.stats.by_unit import Bins, Units, read_all
 from hookline.observe.stats.kernel import Item, Kernel, is_available, readable
 from hookline.observe.stats.metrics import as_metrics
-from hookline.observe.stats.pending import LIMIT, Note, Pending
+from hookline.observe.stats.pending import Note, Pending
 from hookline.observe.stats.reduce import add, measure
 from hookline.observe.stats.state import Row, State
-from hookline.observe.stats.vector import as_columns, as_numbers, summarize
+from hookline.observe.stats.vector import add_up, as_columns, as_numbers, summarize
 from hookline.sites import _torch
 from hookline.sites.receipt import outside
 from hookline.sites.signature import a_or_an
@@ -42,13 +42,17 @@ _CPU: Final = torch.device("cpu")
 class Watched:
     """One place that is watched, and one kind of what goes through it."""
 
-    __slots__ = ("beside", "kind", "name", "rows", "silent", "unread")
+    __slots__ = ("at_once", "beside", "deferred", "kind", "name", "rows", "silent", "unread")
 
     def __init__(self, name: str, kind: str, beside: tuple[Units | Bins, ...] = ()) -> None:
         self.name = name
         """Dotted name in the model."""
         self.kind = kind
         """``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``, or nothing for a value of the user's own."""
+        self.at_once = kind in _AT_ONCE
+        """Whether it is changed by the next step, and so reduced before."""
+        self.deferred: Pending | None = None
+        """Where tensors may be noted for later, once it is known that they stay as they are."""
         self.rows: dict[torch.device, Row] = {}
         self.beside = beside
         """What is kept per unit."""
@@ -80,8 +84,8 @@ class Engine:
         self.layout = layout
         self.states: dict[torch.device, State] = {}
         self.places: dict[tuple[str, str], Watched] = {}
-        self.limit = LIMIT
-        """How many bytes of tensors on a GPU may be held until they are reduced."""
+        self.limit: int | None = None
+        """How many bytes of tensors on a GPU may be held until they are reduced; None for a share of its memory."""
         self._kernels: dict[torch.device, Kernel | None] = {}
         self._pending: dict[torch.device, Pending] = {}
         self.lock = threading.RLock()
@@ -111,6 +115,9 @@ class Engine:
 
     def take(self, place: Watched, tensor: Tensor, scale: Any = None) -> None:
         """Add the statistics of a tensor; its numbers are divided by ``scale`` first, which may be a tensor."""
+        deferred = place.deferred
+        if deferred is not None and deferred.note(place, tensor, scale):
+            return
         local = _numbers_of(tensor)
         if local is None:
             place.unread = f"{a_or_an(tensor)} on {tensor.device} has no numbers to look at"
@@ -121,12 +128,15 @@ class Engine:
         elif self._kernel(device) is None:
             with torch.no_grad():
                 self.take_vector(place, summarize(local, self.layout), scale)
-        elif place.kind in _AT_ONCE:
+        elif place.at_once:
             self._take_notes(device, [Note(place, local, scale)])
         else:
-            if device not in self._pending:
-                self._pending[device] = Pending(partial(self._take_notes, device), device, limit=self.limit)
-            self._pending[device].take(place, local, scale)
+            self._pending_on(device).take(place, local, scale)
+
+    def _pending_on(self, device: torch.device) -> Pending:
+        if device not in self._pending:
+            self._pending[device] = Pending(partial(self._take_notes, device), device, limit=self.limit)
+        return self._pending[device]
 
     def take_all(self, tensors: Iterable[tuple[Watched, Tensor, Any]]) -> None:
         """As `take`, for several that are there now; those on a GPU in one go."""
@@ -172,20 +182,31 @@ class Engine:
             stacklevel=outside(),
         )
 
+    def take_found(self, place: Watched, found: list[Tensor], each: int, scale: Any = None) -> None:
+        """Add what compiled code has found, as `find_in` gives it: a vector, the tensor itself, or rows of it."""
+        device = found[0].device
+        if each == 1:
+            self._take_notes(device, [Note(place, found[0], scale)])
+        elif each == 0:
+            self.take_vector(place, found[0], scale)
+        else:
+            kernel = self._kernel(device)
+            if kernel is not None:
+                try:
+                    kernel.take_parts(found, each, self.row(place, device), scale)
+                    return
+                except Exception as error:
+                    self._give_up_kernel(device, error)
+            with torch.no_grad():
+                self.take_vector(place, add_up(found, each, self.layout), scale)
+
     def take_vector(self, place: Watched, vector: Tensor, scale: Any = None) -> None:
-        """Add what compiled code, or `summarize`, has found; thresholds were then not divided by the scale."""
+        """Add what `summarize` has found; thresholds were then not divided by the scale."""
         row = self.row(place, vector.device)
         layout = self.layout if vector.numel() == len(self.layout.found) else self.layout.closer
         if vector.device.type == "cpu":
             add(as_numbers(vector, layout), row, layout, _factor(scale))
             return
-        kernel = self._kernel(vector.device)
-        if kernel is not None:
-            try:
-                kernel.take_vector(vector, row, scale, layout)
-                return
-            except Exception as error:
-                self._give_up_kernel(vector.device, error)
         with torch.no_grad():
             row.take(as_columns(vector, layout, scale))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
-from hookline.observe.stats.vector import summarize
+from hookline.observe.stats.rows import find_in
 from hookline.sites import _torch
 from hookline.sites.entry import Summary
 from hookline.sites.main_tensor import main_of, main_tensor
@@ -25,6 +25,7 @@ from hookline.sites.signature import a_or_an
 if TYPE_CHECKING:
     from hookline.observe.stats.engine import Engine, Watched
     from hookline.observe.stats.layout import Layout
+    from hookline.sites.entry import Found
 
 __all__ = ["ModuleHook", "give_up"]
 
@@ -57,13 +58,14 @@ class ModuleHook(Summary):
         """A module has given this out."""
         # A forward that activation checkpointing repeats was counted the first time.
         if self._due() and not _torch.in_recomputation():
-            self._take(module, output, self._engine.take)
+            if not (type(output) is Tensor and self._note(module, output)):
+                self._take(module, output, self._engine.take)
             if id(module) == self._last:
                 self._engine.flush()
 
     def backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         """The gradients of what it has given out are there."""
-        if self._due():
+        if self._due() and not (len(grads) == 1 and self._note(module, grads[0])):
             self._take(module, grads, self._engine.take)
 
     def beside(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -76,15 +78,22 @@ class ModuleHook(Summary):
         if self._due():
             self._take(module, grads, self._engine.take_beside)
 
-    def receive(self, module: Any, vector: Tensor) -> None:
+    def receive(self, module: Any, found: list[Tensor], each: int) -> None:
         """Compiled code has made a summary."""
         place = self._places.get(id(module))
         if place is None or not self._due() or (self._is_forward and _torch.in_recomputation()):
             return
         try:
-            self._engine.take_vector(place, vector.detach(), self._scale())
+            self._engine.take_found(place, found, each, self._scale())
         except Exception as error:
-            give_up(place, vector, error)
+            give_up(place, found[0], error)
+
+    def _note(self, module: nn.Module, tensor: Any) -> bool:
+        """The short way, for what nearly every firing is: a tensor on a GPU, at a place that is known."""
+        place = self._places.get(id(module))
+        if place is None or place.deferred is None:
+            return False
+        return place.deferred.note(place, tensor, self._scale())
 
     def _take(self, module: nn.Module, value: Any, take: Callable[[Watched, Tensor, Any], None]) -> None:
         place = self._places.get(id(module))
@@ -124,11 +133,11 @@ def give_up(place: Watched, tensor: Tensor, error: Exception) -> None:
 
 
 @functools.cache
-def _maker(layout: Layout) -> Callable[[list[Tensor]], Tensor | None]:
+def _maker(layout: Layout) -> Callable[[list[Tensor]], Found | None]:
     """What makes the summary of the main one of several tensors; the same for the same layout, so that code fits."""
 
-    def make(tensors: list[Tensor]) -> Tensor | None:
+    def make(tensors: list[Tensor]) -> Found | None:
         main = main_of(tensors)
-        return None if main is None else summarize(main, layout)
+        return None if main is None else find_in(main, layout)
 
     return make

@@ -38,6 +38,10 @@ _FIELDS: Final = 6
 _OVER_AT: Final = 8
 """The column of the first threshold."""
 _ALIGNMENT: Final = 16
+_FOLDED: Final = 32768
+_FOLDED_AT_A_TIME: Final = 8192
+_FOLDING_WARPS: Final = 16
+"""Rows that one program adds up, at a time, and by how many warps; more rows are divided among several."""
 
 
 class Item(NamedTuple):
@@ -106,15 +110,30 @@ class Kernel:
                 else:
                     self._take_many(batch)
 
-    def take_vector(self, vector: Tensor, row: Row, scale: Any = None, layout: Layout | None = None) -> None:
-        """Add what `vector.summarize` has found in a tensor to a row, at once: a graph soon uses its memory again.
-
-        With ``layout``, it was found by that one, of the same columns.
-        """
-        divisor = self._scale(scale)
-        told = (vector.data_ptr(), row.added.data_ptr(), 0 if divisor is None else divisor.data_ptr())
+    def take_parts(self, parts: Sequence[Tensor], each: int, row: Row, scale: Any = None) -> None:
+        """Add what `rows.find_in` has found by rows of ``each``, at once: a graph soon uses its memory again."""
+        layout, divisor = self._layout, self._scale(scale)
+        found = iter([part if part.is_contiguous() else part.contiguous() for part in parts])
+        wanted = (layout.moments, layout.moments, layout.extremes, layout.extremes, layout.zeros)
+        addresses = [next(found).data_ptr() if is_there else 0 for is_there in wanted]
+        count, at = parts[0].numel(), 0 if divisor is None else divisor.data_ptr()
+        programs = max(-(-count // _FOLDED), 1)
+        single = programs == 1
+        slots = None if single else self._slots(programs)
+        told = (
+            *addresses,
+            count,
+            each,
+            at,
+            row.added.data_ptr(),
+            slots.data_ptr() if slots is not None else 0,
+            programs,
+        )
         with self._on_device():
-            self._launch("add_vector", layout or self._layout, (1, 1, 1), told)
+            self._launch("fold_parts", single, (programs, 3, 1), (*told, self._num_added), warps=_FOLDING_WARPS)
+            if slots is not None:
+                merged = (0, 0, row.added.data_ptr(), count * each, programs, at, slots.data_ptr(), programs)
+                self._merge(1, merged, single=True)
 
     def _take_one(self, item: Item) -> None:
         flat, row, scale = item
@@ -184,7 +203,9 @@ class Kernel:
     def _merge(self, uses: int, told: tuple[int, ...], *, single: bool) -> None:
         self._launch("merge_slots", single, (uses, self._layout.width, 1), (*told, self._num_added))
 
-    def _launch(self, name: str, key: Any, grid: tuple[int, int, int], told: tuple[Any, ...]) -> None:
+    def _launch(
+        self, name: str, key: Any, grid: tuple[int, int, int], told: tuple[Any, ...], warps: int | None = None
+    ) -> None:
         known = self._ready.get((name, key))
         if known is not None:
             compiled, constants = known
@@ -192,7 +213,7 @@ class Kernel:
             return
         program, constants = self._program(name, key)
         # The interpreter, which tests use, compiles nothing.
-        compiled = program[grid](*told, *constants, num_warps=self._tuning.warps, enable_fp_fusion=True)
+        compiled = program[grid](*told, *constants, num_warps=warps or self._tuning.warps, enable_fp_fusion=True)
         if compiled is not None:
             self._ready[name, key] = compiled, constants
 
@@ -201,9 +222,9 @@ class Kernel:
         programs = _programs()
         if name == "merge_slots":
             return programs.merge_slots, (key, self._tuning.merged)
-        if name == "add_vector":
-            flags = (key.moments, key.extremes, key.zeros, key.details)
-            return programs.add_vector, (*flags, len(key.thresholds))
+        if name == "fold_parts":
+            flags = (self._layout.moments, self._layout.extremes, self._layout.zeros)
+            return programs.fold_parts, (*flags, key, _FOLDED_AT_A_TIME, _FOLDED)
         (dtype, aligned), single, first, overs = key
         element, wide = _types()[dtype]
         layout = self._layout

@@ -93,6 +93,11 @@ class Layout:
             *self.over,
         )
 
+    @property
+    def by_row(self) -> bool:
+        """Whether a compiled graph on a GPU may find it by row: the rest is counted where a tensor is read again."""
+        return (self.moments or self.extremes) and not self.details and not self.thresholds
+
     @cached_property
     def kept(self) -> tuple[str, ...]:
         """Names of the columns of which the largest is kept."""

@@ -1,8 +1,8 @@
 """What runs on the GPU: programs in Triton, which `kernel` launches and nobody else imports.
 
 ``reduce_chunks`` goes through tensors once and leaves one column of partial results per program; ``merge_slots`` adds
-these to rows. No program writes where another one does, so the numbers are the same in every run. ``add_vector`` adds
-what a compiled graph has found.
+these to rows. No program writes where another one does, so the numbers are the same in every run. ``fold_parts`` adds
+up what a compiled graph has found.
 
 Numbers go in by address: all arguments are 64 bits wide, and none is specialized on, so that one compiled program fits
 every call. A thread reads 16 bytes at a time, and spends 6.6 instructions on each number of 16 bits (machine code for
@@ -17,7 +17,7 @@ are chunks whose squares are too large or too small for float32.
 import triton
 import triton.language as tl
 
-__all__ = ["add_vector", "merge_slots", "reduce_chunks"]
+__all__ = ["fold_parts", "merge_slots", "reduce_chunks"]
 
 _INF = tl.constexpr(float("inf"))
 _TINY = tl.constexpr(1e-30)
@@ -415,55 +415,106 @@ def _keep(cell, value):
     tl.store(cell, _higher(tl.load(cell), value))
 
 
-@triton.jit(do_not_specialize=range(3))
-def add_vector(
-    vector: tl.int64,
-    row: tl.int64,
+@triton.jit(do_not_specialize=range(12))
+def fold_parts(
+    sums: tl.int64,
+    squares: tl.int64,
+    lows: tl.int64,
+    highs: tl.int64,
+    zeros: tl.int64,
+    count: tl.int64,
+    each: tl.int64,
     scale: tl.int64,
+    row: tl.int64,
+    slots: tl.int64,
+    num_slots: tl.int64,
+    num_added: tl.int64,
     MOMENTS: tl.constexpr,
     EXTREMES: tl.constexpr,
     ZEROS: tl.constexpr,
-    DETAILS: tl.constexpr,
-    OVER: tl.constexpr,
+    SINGLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
-    """Add what `vector.summarize` has found to a row: ``vector.as_columns`` in one program instead of some thirty."""
-    found = vector.to(tl.pointer_type(tl.float64))
-    cells = row.to(tl.pointer_type(tl.float64))
-    # Where each of what `Layout.found` names begins.
-    LOW: tl.constexpr = 3 if MOMENTS else 1
-    ZERO: tl.constexpr = LOW + 2 if EXTREMES else LOW
-    NAN: tl.constexpr = ZERO + 1 if ZEROS else ZERO
-    FIRST: tl.constexpr = NAN + 4 if DETAILS else NAN
-    size = tl.load(found)
-    _add(cells, 1.0)
-    if size > 0:
+    """Add up what `rows.find_in` has found by rows of ``each`` numbers: to a row, or of a SHARE of it to a slot.
+
+    Sums, extremes and zeros are for three programs, since waiting for memory is all they do. What is not finite is only
+    seen here, not counted; the next graph that is compiled hands over the tensor itself.
+    """
+    program = tl.program_id(0)
+    part = tl.program_id(1)
+    begin = program * SHARE
+    end = tl.minimum(begin + SHARE, count)
+    lanes = tl.arange(0, WIDTH)
+    factor = tl.full((), 1.0, tl.float64)
+    if SINGLE:
         factor = _factor(scale)
-        _add(cells + 1, size)
-        finite = size > 0
+        first = row.to(tl.pointer_type(tl.float64))
+        step = tl.full((), 1, tl.int64)
+    else:
+        first = slots.to(tl.pointer_type(tl.float64)) + program
+        step = num_slots
+    if part == 0:
+        total = tl.zeros([WIDTH], tl.float64)
+        power = tl.zeros([WIDTH], tl.float64)
         if MOMENTS:
-            total = tl.load(found + 1)
-            power = tl.load(found + 2)
-            _add(cells + 2, total * factor)
-            _add(cells + 3, power * factor * factor)
-            finite = _is_finite(total) & _is_finite(power)
-        if ZEROS:
-            _add(cells + 4, tl.load(found + ZERO))
+            for at in range(begin, end, WIDTH):
+                inside = at + lanes < end
+                total += tl.load(sums.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
+                power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
+        sum_ = tl.sum(total, 0)
+        spread = tl.sum(power, 0)
+        _put(first + 2 * step, sum_ * factor, SINGLE)
+        _put(first + 3 * step, spread * factor * factor, SINGLE)
+        if not EXTREMES:
+            finite = _is_finite(sum_) & _is_finite(spread)
+            _put(first + 5 * step, tl.where(finite, 0.0, 1.0).to(tl.float64), SINGLE)
+    elif part == 1:
+        least = tl.full([WIDTH], _INF, tl.float32)
+        most = tl.full([WIDTH], -_INF, tl.float32)
         if EXTREMES:
-            low = tl.load(found + LOW)
-            high = tl.load(found + (LOW + 1))
-            finite = _is_finite(low) & _is_finite(high)
-            _keep(cells + (8 + OVER), -low * factor)
-            _keep(cells + (9 + OVER), high * factor)
-            if DETAILS:
-                _keep(cells + (10 + OVER), -tl.load(found + (NAN + 2)) * factor)
-                _keep(cells + (11 + OVER), tl.load(found + (NAN + 3)) * factor)
-            elif finite:  # else the rest was not looked at
-                _keep(cells + (10 + OVER), -low * factor)
-                _keep(cells + (11 + OVER), high * factor)
-        if DETAILS:
-            nan = tl.load(found + NAN)
-            _add(cells + 6, nan)
-            _add(cells + 7, size - tl.load(found + (NAN + 1)) - nan)
-        _add(cells + 5, tl.where(finite, 0.0, 1.0).to(tl.float64))
-        for place in tl.static_range(OVER):
-            _add(cells + (8 + place), tl.load(found + (FIRST + place)))
+            for at in range(begin, end, WIDTH):
+                inside = at + lanes < end
+                low = tl.load(lows.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=_INF)
+                high = tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-_INF)
+                least = _lower(least, low)
+                most = _higher(most, high)
+        low_ = -tl.reduce(least, 0, _lower).to(tl.float64) * factor
+        high_ = tl.reduce(most, 0, _higher).to(tl.float64) * factor
+        finite = _is_finite(low_) & _is_finite(high_)
+        if EXTREMES:
+            _put(first + 5 * step, tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64), SINGLE)
+        kept = first + num_added * step
+        _put_most(kept, low_, SINGLE)
+        _put_most(kept + step, high_, SINGLE)
+        # Of a place with something else than numbers, the rest was not looked at.
+        _put_most(kept + 2 * step, tl.where(finite, low_, -_INF).to(tl.float64), SINGLE)
+        _put_most(kept + 3 * step, tl.where(finite, high_, -_INF).to(tl.float64), SINGLE)
+    else:
+        none = tl.zeros([WIDTH], tl.int64)
+        if ZEROS:
+            for at in range(begin, end, WIDTH):
+                none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
+        _put(first + 4 * step, tl.sum(none, 0).to(tl.float64), SINGLE)
+        if SINGLE:
+            _add(first, 1.0)
+            _add(first + 1, (count * each).to(tl.float64))
+        else:
+            tl.store(first + 6 * step, tl.full((), 0.0, tl.float64))
+            tl.store(first + 7 * step, tl.full((), 0.0, tl.float64))
+
+
+@triton.jit
+def _put(cell, value, ADD: tl.constexpr):
+    if ADD:
+        _add(cell, value)
+    else:
+        tl.store(cell, value)
+
+
+@triton.jit
+def _put_most(cell, value, KEEP: tl.constexpr):
+    if KEEP:
+        _keep(cell, value)
+    else:
+        tl.store(cell, value)

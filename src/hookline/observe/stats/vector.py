@@ -1,4 +1,4 @@
-"""What is found in a tensor, as a vector on its own device, by operations of torch alone.
+"""What is found in a tensor, on its own device, by operations of torch alone.
 
 Nothing waits for the device, and everything can be traced: in compiled code this becomes part of the graph, and the
 compiler joins it with what made the tensor. It is kept short, since every module that is watched has it in the graph
@@ -22,9 +22,19 @@ from hookline.observe.stats.reduce import Numbers
 if TYPE_CHECKING:
     from hookline.observe.stats.layout import Layout
 
-__all__ = ["as_columns", "as_numbers", "summarize"]
+__all__ = ["add_up", "as_columns", "as_numbers", "summarize"]
 
 _WIDE: Final = torch.float64
+
+
+def add_up(parts: list[Tensor], each: int, layout: Layout) -> Tensor:
+    """What `summarize` would have found, of what was found by row."""
+    kinds = [name for name in layout.found if name != "size"]
+    ends = {"low": torch.amin, "high": torch.amax}
+    size = torch.full((), parts[0].numel() * each, dtype=_WIDE, device=parts[0].device)
+    return torch.stack(
+        [size, *(ends.get(name, torch.sum)(part).to(_WIDE) for name, part in zip(kinds, parts, strict=True))]
+    )
 
 
 def summarize(tensor: Tensor, layout: Layout) -> Tensor:

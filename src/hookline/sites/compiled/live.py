@@ -169,7 +169,7 @@ def _count(key: Tensor, what: str) -> None:
 
 
 @ops.behind(ops.SINK, _nothing)
-def _sink(key: Tensor, what: str, vector: Tensor) -> None:
+def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
     table = table_with(key)
     module = table.module() if table is not None else None
     if table is None or module is None:
@@ -183,7 +183,7 @@ def _sink(key: Tensor, what: str, vector: Tensor) -> None:
     for entry in entries:
         if entry.attachment.summary is not None:
             entry.count()
-            entry.attachment.summary.receive(module, vector)
+            entry.attachment.summary.receive(module, found, each)
 
 
 def _has_summary(entry: Entry, number: int) -> bool:

@@ -53,7 +53,7 @@ _SCHEMAS: Final = {
     "fire": "(Tensor key, str what, Tensor[] tensors) -> ()",
     "fire_with": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
     "count": "(Tensor key, str what) -> ()",
-    "sink": "(Tensor key, str what, Tensor vector) -> ()",
+    "sink": "(Tensor key, str what, Tensor[] found, int each) -> ()",
     "enter": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "leave": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "mark": "(Tensor key, int serial) -> Tensor",

@@ -145,9 +145,9 @@ def _summarize(port: Port, steps: str, place: int, entry: Entry, value: Any) -> 
     collect(value, tensors)
     summary = entry.attachment.summary
     assert summary is not None
-    vector = summary.make(tensors)
-    if vector is not None:
-        ops.SINK(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||", vector)
+    found = summary.make(tensors)
+    if found is not None:
+        ops.SINK(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||", *found)
 
 
 def _edit(port: Port, steps: str, place: int, entry: Entry, module: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -28,6 +28,7 @@ from hookline.sites.gradients import GradientCall
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hookline.sites.entry import Found
     from hookline.sites.gradient_inputs import Carrier
     from hookline.types import Grads
 
@@ -63,7 +64,7 @@ def plan_of(lanes: GradientLanes) -> str:
     return f"{_version()}{numbers} {''.join(letter for letter, is_so in letters.items() if is_so)}"
 
 
-_MAKERS: Final[dict[int, Callable[[list[Tensor]], Tensor | None]]] = {}
+_MAKERS: Final[dict[int, Callable[[list[Tensor]], Found | None]]] = {}
 """What makes the summary of each number: the graph's own text has the number alone. There are as many as there are sets
 of statistics in use."""
 
@@ -151,9 +152,9 @@ class _TracedCall(GradientCall):
 
     def _summarize(self, grads: list[Tensor]) -> None:
         for number in self._lanes.summaries:
-            vector = _MAKERS[number](grads) if number in _MAKERS else None
-            if vector is not None:
-                ops.SINK(self._key, f"{GRADIENTS} {number}|{_serial_on(self._key)}", vector)
+            found = _MAKERS[number](grads) if number in _MAKERS else None
+            if found is not None:
+                ops.SINK(self._key, f"{GRADIENTS} {number}|{_serial_on(self._key)}", *found)
 
 
 def _serial_on(key: Tensor) -> int:
