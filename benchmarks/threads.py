@@ -123,7 +123,8 @@ def installed(package: str) -> bool:
     return True
 
 
-def in_child(name: str, rounds: int) -> Any:
+def in_child(name: str, rounds: int, script: str = __file__) -> Any:
+    """What the script prints about one library, run by itself."""
     home = str(Path(hl.__file__).parents[1])
     environment = {
         **os.environ,
@@ -131,7 +132,7 @@ def in_child(name: str, rounds: int) -> Any:
         "HF_HUB_OFFLINE": "1",  # nothing is to be downloaded
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, __file__, name, str(rounds)]
+    command = [sys.executable, script, name, str(rounds)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT)
     return json.loads(done.stdout.splitlines()[-1])  # some libraries print
 

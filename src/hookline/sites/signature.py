@@ -65,7 +65,7 @@ def may_return_value(hook: Hook) -> bool:
     code = _code_of(hook)
     if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return True
-    steps = list(dis.get_instructions(code))
+    steps = _instructions(code)
     for index, step in enumerate(steps):
         if step.opname == "RETURN_CONST" and step.argval is not None:
             return True
@@ -93,7 +93,7 @@ def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
         return letters
     first = 1 if _is_bound(hook) else 0
     names = code.co_varnames[first + 1 : code.co_argcount]  # after the module
-    loaded = {step.argval for step in dis.get_instructions(code) if "LOAD_FAST" in step.opname}
+    loaded = {step.argval for step in _instructions(code) if "LOAD_FAST" in step.opname}
     loaded = {name for names in loaded for name in (names if isinstance(names, tuple) else (names,))}
     used = loaded | set(code.co_cellvars)
     return "".join(letter for letter, name in zip(letters, names, strict=False) if name in used)
@@ -127,12 +127,18 @@ def _code_of(hook: Any) -> CodeType | None:
     return hook.__code__ if isinstance(hook, FunctionType) else None
 
 
+@functools.lru_cache(maxsize=256)
+def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """What a function does, step by step; looked at twice for a hook, and again whenever it is attached (50 µs)."""
+    return tuple(dis.get_instructions(code))
+
+
 _GIVE_NONE = frozenset({"append", "appendleft", "discard", "extend", "insert", "print", "put_nowait", "update"})
 """What people call in a lambda for its effect: ``lambda module, args, output: seen.append(output)``. No method of a
 tensor has one of these names."""
 
 
-def _called_last(steps: list[dis.Instruction]) -> str | None:
+def _called_last(steps: tuple[dis.Instruction, ...]) -> str | None:
     """The name of the function whose value a lambda returns; None if it is no plain call.
 
     What is called is what the stack holds under the arguments: the last that was put in its second place.

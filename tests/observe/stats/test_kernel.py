@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.observe.stats import kernel
+from hookline.observe.stats.engine import Engine
 from hookline.observe.stats.kernel import Item, Tuning
 from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.state import State
@@ -148,8 +149,12 @@ def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> 
     """Nothing of the package needs Triton to be imported, and a GPU without it is no place for the kernel."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     kernel._has_triton.cache_clear()
+    engine = Engine(Layout.of(None))
     try:
         assert not kernel.is_available(torch.device("cuda"))
+        with pytest.warns(hl.HooklineWarning, match="pip install triton"):
+            assert engine._kernel(torch.device("cuda", 0)) is None
+        assert engine._kernel(torch.device("cuda", 0)) is None  # said once
     finally:
         kernel._has_triton.cache_clear()
     code = "import sys; sys.modules['triton'] = None; import hookline as hl; assert hl.watch; print('fine')"

@@ -171,13 +171,16 @@ class Engine:
     def _kernel(self, device: torch.device) -> Kernel | None:
         if device not in self._kernels:
             self._kernels[device] = Kernel(self.layout, device) if is_available(device) else None
+            if device.type == "cuda" and self._kernels[device] is None:
+                self._give_up_kernel(device, "Triton is not installed; pip install triton brings it")
         return self._kernels[device]
 
-    def _give_up_kernel(self, device: torch.device, error: Exception) -> None:
+    def _give_up_kernel(self, device: torch.device, why: Exception | str) -> None:
         self._kernels[device] = None
+        reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
         warnings.warn(
             f"Statistics on {device} are taken by operations of torch, which is several times slower: the Triton "
-            f"kernel does not work here ({type(error).__name__}: {error}).",
+            f"kernel does not work here ({reason}).",
             HooklineWarning,
             stacklevel=outside(),
         )
