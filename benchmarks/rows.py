@@ -13,7 +13,10 @@ from compiled import compiled
 from firing import backward, capture, everywhere, forward, removed, single
 from functions import functions, operators, profiling
 from gpu_statistics import gpu_compiled, gpu_eager, gpu_kernel
+from guarding import guarding, guarding_large
+from managing import managing
 from measure import Row
+from peers import peers
 from subject import Setting
 from threads import threads
 from watching import watching
@@ -28,6 +31,9 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "operators": operators,
     "watching": watching,
     "capturing": capturing,
+    "managing": managing,
+    "guarding": guarding,
+    "guarding_large": guarding_large,
     "attaching": attaching,
     "importing": importing,
     "compiled": compiled,
@@ -37,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "twelve": twelve,
     "profiling": profiling,
     "threads": threads,
+    "peers": peers,
     "gpu_kernel": gpu_kernel,
     "gpu_eager": gpu_eager,
     "gpu_compiled": gpu_compiled,
@@ -45,5 +52,15 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
 
 _STATISTICS = ("gpu_kernel", "gpu_eager", "gpu_compiled")
 ON_CPU = tuple(name for name in BENCHMARKS if name not in _STATISTICS)
-ON_GPU = (*_STATISTICS, "removed", "forward", "backward", "functions", "operators", "compiled", "profiling")
+ON_GPU = (
+    *_STATISTICS,
+    "guarding_large",
+    "removed",
+    "forward",
+    "backward",
+    "functions",
+    "operators",
+    "compiled",
+    "profiling",
+)
 """What a GPU can change: there the host runs ahead, and a hook costs only what it delays the launches."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -15,3 +18,11 @@ def compiling_has_been_said() -> None:
 
     kernels._Said.compiling = True
     mode._Said.compiled = True
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises, also where whoever started the tests has it ignored, as a shell does in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -24,6 +24,11 @@ BUILTINS = {
     "HooksLeftError": (AssertionError,),
     "ScopeError": (RuntimeError,),
     "CaptureError": (RuntimeError,),
+    "GuardError": (RuntimeError,),
+    "HookNameError": (ValueError,),
+    "HookOrderError": (ValueError,),
+    "MetricError": (TypeError,),
+    "LifecycleError": (RuntimeError,),
 }
 
 

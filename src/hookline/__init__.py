@@ -17,19 +17,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookline.dispatch.choose import TrackerHook as TrackerHook
+    from hookline.dispatch.firing import FiringReceipt as FiringReceipt
+    from hookline.dispatch.manager import HookManager as HookManager
+    from hookline.dispatch.plan import Plan as Plan
+    from hookline.dispatch.profiler import CheckpointProfiler as CheckpointProfiler
+    from hookline.dispatch.recording import record as record
+    from hookline.dispatch.records import StepSeries as StepSeries
     from hookline.errors import CaptureError as CaptureError
+    from hookline.errors import GuardError as GuardError
     from hookline.errors import HooklineError as HooklineError
     from hookline.errors import HooklineWarning as HooklineWarning
+    from hookline.errors import HookNameError as HookNameError
     from hookline.errors import HookNeverFired as HookNeverFired
+    from hookline.errors import HookOrderError as HookOrderError
     from hookline.errors import HookReturnError as HookReturnError
     from hookline.errors import HookSignatureError as HookSignatureError
     from hookline.errors import HooksLeftError as HooksLeftError
     from hookline.errors import KindError as KindError
+    from hookline.errors import LifecycleError as LifecycleError
+    from hookline.errors import MetricError as MetricError
     from hookline.errors import NoMatchError as NoMatchError
     from hookline.errors import OptionError as OptionError
     from hookline.errors import ScopeError as ScopeError
     from hookline.errors import TargetError as TargetError
     from hookline.errors import UnhookableError as UnhookableError
+    from hookline.guard.guard import Guard as Guard
+    from hookline.guard.model_context import ModelDataContext as ModelDataContext
+    from hookline.guard.rollback import rollback as rollback
     from hookline.hooks.builders import BackwardHookBuilder as BackwardHookBuilder
     from hookline.hooks.builders import ComponentBackwardHookSpec as ComponentBackwardHookSpec
     from hookline.hooks.builders import ComponentHookSpec as ComponentHookSpec
@@ -42,9 +57,22 @@ if TYPE_CHECKING:
     from hookline.hooks.builders import build_extractor as build_extractor
     from hookline.hooks.components import ComponentContext as ComponentContext
     from hookline.hooks.components import PolicyAutoBuilder as PolicyAutoBuilder
+    from hookline.hooks.metric_info import MetricInfo as MetricInfo
+    from hookline.hooks.registry import HookRegistry as HookRegistry
+    from hookline.hooks.training_hook import DebugInterventionHook as DebugInterventionHook
+    from hookline.hooks.training_hook import InterventionHook as InterventionHook
+    from hookline.hooks.training_hook import TrainingHook as TrainingHook
+    from hookline.lifecycle.point import HookPoint as HookPoint
+    from hookline.lifecycle.run_context import RunDataContext as RunDataContext
     from hookline.lifecycle.schedule import StepSchedule as StepSchedule
+    from hookline.loops.epoch_loop import epoch_loop as epoch_loop
+    from hookline.loops.experiment import Experiment as Experiment
+    from hookline.loops.run import LoopResult as LoopResult
     from hookline.loops.stats_reporter import StatsReporter as StatsReporter
+    from hookline.loops.step_loop import step_loop as step_loop
     from hookline.loops.train_tool import TrainTool as TrainTool
+    from hookline.loops.trainer import Trainer as Trainer
+    from hookline.loops.training_step import StepResult as StepResult
     from hookline.observe.capture.cache import Cache as Cache
     from hookline.observe.capture.cache import Captured as Captured
     from hookline.observe.capture.capture import capture as capture
@@ -107,50 +135,74 @@ _HOME = {
     "Cache": "observe.capture.cache",
     "CaptureError": "errors",
     "Captured": "observe.capture.cache",
+    "CheckpointProfiler": "dispatch.profiler",
     "ComponentBackwardHookSpec": "hooks.builders",
     "ComponentContext": "hooks.components",
     "ComponentHookSpec": "hooks.builders",
+    "DebugInterventionHook": "hooks.training_hook",
     "Edit": "observe.patch.edits",
+    "Experiment": "loops.experiment",
+    "FiringReceipt": "dispatch.firing",
     "FisherInformationState": "observe.trackers.fisher",
     "FunctionPostHook": "types",
     "FunctionPreHook": "types",
     "FunctionSite": "sites.functions.site",
     "GradientFlowState": "observe.trackers.gradient_flow",
+    "Guard": "guard.guard",
+    "GuardError": "errors",
     "HandleSet": "sites.handle",
     "HookBuilder": "hooks.builders",
     "HookHandle": "sites.handle",
+    "HookManager": "dispatch.manager",
+    "HookNameError": "errors",
     "HookNeverFired": "errors",
+    "HookOrderError": "errors",
+    "HookPoint": "lifecycle.point",
+    "HookRegistry": "hooks.registry",
     "HookReturnError": "errors",
     "HookSignatureError": "errors",
     "HooklineError": "errors",
     "HooklineWarning": "errors",
     "HooksLeftError": "errors",
+    "InterventionHook": "hooks.training_hook",
     "Kind": "sites.kinds",
     "KindError": "errors",
+    "LifecycleError": "errors",
+    "LoopResult": "loops.run",
     "MemorySink": "sinks.memory",
+    "MetricError": "errors",
+    "MetricInfo": "hooks.metric_info",
     "MetricSink": "sinks.sink",
+    "ModelDataContext": "guard.model_context",
     "ModulePostHook": "types",
     "ModulePreHook": "types",
     "NoMatchError": "errors",
     "OptimizerSite": "sites.optimizers",
     "OptionError": "errors",
     "Patch": "observe.patch.patch",
+    "Plan": "dispatch.plan",
     "PolicyAutoBuilder": "hooks.components",
     "Profile": "observe.timing.profile",
     "ProfileRow": "observe.timing.profile",
     "ReLUActivationState": "observe.trackers.relu",
     "ReLUGradientFlowState": "observe.trackers.gradient_flow",
     "Receipt": "sites.receipt",
+    "RunDataContext": "lifecycle.run_context",
     "SaturatedActivationState": "observe.trackers.saturated",
     "SavedTensors": "sites.saved",
     "ScopeError": "errors",
     "Site": "sites.site",
     "Sites": "sites.find",
     "StatsReporter": "loops.stats_reporter",
+    "StepResult": "loops.training_step",
     "StepSchedule": "lifecycle.schedule",
+    "StepSeries": "dispatch.records",
     "TargetError": "errors",
     "Tracker": "observe.trackers.tracker",
+    "TrackerHook": "dispatch.choose",
     "TrainTool": "loops.train_tool",
+    "Trainer": "loops.trainer",
+    "TrainingHook": "hooks.training_hook",
     "UnhookableError": "errors",
     "Watch": "observe.watch",
     "ablate": "observe.patch.edits",
@@ -172,15 +224,19 @@ _HOME = {
     "clip_gradients": "sites.bounds",
     "compute_dead_neuron_stats": "observe.trackers.weights",
     "compute_saturated_activation_stats": "observe.trackers.weights",
+    "epoch_loop": "loops.epoch_loop",
     "find": "sites.find",
     "freeze": "sites.bounds",
     "mean_ablate": "observe.patch.edits",
     "patch": "observe.patch.patch",
     "profile": "observe.timing.profile",
+    "record": "dispatch.recording",
     "replace": "observe.patch.edits",
+    "rollback": "guard.rollback",
     "saved_tensors": "sites.saved",
     "scale": "observe.patch.edits",
     "steer": "observe.patch.edits",
+    "step_loop": "loops.step_loop",
     "swap": "observe.patch.edits",
     "watch": "observe.watch",
 }

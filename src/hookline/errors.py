@@ -13,6 +13,11 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── HookReturnError     RuntimeError         a return value that cannot replace what the hook was shown
     ├── ScopeError          RuntimeError         scopes that are left in another order than they were entered
     ├── CaptureError        RuntimeError         something captured that cannot be kept, or cannot be read
+    ├── GuardError          RuntimeError         what cannot be guarded, or a hook that broke its promise
+    ├── HookNameError       ValueError           a hook that is not known by that name, or not the only one
+    ├── HookOrderError      ValueError           hooks that cannot run in the order they ask for
+    ├── MetricError         TypeError            a metric that nothing can write down
+    ├── LifecycleError      RuntimeError         a moment of a run that is told out of turn
     └── HooksLeftError      AssertionError       hooks where none were expected
 """
 
@@ -20,13 +25,18 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError",
+    "GuardError",
+    "HookNameError",
     "HookNeverFired",
+    "HookOrderError",
     "HookReturnError",
     "HookSignatureError",
     "HooklineError",
     "HooklineWarning",
     "HooksLeftError",
     "KindError",
+    "LifecycleError",
+    "MetricError",
     "NoMatchError",
     "OptionError",
     "ScopeError",
@@ -77,6 +87,26 @@ class ScopeError(HooklineError, RuntimeError):
 
 class CaptureError(HooklineError, RuntimeError):
     """What is asked of a capture cannot be had: too large, called several times, overwritten since."""
+
+
+class HookNameError(HooklineError, ValueError):
+    """No hook is known by that name, or several are; the message lists the names there are."""
+
+
+class HookOrderError(HooklineError, ValueError):
+    """Hooks ask to run before or after each other in a way that cannot be."""
+
+
+class MetricError(HooklineError, TypeError):
+    """A hook returned something that no sink can write; the message names the hook and the metric."""
+
+
+class LifecycleError(HooklineError, RuntimeError):
+    """A moment of a run was told out of turn, so that hooks cannot know what is due."""
+
+
+class GuardError(HooklineError, RuntimeError):
+    """Something cannot be put back, or a hook changed what it had declared to leave alone."""
 
 
 class HooksLeftError(HooklineError, AssertionError):

@@ -6,8 +6,7 @@ Set by the loops and by whoever runs interventions, asked by trackers, which cou
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import ClassVar, Final
 
 from hookline.errors import OptionError
@@ -31,25 +30,28 @@ def phase() -> str:
     return _Now.phase
 
 
-@contextmanager
-def in_phase(name: str) -> Iterator[None]:
-    """For as long as the block lasts, the run is doing this."""
-    mine = list(checked_phases([name]))
-    _change(mine, _Now.entered.append)
-    try:
-        yield
-    finally:
-        _change(mine, _leave)
+class in_phase:
+    """For as long as the block lasts, the run is doing this. One may be entered again, also inside itself."""
 
+    # A class, as every firing enters one: 1 µs, and 3 as a generator.
+    __slots__ = ("_mine",)
 
-def _change(mine: list[str], how: Callable[[list[str]], None]) -> None:
-    with _Now.lock:
-        how(mine)
-        _Now.phase = _Now.entered[-1][0] if _Now.entered else "train"
+    def __init__(self, name: str) -> None:
+        self._mine = [name] if name in PHASES else list(checked_phases([name]))
 
+    def __enter__(self) -> None:
+        with _Now.lock:
+            _Now.entered.append(self._mine)
+            _Now.phase = self._mine[0]
 
-def _leave(mine: list[str]) -> None:
-    _Now.entered[:] = [other for other in _Now.entered if other is not mine]
+    def __exit__(self, *exc_info: object) -> None:
+        with _Now.lock:
+            entered = _Now.entered
+            place = len(entered) - 1
+            while entered[place] is not self._mine:  # another thread has entered since, and has not left
+                place -= 1
+            del entered[place]
+            _Now.phase = entered[-1][0] if entered else "train"
 
 
 def checked_phases(during: str | Iterable[str]) -> Phases:

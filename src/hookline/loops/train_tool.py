@@ -1,24 +1,28 @@
 """Hooks of a run that is yet to come: stored by component name, attached when there is a policy, cleared at the end.
 
-Takes builders from the user, hands the hooks they make to a `PolicyAutoBuilder`.
+Takes builders from the user, hands the hooks they make to a `PolicyAutoBuilder`, and trains it with a `Trainer`.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hookline.errors import HooklineWarning
+from torch import nn
+
+from hookline.dispatch.manager import HookManager
+from hookline.errors import HooklineWarning, OptionError
 from hookline.hooks.components import PolicyAutoBuilder
+from hookline.loops.trainer import Trainer, made_up_data, made_up_policy
 from hookline.sites.receipt import outside
 from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
     from hookline.hooks.builders import (
@@ -38,18 +42,46 @@ class TrainTool:
 
     Recipe::
 
-        tool = hookline.TrainTool()
+        tool = hookline.TrainTool(policy=policy, data=loader, epochs=3, sinks=[hookline.MemorySink()])
         tool.add_training_hook("actor_mlp", hookline.attach_relu_activation_hooks())
         tool.add_training_backward_hook("actor_mlp", hookline.attach_fisher_information_hooks())
-        with tool.attached(policy=policy, trainer=trainer):  # trainer.context is a ComponentContext
-            train(policy)
+        trainer = tool.invoke()
+        trainer.metrics  # what the trackers counted, epoch by epoch
+
+        with tool.attached(policy=policy, trainer=trainer):  # or in a loop of your own
+            train(policy)  # trainer.context is a ComponentContext
 
     Nothing is attached before there is a policy; forward hooks are attached first, then backward hooks, each in the
     order they were added. A name that the policy does not have is passed over with a warning. If a builder raises,
     nothing stays attached.
+
+    Args:
+        policy: The model, or what makes it. Of one that is no `PolicyAutoBuilder`, all modules are components, by
+            their dotted names. If left out: a small actor and critic, ``actor_mlp`` and ``critic_head``.
+        data: Batches, or a `Dataset`. If left out: random rows that the policy takes, to try hooks on.
+        loss: ``loss(policy, batch)``; if left out, the usual one for such a batch.
+        epochs: How many.
+        sinks: Where the metrics of trackers and hooks go.
+        optimizer: One for the policy's parameters, or what makes one of them; AdamW if left out.
+        hooks: Hooks over time, as `HookManager` takes them: names, classes, objects.
+        options: As for `Experiment`: ``scheduler=``, ``evaluate=``, ``accumulate=``, …
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        policy: nn.Module | Callable[[], nn.Module] | None = None,
+        data: Any = None,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        epochs: int = 1,
+        sinks: Iterable[Any] = (),
+        *,
+        optimizer: Any = None,
+        hooks: Iterable[Any] = (),
+        **options: Any,
+    ) -> None:
+        self.policy, self.data, self.loss, self.epochs = policy, data, loss, epochs
+        self.sinks, self.hooks, self.optimizer, self.options = list(sinks), list(hooks), optimizer, options
+        self._manager: HookManager | None = None
         self._training_hooks: list[ComponentHookSpec] = []
         self._training_backward_hooks: list[ComponentBackwardHookSpec] = []
         self._active_policy_hooks: list[RemovableHandle] = []
@@ -62,6 +94,50 @@ class TrainTool:
     def add_training_backward_hook(self, component_name: str, hook_builder: BackwardHookBuilder) -> None:
         """Store what makes a component's backward hook."""
         self._training_backward_hooks.append((component_name, hook_builder))
+
+    def invoke(self) -> Trainer:
+        """Make the policy and its trainer, attach the hooks, train; however it ends, the hooks come off.
+
+        Returns:
+            The trainer: its ``policy``, its ``context`` with the trackers, its ``metrics`` and ``result``.
+        """
+        policy = self._load_or_create_policy()
+        trainer = self._initialize_trainer(policy)
+        try:
+            with self.attached(policy=policy, trainer=trainer):
+                trainer.train(self.epochs, self._the_manager())
+        finally:
+            self._flush()
+        return trainer
+
+    def _load_or_create_policy(self) -> nn.Module:
+        policy = self.policy
+        if policy is None:
+            policy = made_up_policy()
+        elif not isinstance(policy, nn.Module):
+            policy = policy() if callable(policy) else policy
+            if not isinstance(policy, nn.Module):
+                raise OptionError(f"policy= is an nn.Module, or a function that makes one; got {a_or_an(policy)}.")
+        return policy if isinstance(unwrap(policy), PolicyAutoBuilder) else PolicyAutoBuilder.of(policy)
+
+    def _initialize_trainer(self, policy: nn.Module) -> Trainer:
+        data = made_up_data(policy) if self.data is None else self.data
+        return Trainer(policy, data, self.loss, optimizer=self.optimizer, sinks=self.sinks, **self.options)
+
+    def _the_manager(self) -> HookManager | None:
+        """The same in each run: a hook belongs to one manager, and starts anew with each run of it."""
+        if self._manager is None and self.hooks:
+            names = [hook for hook in self.hooks if isinstance(hook, str)]
+            others = [hook for hook in self.hooks if not isinstance(hook, str)]
+            self._manager = HookManager(names, others, self.sinks, loop_type="epoch")
+        return self._manager
+
+    def _flush(self) -> None:
+        for sink in self.sinks:
+            try:
+                getattr(sink, "flush", lambda: None)()
+            except Exception:
+                logger.exception("%s could not be flushed", type(sink).__name__)
 
     @contextmanager
     def attached(self, *, policy: nn.Module, trainer: Any) -> Iterator[None]:

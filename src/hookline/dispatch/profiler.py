@@ -1,0 +1,91 @@
+"""How long parts of a run take: each hook, and sections that hooks mark themselves.
+
+Given to hooks as ``ctx.profiler``, read by whoever wants to know; costs nothing when it is off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+__all__ = ["CheckpointProfiler", "SectionTimes"]
+
+_NOTHING: Final = nullcontext()
+
+
+@dataclass(slots=True)
+class SectionTimes:
+    """What one section took."""
+
+    count: int = 0
+    """How often it ran to its end."""
+    total_ms: float = 0.0
+    """Milliseconds, all together."""
+
+    @property
+    def mean_ms(self) -> float:
+        """Milliseconds, each time."""
+        return self.total_ms / self.count if self.count else 0.0
+
+
+class CheckpointProfiler:
+    """Times sections of code by name; prints as a table, the longest first.
+
+    Recipe::
+
+        with profiler.section("svd"):
+            ...
+        print(profiler)  # or profiler.report()["svd"]["mean_ms"]
+
+    A section is timed until the device has done its work. One that raises is not counted. Sections may lie inside
+    one another; each is charged with all that happens inside it.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        """Whether sections are timed."""
+        self._sections: dict[str, SectionTimes] = {}
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Time a block."""
+        return self._timed(name) if self.enabled else _NOTHING
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        _synchronize()
+        start = time.perf_counter()
+        yield
+        _synchronize()
+        times = self._sections.setdefault(name, SectionTimes())
+        times.count += 1
+        times.total_ms += (time.perf_counter() - start) * 1e3
+
+    def report(self) -> dict[str, dict[str, float]]:
+        """``count``, ``total_ms`` and ``mean_ms`` of every section, the longest first."""
+        longest = sorted(self._sections.items(), key=lambda item: -item[1].total_ms)
+        return {name: {"count": t.count, "total_ms": t.total_ms, "mean_ms": t.mean_ms} for name, t in longest}
+
+    def reset(self) -> None:
+        """Start anew."""
+        self._sections.clear()
+
+    def __str__(self) -> str:
+        rows = [
+            (name, f"{t['count']}", f"{t['total_ms']:.2f}", f"{t['mean_ms']:.3f}") for name, t in self.report().items()
+        ]
+        cells = [("section", "count", "total ms", "mean ms"), *rows]
+        widths = [max(len(row[column]) for row in cells) for column in range(4)]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(row[1:], widths[1:], strict=True))])
+            for row in cells
+        )
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()

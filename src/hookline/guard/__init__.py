@@ -1,0 +1,1 @@
+"""UNDO: what a hook did to a run is taken back."""

@@ -1,0 +1,129 @@
+"""Loaders for interventions: the training data again, through another loader.
+
+Takes the run's loader from `ModelDataContext`, and never iterates it: that would move its generator, cut a running
+epoch short where workers persist, and use up what can be read only once. Hands back loaders over the same dataset that
+draw from a generator of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from hookline.errors import GuardError
+from hookline.guard.rng import GENERATOR_TYPES, kept_rng
+
+__all__ = ["again", "by_callback", "private_generator"]
+
+_DRAWN: Final[WeakKeyDictionary[nn.Module, Iterator[int]]] = WeakKeyDictionary()
+"""How many generators each model's interventions have had: every shuffle is another one, and the same in a rerun."""
+
+
+def private_generator(model: nn.Module) -> torch.Generator:
+    """A stream that no training draws from, another one each time."""
+    number = next(_DRAWN.setdefault(model, itertools.count()))
+    return torch.Generator().manual_seed((torch.initial_seed() * 1_000_003 + number) % 2**63)
+
+
+def again(loader: Any, generator: torch.Generator, *, shuffle: bool, num_workers: int = 0) -> Iterable[Any]:
+    """The batches of a loader through another one, in the order of the dataset or shuffled."""
+    if isinstance(loader, list | tuple):
+        order = torch.randperm(len(loader), generator=generator).tolist() if shuffle else range(len(loader))
+        return [loader[index] for index in order]
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise GuardError(_opaque(loader))
+    indices, sizes = _reading(loader)
+    if shuffle:
+        indices = [indices[place] for place in torch.randperm(len(indices), generator=generator).tolist()]
+    batches: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": indices, "drop_last": loader.drop_last}
+    if sizes is not None:
+        rest = iter(indices)
+        batches = {"batch_sampler": [list(itertools.islice(rest, size)) for size in sizes]}
+    return DataLoader(
+        loader.dataset,
+        **batches,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        num_workers=num_workers,
+        worker_init_fn=loader.worker_init_fn if num_workers else None,
+        generator=generator,  # without one, each iteration draws a seed from the stream of the run
+    )
+
+
+def _opaque(loader: Any) -> str:
+    if loader is None:
+        return "The training data is asked for, and there is no loader. Next: ModelDataContext(..., loader=loader)."
+    found = type(getattr(loader, "dataset", loader)).__name__
+    return (
+        f"The training data is asked for again, and {found!r} can only be iterated: that would take batches away from "
+        "training. Next: pass a DataLoader over a dataset with a length, a list of batches, or shuffled_loader=."
+    )
+
+
+def _reading(loader: DataLoader[Any]) -> tuple[Sequence[Any], list[int] | None]:
+    """What of the dataset a loader reads, and how much at once where that is not always the same."""
+    batches: Any = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        read = [list(batch) for batch in _read(batches)]
+        return list(itertools.chain.from_iterable(read)), list(map(len, read))
+    sampler: Any = loader.sampler
+    whole = (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    )
+    if whole or type(sampler) is SequentialSampler:
+        return range(len(sampler.data_source)), None
+    if type(sampler) is SubsetRandomSampler:
+        return list(sampler.indices), None
+    return _read(sampler), None
+
+
+def _read(sampler: Any) -> list[Any]:
+    """What a sampler of any kind gives, without moving it; as much as it says it does, since it may go on for ever."""
+    if not hasattr(sampler, "__len__"):
+        raise GuardError(
+            f"The training data is asked for again, and {type(sampler).__name__!r} has no length: it may have no end. "
+            "Next: give it a __len__, or pass shuffled_loader=."
+        )
+    generators = [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, GENERATOR_TYPES)]
+    with kept_rng(generators=generators):
+        return list(itertools.islice(copy.copy(sampler), len(sampler)))
+
+
+def _takes_generator(make: Callable[..., Any]) -> bool:
+    """Whether its first argument is a generator: by its name, or since it must be given."""
+    try:
+        first = next(iter(inspect.signature(make).parameters.values()), None)
+    except (TypeError, ValueError):
+        return False
+    by_place = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return by_place and first is not None and (first.name == "generator" or first.default is first.empty)
+
+
+def by_callback(make: Callable[..., Any], generator: torch.Generator) -> Any:
+    """The loader that the experiment makes, drawing from our generator: handed over if it takes one, else put in."""
+    if _takes_generator(make):
+        loader = make(generator)
+    else:
+        with kept_rng():
+            # It may draw its order at once, from the stream of the run.
+            torch.default_generator.manual_seed(generator.initial_seed())
+            loader = make()
+    for part in (loader, getattr(loader, "sampler", None)):
+        if isinstance(part, DataLoader | RandomSampler) and part.generator is None:
+            part.generator = generator
+    return loader

@@ -1,0 +1,328 @@
+"""What an intervention may do to a run: checkpoints, gradients, training, perturbation, data.
+
+Made by the loops for a firing that has interventions, handed to ``InterventionHook.intervene``. The operations look
+after their own traces (gradients, modes); what they change on purpose is undone by the `Guard` around the hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.errors import GuardError, NoMatchError, OptionError
+from hookline.guard import loaders
+from hookline.guard.epochs import Gradients, differentiable, summed_gradients
+from hookline.guard.guard import Guard
+from hookline.guard.pre_epoch import PreEpochState
+from hookline.guard.signals import undisturbed
+from hookline.guard.snapshot import Snapshot, roots_of
+from hookline.sites.nearest import nearest
+from hookline.sites.wrappers import clean_modules
+
+__all__ = ["ModelDataContext"]
+
+
+class ModelDataContext:
+    """The run, as an intervention gets hold of it.
+
+    Recipe::
+
+        def intervene(self, run_ctx, model_ctx):
+            token = model_ctx.save_checkpoint()
+            before = model_ctx.compute_batch_gradients()
+            model_ctx.apply_perturbation(before, -0.1)
+            after = model_ctx.compute_batch_gradients()
+            model_ctx.restore_checkpoint(token)
+            return {"moved": float((after["0.weight"] - before["0.weight"]).norm())}
+
+    Gradients and directions are dictionaries by the name of the parameter, without the prefixes of wrappers.
+    ``loss_fn(model, batch)`` returns the loss; ``train_step(batch)`` is the run's own step, if it has one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: Any = None,
+        loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+        batch: Any = None,
+        pre_epoch: PreEpochState | None = None,
+        shuffled_loader: Callable[..., Any] | None = None,
+        train_step: Callable[[Any], Any] | None = None,
+        device: torch.device | str | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._scaler = scaler
+        self._loader = loader
+        self._loss_fn = loss_fn
+        self._batch = batch
+        self._pre_epoch = pre_epoch
+        self._shuffled_loader = shuffled_loader
+        self._train_step = train_step
+        self._device = None if device is None else torch.device(device)
+        self._given_guard = guard
+        self._checkpoints: dict[str, tuple[Snapshot, bool]] = {}
+        self._num_tokens = 0
+
+    # -- to look at ----------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is: its first parameter, the CPU for a model without any."""
+        if self._device is None:
+            first = next(self._model.parameters(), None)
+            self._device = torch.device("cpu") if first is None else first.device
+        return self._device
+
+    @cached_property
+    def guard(self) -> Guard:
+        """What undoes interventions; made here if none was given."""
+        if self._given_guard is not None:
+            return self._given_guard
+        return Guard(self._model, self._optimizer, self._scheduler, self._scaler, loader=self._loader)
+
+    @property
+    def param_groups(self) -> tuple[Mapping[str, Any], ...]:
+        """The optimizer's groups with their learning rates, to read."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return tuple(MappingProxyType(group) for group in groups)
+
+    def optimizer_state(self, name: str) -> Mapping[str, Any]:
+        """What the optimizer keeps about the parameter of that name (``exp_avg``, …), to read; empty if nothing."""
+        parameter = self._parameter(name)
+        state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+        return MappingProxyType(state)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the run as they were when the firing began, also where the scope has them put away."""
+        saved = self.guard.gradients
+        parked = {id(parameter): saved[name] for name, parameter in _paths(self._model) if name in saved}
+        found = {name: parked.get(id(p)) if p.grad is None else p.grad for name, p in self._named.items()}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, full: bool = True) -> str:
+        """Save, to come back to by the token returned, any number of times.
+
+        ``full``: everything. Otherwise the parameters and random streams alone, for hooks that only perturb them.
+        """
+        roots = roots_of(self._model, self._optimizer, self._scheduler, self._scaler, self._loader)
+        snapshot = Snapshot(roots)
+        with undisturbed():
+            snapshot.take("all" if full else "parameters", gradients=full)
+        token = f"ckpt_{self._num_tokens}"
+        self._num_tokens += 1
+        self._checkpoints[token] = snapshot, full
+        return token
+
+    def restore_checkpoint(self, token: str) -> None:
+        """Go back to what was saved under that token."""
+        if token not in self._checkpoints:
+            known = ", ".join(self._checkpoints) or "none"
+            raise OptionError(f"Unknown checkpoint token: {token!r}. Saved and not discarded: {known}.")
+        snapshot, full = self._checkpoints[token]
+        with undisturbed():
+            snapshot.restore(gradients=full, hooks=False)
+
+    def discard_checkpoint(self, token: str) -> None:
+        """Free its memory; nothing happens if it is gone already."""
+        self._checkpoints.pop(token, None)
+
+    def restore_pre_epoch(self) -> None:
+        """Go back to before the epoch; gradients stay as they are."""
+        if self._pre_epoch is None:
+            raise GuardError(
+                "restore_pre_epoch() goes back to before the epoch, and nobody has saved that. "
+                "Next: set needs_pre_epoch_state = True on the hook."
+            )
+        self._pre_epoch.restore()
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def compute_batch_gradients(self, batch: Any = None) -> dict[str, Tensor]:
+        """Gradients of the loss on one batch, in training mode; ``.grad`` and modes stay as they are."""
+        loss_fn, batch = self._loss_of("compute_batch_gradients"), self._batch_for(batch, "compute_batch_gradients")
+        with self._training(), self._no_gradients():
+            self._gradients_on(loss_fn, batch)
+            return self._collected()
+
+    def compute_gradients(self) -> dict[str, Tensor]:
+        """Mean gradients over the training data, without a step."""
+        return self.run_training_epoch(self._loader, step=False)
+
+    def run_training_epoch(self, loader: Iterable[Any] | None = None, step: bool = True) -> dict[str, Tensor]:
+        """Go through a loader once, with a step of the optimizer after each batch or not; the mean gradients.
+
+        For the run's own loader (also if none is given) another one is made over the same data, in its order. The
+        gradients are those left after each step: none, if a ``train_step`` of the run's own clears them at its end.
+        """
+        if loader is None or loader is self._loader:
+            loader = loaders.again(self._loader, loaders.private_generator(self._model), shuffle=False)
+        if step and self._optimizer is None and self._train_step is None:
+            raise GuardError("run_training_epoch(step=True) needs an optimizer. Next: step=False, or pass one.")
+        with self._training(), self._no_gradients():
+            return summed_gradients(loader, self._stepper(step), self._collected)
+
+    def hvp(self, vector: Mapping[str, Tensor] | Tensor, batch: Any = None) -> dict[str, Tensor]:
+        """The Hessian of the loss on a batch times a vector, by differentiating twice.
+
+        The vector is by names, those left out being zero, or one long tensor over all parameters in their order.
+        """
+        loss_fn, batch = self._loss_of("hvp"), self._batch_for(batch, "hvp")
+        trained = {name: p for name, p in self._named.items() if p.requires_grad}
+        direction = self._direction(vector, trained)
+        with self._training(), torch.enable_grad(), _twice_differentiable():
+            loss = differentiable(loss_fn(self._model, batch))
+            firsts = torch.autograd.grad(loss, list(trained.values()), create_graph=True, allow_unused=True)
+            pairs = [
+                (g, direction[n]) for g, n in zip(firsts, trained, strict=True) if g is not None and n in direction
+            ]
+            slope = sum((_dot(g, v) for g, v in pairs), start=loss * 0)
+            seconds = torch.autograd.grad(slope, list(trained.values()), allow_unused=True)
+        return {n: torch.zeros_like(p) if h is None else h for (n, p), h in zip(trained.items(), seconds, strict=True)}
+
+    # -- weights and data ----------------------------------------------------------------------------------------
+
+    def apply_perturbation(self, direction: Mapping[str, Tensor], scale: float) -> None:
+        """Add a multiple of the direction to the parameters it names."""
+        parameters = [self._parameter(name) for name in direction]
+        steps = [self._fitting(step, parameter) for step, parameter in zip(direction.values(), parameters, strict=True)]
+        with torch.no_grad():
+            for parameter, step in zip(parameters, steps, strict=True):
+                parameter.add_(step, alpha=scale)
+
+    def get_shuffled_loader(self, *, num_workers: int = 0) -> Any:
+        """The training data in another order, each time another one; no stream of the run is drawn from."""
+        generator = loaders.private_generator(self._model)
+        if self._shuffled_loader is not None:
+            return loaders.by_callback(self._shuffled_loader, generator)
+        return loaders.again(self._loader, generator, shuffle=True, num_workers=num_workers)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def _named(self) -> dict[str, nn.Parameter]:
+        """Parameters by clean name, shared ones once; looked up each time, since a hook may have replaced some."""
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for module_name, module in clean_modules(self._model):
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    named.setdefault(id(parameter), (f"{module_name}.{key}" if module_name else key, parameter))
+        return dict(named.values())
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        found = dict(_paths(self._model)).get(f"model.{name}", self._named.get(name))
+        if found is None:
+            near = ", ".join(map(repr, nearest(name, self._named)))
+            raise NoMatchError(f"No parameter is called {name!r}; nearest: {near or 'there is none at all'}.")
+        return found
+
+    def _fitting(self, step: Tensor, parameter: nn.Parameter) -> Tensor:
+        if step.shape != parameter.shape:
+            raise OptionError(
+                f"A direction has the shape of its parameter, {tuple(parameter.shape)}; got {tuple(step.shape)}."
+            )
+        return step.to(parameter.device, parameter.dtype)
+
+    def _direction(self, vector: Mapping[str, Tensor] | Tensor, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if isinstance(vector, Tensor):
+            sizes = [p.numel() for p in trained.values()]
+            if vector.numel() != sum(sizes):
+                raise OptionError(
+                    f"The vector is as long as all parameters together, {sum(sizes)}; got {vector.numel()}."
+                )
+            parts = torch.split(vector.flatten(), sizes)
+            vector = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
+        return {name: self._fitting(part.detach(), self._parameter(name)) for name, part in vector.items()}
+
+    def _loss_of(self, what: str) -> Callable[[nn.Module, Any], Tensor]:
+        if self._loss_fn is None:
+            raise GuardError(f"{what}() requires a loss_fn. Next: give the experiment a loss_fn(model, batch).")
+        return self._loss_fn
+
+    def _batch_for(self, batch: Any, what: str) -> Any:
+        batch = self._batch if batch is None else batch
+        if batch is None:
+            raise GuardError(f"{what}() requires a batch, and at this point there is no current one. Next: pass one.")
+        return batch
+
+    def _collected(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._named.items() if p.grad is not None}
+
+    def _gradients_on(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> None:
+        """Fill ``.grad``, through the scaler where the run has one, so that half precision does not underflow."""
+        Gradients(self._model, self._scaler).of(loss_fn, batch)
+
+    def _stepper(self, step: bool) -> Callable[[Any], None]:
+        if step and self._train_step is not None:
+            return self._train_step
+        loss_fn = self._loss_of("run_training_epoch")
+        gradients = Gradients(self._model, self._scaler)
+        if not step:
+            return lambda batch: gradients.of(loss_fn, batch)
+        return lambda batch: gradients.step(loss_fn, batch, self._optimizer)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """In training mode, and afterwards in the mode each module was in.
+
+        A model that is training stays as it is: what it has in evaluation mode (frozen normalization) is meant to be.
+        """
+        modes = [(module, module.training) for module in self._model.modules()]
+        if not self._model.training:
+            self._model.train()
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    @contextmanager
+    def _no_gradients(self) -> Iterator[None]:
+        """With no gradients on the parameters; afterwards they have theirs again, the same objects."""
+        parked = [(parameter, parameter.grad) for parameter in self._model.parameters()]
+        for parameter, _ in parked:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, grad in parked:
+                parameter.grad = grad
+
+
+def _paths(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(f"model.{name}", parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+
+
+def _dot(gradient: Tensor, direction: Tensor) -> Tensor:
+    """How fast the loss goes in that direction; of complex numbers, torch's gradient is by both of their parts."""
+    return (gradient.conj() * direction).real.sum() if gradient.is_complex() else (gradient * direction).sum()
+
+
+@contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    """Fused attention has no second derivative; the plain one has."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        yield

@@ -1,0 +1,81 @@
+"""The moments of a run at which hooks fire.
+
+Declared by hooks (``hook_points``), fired by the loops, or by a loop of the user's own, through a `HookManager`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from hookline.errors import OptionError
+
+__all__ = ["HookPoint", "checked_points"]
+
+
+class HookPoint(enum.Enum):
+    """A moment of a run.
+
+    Recipe: ``hook_points = {HookPoint.POST_EPOCH}`` in a hook; ``manager.fire(HookPoint.POST_EPOCH, ctx)`` in a loop.
+
+    The epoch loop fires all of them, each where it stands here::
+
+        for epoch in range(epochs):
+            PRE_EPOCH
+            for batch in loader:
+                PRE_STEP
+                train_step()
+                POST_STEP
+            flush_step_metrics()
+            scheduler.step()
+            evaluate()
+            POST_EPOCH
+            SNAPSHOT  # if this epoch is one of every snapshot_every
+
+    The step loop fires two of them::
+
+        for step in range(steps):
+            train_step()
+            scheduler.step()
+            POST_STEP
+            SNAPSHOT  # if this step is one of every snapshot_every
+    """
+
+    PRE_EPOCH = "PRE_EPOCH"
+    """Before the first batch of an epoch."""
+    PRE_STEP = "PRE_STEP"
+    """Before a training step."""
+    POST_STEP = "POST_STEP"
+    """After a training step."""
+    POST_EPOCH = "POST_EPOCH"
+    """After all batches, the scheduler and the evaluation."""
+    SNAPSHOT = "SNAPSHOT"
+    """Now and then, in both loops."""
+
+    # The enum's own hash and comparison go through Python code (0.2 µs per look-up); members are single objects.
+    __hash__ = object.__hash__
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it comes with every step: hooks there may have a schedule, and their metrics are buffered."""
+        return self is HookPoint.PRE_STEP or self is HookPoint.POST_STEP
+
+    @classmethod
+    def of(cls, point: HookPoint | str) -> HookPoint:
+        """The point itself, or the one of that name."""
+        if isinstance(point, cls):
+            return point
+        if isinstance(point, str) and point.upper() in cls.__members__:
+            return cls[point.upper()]
+        names = list(cls.__members__)
+        near = get_close_matches(str(point).upper(), names, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise OptionError(f"Unknown hook point {point!r}.{meant} There are {', '.join(names)}.")
+
+
+def checked_points(points: HookPoint | str | Iterable[HookPoint | str]) -> frozenset[HookPoint]:
+    """What a hook declares, as a set of points; names are taken as well."""
+    if isinstance(points, HookPoint | str):
+        points = [points]
+    return frozenset(HookPoint.of(point) for point in points)

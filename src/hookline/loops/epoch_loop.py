@@ -1,0 +1,93 @@
+"""The loop that counts epochs: it calls an experiment's building blocks, and hooks in between.
+
+Takes an `Experiment` and a `HookManager`; the order is the one that `HookPoint` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.errors import OptionError
+from hookline.lifecycle.point import HookPoint
+from hookline.loops.blocks import Blocks, whole_number
+from hookline.loops.run import LoopResult, Run, start
+
+if TYPE_CHECKING:
+    from hookline.dispatch.manager import HookManager
+
+__all__ = ["epoch_loop"]
+
+_POINTS: Final = frozenset(HookPoint)
+
+
+def epoch_loop(
+    experiment: Any,
+    *,
+    epochs: int,
+    manager: HookManager | None = None,
+    snapshot_every: int | None = None,
+    eval_every: int = 1,
+    first_epoch: int = 0,
+    run_context: Mapping[str, Any] | None = None,
+) -> LoopResult:
+    """Train for some epochs, with hooks.
+
+    Recipe::
+
+        manager = hookline.HookManager(hooks=[MyHook()], sinks=[hookline.MemorySink()])
+        hookline.epoch_loop(hookline.Experiment(model, optimizer, loader), epochs=10, manager=manager)
+
+    The run is the same with hooks and without, bit for bit. Whatever ends it, what hooks returned is written.
+
+    Args:
+        experiment: What is trained, how, on what: an `Experiment`, or anything like one.
+        epochs: How many epochs the whole run has; they count from 0.
+        manager: Its hooks fire, and its sinks are given what they return.
+        snapshot_every: How many epochs from one SNAPSHOT to the next, the first being epoch 0; 0 for none. If left
+            out: the ``snapshot_every`` of ``experiment.config``, or 1.
+        eval_every: How many epochs from one evaluation to the next; 0 for none but at snapshots, which always have one.
+        first_epoch: Where to go on. Hooks start anew unless this is over 0.
+        run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
+    """
+    epochs = whole_number("epochs", epochs, 0)
+    eval_every = whole_number("eval_every", eval_every, 0)
+    first_epoch = whole_number("first_epoch", first_epoch, 0)
+    blocks = Blocks(experiment, "epoch")
+    every = blocks.snapshot_interval(snapshot_every, 1)
+    points = _POINTS if every else _POINTS - {HookPoint.SNAPSHOT}
+    run = start(blocks, manager, points=points, first=first_epoch, run_context=run_context)
+    with run.written_at_the_end():
+        for epoch in range(first_epoch, epochs):
+            snapshot = every > 0 and epoch % every == 0
+            _train(run, epoch, snapshot=snapshot)
+            if snapshot or (eval_every > 0 and epoch % eval_every == 0):
+                run.evaluate()
+            _conclude(run, snapshot=snapshot)
+            if run.should_stop():
+                break
+    return run.result()
+
+
+def _train(run: Run, epoch: int, *, snapshot: bool) -> None:
+    """The steps of one epoch, and the scheduler."""
+    run.begin_epoch(epoch, (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT) if snapshot else (HookPoint.POST_EPOCH,))
+    run.fire(HookPoint.PRE_EPOCH)
+    steps_before = run.num_steps
+    for batch in run.batches():
+        run.begin_step(batch)
+        run.fire(HookPoint.PRE_STEP)
+        run.train_step()
+        run.fire(HookPoint.POST_STEP)
+    if run.num_steps == steps_before:
+        raise OptionError(f"The loader gave no batch in epoch {epoch}: is it empty, or can it be iterated only once?")
+    run.end_epoch()
+
+
+def _conclude(run: Run, *, snapshot: bool) -> None:
+    """The epoch is over."""
+    run.fire(HookPoint.POST_EPOCH)
+    run.report_evaluation(HookPoint.POST_EPOCH)
+    if snapshot:
+        run.fire(HookPoint.SNAPSHOT)
+    run.blocks.end_epoch(run.epoch, run.figures)

@@ -1,0 +1,425 @@
+"""Source 004, OrderedLearning's hooks over time: what the acceptance list asks of loops, schedules, observers,
+interventions and their context, line by line. Files of sinks and the command line have tests of their own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline as hl
+from hookline import HookPoint
+
+
+def make_experiment(batches: int = 3, **options: Any) -> hl.Experiment:
+    """Dropout, BatchNorm, AdamW with a scheduler."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    data = TensorDataset(torch.randn(4 * batches, 4), torch.randint(2, (4 * batches,)))
+    loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return hl.Experiment(model, optimizer, loader, scheduler=scheduler, **options)
+
+
+def state_of(experiment: hl.Experiment) -> dict[str, Any]:
+    """Everything that a hook may not leave changed."""
+    optimizer = experiment.optimizer
+    return {
+        "model": {name: value.clone() for name, value in experiment.model.state_dict().items()},
+        "grads": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in experiment.model.parameters()],
+        "optimizer": [{k: torch.as_tensor(v).clone() for k, v in optimizer.state[p].items()} for p in optimizer.state],
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        "scheduler": dict(experiment.scheduler.state_dict()),
+        "modes": [module.training for module in experiment.model.modules()],
+        "requires_grad": [p.requires_grad for p in experiment.model.parameters()],
+        "random": (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()),
+        "loader": experiment.loader.generator.get_state(),
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    """To the last bit, through all containers."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+class Observer(hl.TrainingHook):
+    """Notes when it fires."""
+
+    def __init__(self, *points: HookPoint, name: str = "observer", **attributes: Any) -> None:
+        self.name = name
+        self.hook_points = set(points)
+        self.contexts: list[hl.RunDataContext] = []
+        vars(self).update(attributes)
+
+    def compute(self, ctx):
+        self.contexts.append(ctx)
+        return {"count": len(self.contexts)}
+
+
+def test_observers_at_all_five_points():
+    """Two epochs of three batches with snapshot_every=2: order of firing, and step metrics as lists of three."""
+    sink, hook = hl.MemorySink(), Observer(*HookPoint)
+    hl.epoch_loop(make_experiment(3), epochs=2, manager=hl.HookManager(hooks=[hook], sinks=[sink]), snapshot_every=2)
+    epoch = ["PRE_EPOCH", *["PRE_STEP", "POST_STEP"] * 3, "POST_EPOCH"]
+    assert [ctx.hook_point.name for ctx in hook.contexts] == [*epoch, "SNAPSHOT", *epoch]
+    records = [(record.epoch, record.hook_point.name) for record in sink.records]
+    flushed = ["PRE_EPOCH", "PRE_STEP", "POST_STEP", "POST_EPOCH"]
+    assert records == [(0, name) for name in [*flushed, "SNAPSHOT"]] + [(1, name) for name in flushed]
+    lists = [record.metrics["observer/count"] for record in sink.records if record.hook_point.is_step]
+    assert [len(values) for values in lists] == [3, 3, 3, 3]
+    assert (list(lists[0]), list(lists[1])) == ([2, 4, 6], [3, 5, 7])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "active"),
+    [
+        (hl.StepSchedule("burst", stride=10, burst_length=3, warmup=5), [10, 11, 12, 20, 21, 22]),
+        (hl.StepSchedule("stride", stride=5, warmup=3), [5, 10, 15, 20, 25]),
+        (hl.StepSchedule("continual", warmup=10), list(range(10, 30))),
+        (hl.StepSchedule("burst", stride=10, burst_length=3, warmup=11), [11, 12, 20, 21, 22]),
+    ],
+)
+def test_schedules_are_kept_in_both_loops(schedule, active):
+    """Warmup is a floor, not a shift of phase."""
+    for loop in (
+        lambda manager: hl.epoch_loop(make_experiment(10), epochs=3, manager=manager),
+        lambda manager: hl.step_loop(make_experiment(10), steps=30, manager=manager),
+    ):
+        hook = Observer(HookPoint.POST_STEP, step_schedule=schedule)
+        loop(hl.HookManager(hooks=[hook]))
+        assert [ctx.step for ctx in hook.contexts] == active
+
+
+def test_a_hook_with_windows_fires_inside_them():
+    """Both bounds count; a hook without an entry for this loop never fires."""
+    gated = Observer(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
+    gated.loop_points = {"epoch": {HookPoint.POST_EPOCH: (None, 49), HookPoint.SNAPSHOT: (50, None)}}
+    elsewhere = Observer(HookPoint.POST_EPOCH, name="elsewhere", loop_points={"step": {HookPoint.POST_STEP}})
+    manager = hl.HookManager(hooks=[gated, elsewhere], loop_type="epoch")
+    hl.epoch_loop(make_experiment(1), epochs=53, manager=manager, snapshot_every=1)
+    fired = [(ctx.hook_point.name, ctx.epoch) for ctx in gated.contexts]
+    assert fired == [("POST_EPOCH", epoch) for epoch in range(50)] + [("SNAPSHOT", epoch) for epoch in range(50, 53)]
+    assert elsewhere.contexts == []
+
+
+def test_ten_observers_that_draw_random_numbers_change_nothing():
+    """torch, NumPy and Python; weights to the last bit."""
+
+    class Draws(Observer):
+        def compute(self, ctx):
+            return {"drawn": torch.rand(2).sum() + np.random.rand() + random.random()}
+
+    def train(hooks):
+        experiment = make_experiment(5)
+        hl.epoch_loop(experiment, epochs=4, manager=hl.HookManager(hooks=hooks))
+        return state_of(experiment)
+
+    plain, drawn = train([]), train([Draws(*HookPoint, name=f"draws{number}") for number in range(10)])
+    for state in (plain, drawn):
+        state["grads"] = [grad for _, grad in state["grads"]]  # objects of two runs
+    assert same(plain, drawn)
+
+
+class Fired:
+    """One firing at a snapshot, by hand, in a run that is under way: the state around it, and what it raised."""
+
+    def __init__(self, experiment: hl.Experiment, *hooks: hl.TrainingHook, **options: Any) -> None:
+        hl.epoch_loop(experiment, epochs=1)
+        model, optimizer, scheduler = experiment.model, experiment.optimizer, experiment.scheduler
+        self.manager = hl.HookManager(hooks=hooks, **options)
+        guard = hl.Guard(model, optimizer, scheduler, loader=experiment.loader)
+        model_ctx = hl.ModelDataContext(model, optimizer, scheduler=scheduler, loader=experiment.loader, guard=guard)
+        self.error: BaseException | None = None
+        self.before = state_of(experiment)
+        try:
+            self.manager.fire(HookPoint.SNAPSHOT, hl.RunDataContext(HookPoint.SNAPSHOT, 0, model=model), model_ctx)
+        except BaseException as error:
+            self.error = error
+        self.after = state_of(experiment)
+
+
+class Corrupts(hl.InterventionHook):
+    """Everything that an intervention can do wrong."""
+
+    name = "corrupts"
+    hook_points = {HookPoint.SNAPSHOT}
+    raises: Any = None
+
+    def __init__(self, experiment: hl.Experiment) -> None:
+        self.experiment = experiment
+
+    def intervene(self, run_ctx, model_ctx):
+        experiment = self.experiment
+        with torch.no_grad():
+            for tensor in experiment.model.state_dict().values():
+                tensor.fill_(999)
+        experiment.optimizer.step()
+        experiment.scheduler.step()
+        experiment.model.eval()
+        experiment.model[0].weight.requires_grad_(False)
+        experiment.optimizer.zero_grad()
+        torch.rand(7), np.random.rand(7), random.random()
+        if self.raises is not None:
+            raise self.raises
+        return {"weight": experiment.model[0].weight.max()}
+
+
+def test_an_intervention_leaves_nothing_behind():
+    """Weights, buffers, optimizer, scheduler, gradients, modes, random streams."""
+    experiment = make_experiment()
+    fired = Fired(experiment, Corrupts(experiment))
+    assert same(fired.before, fired.after)
+    assert fired.manager.get_last_metrics(HookPoint.SNAPSHOT)["corrupts/weight"] > 900
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_intervention_that_raises_leaves_nothing_behind_either(error):
+    """It comes out, by default; metrics of observers of that firing are delivered."""
+    experiment, sink = make_experiment(), hl.MemorySink()
+    hook = Corrupts(experiment)
+    hook.raises = error
+    fired = Fired(experiment, hook, Observer(HookPoint.SNAPSHOT), sinks=[sink])
+    assert type(fired.error) is error
+    assert same(fired.before, fired.after)
+    assert sink.series("observer/count") == [(0, 1)]
+
+
+def test_the_state_that_is_compared_would_show_a_change():
+    """Negative control: the same without a guard."""
+    experiment = make_experiment()
+    hl.epoch_loop(experiment, epochs=1)
+    before = state_of(experiment)
+    Corrupts(experiment).intervene(None, None)
+    after = state_of(experiment)
+    assert [name for name in before if not same(before[name], after[name])] == [
+        "model",
+        "grads",
+        "optimizer",
+        "groups",
+        "scheduler",
+        "modes",
+        "requires_grad",
+        "random",
+    ]
+
+
+def test_at_points_where_a_hook_observes_nothing_is_saved():
+    """intervention_points={SNAPSHOT}: compute at POST_EPOCH, no save; any number of interventions share one save."""
+    calls: list[str] = []
+    guards: set[Any] = set()
+
+    class Selective(hl.InterventionHook):
+        hook_points = {HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}
+        intervention_points = {HookPoint.SNAPSHOT}
+
+        def __init__(self, name):
+            self.name = name
+
+        def compute(self, ctx):
+            calls.append(f"compute at {ctx.hook_point.name}, {[guard.num_saves for guard in guards]}")
+
+        def intervene(self, run_ctx, model_ctx):
+            guards.add(model_ctx.guard)
+            calls.append(f"intervene at {run_ctx.hook_point.name}, {[guard.num_saves for guard in guards]}")
+
+    manager = hl.HookManager(hooks=[Selective("one"), Selective("two")])
+    hl.epoch_loop(make_experiment(), epochs=2, manager=manager)
+    assert calls == [
+        "compute at POST_EPOCH, []",
+        "compute at POST_EPOCH, []",
+        "intervene at SNAPSHOT, [1]",
+        "intervene at SNAPSHOT, [1]",
+        "compute at POST_EPOCH, [1]",
+        "compute at POST_EPOCH, [1]",
+        "intervene at SNAPSHOT, [2]",
+        "intervene at SNAPSHOT, [2]",
+    ]
+
+
+def test_an_intervention_reads_what_observers_found_in_this_firing():
+    """Not in the one before; by "hook/metric"."""
+    read = []
+
+    class Reads(hl.InterventionHook):
+        hook_points = {HookPoint.POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            read.append(self.manager.get_last_metrics())
+
+    manager = hl.HookManager(hooks=[Reads(), Observer(HookPoint.POST_EPOCH)])
+    hl.epoch_loop(make_experiment(), epochs=2, manager=manager)
+    assert read == [{"observer/count": 1}, {"observer/count": 2}]
+
+
+def test_gradients_are_kept_for_hooks_that_need_them():
+    """The mean over the epoch to 1e-6, those of the step before to the bit; for others there are none."""
+    grads = []
+
+    class Reads(Observer):
+        def compute(self, ctx):
+            grads.append({name: p.grad.clone() for name, p in ctx.model.named_parameters()})
+
+    needs = Observer(*HookPoint, name="needs", needs_grads=True, needs_prev_step_grads=True)
+    plain = Observer(*HookPoint, name="plain")
+    hl.epoch_loop(make_experiment(), epochs=1, manager=hl.HookManager(hooks=[needs, Reads(HookPoint.POST_STEP)]))
+    hl.epoch_loop(make_experiment(), epochs=1, manager=hl.HookManager(hooks=[plain]))
+    assert all(ctx.accumulated_grads is None and ctx.prev_step_grads is None for ctx in plain.contexts)
+    at_end = next(ctx for ctx in needs.contexts if ctx.hook_point is HookPoint.POST_EPOCH)
+    steps = [ctx for ctx in needs.contexts if ctx.hook_point is HookPoint.POST_STEP]
+    for name in grads[0]:
+        mean = torch.stack([each[name] for each in grads]).mean(0)
+        torch.testing.assert_close(at_end.accumulated_grads[name], mean, atol=1e-6, rtol=0)
+        for before, ctx in zip(grads, steps[1:], strict=False):
+            assert torch.equal(before[name], ctx.prev_step_grads[name])
+
+
+def test_batch_gradients_are_those_of_autograd_and_leave_the_others_alone():
+    """Also when the loss raises."""
+    found = []
+    fails = [False]
+
+    def loss_fn(model, batch):
+        if fails[0]:
+            raise ZeroDivisionError
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    class Asks(hl.InterventionHook):
+        hook_points = {HookPoint.POST_STEP}
+
+        def intervene(self, run_ctx, model_ctx):
+            model, batch = model_ctx.model, run_ctx.batch_data
+            held = [(p.grad, p.grad.clone()) for p in model.parameters()]
+            torch.manual_seed(5)
+            ours = model_ctx.compute_batch_gradients()
+            torch.manual_seed(5)
+            theirs = torch.autograd.grad(loss_fn(model, batch), list(model.parameters()))
+            found.extend(torch.equal(a, b) for a, b in zip(ours.values(), theirs, strict=True))
+            fails[0] = True
+            with pytest.raises(ZeroDivisionError):
+                model_ctx.compute_batch_gradients(batch)
+            fails[0] = False
+            for parameter, (grad, value) in zip(model.parameters(), held, strict=True):
+                found.append(parameter.grad is grad and torch.equal(grad, value))
+
+    experiment = make_experiment(1)
+    experiment.loss_fn = loss_fn
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Asks()]))
+    assert len(found) == 12
+    assert all(found)
+
+
+def test_checkpoints_of_an_intervention():
+    """An unknown token is an error, discarding twice is not; a token may be used again."""
+    seen = []
+
+    class Saves(hl.InterventionHook):
+        hook_points = {HookPoint.POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            weight = model_ctx.model[0].weight
+            start = weight.detach().clone()
+            for full in (True, False):
+                token = model_ctx.save_checkpoint(full=full)
+                for _ in range(2):
+                    model_ctx.apply_perturbation({"0.weight": torch.ones_like(weight)}, 2.0)
+                    seen.append(torch.allclose(weight, start + 2.0))
+                    model_ctx.restore_checkpoint(token)
+                    seen.append(torch.equal(weight, start))
+                model_ctx.discard_checkpoint(token)
+                model_ctx.discard_checkpoint(token)
+                with pytest.raises(ValueError, match="Unknown checkpoint token"):
+                    model_ctx.restore_checkpoint(token)
+
+    hl.epoch_loop(make_experiment(), epochs=1, manager=hl.HookManager(hooks=[Saves()]))
+    assert seen == [True] * 8
+
+
+def test_shuffles_after_going_back_to_before_the_epoch_differ():
+    """K of them, each another order; training goes on as if there had been none."""
+    orders: list[list[float]] = []
+
+    class Counterfactual(hl.InterventionHook):
+        hook_points = {HookPoint.POST_EPOCH}
+        needs_pre_epoch_state = True
+
+        def intervene(self, run_ctx, model_ctx):
+            for _ in range(3):
+                model_ctx.restore_pre_epoch()
+                loader = model_ctx.get_shuffled_loader()
+                orders.append([row for batch in loader for row in batch[0][:, 0].tolist()])
+                model_ctx.run_training_epoch(loader)
+
+    def train(hooks):
+        experiment = make_experiment(5)
+        hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=hooks))
+        return [p.detach() for p in experiment.model.parameters()]
+
+    assert same(train([]), train([Counterfactual()]))
+    assert len({tuple(order) for order in orders}) == 6
+    assert len({tuple(sorted(order)) for order in orders}) == 1
+
+
+def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
+    """It is warned of once, and counted."""
+
+    class Broken(hl.MetricSink):
+        def emit(self, metrics, epoch, hook_point):
+            raise OSError("disk full")
+
+    sink = hl.MemorySink()
+    manager = hl.HookManager(hooks=[Observer(HookPoint.POST_EPOCH)], sinks=[Broken(), sink])
+    with pytest.warns(hl.HooklineWarning, match="Broken could not take metrics .*disk full"):
+        hl.epoch_loop(make_experiment(), epochs=3, manager=manager)
+    assert sink.series("observer/count") == [(0, 1), (1, 2), (2, 3)]
+    assert manager.sink_errors == {"Broken": 3}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_state_of_hooks_waits_on_the_cpu_if_asked(offload):
+    """Metrics are the same either way."""
+
+    class Window(hl.TrainingHook):
+        hook_points = {HookPoint.POST_EPOCH}
+
+        def __init__(self):
+            self.kept = None
+
+        def compute(self, ctx):
+            weight = ctx.model[0].weight.detach().clone()
+            moved = None if self.kept is None else {"moved": (weight - self.kept).norm()}
+            self.kept = weight
+            return moved
+
+        def get_state_tensors(self):
+            return {} if self.kept is None else {"kept": self.kept}
+
+        def set_state_tensors(self, tensors):
+            self.kept = tensors["kept"]
+
+    sink, hook = hl.MemorySink(), Window()
+    hl.epoch_loop(
+        make_experiment(), epochs=3, manager=hl.HookManager(hooks=[hook], sinks=[sink], offload_state=offload)
+    )
+    assert [epoch for epoch, _ in sink.series("Window/moved")] == [1, 2]
+    assert hook.kept.device.type == "cpu"
+    expected = make_experiment()
+    weights = []
+    expected.on_epoch_end = lambda epoch, metrics: weights.append(expected.model[0].weight.detach().clone())
+    hl.epoch_loop(expected, epochs=3)
+    assert sink.latest["Window/moved"] == pytest.approx((weights[2] - weights[1]).norm().item())

@@ -1,0 +1,529 @@
+"""Ways past the guard that were tried: each was open once."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from helpers_guard import Run, differing, portrait
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, TensorDataset
+
+import hookline as hl
+from hookline.errors import GuardError
+from hookline.guard import copies
+from hookline.guard.guard import Guard
+from hookline.guard.model_context import ModelDataContext
+from hookline.guard.pre_epoch import PreEpochState
+from hookline.guard.rollback import rollback
+
+X = torch.ones(1, 3)
+
+# -- classes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_a_parametrization_that_was_put_on_is_off(make):
+    """It makes the module another class, whose ``weight`` is a property."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    weight, expected = model[0].weight, model(X)
+    guard = Guard(model)
+    for _ in range(2):
+        guard.save()
+        with guard.protecting("any"):
+            make(model[0])
+            model(X)
+        guard.release()
+        assert type(model[0]) is nn.Linear
+        assert model[0].weight is weight
+        assert torch.equal(model(X), expected)
+
+
+def test_a_parametrization_that_was_taken_off_is_on():
+    """Taking it off deletes the property from the class, too."""
+    model = parametrizations.weight_norm(nn.Linear(3, 3))
+    kind, expected = type(model), model(X)
+    with rollback(model):
+        parametrize.remove_parametrizations(model, "weight")
+        model.weight.data.zero_()
+    assert type(model) is kind
+    assert torch.equal(model(X), expected)
+
+
+def test_a_second_parametrization_is_off_and_the_first_is_on():
+    """They share the class."""
+    model = parametrizations.weight_norm(nn.Linear(3, 3))
+    bias, expected = model.bias, model(X)
+    with rollback(model):
+        parametrize.register_parametrization(model, "bias", nn.Identity())
+    assert model.bias is bias
+    assert torch.equal(model(X), expected)
+
+
+# -- tensors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", ["whole", "part"])
+def test_views_that_were_written_with_a_graph_have_none(written):
+    """They cannot be detached in place, and are the same objects all the same."""
+    model = nn.Linear(3, 3)
+    model.register_buffer("whole", torch.ones(6))
+    model.register_buffer("part", model.whole[::2])
+    objects = model.whole, model.part
+    with rollback(model):
+        getattr(model, written).mul_(model.weight.sum())
+        model.note = True
+    assert all(now is before for now, before in zip(model.buffers(), objects, strict=True))
+    assert [(b.requires_grad, b.is_leaf) for b in objects] == [(False, True)] * 2
+    assert not hasattr(model, "note")
+    model.whole.add_(1)
+    assert model.part.tolist() == [2.0, 2.0, 2.0]
+    model.part.mul_(model.weight.sum())  # allowed, as before the block
+    assert model.whole.requires_grad
+
+
+def test_a_view_whose_graph_is_kept_is_named_when_all_else_is_back():
+    """torch exchanges the insides of no tensor that a graph refers to."""
+    model = nn.Linear(3, 3)
+    model.register_buffer("whole", torch.ones(6))
+    model.register_buffer("part", model.whole[::2])
+    before, state, kept = model.weight.detach().clone(), torch.get_rng_state(), []
+    guard = Guard(model)
+    guard.save()
+
+    def fire():
+        with guard.protecting("keeps") as receipt:
+            kept.append(receipt)
+            model.part.mul_(model.weight.sum())
+            kept.append(model.part.square().sum())
+            model.weight.data.zero_()
+            model.eval()
+            torch.rand(1)
+
+    with pytest.raises(GuardError, match=r"'keeps' has written model\.part with a graph"):
+        fire()
+    assert torch.equal(model.weight, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert model.whole.tolist() == [1.0] * 6
+    assert "model.part" in kept[0].touched
+    assert "model.part" not in kept[0].restored
+
+
+def test_a_view_of_what_nobody_knows_has_no_graph_either():
+    """Its base is not part of the model."""
+    base, model = torch.ones(6), nn.Linear(3, 3)
+    model.register_buffer("part", base[::2])
+    with rollback(model):
+        model.part.mul_(model.weight.sum())
+    assert base.tolist() == [1.0] * 6
+    assert not base.requires_grad
+    assert not model.part.requires_grad
+
+
+def test_a_guard_may_be_used_in_inference_mode_and_then_outside_of_it():
+    """What it keeps must not belong to either."""
+    run = Run()
+    guard = Guard(*run.guarded, loader=run.loader)
+    before = portrait(run)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            guard.save()
+            with guard.protecting("any"):
+                run.model.head.weight.data = torch.zeros(3)
+                run.model.norm.running_mean.zero_()
+                run.model.head.bias.requires_grad_(False)
+                run.model.embed.weight.grad = None
+            guard.release()
+        assert differing(before, portrait(run)) == []
+    run.step()
+
+
+def test_complex_numbers_that_were_conjugated_are_not():
+    """That moves no byte: it is a bit of the tensor."""
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    before = model.weight.detach().clone()
+    with rollback(model) as receipt:
+        model.weight.data = model.weight.data.conj()
+    assert torch.equal(model.weight, before)
+    assert receipt.touched == ("model.weight",)
+
+
+def test_storages_that_begin_at_the_same_byte_are_saved_as_long_as_the_longest():
+    """Views of a NumPy array have one each."""
+    array = np.ones(6, np.float32)
+    model = nn.ReLU()
+    model.register_buffer("short", torch.from_numpy(array[:2]))
+    model.register_buffer("long", torch.from_numpy(array))
+    with rollback(model):
+        model.long.zero_()
+    assert array.tolist() == [1.0] * 6
+
+
+def test_a_storage_that_was_resized_by_one_hook_is_not_held_against_the_next():
+    """It may have its memory elsewhere afterwards."""
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    guard = Guard(model)
+    guard.save()
+    with guard.protecting("resizes"):
+        model.weight.untyped_storage().resize_(1 << 20)
+    with guard.protecting("reads", "reads") as receipt:
+        pass
+    assert receipt.touched == ()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("firings", [1, 2])
+def test_tensors_that_hang_on_a_parameter_come_back(firings):
+    """Some keep a gradient there of another precision; also if it is there only from the second firing on."""
+    model = nn.Linear(2, 2)
+    guard = Guard(model)
+    for _ in range(firings - 1):
+        guard.save()
+        guard.release()
+    kept = model.weight.main_grad = torch.ones(2, 2)
+    guard.save()
+    with guard.protecting("any") as receipt:
+        model.weight.main_grad.zero_()
+        del model.weight.main_grad
+        model.bias.note = "seen"
+    assert model.weight.main_grad is kept
+    assert kept.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert not hasattr(model.bias, "note")
+    assert sorted(receipt.touched) == ["model.bias.note", "model.weight.main_grad"]
+
+
+def test_released_a_guard_does_not_keep_a_forward_pass_alive():
+    """A model may keep a loss of its own, and with it everything that loss was computed from."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            self.extra = self.layer(x).sum()
+            return self.extra
+
+    model = Model()
+    guard = Guard(model)
+    for _ in range(2):
+        model(X)
+        kept = weakref.ref(model.extra)
+        guard.save()
+        with guard.protecting("any"):
+            model(X)
+        assert model.extra is kept()
+        guard.release()
+        model(X)
+        gc.collect()
+        assert kept() is None
+
+
+# -- arrays ---------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_come_back_and_are_named_and_those_that_cannot_be_written_do_no_harm():
+    """Also one that was made read-only meanwhile."""
+    model = nn.Linear(2, 2)
+    model.fixed = np.broadcast_to(np.arange(3), (2, 3))
+    model.table, model.other = np.array([1.0, np.nan]), np.arange(3)
+    before = model.weight.detach().clone()
+    with rollback(model) as receipt:
+        model.table[0] = 5
+        model.other[0] = 7
+        model.other.flags.writeable = False
+        model.weight.data.zero_()
+    assert model.table[0] == 1
+    assert model.other.tolist() == [0, 1, 2]
+    assert torch.equal(model.weight, before)
+    assert set(receipt.touched) == {"model.table", "model.other"}
+
+
+def test_containers_of_every_kind_come_back():
+    """In place, with their order."""
+    model = nn.Linear(2, 2)
+    model.counter, model.default = Counter("abc"), defaultdict(list, {1: [1]})
+    model.queue, model.set, model.nested = deque([1, 2], maxlen=2), {1, 2}, (1, [torch.ones(2)])
+    model.ordered = OrderedDict(a=1, b=2)
+    containers = model.counter, model.default, model.queue, model.set, model.nested, model.ordered
+    with rollback(model):
+        model.counter.update("zz")
+        model.default[1].append(model.default[5])
+        model.queue.append(3)
+        model.set.add(3)
+        model.nested[1].pop().zero_()
+        model.ordered.move_to_end("a")
+        model.ordered = None
+    assert containers[:4] == (Counter("abc"), {1: [1]}, deque([1, 2]), {1, 2})
+    assert model.nested[1][0].tolist() == [1.0, 1.0]
+    assert model.ordered is containers[5]
+    assert list(model.ordered) == ["a", "b"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_scheduler_calls_comes_back(nested):
+    """An object may count its calls."""
+
+    class Falling:
+        calls = 0
+
+        def __call__(self, epoch):
+            self.calls += 1
+            return 1 / self.calls
+
+    model, falling = nn.Linear(2, 2), Falling()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, falling)
+    if nested:
+        scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler])
+    before = falling.calls
+    with rollback(model, optimizer, scheduler):
+        optimizer.step()
+        scheduler.step()
+        assert falling.calls > before
+    assert falling.calls == before
+
+
+# -- hooks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+def test_hooks_of_ours_on_no_model_in_particular_come_off_too():
+    """On every module, on a function; those of before stay."""
+    model, fired = nn.Linear(2, 2), []
+    with hl.attach_everywhere(lambda module, args, output: fired.append("before")):
+        guard = Guard(model)
+        guard.save()
+        for _ in range(2):
+            with guard.protecting("any"):
+                hl.attach_everywhere(lambda module, args, output: fired.append("left"))
+                hl.attach_function("torch.nn.functional.linear", lambda *args: fired.append("left"), on="forward_pre")
+        model(torch.ones(1, 2))
+    assert fired == ["before"]
+
+
+# -- random streams and data ------------------------------------------------------------------------------------------
+
+
+class _Noisy:
+    """Adds noise from a generator of its own as it is read."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([index + self.generator.normal()], dtype=torch.float32)
+
+
+def test_generators_of_the_dataset_come_back():
+    """An intervention reads the same dataset; also inside a subset and a concatenation."""
+    noisy = _Noisy()
+    loader = DataLoader(ConcatDataset([Subset(noisy, [0, 1]), Subset(noisy, [2])]), batch_size=2)
+    model, state = nn.Linear(1, 1), noisy.generator.bit_generator.state
+    context = ModelDataContext(model, loader=loader, loss_fn=lambda model, batch: model(batch).sum())
+    with rollback(model, loader=loader):
+        context.compute_gradients()
+        assert noisy.generator.bit_generator.state != state
+    assert noisy.generator.bit_generator.state == state
+
+
+@pytest.mark.parametrize("data", [torch.zeros(1000, 10), np.zeros((1000, 10)), [torch.zeros(1000, 10)]])
+def test_the_data_is_not_copied(data):
+    """Whatever kind of thing it is; an attribute of the model is part of it, whatever it is called."""
+    model = nn.ReLU()
+    model.dataset = [torch.ones(2)]
+    guard = Guard(model, loader=DataLoader(data, shuffle=True))
+    guard.save()
+    assert guard.last_bytes == 8
+    with guard.protecting("any"):
+        model.dataset.pop().zero_()
+    assert model.dataset[0].tolist() == [1.0, 1.0]
+
+
+def test_a_sampler_without_end_is_read_as_far_as_it_says_or_refused():
+    """Training by steps often has one."""
+
+    class Endless(Sampler):
+        def __init__(self):
+            pass
+
+        def __iter__(self):
+            return itertools.cycle(range(4))
+
+    class Long(Endless):
+        def __len__(self):
+            return 6
+
+    data = TensorDataset(torch.arange(4.0))
+    with pytest.raises(GuardError, match="'Endless' has no length"):
+        ModelDataContext(nn.ReLU(), loader=DataLoader(data, sampler=Endless())).get_shuffled_loader()
+    batches = ModelDataContext(nn.ReLU(), loader=DataLoader(data, sampler=Long())).get_shuffled_loader()
+    assert sorted(batch[0].item() for batch in batches) == [0.0, 0.0, 1.0, 1.0, 2.0, 3.0]
+
+
+def test_batches_of_many_sizes_keep_them():
+    """A batch sampler may make them by length."""
+
+    class Batches:
+        def __iter__(self):
+            return iter([[0], [1, 2, 3], [4, 5]])
+
+        def __len__(self):
+            return 3
+
+    loader = DataLoader(TensorDataset(torch.arange(6.0)[:, None]), batch_sampler=Batches())
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch[0].flatten().tolist())
+        return model(batch[0]).sum()
+
+    context = ModelDataContext(nn.Linear(1, 1), loader=loader, loss_fn=loss)
+    context.compute_gradients()
+    assert seen == [[0.0], [1.0, 2.0, 3.0], [4.0, 5.0]]
+    assert [len(batch[0]) for batch in context.get_shuffled_loader()] == [1, 3, 2]
+
+
+def test_a_callback_whose_argument_is_something_else_is_not_handed_a_generator():
+    """It has a default, and another name."""
+    make = lambda batch_size=3: DataLoader(range(9), batch_size, shuffle=True)  # noqa: E731
+    loader = ModelDataContext(nn.ReLU(), shuffled_loader=make).get_shuffled_loader()
+    assert [len(batch) for batch in loader] == [3, 3, 3]
+
+
+# -- what is said ---------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_over_again_is_seen_though_it_makes_as_many_steps():
+    """Back to before the epoch, and the same number of writes: the counters must not meet theirs of before."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.randn(12, 3)), 4)
+    context = ModelDataContext(
+        model,
+        optimizer,
+        loader=loader,
+        loss_fn=lambda model, batch: model(batch[0]).square().mean(),
+        pre_epoch=PreEpochState.take(model, optimizer),
+    )
+    context.run_training_epoch()
+    context.guard.save()
+    with context.guard.protecting("again") as receipt:
+        context.restore_pre_epoch()
+        context.run_training_epoch()
+    assert {"model.weight", "model.bias"} <= set(receipt.touched)
+    context.guard.save(["reads"])
+
+    def lie():
+        with context.guard.protecting("liar", "reads"):
+            context.restore_pre_epoch()
+            context.run_training_epoch()
+
+    with pytest.raises(GuardError, match=r"changed model\.weight"):
+        lie()
+
+
+def test_a_receipt_names_what_normalization_has_moved():
+    """It writes its averages without autograd's knowing; a module in evaluation mode writes none."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval())
+    with rollback(model, scope="reads") as receipt:
+        model(torch.ones(4, 3))
+    assert receipt.restored == ("model.0.running_mean", "model.0.running_var", "model.0.num_batches_tracked")
+
+
+def test_memory_of_an_epoch_is_used_again_with_a_loader_of_ones_own():
+    """Of which only generators are looked at."""
+
+    class Loader:
+        def __init__(self):
+            self.generator = torch.Generator()
+
+    model, loader = nn.Linear(2, 2), Loader()
+    first = PreEpochState.take(model, loader=loader)
+    assert PreEpochState.take(model, loader=loader, into=first)._snapshot is first._snapshot
+    assert PreEpochState.take(model, loader=Loader(), into=first)._snapshot is not first._snapshot
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_receipt_is_whole_though_an_interrupt_came(monkeypatch):
+    """While everything was put back; it is not done twice."""
+    model, original, times = nn.Linear(2, 2), copies.Copies.back, []
+
+    def interrupted(self):
+        times.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        original(self)
+
+    monkeypatch.setattr(copies.Copies, "back", interrupted)
+    guard = Guard(model)
+    guard.save()
+    with pytest.raises(KeyboardInterrupt), guard.protecting("any") as receipt:
+        model.note = 1
+    assert receipt.touched == receipt.restored == ("model.note",)
+    assert len(times) == 3  # model and optimizer, the rest, gradients
+
+
+def test_blocks_of_one_guard_in_each_other_have_switches_of_their_own():
+    """The inner one must not have the outer one forget."""
+    guard = Guard(nn.ReLU())
+    guard.save()
+    with guard.protecting("outer"):
+        torch.set_default_dtype(torch.float64)
+        with guard.protecting("inner"):
+            pass
+    assert torch.get_default_dtype() is torch.float32
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_frozen_in_a_model_that_trains_stays_frozen():
+    """Gradients are taken as training takes them."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    seen = []
+
+    def loss(model, batch):
+        seen.append((model.training, model[1].training))
+        return model(batch).sum()
+
+    context = ModelDataContext(model, loss_fn=loss, batch=torch.randn(3, 2))
+    model[1].eval()
+    context.compute_batch_gradients()
+    model.eval()
+    context.compute_batch_gradients()
+    assert seen == [(True, False), (True, True)]
+
+
+def test_without_anything_to_differentiate_by_it_says_so():
+    """A model without parameters, or with frozen ones."""
+    for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
+        context = ModelDataContext(model, loss_fn=lambda model, batch: model(batch).sum(), batch=torch.ones(1, 2))
+        with pytest.raises(GuardError, match="depends on no parameter"):
+            context.hvp({})
+        with pytest.raises(GuardError, match="depends on no parameter"):
+            context.compute_batch_gradients()
+
+
+def test_the_hessian_by_complex_parameters_is_that_of_their_parts():
+    """Of |sum of w|² it is 2 everywhere, for the real and the imaginary parts alike."""
+    model = nn.Linear(2, 1, bias=False, dtype=torch.complex64)
+    context = ModelDataContext(
+        model, loss_fn=lambda model, batch: model(batch).abs().square().sum(), batch=torch.ones(1, 2) + 0j
+    )
+    product = context.hvp({"weight": torch.tensor([[1 + 2j, 3 - 1j]])})["weight"]
+    assert torch.allclose(product, torch.tensor([[8 + 2j, 8 + 2j]]))

@@ -1,0 +1,141 @@
+"""Random streams: each stands where it stood, whatever was drawn, also half a pair of normal numbers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from hookline.guard.rng import RandomStates, kept_rng
+
+
+def _draw_all(generators=()) -> list[float]:
+    drawn = [torch.rand(1).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]
+    return drawn + [_draw(generator) for generator in generators]
+
+
+def _draw(generator) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(1, generator=generator).item()
+    return generator.random_sample() if isinstance(generator, np.random.RandomState) else generator.random()
+
+
+def _generators():
+    return [torch.Generator().manual_seed(1), np.random.default_rng(1), np.random.RandomState(1), random.Random(1)]
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.mark.parametrize("normals", [0, 1, 2, 3])
+@pytest.mark.parametrize("way", ["kept", "states"])
+def test_all_streams_go_on_as_if_nothing_had_been_drawn(normals, way):
+    """Also where NumPy and Python have the second normal number of a pair in store."""
+    expected = []
+    for drawing in (False, True):
+        _seed()
+        np.random.standard_normal(normals)
+        for _ in range(normals):
+            random.gauss(0, 1)
+        generators = _generators()
+        if way == "kept":
+            with kept_rng(generators=generators):
+                if drawing:
+                    _draw_all(generators)
+        else:
+            states = RandomStates(generators)
+            if drawing:
+                _draw_all(generators)
+            states.restore()
+        expected.append([_draw_all(generators) for _ in range(3)])
+    assert expected[0] == expected[1]
+
+
+def test_streams_move_where_they_are_not_kept():
+    """The control."""
+    _seed()
+    one = _draw_all()
+    _seed()
+    _draw_all()
+    assert _draw_all() != one
+
+
+def test_blocks_in_blocks_keep_each_others_streams():
+    """The outer one goes on from where it stood when the inner began."""
+    _seed()
+    with kept_rng():
+        np.random.rand()
+        state = np.random.get_state()[1:]
+        with kept_rng():
+            _draw_all()
+        again = np.random.get_state()[1:]
+        assert all(np.array_equal(a, b) for a, b in zip(state, again, strict=True))
+
+
+def test_draws_in_one_block_differ_from_those_in_the_next():
+    """NumPy's stream of ours goes on, so that a hook that shuffles shuffles anew each time."""
+    drawn = []
+    for _ in range(3):
+        with kept_rng():
+            drawn.append(np.random.rand())
+    assert len(set(drawn)) == 3
+
+
+def test_seeding_and_exceptions_inside_the_block_do_no_harm():
+    """Seeds set there are not set outside."""
+    _seed()
+    expected = _draw_all()
+    _seed()
+
+    def block():
+        with kept_rng():
+            np.random.seed(5)
+            torch.manual_seed(5)
+            random.seed(5)
+            raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        block()
+    assert _draw_all() == expected
+
+
+def test_streams_that_are_not_wanted_are_left_alone():
+    """Python's stream costs most of the time."""
+    _seed()
+    with kept_rng(python=False, numpy=False, cuda=False):
+        first = (random.random(), np.random.rand())
+    assert (random.random(), np.random.rand()) != first
+
+
+def test_another_bit_generator_of_numpy_is_put_back():
+    """Whoever has exchanged it: the user before, or the block."""
+    own = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        mine, state = np.random.get_bit_generator(), np.random.get_bit_generator().state
+        with kept_rng():
+            np.random.rand(3)
+        states = RandomStates()
+        np.random.set_bit_generator(np.random.MT19937(1))
+        np.random.rand(3)
+        assert "random stream of NumPy" in states.changed()
+        states.restore()
+        assert np.random.get_bit_generator() is mine
+        assert mine.state == state
+    finally:
+        np.random.set_bit_generator(own)
+
+
+def test_what_has_moved_is_named():
+    """Each stream by itself."""
+    generators = _generators()
+    states = RandomStates(generators)
+    assert states.changed() == []
+    np.random.rand()
+    generators[1].random()
+    assert states.changed() == ["random stream of NumPy", "generator 1 (Generator)"]

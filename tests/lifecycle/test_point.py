@@ -1,0 +1,54 @@
+"""The moments of a run: their names, and how one is meant."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from hookline.errors import OptionError
+from hookline.lifecycle.point import HookPoint, checked_points
+
+
+def test_there_are_five_points_and_their_values_are_their_names():
+    """Sinks write the value; nobody has to remember another spelling."""
+    assert [point.name for point in HookPoint] == ["PRE_EPOCH", "PRE_STEP", "POST_STEP", "POST_EPOCH", "SNAPSHOT"]
+    assert all(point.value == point.name for point in HookPoint)
+
+
+def test_the_docstring_draws_the_loop_in_the_order_of_the_members():
+    """The picture and the enum agree."""
+    drawn = HookPoint.__doc__.split("for epoch in")[1].split("The step loop")[0]
+    assert sorted(HookPoint.__members__, key=drawn.index) == list(HookPoint.__members__)
+
+
+def test_two_points_belong_to_steps():
+    """Schedules and buffers concern these two alone."""
+    assert {point for point in HookPoint if point.is_step} == {HookPoint.PRE_STEP, HookPoint.POST_STEP}
+
+
+@pytest.mark.parametrize("point", HookPoint)
+def test_a_point_is_itself_after_a_copy_and_a_trip_through_pickle(point):
+    """Looking up by identity stays right."""
+    again = pickle.loads(pickle.dumps(point))
+    assert again is point
+    assert copy.deepcopy(point) is point
+    assert {again: 1}[point] == 1
+
+
+@pytest.mark.parametrize(("given", "point"), [("POST_EPOCH", HookPoint.POST_EPOCH), ("snapshot", HookPoint.SNAPSHOT)])
+def test_a_point_may_be_given_by_name(given, point):
+    """In either case, as configuration files have it."""
+    assert HookPoint.of(given) is point
+    assert checked_points(given) == {point}
+    assert checked_points([given, HookPoint.PRE_STEP]) == {point, HookPoint.PRE_STEP}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("POST_EPOC", "Did you mean POST_EPOCH"), ("noon", "There are PRE_EPOCH, "), (7, "point 7")]
+)
+def test_an_unknown_point_is_named_with_those_there_are(given, words):
+    """Asked, found, next."""
+    with pytest.raises(OptionError, match=words):
+        HookPoint.of(given)

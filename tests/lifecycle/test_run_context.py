@@ -1,0 +1,110 @@
+"""What a hook is shown: frozen, complete, and not waiting for the device before it has to."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
+
+FIELDS = [
+    *("hook_point", "epoch", "step", "model", "config", "loader", "batch_idx", "batch_data"),
+    *("loss", "train_acc", "val_acc", "lr", "accumulated_grads", "prev_step_grads", "target_grad", "profiler"),
+]
+
+
+class Counted:
+    """A figure that counts how often it is found out."""
+
+    def __init__(self, value):
+        self.value = value
+        self.asked = 0
+
+    def __call__(self):
+        self.asked += 1
+        return self.value
+
+
+def test_the_fields_are_those_of_the_source_and_only_the_first_two_are_required():
+    """In the source's order; the rest is None."""
+    assert [field.name for field in dataclasses.fields(RunDataContext)] == FIELDS
+    ctx = RunDataContext(HookPoint.SNAPSHOT, 3)
+    assert (ctx.hook_point, ctx.epoch) == (HookPoint.SNAPSHOT, 3)
+    assert all(getattr(ctx, name) is None for name in FIELDS[2:])
+    with pytest.raises(TypeError):
+        RunDataContext(HookPoint.SNAPSHOT)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_no_field_can_be_set(field):
+    """It is for reading."""
+    ctx = RunDataContext(HookPoint.SNAPSHOT, 0, loss=1.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(ctx, field, 2)
+
+
+@pytest.mark.parametrize("field", ["loss", "train_acc", "val_acc"])
+@pytest.mark.parametrize(
+    "given",
+    [0.5, torch.tensor(0.5), torch.tensor([[0.5]]), lambda: 0.5, lambda: torch.tensor(0.5)],
+    ids=["a float", "a tensor", "a matrix", "a function of a float", "a function of a tensor"],
+)
+def test_a_figure_reads_as_a_float_however_it_was_given(field, given):
+    """Numbers, tensors with or without dimensions, functions of either."""
+    ctx = RunDataContext(HookPoint.POST_STEP, 0, **{field: given})
+    assert getattr(ctx, field) == 0.5
+    assert type(getattr(ctx, field)) is float
+    assert ctx.raw(field) is given
+
+
+def test_a_whole_number_reads_as_a_float_and_none_as_none():
+    """So that a hook may format it."""
+    assert type(RunDataContext(HookPoint.POST_STEP, 0, loss=1).loss) is float
+    assert RunDataContext(HookPoint.POST_STEP, 0, loss=lambda: None).loss is None
+
+
+def test_a_figure_is_found_out_when_it_is_read_and_only_once():
+    """A context that nobody reads does not wait for the device."""
+    loss = Counted(torch.tensor(2.0))
+    ctx = RunDataContext(HookPoint.POST_STEP, 0, loss=loss)
+    assert "loss" in repr(ctx)
+    assert loss.asked == 0
+    assert (ctx.loss, ctx.loss) == (2.0, 2.0)
+    assert loss.asked == 1
+
+
+def test_two_contexts_keep_their_own_figures():
+    """The fields are not shared between objects."""
+    one, two = (RunDataContext(HookPoint.POST_STEP, 0, loss=value) for value in (1.0, 2.0))
+    assert (one.loss, two.loss) == (1.0, 2.0)
+
+
+def test_it_can_be_changed_into_another_and_pickled():
+    """Like any dataclass."""
+    ctx = RunDataContext(HookPoint.POST_STEP, 1, loss=torch.tensor(0.25), lr=0.1)
+    other = dataclasses.replace(ctx, hook_point=HookPoint.SNAPSHOT)
+    assert (other.hook_point, other.epoch, other.loss, other.lr) == (HookPoint.SNAPSHOT, 1, 0.25, 0.1)
+    assert pickle.loads(pickle.dumps(ctx)).loss == 0.25
+
+
+def test_it_prints_in_a_line():
+    """Whatever is in it, a model of many layers too."""
+    ctx = RunDataContext(HookPoint.POST_STEP, 1, model=torch.nn.Linear(2, 2), step=0)
+    assert repr(ctx) == "RunDataContext(POST_STEP, epoch 1; has step, model)"
+
+
+def test_a_class_derived_from_it_reads_the_same():
+    """A dataclass with fields more, and an __init__ of its own making."""
+
+    @dataclasses.dataclass(frozen=True, eq=False, repr=False)
+    class More(RunDataContext):
+        extra: int = 0
+
+    ctx = More(HookPoint.POST_STEP, 2, loss=torch.tensor(0.5), extra=3)
+    assert (ctx.epoch, ctx.loss, ctx.extra, ctx.val_acc) == (2, 0.5, 3, None)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ctx.loss = 1.0
