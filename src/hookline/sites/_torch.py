@@ -843,33 +843,43 @@ def move_late(*ops: Any) -> None:
     if passes is None or config is None or getattr(before, "is_ours", False):
         return
 
+    several = isinstance(before, list | tuple)  # since 2.13
+    theirs: Any = before if several else [] if before is None else [before]
+
     class MoveLate(passes.CustomGraphPass):  # type: ignore[misc]
         is_ours = True
 
         def __call__(self, graph: Any) -> None:
             config.joint_custom_pre_pass = before
-            if before is not None:
-                before(graph)
+            for each in theirs:
+                each(graph)
             _move_late(graph, frozenset(ops))
 
         def uuid(self) -> Any:
-            theirs = before.uuid() if hasattr(before, "uuid") else None
-            return None if before is not None and theirs is None else ("hookline 1", theirs)
+            # None, for one that has none, keeps the graph from the disk, as it would without ours.
+            known = [each.uuid() if hasattr(each, "uuid") else None for each in theirs]
+            return ("hookline 2", *known) if all(known) else None
 
     config.joint_custom_pre_pass = MoveLate()
 
 
 def _move_late(graph: Any, ops: frozenset[Any]) -> None:
-    """Put the calls of these operators, and what only unpacks them, behind the rest of the forward."""
-    backward: set[Any] = set()
-    late: list[Any] = []
+    """Put the calls of these operators, and what only unpacks them, behind the rest of the forward.
+
+    In front of the backward: what has effects and stands behind its first step is done in the backward, too, if that
+    has its inputs. And in front of what writes to an input of the graph (``copy_``), which they may have to read first.
+    """
+    tangents: set[Any] = set()
+    late: dict[Any, None] = {}
     last: Any = None
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or any(each in backward for each in inputs):
-            backward.add(node)
+        if node.op == "placeholder":
+            tangents |= {node} if "tangents" in str(node.target) else set()
+        elif _writes(node) or not tangents.isdisjoint(inputs):
+            break
         elif node.target in ops or (node.target is operator.getitem and inputs[0] in late):
-            late.append(node)
+            late[node] = None
         elif node.op == "call_function":
             last = node
     for node in late if last is not None else ():
@@ -877,14 +887,20 @@ def _move_late(graph: Any, ops: frozenset[Any]) -> None:
         last = node
 
 
+def _writes(node: Any) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def is_known_to_be_at_most(size: Any, most: int) -> bool:
-    """Whether that is sure of a size, also of one that a compiled graph leaves open. To be traced.
+    """Whether a size is one number in a compiled graph, not left open, and no larger than that. To be traced.
 
-    Asking ``size <= most`` would make the graph one for sizes of which the answer is the same. On 2.11 and 2.13.
+    Asking an open one whether ``size <= most`` would make the graph one for sizes of which the answer is the same; and
+    one with an upper bound (``mark_dynamic(..., max=)``) is at most that, and still no number. On 2.11 and 2.13.
     """
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    return statically_known_true(size <= most)
+    return has_static_value(size) and bool(size <= most)
 
 
 @constant_while_tracing

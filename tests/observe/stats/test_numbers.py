@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -336,3 +337,111 @@ def test_the_compiler_keeps_for_the_backward_what_it_would_have_kept(monkeypatch
         assert inductor.joint_custom_pre_pass is None
         monkeypatch.setattr("hookline.sites._torch._move_late", lambda graph, ops: None)
         assert _kept_for_backward(watched=True) != bare  # the negative control
+
+
+class Rewritten(nn.Module):
+    """Gives its input and a buffer out as they are, and then writes to both; and one module is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same, self.kept, self.layer = nn.Identity(), nn.Identity(), nn.Linear(64, 64)
+        self.register_buffer("memory", torch.zeros(4, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(self.same(x) * 1.5) + self.kept(self.memory)
+        x.add_(1)
+        self.memory.add_(1)
+        return self.same(y.relu())
+
+
+class Twice(nn.Module):
+    """What comes in and what goes out passes by the same module; the backward needs both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same, self.layer = nn.Identity(), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.same(self.layer(self.same(x)).relu())
+
+
+@pytest.mark.parametrize("make", [Rewritten, Twice])
+def test_what_inductor_looks_at_last_it_sees_once_and_before_it_is_written_to(
+    make: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a GPU: inputs and buffers that the graph changes, and tensors that the backward has as well."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
+    torch.compiler.reset()
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        watch = hl.watch(model, "*", on=["forward", "backward"])
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+            for _ in range(2):
+                run(torch.randn(4, 64).requires_grad_(make is Twice)).sum().backward()
+        found.append(watch.to_metrics())
+        watch.remove()
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
+def test_a_row_of_open_length_with_a_bound_leaves_the_graph_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``mark_dynamic(..., max=)``: known to be short, and no number. One graph for all lengths."""
+    monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
+    torch.compiler.reset()
+    model = nn.Sequential(nn.GELU(), nn.Tanh())
+    graphs = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=graphs, fullgraph=True)
+    with hl.watch(model, "*", on="forward") as watch:
+        for length in (64, 96, 128):
+            x = torch.randn(4, length)
+            torch._dynamo.mark_dynamic(x, 1, min=32, max=1024)
+            watch.reset()
+            out = run(x)
+            assert watch.to_metrics()["1/forward/norm"] == pytest.approx(out.norm().item(), rel=1e-5)
+    assert graphs.frame_count == 1
+
+
+def test_rows_of_nothing_are_a_firing_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty batch, where no kernel adds up."""
+    monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
+    for stats in (None, ("norm",), ("max",)):
+        engine = Engine(Layout.of(stats))
+        found, each = rows.find_in(torch.ones(0, 64), engine.layout)
+        assert each == 64
+        place = engine.place("x", "")
+        engine.take_found(place, found, each)
+        cells = engine.read()[place]
+        assert (cells["fires"], cells["count"], cells["bad"]) == (1, 0, 0)
+
+
+def test_passes_of_the_user_are_called_before_ours_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, several, none: in their order, once for a graph."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+    import torch._inductor.custom_graph_pass as passes
+
+    monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
+    called: list[str] = []
+    monkeypatch.setattr("hookline.sites._torch._move_late", lambda graph, ops: called.append("ours"))
+    several = [lambda graph: called.append("a"), lambda graph: called.append("b")]
+    cases: list[tuple[Any, list[str]]] = [(several[0], ["a", "ours"]), (None, ["ours"])]
+    if hasattr(passes, "get_custom_graph_passes"):  # lists are taken since 2.13
+        cases.append((several, ["a", "b", "ours"]))
+    for theirs, expected in cases:
+        torch.compiler.reset()
+        called.clear()
+        model = nn.Linear(64, 64)
+        with (
+            inductor.patch(fx_graph_cache=False, joint_custom_pre_pass=theirs),
+            functorch.patch(enable_autograd_cache=False),
+            hl.watch(model, None, on="forward"),
+            torch.no_grad(),
+        ):
+            torch.compile(model, fullgraph=True)(torch.randn(4, 64))
+            assert inductor.joint_custom_pre_pass is theirs
+        assert called == expected

@@ -6,13 +6,16 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
-from hookline.observe.stats.engine import Watched
+from hookline.observe.stats.engine import Engine, Watched
+from hookline.observe.stats.hooks import ModuleHook
+from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.pending import Note, Pending
 
 
@@ -158,6 +161,39 @@ def test_no_more_bytes_are_held_than_the_limit() -> None:
     assert seen.batches[-1] == 3
 
 
+def test_a_view_counts_for_all_that_it_holds() -> None:
+    """The last of many positions, in a loop that nobody says the end of: the rest of its memory is held, too."""
+    pending = Pending(Seen(), limit=3999)
+    place = _place()
+    _known(pending, place)
+    for _ in range(3):
+        pending.take(place, torch.ones(1000)[:1])
+        assert len(pending) == 0
+    fresh = _place("b")
+    x = torch.ones(1000)
+    memory = weakref.ref(x.untyped_storage())
+    pending.take(fresh, x[:1])
+    del x
+    assert memory() is None
+
+
+def test_places_become_known_though_nobody_says_that_a_pass_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluating without an end: what is remembered of first firings has a bound, and the oldest is looked at."""
+    monkeypatch.setattr("hookline.observe.stats.pending._MOST_CHECKS", 3)
+    seen = Seen()
+    pending = Pending(seen)
+    clean, changed = _place("clean"), _place("changed")
+    for _ in range(4):
+        pending.take(clean, torch.ones(1))
+        x = torch.tensor([-1.0])
+        pending.take(changed, x)
+        x.relu_()
+        assert len(pending._checks) <= 3
+    assert (clean.deferred, changed.deferred) == (pending, None)
+    pending.flush()
+    assert [[x.item() for x in seen.values[name]] for name in ("clean", "changed")] == [[1.0] * 4, [-1.0] * 4]
+
+
 def test_a_gradient_that_autograd_would_add_to_is_deferred() -> None:
     """It adds in place only where nobody else has the tensor; so it is held from the first time on."""
     seen = Seen()
@@ -261,6 +297,35 @@ def test_two_threads_lose_nothing() -> None:
     flusher.join()
     pending.flush()
     assert sum(counted) == 4 * 2000
+
+
+def test_two_threads_that_are_first_note_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one makes what it notes in, another has made it: there is one, which the engine has reduced."""
+    engine = Engine(Layout.of(None))
+    others: list[Pending] = []
+
+    def make(*args: Any, **options: Any) -> Pending:
+        if not others:
+            others.append(Pending(*args, **options))
+            others[0] = engine._pending.setdefault(torch.device("cpu"), others[0])
+        return Pending(*args, **options)
+
+    monkeypatch.setattr("hookline.observe.stats.engine.Pending", make)
+    assert engine._pending_on(torch.device("cpu")) is others[0]
+    assert list(engine._pending.values()) == others
+
+
+def test_an_error_on_the_short_way_costs_its_numbers_and_not_the_run() -> None:
+    """A scaler that cannot tell its scale, at a place whose tensors are noted."""
+
+    def fails() -> Tensor:
+        raise RuntimeError("no scale")
+
+    module, engine = nn.Linear(1, 1), Engine(Layout.of(None))
+    hook = ModuleHook(engine, [("a", module)], "backward", lambda: True, scale=fails)
+    engine.place("a", "backward").deferred = Pending(Seen())
+    with pytest.warns(HooklineWarning, match="no scale"):
+        hook.backward(module, (torch.ones(1),))
 
 
 class Streams:

@@ -134,9 +134,12 @@ class Engine:
             self._pending_on(device).take(place, local, scale)
 
     def _pending_on(self, device: torch.device) -> Pending:
-        if device not in self._pending:
-            self._pending[device] = Pending(partial(self._take_notes, device), device, limit=self.limit)
-        return self._pending[device]
+        found = self._pending.get(device)
+        if found is None:
+            made = Pending(partial(self._take_notes, device), device, limit=self.limit)
+            # In one step: what another thread notes in one that is replaced here would never be asked for.
+            found = self._pending.setdefault(device, made)
+        return found
 
     def take_all(self, tensors: Iterable[tuple[Watched, Tensor, Any]]) -> None:
         """As `take`, for several that are there now; those on a GPU in one go."""

@@ -93,7 +93,11 @@ class ModuleHook(Summary):
         place = self._places.get(id(module))
         if place is None or place.deferred is None:
             return False
-        return place.deferred.note(place, tensor, self._scale())
+        try:
+            return place.deferred.note(place, tensor, self._scale())
+        except Exception as error:  # as in `_take`
+            give_up(place, tensor, error)
+            return True
 
     def _take(self, module: nn.Module, value: Any, take: Callable[[Watched, Tensor, Any], None]) -> None:
         place = self._places.get(id(module))

@@ -38,6 +38,8 @@ __all__ = ["Note", "Pending", "limit_of"]
 _CPU: Final = torch.device("cpu")
 _SHARE: Final = 64
 _LEAST: Final = 64 << 20
+_MOST_CHECKS: Final = 4096
+"""How many firings at places that are not known are remembered; that is more than a step has."""
 
 _T = TypeVar("_T")
 
@@ -159,7 +161,7 @@ class Pending:
             return False
         scale_version = 0 if scale is None else _version_of(scale)
         self._notes.append((stream, place, tensor, scale, tensor._version, scale_version))
-        self._bytes += tensor.nbytes
+        self._bytes += tensor.untyped_storage().nbytes()  # a view holds all that it is a view of
         if self._bytes > self._limit:
             self.reduce_noted()
         elif _torch.graph_task_id() != self._task:
@@ -173,9 +175,8 @@ class Pending:
         self.reduce_noted()
         self._follow()
         self._checked = 0
-        for place, counter, version in _taken(self._checks):
-            stays = self._stays[place] = self._stays.get(place, True) and counter._version == version
-            place.deferred = self if stays else None
+        for check in _taken(self._checks):
+            self._judge(*check)
 
     def reduce_noted(self) -> None:
         """Reduce all that is noted."""
@@ -223,10 +224,17 @@ class Pending:
         if place in self._stays or tensor.is_inference():
             return
         # Autograd adds to a gradient in place if nobody else has it. Later somebody has: it is held this time, too.
-        self._checked += tensor.nbytes
+        self._checked += tensor.untyped_storage().nbytes()
         counter = tensor if self._checked <= self._limit else _without_numbers(tensor)
         self._checks.append((place, counter, counter._version))
+        if len(self._checks) > _MOST_CHECKS:  # nobody says that a pass is over
+            self._judge(*self._checks.popleft())
         self._await_end()
+
+    def _judge(self, place: Watched, counter: Tensor, version: int) -> None:
+        """See whether a tensor was changed in place since it was first seen."""
+        stays = self._stays[place] = self._stays.get(place, True) and counter._version == version
+        place.deferred = self if stays else None
 
     def _await_end(self) -> None:
         """Have all reduced at the end of the backward pass, if one is running."""

@@ -29,6 +29,8 @@ _WIDE: Final = torch.float64
 
 def add_up(parts: list[Tensor], each: int, layout: Layout) -> Tensor:
     """What `summarize` would have found, of what was found by row."""
+    if not parts[0].numel():
+        return torch.zeros(len(layout.found), dtype=_WIDE, device=parts[0].device)
     kinds = [name for name in layout.found if name != "size"]
     ends = {"low": torch.amin, "high": torch.amax}
     size = torch.full((), parts[0].numel() * each, dtype=_WIDE, device=parts[0].device)
