@@ -40,7 +40,7 @@ def run():
 
 
 def test_loop_type_filtering():
-    """ "TrainingMetricsHook fires at POST_EPOCH in the epoch loop but at POST_STEP in the step loop"."""
+    """A hook that names a point for each type of loop has that point in that loop, and no other."""
 
     class TrainingMetricsHook(TrainingHook):
         hook_points = {HookPoint.POST_STEP, HookPoint.POST_EPOCH}
@@ -109,7 +109,7 @@ def test_selective_intervention(run):
 
 
 def test_an_intervention_that_forgets_to_restore(run):
-    """ "Even if the hook forgets to restore, the guardian checkpoint will catch it"."""
+    """What a hook leaves behind is undone, though it restored nothing itself."""
     model, ctx, tools = run
 
     class Forgetful(DebugInterventionHook):

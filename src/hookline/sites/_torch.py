@@ -802,8 +802,12 @@ _LIBRARIES: Final[list[Any]] = []
 
 def call_aten(name: str, *args: Any, **kwargs: Any) -> Any:
     """Call an operator of torch by its name with the overload."""
+    return _aten(name)(*args, **kwargs)
+
+
+def _aten(name: str) -> Any:
     packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload)(*args, **kwargs)
+    return getattr(getattr(torch.ops.aten, packet), overload)
 
 
 def open_late(op: Any, meaning: Callable[..., Any]) -> None:
@@ -820,8 +824,7 @@ def open_late(op: Any, meaning: Callable[..., Any]) -> None:
     def call(name: str, *args: Any, **kwargs: Any) -> Any:
         if name == "_to_copy.default":
             return lowering.to_dtype(args[0], kwargs["dtype"])
-        packet, _, overload = name.partition(".")
-        return known[getattr(getattr(torch.ops.aten, packet), overload)](*args, **kwargs)
+        return known[_aten(name)](*args, **kwargs)
 
     def lowered(*args: Any) -> Any:
         return meaning(*args, call)
