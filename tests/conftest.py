@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from hookline.hooks.registry import HookRegistry
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -26,3 +30,13 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
+    """A registry with nothing in it, without the entry points of this machine; the real one is back afterwards."""
+    from hookline.hooks.registry import HookRegistry
+
+    for name in ("_classes", "_paths", "groups", "_entry_points", "_broken"):
+        monkeypatch.setattr(HookRegistry, name, {})
+    return HookRegistry

@@ -22,7 +22,6 @@ from hookline.errors import (
     MetricError,
     OptionError,
 )
-from hookline.hooks.registry import HookRegistry
 from hookline.hooks.training_hook import TrainingHook
 from hookline.lifecycle.point import HookPoint
 from hookline.lifecycle.schedule import StepSchedule
@@ -59,11 +58,8 @@ class PathLength(TrainingHook):
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    monkeypatch.setattr(HookRegistry, "_classes", {"path": PathLength})
-    monkeypatch.setattr(HookRegistry, "_paths", {})
-    monkeypatch.setattr(HookRegistry, "groups", {})
-    monkeypatch.setattr(HookRegistry, "_entry_points", {})
+def registry(own_registry, monkeypatch):
+    monkeypatch.setattr(own_registry, "_classes", {"path": PathLength})
 
 
 # -- choosing ------------------------------------------------------------------------------------------------

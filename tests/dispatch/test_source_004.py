@@ -18,12 +18,7 @@ from hookline.sinks.memory import MemorySink
 some_value = 0.5
 
 
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    monkeypatch.setattr(HookRegistry, "_classes", {})
-    monkeypatch.setattr(HookRegistry, "_paths", {})
-    monkeypatch.setattr(HookRegistry, "groups", {})
-    monkeypatch.setattr(HookRegistry, "_entry_points", {})
+pytestmark = pytest.mark.usefixtures("own_registry")
 
 
 @pytest.fixture

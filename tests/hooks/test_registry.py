@@ -16,14 +16,8 @@ from hookline.lifecycle.point import HookPoint
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    """A registry of one's own, without the entry points of this machine."""
-    monkeypatch.setattr(HookRegistry, "_classes", {})
-    monkeypatch.setattr(HookRegistry, "_paths", {})
-    monkeypatch.setattr(HookRegistry, "groups", {})
-    monkeypatch.setattr(HookRegistry, "_entry_points", {})
-    monkeypatch.setattr(HookRegistry, "_broken", {})
-    return HookRegistry
+def registry(own_registry):
+    return own_registry
 
 
 class Norms(TrainingHook):
