@@ -109,6 +109,7 @@ CLASSES = {
     "StatsReporter",
     "StepResult",
     "StepSchedule",
+    "Record",
     "StepSeries",
     "Tracker",
     "TrackerHook",

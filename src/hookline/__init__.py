@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hookline.dispatch.plan import Plan as Plan
     from hookline.dispatch.profiler import CheckpointProfiler as CheckpointProfiler
     from hookline.dispatch.recording import record as record
-    from hookline.dispatch.records import StepSeries as StepSeries
     from hookline.errors import CaptureError as CaptureError
     from hookline.errors import GuardError as GuardError
     from hookline.errors import HooklineError as HooklineError
@@ -101,6 +100,8 @@ if TYPE_CHECKING:
     from hookline.observe.watch import Watch as Watch
     from hookline.observe.watch import watch as watch
     from hookline.sinks.memory import MemorySink as MemorySink
+    from hookline.sinks.record import Record as Record
+    from hookline.sinks.record import StepSeries as StepSeries
     from hookline.sinks.sink import MetricSink as MetricSink
     from hookline.sites.attach import attach as attach
     from hookline.sites.bounds import clip_gradients as clip_gradients
@@ -187,6 +188,7 @@ _HOME = {
     "ReLUActivationState": "observe.trackers.relu",
     "ReLUGradientFlowState": "observe.trackers.gradient_flow",
     "Receipt": "sites.receipt",
+    "Record": "sinks.record",
     "RunDataContext": "lifecycle.run_context",
     "SaturatedActivationState": "observe.trackers.saturated",
     "SavedTensors": "sites.saved",
@@ -196,7 +198,7 @@ _HOME = {
     "StatsReporter": "loops.stats_reporter",
     "StepResult": "loops.training_step",
     "StepSchedule": "lifecycle.schedule",
-    "StepSeries": "dispatch.records",
+    "StepSeries": "sinks.record",
     "TargetError": "errors",
     "Tracker": "observe.trackers.tracker",
     "TrackerHook": "dispatch.choose",

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hookline.dispatch import recording
@@ -30,6 +30,8 @@ from hookline.sites.receipt import outside
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import nn
 
     from hookline.hooks.training_hook import TrainingHook
 
@@ -214,6 +216,18 @@ class HookManager(Dispatcher):
         if name not in self.hooks:
             raise HookNameError(f"Unknown hook: {name!r}. Available: {', '.join(self.hooks) or 'none'}.")
         return self.hooks[name]
+
+    def start(self, model: nn.Module) -> None:
+        """Tell every hook that training begins, or goes on; what the loops of hookline do."""
+        with kept_rng():
+            for hook in self.hooks.values():
+                hook.start(model)
+
+    def finish(self) -> None:
+        """Tell every hook that training is over; what the loops of hookline do, whatever ended it."""
+        with kept_rng(), ExitStack() as stack:  # one that raises does not keep the others from being told
+            for hook in self.hooks.values():
+                stack.callback(hook.finish)
 
     def reset_all(self) -> None:
         """Another run begins: steps count from 0, buffers are empty, every hook is reset."""

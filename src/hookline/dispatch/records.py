@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hookline.dispatch.metrics import on_host, settled
 from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.point import HookPoint
+from hookline.sinks.record import StepSeries
 from hookline.sinks.sink import MetricSink
 from hookline.sites.receipt import outside
 from hookline.sites.signature import a_or_an
@@ -24,7 +25,7 @@ from hookline.sites.signature import a_or_an
 if TYPE_CHECKING:
     from hookline.dispatch.firing import Firing
 
-__all__ = ["Records", "StepLog", "StepSeries"]
+__all__ = ["Records", "StepLog"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +82,6 @@ class Records:
         self.steps.clear()
         self._last.clear()
         self._last_point = self.axis = None
-
-
-class StepSeries(list[Any]):
-    """The values of one metric over several steps; ``steps`` says which.
-
-    Recipe: ``dict(zip(series.steps, series))``. To a sink that does not ask, it is a list.
-    """
-
-    def __init__(self, values: Iterable[Any] = (), steps: Iterable[int] = ()) -> None:
-        super().__init__(values)
-        self.steps: list[int] = list(steps)
-        """The step of each value, counted from 0."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepSeries, (list(self), self.steps)
 
 
 class StepBuffer:

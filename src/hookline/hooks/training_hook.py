@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from hookline.hooks.metric_info import MetricInfo
     from hookline.lifecycle.point import HookPoint
@@ -88,6 +88,12 @@ class TrainingHook:
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Look, and return metrics by name."""
         raise NotImplementedError(f"{type(self).__name__} has to say what it observes: define compute(self, ctx).")
+
+    def start(self, model: nn.Module) -> None:
+        """Training begins, or goes on from a checkpoint: the place to attach hooks to the model."""
+
+    def finish(self) -> None:
+        """Training is over, whatever ended it: take off what ``start`` attached."""
 
     def reset(self) -> None:
         """Another run begins: forget the last one."""

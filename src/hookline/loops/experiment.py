@@ -5,8 +5,8 @@ Comes from the user; `epoch_loop` and `step_loop` ask it for one building block 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ class Experiment:
     Any object will do that has the attributes and methods of this class that it needs: ``model``, and ``loader`` with
     ``optimizer`` and ``loss_fn``, or a ``train_step`` of its own. What is not there is as it is here.
 
+    For ``hookline run FILE:Class`` a subclass is made with ``Class(config, strategy)``, ``config`` being a
+    ``config_class``, and hands what it has made to ``super().__init__``; it is then moved to the device by ``to``.
+
     Args:
         model: What is trained.
         optimizer: What trains it.
@@ -55,6 +58,19 @@ class Experiment:
             that name, as a function.
         config: Whatever hooks are to find as ``ctx.config``; the loops read ``config.snapshot_every``.
     """
+
+    name: ClassVar[str] = ""
+    """What the command line and folders call it; if left out, the name of its class."""
+    loop: ClassVar[Per] = "epoch"
+    """Which loop ``hookline run`` takes: the one that counts epochs, or steps."""
+    config_class: ClassVar[type | None] = None
+    """A dataclass whose fields are options of ``hookline run``: ``epochs`` (or ``steps``), ``snapshot_every``, …"""
+    strategies: ClassVar[tuple[str, ...]] = ()
+    """The ways it can be run, the usual one first: ``--strategy NAME`` or ``all``."""
+    hook_sets: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Hooks by the name of a group: ``--with-hooks NAME``."""
+    live_metrics: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """What ``--live`` shows: ``{group: {label: metric}}``."""
 
     def __init__(
         self,
@@ -106,6 +122,10 @@ class Experiment:
         for name, function in given.items():
             if function is not None:
                 setattr(self, name, function)  # in front of the method of that name
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        """Move the model, before training has begun; its parameters stay the objects that the optimizer has."""
+        self.model.to(device=device, dtype=dtype)
 
     def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch, to call ``backward`` on."""

@@ -188,6 +188,8 @@ class Run:
     def written_at_the_end(self) -> Iterator[None]:
         """Whatever ends the block: what was kept for hooks goes, and everything that they returned is written."""
         try:
+            if self.manager is not None:
+                self.manager.start(self.blocks.model)
             yield
         except BaseException as error:
             self._let_go()
@@ -202,6 +204,8 @@ class Run:
 
     def _let_go(self) -> None:
         self.batch = None
+        if self.manager is not None:
+            self.manager.finish()
         if self.demand is not None and self._contexts is not None:
             self.demand.let_go()
             self._contexts.let_go()

@@ -1,12 +1,15 @@
 """What a destination of metrics is.
 
-Takes flat dictionaries of metrics with the moment they belong to, from whoever reports.
+Takes records from the fan-out; one method is enough for a sink of one's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from hookline.sinks.record import Record
 
 __all__ = ["MetricSink"]
 
@@ -19,14 +22,39 @@ class MetricSink:
         class Printer(hookline.MetricSink):
             def emit(self, metrics, epoch, hook_point):
                 print(epoch, metrics)
+
+    A sink that wants to know more (the step, which values belong to which steps, the strategy) defines ``write``.
     """
 
+    slow: ClassVar[bool] = False
+    """Whether it would hold the training thread up: then it runs in a process of its own, which reads the log. It is
+    made there anew from ``options()``."""
+
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
-        """Take in the metrics of one moment: numbers, 0-d tensors, lists and dictionaries, by ``"hook/metric"``."""
+        """Take in the metrics of one moment: numbers, lists and dictionaries, by ``"hook/metric"``."""
         raise NotImplementedError(f"{type(self).__name__} has to say what becomes of metrics: define emit().")
+
+    def write(self, record: Record) -> None:
+        """Take in a record; what the fan-out calls."""
+        self.emit(dict(record.metrics), record.epoch, record.hook_point)
 
     def set_run_context(self, **context: Any) -> None:
         """A run begins, or another strategy of it; says which (``strategy=``, ``output_dir=``, …)."""
 
     def flush(self) -> None:
         """Whatever is held back goes out now."""
+
+    def close(self) -> None:
+        """No more will come: flush, and let go of files and connections. Called once or more often."""
+        self.flush()
+
+    def options(self) -> dict[str, Any]:
+        """The arguments to make such a sink again in another process, as JSON has them; of sinks that are slow."""
+        raise NotImplementedError(f"{type(self).__name__} is slow, so it has to say what it is made of: options().")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to know, as JSON has it: how much of a file is written, say."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave: what was written after that goes."""
