@@ -832,11 +832,13 @@ def open_late(op: Any, meaning: Callable[..., Any]) -> None:
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
 
 
-def move_late(*ops: Any) -> None:
+def move_late(find: Any, sink: Any, sinks: Any) -> None:
     """Have inductor look at these operators last when it divides the graph that it is about to make.
 
     It decides what to keep for the backward by the order of the forward: what comes behind an operator that it cannot
     join with others is not to be computed again. Ours would be such, and have it keep other tensors than without one.
+    Then all calls of ``sink`` in the forward become one of ``sinks``, and so do those in the backward.
+
     The switch (``joint_custom_pre_pass``, documented) is borrowed for one graph, and what was there is called; a graph
     that comes from the disk leaves it for the next. On 2.11 and 2.13.
     """
@@ -856,12 +858,14 @@ def move_late(*ops: Any) -> None:
             config.joint_custom_pre_pass = before
             for each in theirs:
                 each(graph)
-            _move_late(graph, frozenset(ops))
+            _move_late(graph, frozenset({find, sink}))
+            for some in _sides(graph, find, sink):
+                _gather(graph, some, sinks)
 
         def uuid(self) -> Any:
             # None, for one that has none, keeps the graph from the disk, as it would without ours.
             known = [each.uuid() if hasattr(each, "uuid") else None for each in theirs]
-            return ("hookline 2", *known) if all(known) else None
+            return ("hookline 3", *known) if all(known) else None
 
     config.joint_custom_pre_pass = MoveLate()
 
@@ -878,7 +882,7 @@ def _move_late(graph: Any, ops: frozenset[Any]) -> None:
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if node.op == "placeholder":
-            tangents |= {node} if "tangents" in str(node.target) else set()
+            tangents |= {node} if _is_tangent(node) else set()
         elif _writes(node) or not tangents.isdisjoint(inputs):
             break
         elif node.target in ops or (node.target is operator.getitem and inputs[0] in late):
@@ -888,6 +892,44 @@ def _move_late(graph: Any, ops: frozenset[Any]) -> None:
     for node in late if last is not None else ():
         last.append(node)
         last = node
+
+
+def _is_tangent(node: Any) -> bool:
+    return "tangents" in str(node.target)
+
+
+def _sides(graph: Any, find: Any, sink: Any) -> list[list[Any]]:
+    """The calls of ``sink`` that are handed what ``find`` has found: those of the forward, and of the backward.
+
+    Between the first and the last of a side, nothing that is handed over changes: the graph is functional, but for what
+    it writes to its inputs. Other sinks are handed whole tensors, which must not be held that long.
+    """
+    backward: set[Any] = set()
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if (node.op == "placeholder" and _is_tangent(node)) or not backward.isdisjoint(inputs):
+            backward.add(node)
+        if node.target is sink and all(_comes_from(find, part) for part in node.args[2]):
+            sides[node in backward].append(node)
+    return [side for side in sides if len(side) > 1]
+
+
+def _comes_from(op: Any, node: Any) -> bool:
+    return node.target is operator.getitem and node.args[0].target is op
+
+
+def _gather(graph: Any, calls: list[Any], sinks: Any) -> None:
+    """One call in place of these, where the last of them is."""
+    keys, lines, found, each = zip(*(node.args for node in calls), strict=True)
+    parts = [part for some in found for part in some]
+    numbers = [len(some) for some in found]
+    with graph.inserting_after(calls[-1]):
+        one = graph.call_function(sinks, (list(keys), "\n".join(lines), parts, numbers, list(each)))
+    # Of one operator's arguments, where it was traced; without it, the compiler may lay ours out as it likes.
+    one.meta.update({name: value for name, value in calls[-1].meta.items() if name != "eager_input_vals"})
+    for node in calls:
+        graph.erase_node(node)
 
 
 def _writes(node: Any) -> bool:

@@ -19,7 +19,7 @@ from hookline.sites.kinds import MODULE
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -57,8 +57,8 @@ class Summary(ABC):
     """Gives what is found in the tensors of an output, or in its gradients; None for nothing. It is traced."""
 
     @abstractmethod
-    def receive(self, module: Any, found: list[Tensor], each: int) -> None:
-        """The graph has come to it, for that module."""
+    def receive(self, items: Sequence[tuple[Any, list[Tensor], int]]) -> None:
+        """The graph has come to it: for each module what was found, and the number of `Found`."""
 
 
 Found: TypeAlias = "tuple[list[Tensor], int]"

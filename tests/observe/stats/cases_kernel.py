@@ -17,7 +17,7 @@ from torch import Tensor
 from hookline.observe.stats import kernel as kernels
 from hookline.observe.stats import rows as by_rows
 from hookline.observe.stats.engine import Engine
-from hookline.observe.stats.kernel import Item, Kernel, Tuning, readable
+from hookline.observe.stats.kernel import Item, Kernel, Parts, Tuning, readable
 from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.pending import Pending
 from hookline.observe.stats.state import Row, State
@@ -163,13 +163,45 @@ def test_rows_of_compiled_code_add_up_as_by_torch(name: str, count: int, monkeyp
         for scale in (None, torch.tensor(8.0)):
             parts, each = by_rows.find_in(x, layout)
             assert each == x.shape[-1]
-            kernel.take_parts(parts, each, row, scale)
+            kernel.take_parts([Parts(parts, each, row, scale)])
             if x.numel():
                 other.take(as_columns(add_up(parts, each, layout), layout, scale))
             else:
                 other.added[0] += 1
     found = state.read()
     assert np.allclose(found[0], found[1], rtol=1e-12, equal_nan=True)
+
+
+def test_rows_of_many_tensors_add_up_as_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit; also where one row comes twice, and with scales, and where there are more than fit a launch."""
+    monkeypatch.setattr(kernels, "_FOLDED", 256)
+    monkeypatch.setattr(kernels, "_FOLDED_AT_A_TIME", 128)
+    monkeypatch.setattr(kernels, "_JOBS", 4)
+    monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
+    layout = LAYOUTS["default"]
+    state, rows = _rows(layout, 12)
+    together, alone = _kernel(layout), _kernel(layout)
+    torch.manual_seed(0)
+    items = []
+    for number, count in enumerate((3, 700, 0, 256, 257, 1, 3)):
+        found, each = by_rows.find_in(torch.randn(count, 32) + number, layout)
+        items.append((found, each, number % 6, torch.tensor(3.0) if number % 2 else None))
+    launches: list[str] = []
+    launch = together._launch
+
+    def spy(name: str, key: Any, grid: Any, told: Any, **options: Any) -> None:
+        launches.append(name)
+        launch(name, key, grid, told, **options)
+
+    monkeypatch.setattr(together, "_launch", spy)
+    together.take_parts([Parts(found, each, rows[at], scale) for found, each, at, scale in items])
+    assert launches == ["fold_parts", "merge_slots"] * 3  # four, two, and the one whose row comes again
+    for found, each, at, scale in items:
+        alone.take_parts([Parts(found, each, rows[6 + at], scale)])
+    cells = state.read()
+    assert np.array_equal(cells[:6], cells[6:])
+    assert cells[1][0] == 1
+    assert cells[0][0] == 2
 
 
 def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:

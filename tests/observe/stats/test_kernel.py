@@ -50,7 +50,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-_FOLDS: dict[str, Any] = {"MOMENTS": True, "EXTREMES": True, "ZEROS": True, "WIDTH": 8192, "SHARE": 32768}
+_FOLDS: dict[str, Any] = {"MOMENTS": True, "EXTREMES": True, "ZEROS": True, "JOBS": 256, "WIDTH": 8192, "SHARE": 32768}
 
 
 @needs_triton

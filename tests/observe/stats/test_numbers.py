@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import hookline as hl
 from hookline.observe.stats import rows
 from hookline.observe.stats.engine import Engine, Watched
+from hookline.observe.stats.hooks import ModuleHook
 from hookline.observe.stats.layout import DEFAULT_STATS, Layout
 from hookline.observe.stats.vector import as_columns, summarize
 
@@ -265,7 +266,7 @@ def test_rows_tell_what_the_whole_does(
             shape, shape[-1]
         )
         engine = Engine(layout)
-        engine.take_found(engine.place("x", ""), found, each) if each > 1 else engine.take(engine.place("x", ""), x)
+        engine.take_found([(engine.place("x", ""), found if each > 1 else [x], each, None)])
         metrics = {name.removeprefix("x/"): value for name, value in engine.to_metrics().items()}
         assert_close(metrics, reference([x], DEFAULT_STATS))
 
@@ -337,6 +338,37 @@ def test_the_compiler_keeps_for_the_backward_what_it_would_have_kept(monkeypatch
         assert inductor.joint_custom_pre_pass is None
         monkeypatch.setattr("hookline.sites._torch._move_late", lambda graph, ops: None)
         assert _kept_for_backward(watched=True) != bare  # the negative control
+
+
+def test_a_graph_hands_over_all_that_it_found_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the forward, one for the backward, whatever else a graph hands over; with the numbers of each module."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
+    received: list[tuple[bool, int]] = []
+    receive = ModuleHook.receive
+
+    def spy(self: ModuleHook, items: Any) -> None:
+        received.append((self._is_forward, len(items)))
+        receive(self, items)
+
+    monkeypatch.setattr(ModuleHook, "receive", spy)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Widened(64), nn.LayerNorm(64), nn.Linear(64, 10))
+    with (
+        hl.watch(model, "*") as watch,
+        inductor.patch(fx_graph_cache=False),
+        functorch.patch(enable_autograd_cache=False),
+    ):
+        x = torch.randn(48, 64)
+        torch.compile(model, fullgraph=True)(x).sum().backward()
+        found = watch.to_metrics()
+    # The model and its last layer give out rows of 10, which are too short, and are handed over one by one.
+    assert sorted(received) == [(False, 1)] * 2 + [(False, 7)] + [(True, 1)] * 2 + [(True, 7)]
+    wide = model[1].wide(model[1].norm(model[0](x)))
+    assert found["1.wide/forward/norm"] == pytest.approx(wide.norm().item(), rel=1e-5)
 
 
 class Rewritten(nn.Module):
@@ -414,7 +446,7 @@ def test_rows_of_nothing_are_a_firing_without_numbers(monkeypatch: pytest.Monkey
         found, each = rows.find_in(torch.ones(0, 64), engine.layout)
         assert each == 64
         place = engine.place("x", "")
-        engine.take_found(place, found, each)
+        engine.take_found([(place, found, each, None)])
         cells = engine.read()[place]
         assert (cells["fires"], cells["count"], cells["bad"]) == (1, 0, 0)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.observe.stats import kernel as kernels
-from hookline.observe.stats.kernel import Item, Kernel, readable
+from hookline.observe.stats.kernel import Item, Kernel, Parts, readable
 from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.rows import find_in
 from hookline.observe.stats.state import Row, State
@@ -95,7 +95,7 @@ def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> N
         if each == 1:
             kernel.take([Item(readable(parts[0]), by_row, divisor)])
         else:
-            kernel.take_parts(parts, each, by_row, divisor)
+            kernel.take_parts([Parts(parts, each, by_row, divisor)])
         assert_close(_one(kernel, layout, x, divisor), x.cpu(), layout, scale or 1.0)
     found = state.read()
     assert np.allclose(found[0], found[2], rtol=1e-5)

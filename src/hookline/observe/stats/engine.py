@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.observe.stats.by_unit import Bins, Units, read_all
-from hookline.observe.stats.kernel import Item, Kernel, is_available, readable
+from hookline.observe.stats.kernel import Item, Kernel, Parts, is_available, readable
 from hookline.observe.stats.metrics import as_metrics
 from hookline.observe.stats.pending import Note, Pending
 from hookline.observe.stats.reduce import add, measure
@@ -188,22 +188,31 @@ class Engine:
             stacklevel=outside(),
         )
 
-    def take_found(self, place: Watched, found: list[Tensor], each: int, scale: Any = None) -> None:
+    def take_found(self, items: Iterable[tuple[Watched, list[Tensor], int, Any]]) -> None:
         """Add what compiled code has found, as `find_in` gives it: a vector, the tensor itself, or rows of it."""
-        device = found[0].device
-        if each == 1:
-            self._take_notes(device, [Note(place, found[0], scale)])
-        elif each == 0:
-            self.take_vector(place, found[0], scale)
-        else:
-            kernel = self._kernel(device)
-            if kernel is not None:
-                try:
-                    kernel.take_parts(found, each, self.row(place, device), scale)
-                    return
-                except Exception as error:
-                    self._give_up_kernel(device, error)
-            with torch.no_grad():
+        by_row: dict[torch.device, list[tuple[Watched, Parts]]] = {}
+        for place, found, each, scale in items:
+            device = found[0].device
+            if each == 1:
+                self._take_notes(device, [Note(place, found[0], scale)])
+            elif each == 0:
+                self.take_vector(place, found[0], scale)
+            else:
+                parts = Parts(found, each, self.row(place, device), scale)
+                by_row.setdefault(device, []).append((place, parts))
+        for device, some in by_row.items():
+            self._take_parts(device, some)
+
+    def _take_parts(self, device: torch.device, items: Sequence[tuple[Watched, Parts]]) -> None:
+        kernel = self._kernel(device)
+        if kernel is not None:
+            try:
+                kernel.take_parts([parts for _, parts in items])
+                return
+            except Exception as error:
+                self._give_up_kernel(device, error)
+        with torch.no_grad():
+            for place, (found, each, _, scale) in items:
                 self.take_vector(place, add_up(found, each, self.layout), scale)
 
     def take_vector(self, place: Watched, vector: Tensor, scale: Any = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -78,15 +78,17 @@ class ModuleHook(Summary):
         if self._due():
             self._take(module, grads, self._engine.take_beside)
 
-    def receive(self, module: Any, found: list[Tensor], each: int) -> None:
-        """Compiled code has made a summary."""
-        place = self._places.get(id(module))
-        if place is None or not self._due() or (self._is_forward and _torch.in_recomputation()):
+    def receive(self, items: Sequence[tuple[Any, list[Tensor], int]]) -> None:
+        """Compiled code has made summaries."""
+        if not self._due() or (self._is_forward and _torch.in_recomputation()):
             return
+        places, scale = self._places, self._scale()
+        known = [(places[id(module)], found, each, scale) for module, found, each in items if id(module) in places]
         try:
-            self._engine.take_found(place, found, each, self._scale())
+            self._engine.take_found(known)
         except Exception as error:
-            give_up(place, found[0], error)
+            for place, found, _, _ in known:
+                give_up(place, found[0], error)
 
     def _note(self, module: nn.Module, tensor: Any) -> bool:
         """The short way, for what nearly every firing is: a tensor on a GPU, at a place that is known."""

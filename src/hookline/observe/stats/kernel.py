@@ -16,7 +16,7 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hookline.observe.stats.layout import Layout
     from hookline.observe.stats.state import Row
 
-__all__ = ["Item", "Kernel", "Tuning", "is_available", "readable"]
+__all__ = ["Item", "Kernel", "Parts", "Tuning", "is_available", "readable"]
 
 _JOBS: Final = 256
 """How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""
@@ -52,6 +52,17 @@ class Item(NamedTuple):
     row: Row
     scale: Any = None
     """What to divide the numbers by: a tensor of one number, unread, or a number."""
+
+
+class Parts(NamedTuple):
+    """What a compiled graph has found in a tensor by rows, and where that goes."""
+
+    found: list[Tensor]
+    """As `rows.find_in` gives it."""
+    each: int
+    """How long a row is."""
+    row: Row
+    scale: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +121,59 @@ class Kernel:
                 else:
                     self._take_many(batch)
 
-    def take_parts(self, parts: Sequence[Tensor], each: int, row: Row, scale: Any = None) -> None:
-        """Add what `rows.find_in` has found by rows of ``each``, at once: a graph soon uses its memory again."""
-        layout, divisor = self._layout, self._scale(scale)
-        found = iter([part if part.is_contiguous() else part.contiguous() for part in parts])
-        wanted = (layout.moments, layout.moments, layout.extremes, layout.extremes, layout.zeros)
-        addresses = [next(found).data_ptr() if is_there else 0 for is_there in wanted]
-        count, at = parts[0].numel(), 0 if divisor is None else divisor.data_ptr()
-        programs = max(-(-count // _FOLDED), 1)
-        single = programs == 1
-        slots = None if single else self._slots(programs)
-        told = (
-            *addresses,
-            count,
-            each,
-            at,
-            row.added.data_ptr(),
-            slots.data_ptr() if slots is not None else 0,
-            programs,
-        )
+    def take_parts(self, items: Sequence[Parts]) -> None:
+        """Add what `rows.find_in` has found by rows, at once: a graph soon uses its memory again."""
         with self._on_device():
-            self._launch("fold_parts", single, (programs, 3, 1), (*told, self._num_added), warps=_FOLDING_WARPS)
-            if slots is not None:
-                merged = (0, 0, row.added.data_ptr(), count * each, programs, at, slots.data_ptr(), programs)
-                self._merge(1, merged, single=True)
+            for batch in _rounds(items):
+                for some in _parts(batch, 1 if _torch.capturing() else _JOBS):
+                    if len(some) == 1:
+                        self._fold_one(some[0])
+                    else:
+                        self._fold_many(some)
+
+    def _fold_one(self, item: Parts) -> None:
+        held, addresses, count = self._addresses(item.found)
+        divisor = self._scale(item.scale)
+        at, row = 0 if divisor is None else divisor.data_ptr(), item.row.added.data_ptr()
+        programs = max(-(-count // _FOLDED), 1)
+        slots = self._slots(programs)
+        told = (0, 0, *addresses, count, slots.data_ptr(), programs, self._num_added)
+        self._launch("fold_parts", True, (programs, 3, 1), told, warps=_FOLDING_WARPS)
+        self._merge(1, (0, 0, row, count * item.each, programs, at, slots.data_ptr(), programs), single=True)
+        del held
+
+    def _fold_many(self, items: Sequence[Parts]) -> None:
+        """As `_take_many`: what each program has to do, what is to be merged, and where that goes, in one table."""
+        divisors: dict[int, Tensor] = {}
+        folds: list[int] = []
+        jobs: list[int] = []
+        uses: list[int] = []
+        held, slot = [], 0
+        for number, (found, each, row, scale) in enumerate(items):
+            if scale is not None and id(scale) not in divisors:
+                divisors[id(scale)] = self._as_divisor(scale)
+            kept, addresses, count = self._addresses(found)
+            programs = max(-(-count // _FOLDED), 1)
+            folds += (slot, *addresses, count)
+            jobs += (slot, programs, 0, count * each, 0, 0 if scale is None else divisors[id(scale)].data_ptr())
+            uses += (row.added.data_ptr(), number)
+            held.append(kept)
+            slot += programs
+        slots = self._slots(slot)
+        at = self._upload(folds + jobs + uses)
+        table = at.data_ptr()
+        told = (table, len(items), 0, 0, 0, 0, 0, 0, slots.data_ptr(), slot, self._num_added)
+        self._launch("fold_parts", False, (slot, 3, 1), told, warps=_FOLDING_WARPS)
+        table += len(folds) * 8
+        self._merge(len(items), (table, table + len(jobs) * 8, 0, 0, 0, 0, slots.data_ptr(), slot), single=False)
+
+    def _addresses(self, found: Sequence[Tensor]) -> tuple[list[Tensor], list[int], int]:
+        """Where sums, squares, lows, highs and zeros are, 0 for what there is not; how many; and what holds them."""
+        layout = self._layout
+        held = [part if part.is_contiguous() else part.contiguous() for part in found]
+        parts = iter(held)
+        wanted = (layout.moments, layout.moments, layout.extremes, layout.extremes, layout.zeros)
+        return held, [next(parts).data_ptr() if is_there else 0 for is_there in wanted], found[0].numel()
 
     def _take_one(self, item: Item) -> None:
         flat, row, scale = item
@@ -224,7 +264,7 @@ class Kernel:
             return programs.merge_slots, (key, self._tuning.merged)
         if name == "fold_parts":
             flags = (self._layout.moments, self._layout.extremes, self._layout.zeros)
-            return programs.fold_parts, (*flags, key, _FOLDED_AT_A_TIME, _FOLDED)
+            return programs.fold_parts, (*flags, key, _JOBS, _FOLDED_AT_A_TIME, _FOLDED)
         (dtype, aligned), single, first, overs = key
         element, wide = _types()[dtype]
         layout = self._layout
@@ -324,12 +364,15 @@ def _programs() -> Any:
     return importlib.import_module("hookline.observe.stats.programs")
 
 
-def _rounds(items: Sequence[Item]) -> Iterable[Sequence[Item]]:
+_Either = TypeVar("_Either", Item, Parts)
+
+
+def _rounds(items: Sequence[_Either]) -> Iterable[Sequence[_Either]]:
     """Batches in which no row comes twice: two programs must not add to the same one at a time."""
     if len({id(item.row) for item in items}) == len(items):
         return [items] if items else []
     seen: dict[int, int] = {}
-    rounds: list[list[Item]] = []
+    rounds: list[list[_Either]] = []
     for item in items:
         turn = seen[id(item.row)] = seen.get(id(item.row), -1) + 1
         if turn == len(rounds):

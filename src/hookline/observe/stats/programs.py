@@ -24,6 +24,8 @@ _TINY = tl.constexpr(1e-30)
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""
 _FIELDS = tl.constexpr(6)
 """Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0."""
+_FOLD_FIELDS = tl.constexpr(7)
+"""Of a job of ``fold_parts``: first program, addresses of sums, squares, lows, highs and zeros, number of rows."""
 _SAMPLE = tl.constexpr(32)
 """How many numbers the centre is the mean of: as many as a warp has threads, so that no warp waits for another."""
 
@@ -405,27 +407,16 @@ def merge_slots(
             tl.store(cell, _higher(before, tl.reduce(most, 0, _higher) * factor))
 
 
-@triton.jit
-def _add(cell, value):
-    tl.store(cell, tl.load(cell) + value)
-
-
-@triton.jit
-def _keep(cell, value):
-    tl.store(cell, _higher(tl.load(cell), value))
-
-
-@triton.jit(do_not_specialize=range(12))
+@triton.jit(do_not_specialize=range(11))
 def fold_parts(
+    jobs: tl.int64,
+    num_jobs: tl.int64,
     sums: tl.int64,
     squares: tl.int64,
     lows: tl.int64,
     highs: tl.int64,
     zeros: tl.int64,
     count: tl.int64,
-    each: tl.int64,
-    scale: tl.int64,
-    row: tl.int64,
     slots: tl.int64,
     num_slots: tl.int64,
     num_added: tl.int64,
@@ -433,27 +424,34 @@ def fold_parts(
     EXTREMES: tl.constexpr,
     ZEROS: tl.constexpr,
     SINGLE: tl.constexpr,
+    JOBS: tl.constexpr,
     WIDTH: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Add up what `rows.find_in` has found by rows of ``each`` numbers: to a row, or of a SHARE of it to a slot.
+    """Add up what `rows.find_in` has found: each program a SHARE of one tensor's rows, into its slot.
 
-    Sums, extremes and zeros are for three programs, since waiting for memory is all they do. What is not finite is only
-    seen here, not counted; the next graph that is compiled hands over the tensor itself.
+    Of several tensors, ``jobs`` tells which program begins which; of a SINGLE one, the arguments do. Sums, extremes and
+    zeros are for three programs, since waiting for memory is all they do. What is not finite is only seen here, not
+    counted; the next graph that is compiled hands over the tensor itself.
     """
-    program = tl.program_id(0)
+    program = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     begin = program * SHARE
+    if not SINGLE:
+        table = jobs.to(tl.pointer_type(tl.int64))
+        places = tl.arange(0, JOBS)
+        firsts = tl.load(table + places * _FOLD_FIELDS, mask=places < num_jobs, other=1 << 62)
+        job = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * _FOLD_FIELDS
+        sums = tl.load(job + 1)
+        squares = tl.load(job + 2)
+        lows = tl.load(job + 3)
+        highs = tl.load(job + 4)
+        zeros = tl.load(job + 5)
+        count = tl.load(job + 6)
+        begin = (program - tl.load(job)) * SHARE
     end = tl.minimum(begin + SHARE, count)
     lanes = tl.arange(0, WIDTH)
-    factor = tl.full((), 1.0, tl.float64)
-    if SINGLE:
-        factor = _factor(scale)
-        first = row.to(tl.pointer_type(tl.float64))
-        step = tl.full((), 1, tl.int64)
-    else:
-        first = slots.to(tl.pointer_type(tl.float64)) + program
-        step = num_slots
+    column = slots.to(tl.pointer_type(tl.float64)) + program
     if part == 0:
         total = tl.zeros([WIDTH], tl.float64)
         power = tl.zeros([WIDTH], tl.float64)
@@ -464,11 +462,11 @@ def fold_parts(
                 power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
         sum_ = tl.sum(total, 0)
         spread = tl.sum(power, 0)
-        _put(first + 2 * step, sum_ * factor, SINGLE)
-        _put(first + 3 * step, spread * factor * factor, SINGLE)
+        tl.store(column + 2 * num_slots, sum_)
+        tl.store(column + 3 * num_slots, spread)
         if not EXTREMES:
             finite = _is_finite(sum_) & _is_finite(spread)
-            _put(first + 5 * step, tl.where(finite, 0.0, 1.0).to(tl.float64), SINGLE)
+            tl.store(column + 5 * num_slots, tl.where(finite, 0.0, 1.0).to(tl.float64))
     elif part == 1:
         least = tl.full([WIDTH], _INF, tl.float32)
         most = tl.full([WIDTH], -_INF, tl.float32)
@@ -479,42 +477,22 @@ def fold_parts(
                 high = tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-_INF)
                 least = _lower(least, low)
                 most = _higher(most, high)
-        low_ = -tl.reduce(least, 0, _lower).to(tl.float64) * factor
-        high_ = tl.reduce(most, 0, _higher).to(tl.float64) * factor
+        low_ = -tl.reduce(least, 0, _lower).to(tl.float64)
+        high_ = tl.reduce(most, 0, _higher).to(tl.float64)
         finite = _is_finite(low_) & _is_finite(high_)
         if EXTREMES:
-            _put(first + 5 * step, tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64), SINGLE)
-        kept = first + num_added * step
-        _put_most(kept, low_, SINGLE)
-        _put_most(kept + step, high_, SINGLE)
+            tl.store(column + 5 * num_slots, tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64))
+        kept = column + num_added * num_slots
+        tl.store(kept, low_)
+        tl.store(kept + num_slots, high_)
         # Of a place with something else than numbers, the rest was not looked at.
-        _put_most(kept + 2 * step, tl.where(finite, low_, -_INF).to(tl.float64), SINGLE)
-        _put_most(kept + 3 * step, tl.where(finite, high_, -_INF).to(tl.float64), SINGLE)
+        tl.store(kept + 2 * num_slots, tl.where(finite, low_, -_INF).to(tl.float64))
+        tl.store(kept + 3 * num_slots, tl.where(finite, high_, -_INF).to(tl.float64))
     else:
         none = tl.zeros([WIDTH], tl.int64)
         if ZEROS:
             for at in range(begin, end, WIDTH):
                 none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
-        _put(first + 4 * step, tl.sum(none, 0).to(tl.float64), SINGLE)
-        if SINGLE:
-            _add(first, 1.0)
-            _add(first + 1, (count * each).to(tl.float64))
-        else:
-            tl.store(first + 6 * step, tl.full((), 0.0, tl.float64))
-            tl.store(first + 7 * step, tl.full((), 0.0, tl.float64))
-
-
-@triton.jit
-def _put(cell, value, ADD: tl.constexpr):
-    if ADD:
-        _add(cell, value)
-    else:
-        tl.store(cell, value)
-
-
-@triton.jit
-def _put_most(cell, value, KEEP: tl.constexpr):
-    if KEEP:
-        _keep(cell, value)
-    else:
-        tl.store(cell, value)
+        tl.store(column + 4 * num_slots, tl.sum(none, 0).to(tl.float64))
+        tl.store(column + 6 * num_slots, tl.full((), 0.0, tl.float64))
+        tl.store(column + 7 * num_slots, tl.full((), 0.0, tl.float64))

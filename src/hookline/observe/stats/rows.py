@@ -2,8 +2,9 @@
 
 The compiler makes a launch of its own for the last step of every sum, six per tensor, and those take longer than
 reading it. So the graph stops half-way: rows it goes through on the side, while it computes them (21 µs for nine
-outputs of a GPT-2 block on an H200, 1.4 ms with all six launches), and one launch of ours (`Kernel.take_parts`) adds
-them up. Rows longer than that it would have to go through twice: then our kernel reads the tensor itself.
+outputs of a GPT-2 block on an H200, 1.4 ms with all six launches), and two launches of ours (`Kernel.take_parts`) add
+up what it has found in all tensors of the forward, or the backward. Rows longer than that it would have to go through
+twice: then our kernel reads the tensor itself.
 
 It is one operator, which the compiler opens only when it writes the loops, and which stands behind all else when it
 decides what to keep for the backward pass. Otherwise it keeps other tensors than without a hook: twice the bytes for
@@ -63,7 +64,8 @@ def _row_of(numbers: Tensor, layout: Layout) -> int:
 
 @_torch.constant_while_tracing
 def _begin_graph() -> None:
-    _torch.move_late(_FIND, torch.ops.hookline.sink.default)
+    ours = torch.ops.hookline
+    _torch.move_late(_FIND, ours.sink.default, ours.sinks.default)
 
 
 @_torch.constant_while_tracing

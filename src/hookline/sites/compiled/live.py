@@ -27,11 +27,11 @@ from hookline.sites.ports import run_one_post, run_one_pre
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
-    from hookline.sites.entry import Entry
+    from hookline.sites.entry import Entry, Summary
     from hookline.sites.root import Root
     from hookline.sites.table import Table
     from hookline.types import Grads
@@ -170,24 +170,42 @@ def _count(key: Tensor, what: str) -> None:
 
 @ops.behind(ops.SINK, _nothing)
 def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
-    table = table_with(key)
-    module = table.module() if table is not None else None
-    if table is None or module is None:
-        return
+    _sinks([key], what, found, [len(found)], [each])
+
+
+@ops.behind(ops.SINKS, _nothing)
+def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int], each: list[int]) -> None:
+    """``what`` has a line for each; of ``found``, each has as many as ``numbers`` says."""
+    parts = iter(found)
+    received: dict[Summary, list[tuple[nn.Module, list[Tensor], int]]] = {}
+    for key, one, number, size in zip(keys, what.split("\n"), numbers, each, strict=True):
+        some = list(itertools.islice(parts, number))
+        table = table_with(key)
+        module = table.module() if table is not None else None
+        if table is not None and module is not None:
+            for summary in _summaries(table, one):
+                received.setdefault(summary, []).append((module, some, size))
+    for summary, items in received.items():
+        summary.receive(items)
+
+
+def _summaries(table: Table, what: str) -> Iterator[Summary]:
+    """Of the hooks that are on by now, those that this was made for."""
     kind, _, number = what.partition(" ")
     if kind == GRADIENTS:
-        entries = [entry for entry in table.backward_pre if _has_summary(entry, int(number.partition("|")[0]))]
+        wanted = int(number.partition("|")[0])
+        entries = [entry for entry in table.backward_pre if _number_of(entry) == wanted]
     else:
         entry = _shown(what).stepper(table)
         entries = [] if entry is None or entry.attachment.removed else [entry]
     for entry in entries:
         if entry.attachment.summary is not None:
             entry.count()
-            entry.attachment.summary.receive(module, found, each)
+            yield entry.attachment.summary
 
 
-def _has_summary(entry: Entry, number: int) -> bool:
-    return entry.attachment.summary is not None and entry.attachment.summary.number == number
+def _number_of(entry: Entry) -> int | None:
+    return None if entry.attachment.summary is None else entry.attachment.summary.number
 
 
 @ops.behind(ops.MARK, _token)

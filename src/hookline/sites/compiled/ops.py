@@ -9,6 +9,7 @@ of one model share one graph; what is in the table counts at that moment, so rem
            costs half a microsecond a call, so numbers, which are rare, have an operator of their own)
 ``count``  a hook that edits, and is therefore part of the graph itself, has run
 ``sink``   a summary that the graph has made for a hook, in the forward or the backward
+``sinks``  many of them in one call: on an H200 each ``sink`` takes 95 µs of the host, next to a launch of 9 µs
 ``enter``, ``leave``  the gradients of one call are to be watched (`wiring`); gone from the graph once it is traced
 ``mark``   notes, in the forward, whose call this is; what it gives back goes with the gradients
 ``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in what the one before gave out,
@@ -43,6 +44,7 @@ __all__ = [
     "LEAVE",
     "MARK",
     "SINK",
+    "SINKS",
     "behind",
     "while_tracing",
 ]
@@ -54,6 +56,7 @@ _SCHEMAS: Final = {
     "fire_with": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
     "count": "(Tensor key, str what) -> ()",
     "sink": "(Tensor key, str what, Tensor[] found, int each) -> ()",
+    "sinks": "(Tensor[] keys, str what, Tensor[] found, int[] numbers, int[] each) -> ()",
     "enter": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "leave": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "mark": "(Tensor key, int serial) -> Tensor",
@@ -75,6 +78,7 @@ FIRE: Final = _define("fire")
 FIRE_WITH: Final = _define("fire_with")
 COUNT: Final = _define("count")
 SINK: Final = _define("sink")
+SINKS: Final = _define("sinks")
 ENTER: Final = _define("enter")
 LEAVE: Final = _define("leave")
 MARK: Final = _define("mark")
