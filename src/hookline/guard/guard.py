@@ -173,7 +173,7 @@ class Guard:
             if receipt.scope == "grads":
                 allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
                 changes = [change for change in changes if change.kind not in allowed]
-            stuck = self._snapshot.restore()
+            stuck = self._snapshot.restore(looked=True)
             changes += _switch_back(switches)
             broken = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
             left = {*stuck, *(() if self._saved == "trains" else self._unrestored(broken))}

@@ -84,12 +84,12 @@ class Part:
         """What is not as it was."""
         changes = [change for number in self.structure.changed() for change in self._in_container(number)]
         changes += [Change("structure", name) for name in self.structure.differences_in_arrays()]
-        written = set(self.tensors.written())
+        places, flags = self.tensors.look()
+        written = set(places)
         if bytewise:
             written.update(self.tensors.differing())
         written |= self._moving_averages(written)
         changes += [Change(self.kinds[index], self.names[index]) for index in sorted(written)]
-        flags = self.tensors.flags_changed()
         return changes + [Change("structure", f"{self.names[index]}.requires_grad") for index in flags]
 
     def _moving_averages(self, written: set[int]) -> set[int]:

@@ -187,7 +187,7 @@ class Snapshot:
         """What is not as it was; ``bytewise``: also numbers that were written behind autograd's back."""
         self._check_saved()
         changes = self._main.changes(bytewise=bytewise) + self._rest.changes(bytewise=bytewise)
-        grads = set(self._gradients.written())
+        grads = set(self._gradients.look()[0])
         if bytewise:
             grads.update(self._gradients.differing())
         changes += [Change("gradient", self._grad_names[index]) for index in sorted(grads)]
@@ -203,30 +203,33 @@ class Snapshot:
         for group in self._groups:
             group.begin_restore()
 
-    def restore(self, *, gradients: bool = True, hooks: bool = True, versions: bool = True) -> list[str]:
+    def restore(
+        self, *, gradients: bool = True, hooks: bool = True, versions: bool = True, looked: bool = False
+    ) -> list[str]:
         """Put everything back; may be done any number of times. The names of tensors whose graph would not come off.
 
         Without ``gradients``, those stay as they are. ``hooks`` of ours that were attached since come off, which cannot
         be undone: not for a snapshot that the run goes back to only for a while. Without ``versions``, counters go on,
         where numbers of long ago come back: as many steps as were made since would bring the counters of now again.
+        ``looked``: nothing has happened since `changes` was asked.
         """
         self._check_saved()
         if hooks:
             self._take_new_hooks_off()
         with torch.inference_mode(False), torch.no_grad():
-            self._restore_parts(versions=versions)
+            self._restore_parts(versions=versions, looked=looked)
             if gradients:
-                self._restore_gradients()
+                self._restore_gradients(looked=looked)
         if self._random is not None:
             self._random.restore()
         # What autocast has cast belongs to numbers that may be others now.
         torch.clear_autocast_cache()
         return [part.names[index] for part in (self._main, self._rest) for index in part.tensors.stuck]
 
-    def _restore_parts(self, *, versions: bool) -> None:
+    def _restore_parts(self, *, versions: bool, looked: bool) -> None:
         parts = (self._main, self._rest)
         for part in parts:
-            part.tensors.restore()
+            part.tensors.restore(looked=looked)
         for part in parts:
             part.structure.restore(part.structure.changed())
         for tensor, hooks in self._hooks:
@@ -238,8 +241,8 @@ class Snapshot:
         if not self._is_saved:
             raise GuardError("Nothing is saved that could be put back. Next: call save() first.")
 
-    def _restore_gradients(self) -> None:
-        self._gradients.restore()
+    def _restore_gradients(self, *, looked: bool) -> None:
+        self._gradients.restore(looked=looked)
         for owner, grad in self._pairs():
             if _grad_of(owner) is not grad:
                 owner.grad = grad

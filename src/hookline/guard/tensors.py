@@ -37,6 +37,8 @@ class Tensors:
         self._copies: dict[str, tuple[tuple[int, ...], Copies]] = {}
         self._current: Copies | None = None
         self._is_back = False
+        self._seen: tuple[list[int], list[int]] | None = None
+        """Which have moved and which have other flags, as `look` has found them."""
         self.stuck: list[int] = []
         """The places of tensors that have a graph they did not have, and could not be rid of it."""
         self.learn([], [])
@@ -131,10 +133,17 @@ class Tensors:
         each = zip(zip(*now, strict=True), zip(*self._layouts, strict=True), strict=True)
         return [number for number, (a, b) in enumerate(each) if a != b]
 
-    def written(self) -> list[int]:
-        """The places of tensors that were written, as far as their counters and addresses tell."""
+    def look(self) -> tuple[list[int], list[int]]:
+        """The places of tensors that were written, as far as their counters and addresses tell, and of other flags.
+
+        A `restore` that comes at once goes by what was seen here: asking 600 tensors takes half a millisecond.
+        """
+        moved, flags = self._seen = self._moved(), self._flags_changed()
+        return self._written(moved), flags
+
+    def _written(self, moved: list[int]) -> list[int]:
         now = list(map(_version, self._counters))
-        found = {self._dense[number] for number in self._moved()}
+        found = {self._dense[number] for number in moved}
         if now != self._versions:
             pairs = zip(self._counted, now, self._versions, strict=True)
             found.update(index for index, a, b in pairs if a != b)
@@ -148,7 +157,7 @@ class Tensors:
         copied = [index for index in self._dense if index in wanted]
         return [copied[number] for number in sorted(self._current.differing())]
 
-    def flags_changed(self) -> list[int]:
+    def _flags_changed(self) -> list[int]:
         """The places of tensors that require gradients and did not, or the other way round."""
         now = list(map(_flags, self.tensors))
         if now == self._flags:
@@ -161,9 +170,13 @@ class Tensors:
         if self._is_back and self._current is not None:
             self._current.back()
 
-    def restore(self) -> None:
-        """Put back memory, numbers and flags; counters come last, by `restore_versions`."""
-        moved = self._moved()
+    def restore(self, *, looked: bool = False) -> None:
+        """Put back memory, numbers and flags; counters come last, by `restore_versions`.
+
+        ``looked``: nothing has happened since `look`.
+        """
+        seen, self._seen = self._seen, None
+        moved, flags = seen if looked and seen is not None else (self._moved(), None)
         for number in moved:
             self._restore_memory(number)
         if moved:
@@ -174,7 +187,8 @@ class Tensors:
         with torch.no_grad():
             for live, numbers in self._odd:
                 live.copy_(numbers)
-        self.stuck = [index for index in self.flags_changed() if not self._restore_flags(index)]
+        others = self._flags_changed() if flags is None or moved else flags  # moving may have changed some
+        self.stuck = [index for index in others if not self._restore_flags(index)]
 
     def _restore_memory(self, number: int) -> None:
         alias = self._aliases[number]

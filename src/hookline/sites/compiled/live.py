@@ -27,7 +27,7 @@ from hookline.sites.ports import run_one_post, run_one_pre
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -176,32 +176,44 @@ def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
 @ops.behind(ops.SINKS, _nothing)
 def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int], each: list[int]) -> None:
     """``what`` has a line for each; of ``found``, each has as many as ``numbers`` says."""
-    parts = iter(found)
     received: dict[Summary, list[tuple[nn.Module, list[Tensor], int]]] = {}
-    for key, one, number, size in zip(keys, what.split("\n"), numbers, each, strict=True):
-        some = list(itertools.islice(parts, number))
+    begin = 0
+    for key, made_for, number, size in zip(keys, _lines(what), numbers, each, strict=True):
+        end = begin + number
         table = table_with(key)
         module = table.module() if table is not None else None
         if table is not None and module is not None:
-            for summary in _summaries(table, one):
-                received.setdefault(summary, []).append((module, some, size))
+            for entry in made_for.entries(table):
+                summary = entry.attachment.summary
+                if summary is not None:
+                    entry.count()
+                    received.setdefault(summary, []).append((module, found[begin:end], size))
+        begin = end
     for summary, items in received.items():
         summary.receive(items)
 
 
-def _summaries(table: Table, what: str) -> Iterator[Summary]:
-    """Of the hooks that are on by now, those that this was made for."""
-    kind, _, number = what.partition(" ")
-    if kind == GRADIENTS:
-        wanted = int(number.partition("|")[0])
-        entries = [entry for entry in table.backward_pre if _number_of(entry) == wanted]
-    else:
-        entry = _shown(what).stepper(table)
-        entries = [] if entry is None or entry.attachment.removed else [entry]
-    for entry in entries:
-        if entry.attachment.summary is not None:
-            entry.count()
-            yield entry.attachment.summary
+class _MadeFor:
+    """Which hooks a summary in a graph is for."""
+
+    __slots__ = ("_gradients", "_shown")
+
+    def __init__(self, text: str) -> None:
+        kind, _, number = text.partition(" ")
+        self._gradients = int(number.partition("|")[0]) if kind == GRADIENTS else None
+        self._shown = None if kind == GRADIENTS else _Shown(text)
+
+    def entries(self, table: Table) -> Sequence[Entry]:
+        """Those that are on by now."""
+        if self._shown is None:
+            return [entry for entry in table.backward_pre if _number_of(entry) == self._gradients]
+        entry = self._shown.stepper(table)
+        return () if entry is None or entry.attachment.removed else (entry,)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lines(what: str) -> list[_MadeFor]:
+    return [_MadeFor(line) for line in what.split("\n")]
 
 
 def _number_of(entry: Entry) -> int | None:
