@@ -1069,12 +1069,25 @@ class Compilations:
 
     def start(self) -> None:
         """From now on."""
-        sys.modules["torch._dynamo.callback"].callback_handler.register_start_callback(self)
+        handler = sys.modules["torch._dynamo.callback"].callback_handler
+        if not isinstance(handler.start_callbacks, _Callbacks):
+            handler.start_callbacks = _Callbacks(handler.start_callbacks)
+        handler.register_start_callback(self)
 
     def stop(self) -> None:
         """No more."""
         if self.is_on():
-            sys.modules["torch._dynamo.callback"].callback_handler.remove_start_callback(self)
+            handler = sys.modules["torch._dynamo.callback"].callback_handler
+            handler.remove_start_callback(self)
+            handler.start_callbacks = list(handler.start_callbacks)
+
+
+class _Callbacks(list[Any]):
+    """What torch calls when a compilation begins: ``torch.compiler.reset()`` clears it, and hooks would go unseen."""
+
+    def clear(self) -> None:
+        """Forget all but ours."""
+        self[:] = [each for each in self if isinstance(each, Compilations)]
 
 
 def in_compiled_code() -> bool:

@@ -231,3 +231,14 @@ def test_of_a_distributed_tensor_compiled_code_shows_the_local_part(mesh: Any) -
     assert [type(tensor) for tensor in seen] == [Tensor]
     assert torch.equal(seen[0], torch.full((4, 4), 2.0))
     assert isinstance(model(x), DTensor)
+
+
+@pytest.mark.parametrize("observe", [True, False])
+def test_hooks_attached_before_a_reset_of_the_compiler_fire(observe: bool) -> None:
+    """A reset forgets whom to tell of compilations; not us."""
+    seen: list[str] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with hl.attach(model, "*", lambda module, args, output: seen.append(type(module).__name__), observe=observe):
+        torch.compiler.reset()
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 4))
+    assert seen == ["Linear", "ReLU", "Sequential"]
