@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from attaching import attaching, importing, twelve
 from capturing import capturing
 from compiled import compiled
+from emitting import emitting, emitting_five
 from firing import backward, capture, everywhere, forward, removed, single
 from functions import functions, operators, profiling
 from gpu_statistics import gpu_compiled, gpu_eager, gpu_kernel
@@ -32,6 +33,8 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "watching": watching,
     "capturing": capturing,
     "managing": managing,
+    "emitting": emitting,
+    "emitting_five": emitting_five,
     "guarding": guarding,
     "guarding_large": guarding_large,
     "attaching": attaching,

@@ -18,9 +18,11 @@ BUILTINS = {
     "TargetError": (ValueError,),
     "KindError": (ValueError,),
     "OptionError": (ValueError, TypeError),
+    "MissingPackageError": (ValueError, TypeError, ImportError),
     "HookSignatureError": (TypeError,),
     "UnhookableError": (TypeError, RuntimeError),
     "HookReturnError": (RuntimeError,),
+    "HookCheckError": (AssertionError,),
     "HooksLeftError": (AssertionError,),
     "ScopeError": (RuntimeError,),
     "CaptureError": (RuntimeError,),
@@ -29,6 +31,10 @@ BUILTINS = {
     "HookOrderError": (ValueError,),
     "MetricError": (TypeError,),
     "LifecycleError": (RuntimeError,),
+    "NotAllowedError": (PermissionError,),
+    "ConfigError": (ValueError,),
+    "CheckpointError": (RuntimeError,),
+    "ResumeError": (RuntimeError,),
 }
 
 

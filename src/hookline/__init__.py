@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from hookline.dispatch.plan import Plan as Plan
     from hookline.dispatch.profiler import CheckpointProfiler as CheckpointProfiler
     from hookline.dispatch.recording import record as record
+    from hookline.dispatch.registry import HookRegistry as HookRegistry
     from hookline.errors import CaptureError as CaptureError
+    from hookline.errors import CheckpointError as CheckpointError
+    from hookline.errors import ConfigError as ConfigError
     from hookline.errors import GuardError as GuardError
+    from hookline.errors import HookCheckError as HookCheckError
     from hookline.errors import HooklineError as HooklineError
     from hookline.errors import HooklineWarning as HooklineWarning
     from hookline.errors import HookNameError as HookNameError
@@ -36,8 +40,11 @@ if TYPE_CHECKING:
     from hookline.errors import KindError as KindError
     from hookline.errors import LifecycleError as LifecycleError
     from hookline.errors import MetricError as MetricError
+    from hookline.errors import MissingPackageError as MissingPackageError
     from hookline.errors import NoMatchError as NoMatchError
+    from hookline.errors import NotAllowedError as NotAllowedError
     from hookline.errors import OptionError as OptionError
+    from hookline.errors import ResumeError as ResumeError
     from hookline.errors import ScopeError as ScopeError
     from hookline.errors import TargetError as TargetError
     from hookline.errors import UnhookableError as UnhookableError
@@ -57,13 +64,16 @@ if TYPE_CHECKING:
     from hookline.hooks.components import ComponentContext as ComponentContext
     from hookline.hooks.components import PolicyAutoBuilder as PolicyAutoBuilder
     from hookline.hooks.metric_info import MetricInfo as MetricInfo
-    from hookline.hooks.registry import HookRegistry as HookRegistry
+    from hookline.hooks.resolve import resolve_callable as resolve_callable
+    from hookline.hooks.specs import HookSpec as HookSpec
+    from hookline.hooks.specs import register_hooks as register_hooks
     from hookline.hooks.training_hook import DebugInterventionHook as DebugInterventionHook
     from hookline.hooks.training_hook import InterventionHook as InterventionHook
     from hookline.hooks.training_hook import TrainingHook as TrainingHook
     from hookline.lifecycle.point import HookPoint as HookPoint
     from hookline.lifecycle.run_context import RunDataContext as RunDataContext
     from hookline.lifecycle.schedule import StepSchedule as StepSchedule
+    from hookline.loops.checkpoints import Checkpoints as Checkpoints
     from hookline.loops.epoch_loop import epoch_loop as epoch_loop
     from hookline.loops.experiment import Experiment as Experiment
     from hookline.loops.run import LoopResult as LoopResult
@@ -99,10 +109,23 @@ if TYPE_CHECKING:
     )
     from hookline.observe.watch import Watch as Watch
     from hookline.observe.watch import watch as watch
+    from hookline.report.page import write_report as write_report
+    from hookline.sinks.console import ConsoleSink as ConsoleSink
+    from hookline.sinks.csv import CSVSink as CSVSink
+    from hookline.sinks.fan_out import FanOut as FanOut
+    from hookline.sinks.jsonl import JSONLSink as JSONLSink
+    from hookline.sinks.log import RecordLog as RecordLog
+    from hookline.sinks.log import read_log as read_log
     from hookline.sinks.memory import MemorySink as MemorySink
+    from hookline.sinks.mlflow import MLflowSink as MLflowSink
+    from hookline.sinks.parquet import ParquetSink as ParquetSink
+    from hookline.sinks.prometheus import PrometheusSink as PrometheusSink
     from hookline.sinks.record import Record as Record
     from hookline.sinks.record import StepSeries as StepSeries
+    from hookline.sinks.replay import replay as replay
     from hookline.sinks.sink import MetricSink as MetricSink
+    from hookline.sinks.tensorboard import TensorBoardSink as TensorBoardSink
+    from hookline.sinks.wandb import WandbSink as WandbSink
     from hookline.sites.attach import attach as attach
     from hookline.sites.bounds import clip_gradients as clip_gradients
     from hookline.sites.bounds import freeze as freeze
@@ -133,16 +156,22 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BackwardHookBuilder": "hooks.builders",
+    "CSVSink": "sinks.csv",
     "Cache": "observe.capture.cache",
     "CaptureError": "errors",
     "Captured": "observe.capture.cache",
+    "CheckpointError": "errors",
     "CheckpointProfiler": "dispatch.profiler",
+    "Checkpoints": "loops.checkpoints",
     "ComponentBackwardHookSpec": "hooks.builders",
     "ComponentContext": "hooks.components",
     "ComponentHookSpec": "hooks.builders",
+    "ConfigError": "errors",
+    "ConsoleSink": "sinks.console",
     "DebugInterventionHook": "hooks.training_hook",
     "Edit": "observe.patch.edits",
     "Experiment": "loops.experiment",
+    "FanOut": "sinks.fan_out",
     "FiringReceipt": "dispatch.firing",
     "FisherInformationState": "observe.trackers.fisher",
     "FunctionPostHook": "types",
@@ -153,42 +182,52 @@ _HOME = {
     "GuardError": "errors",
     "HandleSet": "sites.handle",
     "HookBuilder": "hooks.builders",
+    "HookCheckError": "errors",
     "HookHandle": "sites.handle",
     "HookManager": "dispatch.manager",
     "HookNameError": "errors",
     "HookNeverFired": "errors",
     "HookOrderError": "errors",
     "HookPoint": "lifecycle.point",
-    "HookRegistry": "hooks.registry",
+    "HookRegistry": "dispatch.registry",
     "HookReturnError": "errors",
     "HookSignatureError": "errors",
+    "HookSpec": "hooks.specs",
     "HooklineError": "errors",
     "HooklineWarning": "errors",
     "HooksLeftError": "errors",
     "InterventionHook": "hooks.training_hook",
+    "JSONLSink": "sinks.jsonl",
     "Kind": "sites.kinds",
     "KindError": "errors",
     "LifecycleError": "errors",
     "LoopResult": "loops.run",
+    "MLflowSink": "sinks.mlflow",
     "MemorySink": "sinks.memory",
     "MetricError": "errors",
     "MetricInfo": "hooks.metric_info",
     "MetricSink": "sinks.sink",
+    "MissingPackageError": "errors",
     "ModelDataContext": "guard.model_context",
     "ModulePostHook": "types",
     "ModulePreHook": "types",
     "NoMatchError": "errors",
+    "NotAllowedError": "errors",
     "OptimizerSite": "sites.optimizers",
     "OptionError": "errors",
+    "ParquetSink": "sinks.parquet",
     "Patch": "observe.patch.patch",
     "Plan": "dispatch.plan",
     "PolicyAutoBuilder": "hooks.components",
     "Profile": "observe.timing.profile",
     "ProfileRow": "observe.timing.profile",
+    "PrometheusSink": "sinks.prometheus",
     "ReLUActivationState": "observe.trackers.relu",
     "ReLUGradientFlowState": "observe.trackers.gradient_flow",
     "Receipt": "sites.receipt",
     "Record": "sinks.record",
+    "RecordLog": "sinks.log",
+    "ResumeError": "errors",
     "RunDataContext": "lifecycle.run_context",
     "SaturatedActivationState": "observe.trackers.saturated",
     "SavedTensors": "sites.saved",
@@ -200,12 +239,14 @@ _HOME = {
     "StepSchedule": "lifecycle.schedule",
     "StepSeries": "sinks.record",
     "TargetError": "errors",
+    "TensorBoardSink": "sinks.tensorboard",
     "Tracker": "observe.trackers.tracker",
     "TrackerHook": "dispatch.choose",
     "TrainTool": "loops.train_tool",
     "Trainer": "loops.trainer",
     "TrainingHook": "hooks.training_hook",
     "UnhookableError": "errors",
+    "WandbSink": "sinks.wandb",
     "Watch": "observe.watch",
     "ablate": "observe.patch.edits",
     "assert_no_hooks": "sites.find",
@@ -232,8 +273,12 @@ _HOME = {
     "mean_ablate": "observe.patch.edits",
     "patch": "observe.patch.patch",
     "profile": "observe.timing.profile",
+    "read_log": "sinks.log",
     "record": "dispatch.recording",
+    "register_hooks": "hooks.specs",
     "replace": "observe.patch.edits",
+    "replay": "sinks.replay",
+    "resolve_callable": "hooks.resolve",
     "rollback": "guard.rollback",
     "saved_tensors": "sites.saved",
     "scale": "observe.patch.edits",
@@ -241,6 +286,7 @@ _HOME = {
     "step_loop": "loops.step_loop",
     "swap": "observe.patch.edits",
     "watch": "observe.watch",
+    "write_report": "report.page",
 }
 """Where each public name lives."""
 

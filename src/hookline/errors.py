@@ -8,6 +8,7 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── TargetError         ValueError           an empty target, or one of another model
     ├── KindError           ValueError           an unknown kind of hook
     ├── OptionError         ValueError TypeError an option that the kind does not take
+    │   └── MissingPackageError  ImportError     an option that needs a package which is not installed
     ├── HookSignatureError  TypeError            a hook that cannot take what the kind hands over
     ├── UnhookableError     TypeError RuntimeError  a module that Python hooks cannot reach
     ├── HookReturnError     RuntimeError         a return value that cannot replace what the hook was shown
@@ -18,6 +19,11 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── HookOrderError      ValueError           hooks that cannot run in the order they ask for
     ├── MetricError         TypeError            a metric that nothing can write down
     ├── LifecycleError      RuntimeError         a moment of a run that is told out of turn
+    ├── ConfigError         ValueError           a file of settings that does not say what can be done
+    ├── NotAllowedError     PermissionError      a path to code that configuration may not name
+    ├── CheckpointError     RuntimeError         a checkpoint that cannot be written, or cannot be read
+    ├── ResumeError         RuntimeError         a run that cannot go on from what was saved
+    ├── HookCheckError      AssertionError       a hook that does not do what hooks promise
     └── HooksLeftError      AssertionError       hooks where none were expected
 """
 
@@ -25,7 +31,10 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
+    "ConfigError",
     "GuardError",
+    "HookCheckError",
     "HookNameError",
     "HookNeverFired",
     "HookOrderError",
@@ -37,8 +46,11 @@ __all__ = [
     "KindError",
     "LifecycleError",
     "MetricError",
+    "MissingPackageError",
     "NoMatchError",
+    "NotAllowedError",
     "OptionError",
+    "ResumeError",
     "ScopeError",
     "TargetError",
     "UnhookableError",
@@ -67,6 +79,10 @@ class KindError(HooklineError, ValueError):
 
 class OptionError(HooklineError, ValueError, TypeError):
     """The option does not go with this kind of hook."""
+
+
+class MissingPackageError(OptionError, ImportError):
+    """Something is asked for that an optional package does; the message has the line that installs it."""
 
 
 class HookSignatureError(HooklineError, TypeError):
@@ -105,8 +121,28 @@ class LifecycleError(HooklineError, RuntimeError):
     """A moment of a run was told out of turn, so that hooks cannot know what is due."""
 
 
+class ConfigError(HooklineError, ValueError):
+    """A file of settings cannot be read, or says what nobody understands; the message names the line."""
+
+
+class NotAllowedError(HooklineError, PermissionError):
+    """Configuration names code that is not on the list of what it may name."""
+
+
 class GuardError(HooklineError, RuntimeError):
     """Something cannot be put back, or a hook changed what it had declared to leave alone."""
+
+
+class CheckpointError(HooklineError, RuntimeError):
+    """A value that no checkpoint can hold, or a file that is none, or is damaged; the message names it."""
+
+
+class ResumeError(HooklineError, RuntimeError):
+    """A run cannot go on from what was saved: another model, other settings, or someone else is at it."""
+
+
+class HookCheckError(HooklineError, AssertionError):
+    """``hookline.testing.check_hook`` found something; the message lists all of it."""
 
 
 class HooksLeftError(HooklineError, AssertionError):

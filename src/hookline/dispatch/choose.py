@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hookline.dispatch.registry import HookRegistry
 from hookline.errors import HooklineWarning, HookNameError, OptionError
 from hookline.hooks.check import check_hook, make_hook
-from hookline.hooks.registry import HookRegistry
 from hookline.hooks.training_hook import TrainingHook
 from hookline.lifecycle.point import HookPoint
 from hookline.sites.receipt import outside

@@ -7,7 +7,7 @@ Takes contexts from loops through `HookManager`, whose other half this is; runs 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ class Dispatcher(Questions):
     loop_type: str | None
     profiler: CheckpointProfiler
     fired: Counter[str]
+    _seconds: defaultdict[str, float]
     _slots: dict[HookPoint | str, Slot | None]
     _records: Records
     _troubles: Troubles
@@ -111,7 +112,7 @@ class Dispatcher(Questions):
             recording.now(recorder)
         metrics = self._finish(firing, outer)
         self._troubles.tell()
-        self._records.outlets.tell()
+        self._records.out.tell()
         return dict(metrics)
 
     def _context_for(self, slot: Slot, run_ctx: Any) -> RunDataContext:
@@ -147,11 +148,12 @@ class Dispatcher(Questions):
         self._firing = outer
         # Not the firing itself: its context holds a batch, perhaps gradients.
         self._done = firing.done
-        for entry, *_ in firing.done:
+        for entry, seconds, _, _ in firing.done:
             self.fired[entry.name] += 1
+            self._seconds[entry.name] += seconds
         if self._offload is not None and outer is None:
             self._offload.send()
-        metrics = self._records.take(firing, self._axis(firing.ctx))
+        metrics = self._records.take(firing, self._axis(firing.ctx), self._global_step)
         if self._troubles.disabled and not self._troubles.disabled <= self._plan.left_out.keys():
             self._make_plan()
         return metrics

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 from hookline.dispatch import recording
 from hookline.dispatch.choose import choose_hooks, split_config, without_what_is_missing
 from hookline.dispatch.dispatcher import Dispatcher
-from hookline.dispatch.firing import FiringReceipt, ObserverCheck, Troubles, receipt_of
+from hookline.dispatch.firing import ObserverCheck, Troubles
 from hookline.dispatch.hook_state import Offload, Reference, copied
 from hookline.dispatch.metrics import settled
 from hookline.dispatch.plan import Plan, make_plan
 from hookline.dispatch.profiler import CheckpointProfiler
-from hookline.dispatch.records import Records
+from hookline.dispatch.records import Records, fan_out_of
+from hookline.dispatch.registry import HookRegistry
+from hookline.dispatch.reporting import Reporting
 from hookline.errors import HooklineWarning, HookNameError, OptionError
 from hookline.guard.rng import kept_rng
-from hookline.hooks.registry import HookRegistry
 from hookline.lifecycle.point import HookPoint
 from hookline.sites.receipt import outside
 
@@ -34,29 +35,30 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hooks.training_hook import TrainingHook
+    from hookline.sinks.fan_out import FanOut
+    from hookline.sinks.log import RecordLog
 
 __all__ = ["HookManager"]
 
 
-class HookManager(Dispatcher):
+class HookManager(Dispatcher, Reporting):
     """Runs hooks at the moments of a run, and hands their metrics on.
 
     Recipe::
 
-        manager = hookline.HookManager(hooks=[MyHook()], sinks=[hookline.MemorySink()])
-        for epoch in range(epochs):
-            for batch in loader:
-                manager.advance_step()
-                train_step(batch)
-                manager.fire(HookPoint.POST_STEP, lambda: RunDataContext(HookPoint.POST_STEP, epoch, model=model))
-            manager.flush_step_metrics(epoch)
-        manager.flush_sinks()
+        with hookline.HookManager(hooks=[MyHook()], sinks=[hookline.MemorySink()]) as manager:
+            for epoch in range(epochs):
+                for batch in loader:
+                    manager.advance_step(epoch)
+                    train_step(batch)
+                    manager.fire(HookPoint.POST_STEP, lambda: RunDataContext(HookPoint.POST_STEP, epoch, model=model))
+                manager.flush_step_metrics(epoch)
 
     Args:
         hook_names: Hooks by their names in `HookRegistry`; also ``"all"``, ``"observers"``, ``"with_debug"``, groups.
         hooks: Hooks as objects or classes; trackers and watches as well, which report when an epoch ends.
-        sinks: Where metrics go; anything with ``emit(metrics, epoch, hook_point)``. One that raises is warned of once
-            and counted (``sink_errors``); the others get theirs, and the run goes on.
+        sinks: Where metrics go; anything with ``emit(metrics, epoch, hook_point)``, or a `FanOut` of such. One that
+            raises is warned of once and counted (``sink_errors``); the others get theirs, and the run goes on.
         offload_state: Keep the state tensors of hooks on the CPU while they do not run.
         hook_config: Arguments for making hooks: ``{"hessian": {"epsilon": 1e-3}}``.
         step_metrics_log: A file that gets the metrics of single steps, a line of JSON per flush.
@@ -67,13 +69,16 @@ class HookManager(Dispatcher):
             ``"disable"`` (logged; it is switched off). Metrics of the others go out in any case.
         strict: Check that observers change nothing.
         reference_weights: For hooks that need them: tensors by parameter, a function that finds them, or a file.
+        log: A file that gets every record before the sinks do: the record log, which survives a kill.
+        flush_every: How many steps from one flush of the step metrics to the next; None: when the epoch ends, or the
+            loop says so. What is not flushed dies with the process, or is in its checkpoint.
     """
 
     def __init__(
         self,
         hook_names: Iterable[str] | str | None = None,
         hooks: Iterable[Any] | None = None,
-        sinks: Iterable[Any] | None = None,
+        sinks: Iterable[Any] | FanOut | None = None,
         offload_state: bool = False,
         hook_config: Mapping[str, Mapping[str, Any]] | None = None,
         step_metrics_log: str | Path | None = None,
@@ -84,6 +89,8 @@ class HookManager(Dispatcher):
         on_error: str = "raise",
         strict: bool = False,
         reference_weights: Any = None,
+        log: str | Path | RecordLog | None = None,
+        flush_every: int | None = None,
     ) -> None:
         config, reference_path = split_config(hook_config)
         with kept_rng():  # a hook may begin with a random projection; a run without it must not differ
@@ -93,10 +100,12 @@ class HookManager(Dispatcher):
         """How long each hook takes."""
         self.fired: Counter[str] = Counter()
         """How often each hook was called."""
+        self._seconds = defaultdict(float)
+        self._flush_every = _checked_interval(flush_every)
         self.loop_type = self._made_for = loop_type
         """Which of the ``loop_points`` of hooks hold."""
         self.strict = strict
-        self._records = Records(sinks, step_metrics_log)
+        self._records = Records(fan_out_of(sinks, log, step_metrics_log))
         self._troubles = Troubles(on_error)
         self._reference = Reference(reference_path if reference_weights is None else reference_weights)
         self._offload = Offload() if offload_state else None
@@ -161,17 +170,18 @@ class HookManager(Dispatcher):
         """The step that the run is in, counted from 0; -1 before the first."""
         return self._global_step
 
-    def advance_step(self) -> int:
-        """A step begins; its number."""
+    def advance_step(self, epoch: int | None = None) -> int:
+        """A step begins; its number.
+
+        Args:
+            epoch: The epoch that it is in, if there is a ``flush_every``: what is flushed now belongs to it. If left
+                out, to the epoch of the last firing.
+        """
         self._global_step += 1
+        if self._flush_every is not None and self._global_step % self._flush_every == 0 and self._records.steps:
+            self._flush_before(epoch)
         recording.now(self._self)
         return self._global_step
-
-    def flush_step_metrics(self, epoch: int) -> dict[str, Any]:
-        """Hand the metrics of all steps since the last time to the sinks, as lists; PRE_STEP first, then POST_STEP."""
-        flushed = self._records.flush_steps(epoch)
-        self._records.outlets.tell()
-        return flushed
 
     def take_record(self, name: str, value: Any) -> None:
         """What ``hookline.record`` calls."""
@@ -179,35 +189,6 @@ class HookManager(Dispatcher):
             self._records.steps.add(
                 HookPoint.POST_STEP, max(self._global_step, 0), {name: settled(value, "record()", name)}
             )
-
-    # -- metrics -----------------------------------------------------------------------------------------
-
-    def emit_metrics(self, metrics: Mapping[str, Any], step: int, point: HookPoint) -> None:
-        """Hand metrics of the loop's own to the sinks."""
-        self._records.emit(metrics, step, HookPoint.of(point))
-
-    def get_last_metrics(self, point: HookPoint | None = None) -> dict[str, Any]:
-        """What the hooks at a point have returned last; during a firing there, what they have returned so far.
-
-        Args:
-            point: None is the point that is firing; outside of a firing, the one that fired last.
-        """
-        return self._records.last(None if point is None else HookPoint.of(point), self._firing)
-
-    @property
-    def receipts(self) -> tuple[FiringReceipt, ...]:
-        """What each hook of the last firing did: what it touched, what was put back, how long it took."""
-        return tuple(receipt_of(*done) for done in self._done)
-
-    @property
-    def hook_errors(self) -> dict[str, int]:
-        """How often each hook has raised."""
-        return dict(self._troubles.counts)
-
-    @property
-    def sink_errors(self) -> dict[str, int]:
-        """How often each sink has raised."""
-        return dict(self._records.outlets.errors)
 
     # -- runs --------------------------------------------------------------------------------------------
 
@@ -246,15 +227,7 @@ class HookManager(Dispatcher):
         with kept_rng():
             for hook in self.hooks.values():
                 hook.set_run_context(**context)
-        self._records.outlets.set_run_context(context)
-        self._records.outlets.tell()
-
-    def flush_sinks(self) -> None:
-        """The run is over: what is buffered goes out, and every sink writes what it holds back."""
-        if self._records.steps:
-            self._records.flush_steps(max(self._global_step, 0) if self._records.axis is None else self._records.axis)
-        self._records.outlets.flush()
-        self._records.outlets.tell()
+        self._records.set_run_context(context)
 
     def _step_is(self, step: int) -> None:
         self._global_step = step
@@ -270,6 +243,7 @@ class HookManager(Dispatcher):
             "hooks": hooks,
             "step_metrics": self._records.steps.state_dict(),
             "disabled": sorted(self._troubles.disabled),
+            "sinks": self._records.out.state_dict(),
         }
 
     @contextmanager
@@ -300,12 +274,20 @@ class HookManager(Dispatcher):
                 if name in state["hooks"]:
                     hook.load_state_dict(copied(state["hooks"][name]))
         self._records.steps.load_state_dict(state["step_metrics"])
+        self._records.out.load_state_dict(state.get("sinks", {}))
+        self._records.out.tell()
         self._troubles.disabled = set(state.get("disabled", ())) & set(self.hooks)
         self._make_plan()
         self._step_is(state["global_step"])
 
     def __repr__(self) -> str:
         return f"<HookManager of {len(self.hooks)} hooks, step {self._global_step}>"
+
+
+def _checked_interval(steps: int | None) -> int | None:
+    if steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1):
+        return steps
+    raise OptionError(f"flush_every= is a number of steps, 1 or more, or None; got {steps!r}.")
 
 
 def _warn(text: str) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 from hookline.errors import MetricError
 from hookline.sites.signature import a_or_an
 
-__all__ = ["checked", "on_host", "settled"]
+__all__ = ["PLAIN", "checked", "on_host", "settled"]
 
-_PLAIN: Final = frozenset({float, int, bool, str, type(None)})
+PLAIN: Final = frozenset({float, int, bool, str, type(None)})
+"""What every sink can write as it is."""
 
 
 def checked(hook: str, found: Any, into: dict[str, Any]) -> None:
@@ -34,7 +35,7 @@ def checked(hook: str, found: Any, into: dict[str, Any]) -> None:
     into.update(
         {
             f"{hook}/{name}" if type(name) is str else _key(hook, name): value
-            if type(value) in _PLAIN
+            if type(value) in PLAIN
             else settled(value, hook, name)
             for name, value in found.items()
         }
@@ -46,7 +47,7 @@ def settled(value: Any, hook: str, name: str) -> Any:
 
     ``hook`` is whose it is: a hook's name, or a function (``"record()"``) that was given it.
     """
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
         # A copy: it may be a parameter, a buffer, or a view of one, which the run goes on to change.
@@ -93,7 +94,7 @@ def _sub_key(key: Any, hook: str, name: str) -> str | int | float | bool:
 
 def on_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The same without tensors: one transfer per device and dtype, however many there are."""
-    if _PLAIN.issuperset(map(type, metrics.values())):
+    if PLAIN.issuperset(map(type, metrics.values())):
         return dict(metrics)
     waiting: list[Tensor] = []
     _visit(metrics.values(), waiting.append)
@@ -105,7 +106,7 @@ def on_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _visit(values: Iterable[Any], take: Callable[[Tensor], None]) -> None:
     for value in values:
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             continue
         if isinstance(value, Tensor):
             take(value)

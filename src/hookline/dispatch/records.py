@@ -1,74 +1,88 @@
 """Where the metrics of hooks go: of single steps into a buffer, of other moments to the sinks at once.
 
-Takes what a `Firing` has collected, remembers what came last, hands each sink a dictionary of its own.
+Takes what a `Firing` has collected, remembers what came last, hands a `Record` of it to the fan-out.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.dispatch.metrics import on_host, settled
-from hookline.errors import HooklineWarning, OptionError
+from hookline.dispatch.metrics import PLAIN, on_host, settled
+from hookline.errors import OptionError
 from hookline.lifecycle.point import HookPoint
-from hookline.sinks.record import StepSeries
+from hookline.sinks.encode import Clean, dumps
+from hookline.sinks.fan_out import FanOut
+from hookline.sinks.lines import LineFile, size_of
+from hookline.sinks.record import Record, StepSeries, own_rank
 from hookline.sinks.sink import MetricSink
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
 
 if TYPE_CHECKING:
     from hookline.dispatch.firing import Firing
 
-__all__ = ["Records", "StepLog"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Records", "StepLog", "fan_out_of"]
 
 
 class Records:
     """Where metrics are, and where they go."""
 
-    def __init__(self, sinks: Iterable[Any] | None, step_log: str | Path | None) -> None:
-        if callable(getattr(sinks, "emit", None)):
-            raise OptionError(f"sinks= takes a list of sinks; put {a_or_an(sinks)} into one.")
-        self.outlets = Outlets([*(sinks or ()), *([StepLog(step_log)] if step_log else ())])
+    def __init__(self, out: FanOut) -> None:
+        self.out = out
+        """The log and the sinks."""
         self.steps = StepBuffer()
+        self.strategy: str | None = None
+        """Which run this is."""
+        self._rank = own_rank()
         self.axis: int | None = None
         """The epoch, or step, of the last firing: where buffered metrics belong that nobody has flushed."""
         self._last: dict[HookPoint, dict[str, Any]] = {}
         self._last_point: HookPoint | None = None
 
-    def take(self, firing: Firing, axis: int) -> dict[str, Any]:
+    def take(self, firing: Firing, axis: int, step: int) -> dict[str, Any]:
         """The metrics of a firing: kept until the next flush, or handed out at once."""
         metrics = firing.metrics
         if metrics and firing.point.is_step:
             self.steps.add(firing.point, firing.step, metrics)
         elif metrics:
             metrics = on_host(metrics)
-            self.outlets.emit(metrics, axis, firing.point)
+            if not self.out.is_empty:
+                # A loop of one's own that does not count steps may say in the context which one it is.
+                told = step if step >= 0 or firing.ctx.step is None else firing.ctx.step
+                self._hand_out(metrics, axis, firing.point, told)
         self._last[firing.point] = metrics
         self._last_point = firing.point
         self.axis = axis
         return metrics
 
-    def flush_steps(self, epoch: int) -> dict[str, Any]:
+    def flush_steps(self, epoch: int, step: int) -> dict[str, Any]:
         """The metrics of all steps since the last time go out, as lists."""
         flushed: dict[str, Any] = {}
         for point, metrics in self.steps.take().items():
-            self.outlets.emit(metrics, epoch, point)
+            self._hand_out(metrics, epoch, point, step)
             flushed |= metrics
         return flushed
 
-    def emit(self, metrics: Mapping[str, Any], step: int, point: HookPoint) -> None:
+    def emit(self, metrics: Mapping[str, Any], axis: int, point: HookPoint, step: int) -> None:
         """Metrics that are no hook's go out at once."""
-        fit = {name: settled(value, "emit_metrics()", name) for name, value in metrics.items()}
-        self.outlets.emit(on_host(fit), step, point)
-        self.outlets.tell()
+        if not PLAIN.issuperset(map(type, metrics.values())):
+            metrics = {name: settled(value, "emit_metrics()", name) for name, value in metrics.items()}
+        self._hand_out(on_host(metrics), axis, point, step)
+        self.out.tell()
+
+    def set_run_context(self, context: Mapping[str, Any]) -> None:
+        """Another run begins, perhaps; the sinks are told."""
+        if "strategy" in context:
+            self.strategy = None if context["strategy"] is None else str(context["strategy"])
+        self.out.set_run_context(context)
+        self.out.tell()
+
+    def _hand_out(self, metrics: Mapping[str, Any], axis: int, point: HookPoint, step: int) -> None:
+        if metrics and not self.out.is_empty:
+            self.out.write(
+                Record(metrics, axis, point, step if step >= 0 else None, self.strategy, self._rank, time.time())
+            )
 
     def last(self, point: HookPoint | None, firing: Firing | None) -> dict[str, Any]:
         """What was returned last at a point; None is the one that is firing, else the one that fired last."""
@@ -139,70 +153,17 @@ class StepBuffer:
         }
 
 
-class Outlets:
-    """Sinks, each by itself."""
-
-    def __init__(self, sinks: Iterable[Any]) -> None:
-        self.sinks = list(sinks)
-        for sink in self.sinks:
-            if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
-                raise OptionError(
-                    f"sinks= takes objects with emit(metrics, epoch, hook_point), such as MemorySink(); got "
-                    f"{a_or_an(sink)}."
-                )
-        self.errors: Counter[str] = Counter()
-        """How often each sink has failed, by its class, and its place among those of one class."""
-        self._names = _names(self.sinks)
-        self._untold: list[str] = []
-
-    def emit(self, metrics: Mapping[str, Any], epoch: int, point: Any) -> None:
-        """Hand the metrics to every sink, in a dictionary of its own, unless there are none."""
-        if metrics and self.sinks:
-            self._each("take metrics", lambda sink: sink.emit(dict(metrics), epoch, point))
-
-    def set_run_context(self, context: Mapping[str, Any]) -> None:
-        """Tell every sink that wants to know."""
-        self._each("begin another run", lambda sink: _call(sink, "set_run_context", **context))
-
-    def flush(self) -> None:
-        """Have every sink write what it holds back."""
-        self._each("flush", lambda sink: _call(sink, "flush"))
-
-    def _each(self, what: str, act: Callable[[Any], None]) -> None:
-        for name, sink in zip(self._names, self.sinks, strict=True):
-            try:
-                act(sink)
-            except Exception as error:
-                self._note(name, what, error)
-
-    def _note(self, name: str, what: str, error: Exception) -> None:
-        self.errors[name] += 1
-        if self.errors[name] == 1:
-            logger.exception("%s could not %s; the run goes on", name, what)
-            self._untold.append(
-                f"{name} could not {what} ({type(error).__name__}: {error}); the run and the other sinks go on. "
-                "Further failures are counted in manager.sink_errors."
-            )
-
-    def tell(self) -> None:
-        """Warn of what failed for the first time; when all sinks have had their turn, as a warning may raise."""
-        while self._untold:
-            warnings.warn(self._untold.pop(0), HooklineWarning, stacklevel=outside())
-
-
-def _names(sinks: Iterable[Any]) -> list[str]:
-    count: Counter[str] = Counter()
-    names = []
-    for sink in sinks:
-        name = type(sink).__name__
-        count[name] += 1
-        names.append(name if count[name] == 1 else f"{name} {count[name]}")
-    return names
-
-
-def _call(sink: Any, method: str, **arguments: Any) -> None:
-    if hasattr(sink, method):
-        getattr(sink, method)(**arguments)
+def fan_out_of(sinks: Iterable[Any] | FanOut | None, log: Any, step_log: str | Path | None) -> FanOut:
+    """What a manager was given, as one."""
+    if isinstance(sinks, FanOut):
+        if log is not None:
+            raise OptionError("log= was given beside a FanOut, which has one or has none; say FanOut(sinks, log=...).")
+        out = sinks
+    else:
+        out = FanOut(() if sinks is None else sinks, log)
+    if step_log:
+        out.add(StepLog(step_log))
+    return out
 
 
 class StepLog(MetricSink):
@@ -210,6 +171,7 @@ class StepLog(MetricSink):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._file: LineFile | None = None
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Write a line, if these are metrics of steps."""
@@ -217,17 +179,22 @@ class StepLog(MetricSink):
             return
         steps = {name: getattr(series, "steps", None) for name, series in metrics.items()}
         record = {"epoch": epoch, "hook_point": hook_point.name, "steps": steps, **metrics}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        if self._file is None:
+            self._file = LineFile(self.path)
+        self._file.write(dumps(Clean().mapping(record)) + b"\n")
 
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return value
+    def state_dict(self) -> dict[str, Any]:
+        """How much is written."""
+        return {"bytes": size_of(self.path) if self._file is None else self._file.size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut off what was written later."""
+        if state:
+            self._file = self._file or LineFile(self.path)
+            self._file.cut(int(state["bytes"]))

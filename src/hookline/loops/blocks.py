@@ -100,6 +100,11 @@ class Blocks:
         """Whether a loss can be had without a step; not of an experiment that trains by a method of its own alone."""
         return self._train_step is None or self._method("loss_fn") is not None
 
+    @property
+    def has_own_step(self) -> bool:
+        """Whether it trains by a method of its own."""
+        return self._train_step is not None
+
     def train_step(self, batch: Any) -> StepResult:
         """One step, by the experiment's own method if it has one."""
         if self._train_step is None:

@@ -6,7 +6,8 @@ Asks a `HookManager` what is needed when, and takes what lies in ``.grad``; `Run
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +59,14 @@ class Demand:
         self.pre_epoch = None
         within = (HookPoint.PRE_EPOCH, HookPoint.PRE_STEP, HookPoint.POST_STEP, *points)
         if self._manager.needs_pre_epoch_state_at(*within, epoch=epoch):
-            blocks, others = self._blocks, self.belongings.all_but_optimizer
-            self.pre_epoch = self._memory = PreEpochState.take(
-                blocks.model, blocks.optimizer, others, blocks.scaler, into=self._memory
-            )
+            self.take_pre_epoch()
+
+    def take_pre_epoch(self) -> None:
+        """Keep everything as it is now, to go back to."""
+        blocks, others = self._blocks, self.belongings.all_but_optimizer
+        self.pre_epoch = self._memory = PreEpochState.take(
+            blocks.model, blocks.optimizer, others, blocks.scaler, into=self._memory
+        )
 
     def begin_step(self, position: int) -> None:
         """A step is about to be made: what lies in ``.grad`` is of the one before."""
@@ -84,6 +89,24 @@ class Demand:
         self.previous = None
         if self._averages:  # of no step that trained, none at all; but not None, as a hook has asked for them
             self.mean = {} if self._gradients is None else self._gradients.take_mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to know, between two steps; aliases of what is there."""
+        gradients = self._gradients
+        return {
+            "averages": self._averages,
+            "gradients": None if gradients is None else gradients.state_dict(),
+            "has_trained": self._has_trained,
+            "told": self._told,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self._averages = state["averages"]
+        self._has_trained, self._told = state["has_trained"], state["told"]
+        self._gradients = None
+        if state["gradients"] is not None:
+            self._of_parameters().load_state_dict(state["gradients"])
 
     def let_go(self) -> None:
         """The run is over."""
@@ -144,6 +167,19 @@ class Gradients:
                 else:
                     total.add_(parameter.grad)
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was added so far."""
+        return {"sums": dict(self._sums), "steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on adding to that."""
+        self._sums = {
+            name: total.to(self._parameters[name].device)
+            for name, total in state["sums"].items()
+            if name in self._parameters
+        }
+        self.num_steps = state["steps"]
 
     def take_mean(self) -> dict[str, Tensor]:
         """The mean of what was added since the last time."""

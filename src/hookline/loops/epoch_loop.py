@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.errors import OptionError
 from hookline.lifecycle.point import HookPoint
 from hookline.loops.blocks import Blocks, whole_number
-from hookline.loops.run import LoopResult, Run, start
+from hookline.loops.run import LoopResult, Run
+from hookline.loops.start import start
 
 if TYPE_CHECKING:
     from hookline.dispatch.manager import HookManager
+    from hookline.loops.checkpoints import Checkpoints
 
 __all__ = ["epoch_loop"]
 
@@ -30,6 +32,8 @@ def epoch_loop(
     eval_every: int = 1,
     first_epoch: int = 0,
     run_context: Mapping[str, Any] | None = None,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = False,
 ) -> LoopResult:
     """Train for some epochs, with hooks.
 
@@ -49,6 +53,8 @@ def epoch_loop(
         eval_every: How many epochs from one evaluation to the next; 0 for none but at snapshots, which always have one.
         first_epoch: Where to go on. Hooks start anew unless this is over 0.
         run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
+        checkpoints: Where the run is saved, and how often: ``Checkpoints(folder, every=1)``.
+        resume: Go on from the newest of them; begin if there is none.
     """
     epochs = whole_number("epochs", epochs, 0)
     eval_every = whole_number("eval_every", eval_every, 0)
@@ -56,32 +62,43 @@ def epoch_loop(
     blocks = Blocks(experiment, "epoch")
     every = blocks.snapshot_interval(snapshot_every, 1)
     points = _POINTS if every else _POINTS - {HookPoint.SNAPSHOT}
-    run = start(blocks, manager, points=points, first=first_epoch, run_context=run_context)
-    with run.written_at_the_end():
+    run = start(blocks, manager, points=points, first=first_epoch, resume=resume, run_context=run_context)
+    settings = {"epochs": epochs, "snapshot_every": every, "eval_every": eval_every}
+    with run.saved_to(checkpoints, resume=resume, settings=settings), run.written_at_the_end():
+        if run.begin():
+            first_epoch = epochs if run.stopped_early else run.next_epoch
         for epoch in range(first_epoch, epochs):
             snapshot = every > 0 and epoch % every == 0
-            _train(run, epoch, snapshot=snapshot)
+            if not _train(run, epoch, snapshot=snapshot):
+                break
             if snapshot or (eval_every > 0 and epoch % eval_every == 0):
                 run.evaluate()
             _conclude(run, snapshot=snapshot)
-            if run.should_stop():
+            enough = run.should_stop()
+            if run.epoch_is_over() or enough:
                 break
+        run.finish()
     return run.result()
 
 
-def _train(run: Run, epoch: int, *, snapshot: bool) -> None:
-    """The steps of one epoch, and the scheduler."""
-    run.begin_epoch(epoch, (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT) if snapshot else (HookPoint.POST_EPOCH,))
-    run.fire(HookPoint.PRE_EPOCH)
-    steps_before = run.num_steps
+def _train(run: Run, epoch: int, *, snapshot: bool) -> bool:
+    """The steps of one epoch, and the scheduler; False if the run stops in the middle."""
+    if not run.is_within:  # of one that goes on where it was saved, the beginning has been
+        run.begin_epoch(epoch, (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT) if snapshot else (HookPoint.POST_EPOCH,))
+        run.fire(HookPoint.PRE_EPOCH)
     for batch in run.batches():
         run.begin_step(batch)
         run.fire(HookPoint.PRE_STEP)
         run.train_step()
         run.fire(HookPoint.POST_STEP)
-    if run.num_steps == steps_before:
+        if run.step_is_over():
+            break
+    if run.interrupted is not None:
+        return False
+    if run.done == 0:
         raise OptionError(f"The loader gave no batch in epoch {epoch}: is it empty, or can it be iterated only once?")
     run.end_epoch()
+    return True
 
 
 def _conclude(run: Run, *, snapshot: bool) -> None:

@@ -6,27 +6,26 @@ Takes building blocks and a `HookManager` from a loop, which moves it on; `Conte
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from hookline.dispatch.manager import HookManager
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import OptionError
 from hookline.lifecycle.point import HookPoint
 from hookline.loops.contexts import Contexts
 from hookline.loops.demand import Demand
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
+from hookline.loops.mean import Mean
+from hookline.loops.saving import Saving
 
 if TYPE_CHECKING:
     from hookline.loops.blocks import Blocks
+    from hookline.loops.checkpoints import Checkpoints
 
-__all__ = ["LoopResult", "Run", "start"]
+__all__ = ["LoopResult", "Run"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +38,17 @@ class LoopResult:
     """
 
     epochs: int
-    """How many epochs (in the step loop: passes over the data) were begun."""
+    """How many epochs (in the step loop: passes over the data) were begun, those before a resumption included."""
     steps: int
-    """How many steps were made."""
+    """How many steps were made, likewise."""
     stopped_early: bool
     """Whether the experiment had enough before the end."""
     loss: float | None
     """The training loss: the mean of the last epoch, or that of the last step."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """The newest evaluation."""
+    interrupted: str | None = None
+    """The signal, ``"SIGINT"`` or ``"SIGTERM"``, that asked a run with checkpoints to stop; it was saved then."""
 
 
 class Run:
@@ -64,6 +65,15 @@ class Run:
         self.step = -1 if manager is None else manager.global_step
         """The step that is being made or was made last, counted from 0 over the whole run; -1 before the first."""
         self.num_epochs = self.num_steps = 0
+        self.next_epoch = 0
+        """In the epoch loop: the first that has not been concluded."""
+        self.done = 0
+        """How many steps of this epoch, or pass over the data, were made."""
+        self.is_within = False
+        """Whether the run goes on in the middle of an epoch, or pass, that was begun before it was resumed."""
+        self.interrupted: str | None = None
+        """The signal by which the run stops."""
+        self._saving: Saving | None = None
         self.stopped_early = False
         self.loss: Any = None
         """Of the step; when an epoch is over, of the epoch. On its device."""
@@ -74,7 +84,7 @@ class Run:
         """On the training data, as the steps tell it; like the loss."""
         self.batch: Any = None
         self.batch_idx: int | None = None
-        self._losses, self._accuracies = _Mean(), _Mean()
+        self._losses, self._accuracies = Mean(), Mean()
 
     @property
     def position(self) -> int:
@@ -88,15 +98,27 @@ class Run:
         self.epoch = epoch
         self.loss = self.accuracy = None
         self.evaluated = False
-        self.blocks.take_loader(epoch)
+        self.take_loader()
         if self.demand is not None:
             self.demand.begin_epoch(points, epoch)
 
+    def take_loader(self) -> None:
+        """Ask for the batches of this epoch, or pass over the data."""
+        if self._saving is not None:
+            self._saving.before_loader()
+        self.blocks.take_loader(self.epoch)
+
     def batches(self) -> Iterator[Any]:
-        """What the steps of this epoch, or pass over the data, are trained on."""
-        self.num_epochs += 1
-        for index, batch in enumerate(self.blocks.batches()):
+        """What the steps of this epoch, or pass over the data, are trained on; of one that was resumed, the rest."""
+        resumed, self.is_within = self.is_within, False
+        if not resumed:
+            self.num_epochs += 1
+            self.done = 0
+        saving = self._saving
+        batches = self.blocks.batches() if saving is None else saving.batches(resumed=resumed)
+        for index, batch in enumerate(batches, self.done):
             self.batch_idx = index * self.blocks.accumulate
+            self.done = index + 1
             yield batch
 
     def begin_step(self, batch: Any) -> None:
@@ -158,6 +180,71 @@ class Run:
         self.stopped_early = self.blocks.should_stop(self.position, self.figures)
         return self.stopped_early
 
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saved_to(self, checkpoints: Checkpoints | None, *, resume: bool, settings: Mapping[str, Any]) -> Iterator[None]:
+        """For as long as the block lasts the run is saved there; first it is loaded, if that is asked for."""
+        if checkpoints is None:
+            if resume:
+                raise OptionError("resume=True goes on from a checkpoint: say where they are, checkpoints=.")
+            yield
+            return
+        self._saving = Saving(self, checkpoints, settings)
+        with self._saving.active(resume=resume):
+            yield
+
+    def begin(self) -> bool:
+        """Training begins, or goes on from a checkpoint: whether it goes on."""
+        return self._saving is not None and self._saving.begin()
+
+    def step_is_over(self) -> bool:
+        """A step, its hooks, its snapshot: save if it is time to. Whether the run stops here."""
+        return self._saving is not None and self._saving.step_is_over()
+
+    def epoch_is_over(self) -> bool:
+        """The same, of an epoch."""
+        self.next_epoch = self.epoch + 1
+        return self._saving is not None and self._saving.epoch_is_over()
+
+    def pass_is_over(self) -> None:
+        """In the step loop, the data begin anew."""
+        self.epoch += 1
+        self.done = 0
+        if self._saving is not None:
+            self._saving.pass_is_over()
+
+    def finish(self) -> None:
+        """The run has come to its end, or stops."""
+        if self._saving is not None:
+            self._saving.finish()
+
+    def state_dict(self, *, within: bool) -> dict[str, Any]:
+        """Where it is, ``within`` an epoch or pass or between two, and what it has added up."""
+        return {
+            "epoch": self.epoch if within or not self.in_epochs else self.next_epoch,
+            "within": within,
+            "done": self.done if within else 0,
+            "step": self.step,
+            "num_epochs": self.num_epochs,
+            "num_steps": self.num_steps,
+            "stopped_early": self.stopped_early,
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "evaluation": self.evaluation,
+            "losses": self._losses.state,
+            "accuracies": self._accuracies.state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self.epoch = self.next_epoch = state["epoch"]
+        self.is_within, self.done = state["within"], state["done"]
+        for name in ("step", "num_epochs", "num_steps", "stopped_early", "loss", "accuracy"):
+            setattr(self, name, state[name])
+        self.evaluation = dict(state["evaluation"])
+        self._losses.state, self._accuracies.state = state["losses"], state["accuracies"]
+
     # -- hooks and sinks -------------------------------------------------------------------------------------
 
     def fire(self, point: HookPoint) -> None:
@@ -182,7 +269,9 @@ class Run:
         """What it came to."""
         loss = None if self.loss is None else float(self.loss)
         metrics = {name: _plain(value) for name, value in self.evaluation.items()}
-        return LoopResult(self.num_epochs, self.num_steps, self.stopped_early, loss, metrics)
+        return LoopResult(
+            self.num_epochs, self.num_steps, self.stopped_early, loss, metrics, interrupted=self.interrupted
+        )
 
     @contextmanager
     def written_at_the_end(self) -> Iterator[None]:
@@ -216,74 +305,5 @@ class Run:
             self.manager.flush_sinks()
 
 
-class _Mean:
-    """Adds the figures of steps up where they are; nothing waits for a device."""
-
-    def __init__(self) -> None:
-        self._total: Any = None
-        self._count = 0
-
-    def add(self, figure: Any) -> None:
-        """One more; None does not count."""
-        if figure is None:
-            return
-        if isinstance(figure, Tensor):
-            # Half precision would stop growing after a few hundred steps.
-            figure = figure.detach().to(torch.promote_types(figure.dtype, torch.float32))
-        self._total = figure if self._total is None else self._total + figure
-        self._count += 1
-
-    def take(self) -> Any:
-        """The mean since the last time, as a tensor if there was one among them; None of nothing."""
-        mean = self._total / self._count if self._count else None
-        self._total, self._count = None, 0
-        return mean
-
-
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-# -- the start -----------------------------------------------------------------------------------------------
-
-
-def start(
-    blocks: Blocks,
-    manager: HookManager | None,
-    *,
-    points: frozenset[HookPoint],
-    first: int,
-    run_context: Mapping[str, Any] | None,
-) -> Run:
-    """A run at its beginning; one that goes on from another (``first`` over 0) leaves hooks as they are."""
-    if manager is not None and not isinstance(manager, HookManager):
-        raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]), got {a_or_an(manager)}.")
-    if not blocks.model.training:  # parts of a training model may be in evaluation mode on purpose
-        blocks.model.train()
-    if manager is not None:
-        _prepare(manager, blocks.loop, anew=first == 0, run_context=run_context or {})
-        for sentence in manager.will_fire(points):
-            warnings.warn(sentence, HooklineWarning, stacklevel=outside())
-    run = Run(blocks, manager)
-    if blocks.loop == "step":
-        _check_step(run, first)
-    return run
-
-
-def _prepare(manager: HookManager, loop: str, *, anew: bool, run_context: Mapping[str, Any]) -> None:
-    manager.set_loop_type(loop)
-    if anew:
-        manager.reset_all()
-    if run_context:
-        manager.set_run_context(**run_context)
-
-
-def _check_step(run: Run, first: int) -> None:
-    """Schedules go by the manager's count of steps, the loop by its own."""
-    if run.manager is None:
-        run.step = first - 1
-    elif run.step != first - 1:
-        raise OptionError(
-            f"first_step={first} goes on from step {first - 1}, and the manager is at step {run.step}: have it load "
-            "the state_dict() that it had then."
-        )

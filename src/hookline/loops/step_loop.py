@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.errors import OptionError
 from hookline.lifecycle.point import HookPoint
 from hookline.loops.blocks import Blocks, whole_number
-from hookline.loops.run import LoopResult, Run, start
+from hookline.loops.run import LoopResult, Run
+from hookline.loops.start import start
 
 if TYPE_CHECKING:
     from hookline.dispatch.manager import HookManager
+    from hookline.loops.checkpoints import Checkpoints
 
 __all__ = ["step_loop"]
 
@@ -30,6 +32,8 @@ def step_loop(
     snapshot_every: int | None = None,
     first_step: int = 0,
     run_context: Mapping[str, Any] | None = None,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = False,
 ) -> LoopResult:
     """Train for some steps, with hooks.
 
@@ -49,35 +53,47 @@ def step_loop(
             none. If left out: the ``snapshot_every`` of ``experiment.config``, or 100.
         first_step: Where to go on. Hooks start anew unless this is over 0.
         run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
+        checkpoints: Where the run is saved, and how often: ``Checkpoints(folder, every=1000)``.
+        resume: Go on from the newest of them; begin if there is none.
     """
     steps = whole_number("steps", steps, 0)
     first_step = whole_number("first_step", first_step, 0)
     blocks = Blocks(experiment, "step")
     every = blocks.snapshot_interval(snapshot_every, _STEPS_BETWEEN_SNAPSHOTS)
     points = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT} if every else {HookPoint.POST_STEP})
-    run = start(blocks, manager, points=points, first=first_step, run_context=run_context)
-    with run.written_at_the_end():
+    run = start(blocks, manager, points=points, first=first_step, resume=resume, run_context=run_context)
+    settings = {"steps": steps, "snapshot_every": every}
+    with run.saved_to(checkpoints, resume=resume, settings=settings), run.written_at_the_end():
+        goes_on = run.begin()
+        if goes_on:
+            first_step = steps if run.stopped_early else run.step + 1
         if first_step == 0 < steps:
             run.evaluate()
             run.report_evaluation(HookPoint.SNAPSHOT, "initial")
         batches = _batches(run)
         for step in range(first_step, steps):
-            if every and (step == first_step or (step - 1) % every == 0):
+            if every and (step == 0 or (step - 1) % every == 0 or (step == first_step and not goes_on)):
                 next_snapshot = -(-step // every) * every
                 run.begin_stretch(next_snapshot if next_snapshot < steps else None)
-            _train(run, batches)
+            if not _train(run, batches):
+                break
             if every and step % every == 0:
                 _take_snapshot(run)
-            if run.should_stop():
+            enough = run.should_stop()
+            if run.step_is_over() or enough:
                 break
+        run.finish()
     return run.result()
 
 
-def _train(run: Run, batches: Iterator[Any]) -> None:
-    """One step."""
-    run.begin_step(next(batches))
-    run.train_step()
-    run.fire(HookPoint.POST_STEP)
+def _train(run: Run, batches: Iterator[Any]) -> bool:
+    """One step; False if the run stops while it waits for data."""
+    for batch in batches:
+        run.begin_step(batch)
+        run.train_step()
+        run.fire(HookPoint.POST_STEP)
+        return True
+    return False
 
 
 def _take_snapshot(run: Run) -> None:
@@ -94,12 +110,14 @@ def _batches(run: Run) -> Iterator[Any]:
         while True:
             yield None
     while True:
-        run.blocks.take_loader(run.epoch)
-        steps_before = run.num_steps
+        if not run.is_within:  # in the middle of a pass, the loader is brought there
+            run.take_loader()
         yield from run.batches()
-        if run.num_steps == steps_before:
+        if run.interrupted is not None:
+            return
+        if run.done == 0:
             raise OptionError(
                 f"The loader gave no batch in pass {run.epoch} over the data (steps so far: {run.num_steps}): is it "
                 "empty, or can it be iterated only once?"
             )
-        run.epoch += 1
+        run.pass_is_over()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hookline.sinks.record import Record
 from hookline.sinks.sink import MetricSink
 
 __all__ = ["MemoryRecord", "MemorySink"]
@@ -23,6 +24,8 @@ class MemoryRecord:
     """At which moment of it."""
     context: dict[str, Any] = field(default_factory=dict)
     """What ``set_run_context`` had said by then."""
+    step: int | None = None
+    """The step of the whole run by then, if that was told."""
 
 
 class MemorySink(MetricSink):
@@ -45,6 +48,15 @@ class MemorySink(MetricSink):
         if metrics:
             self.records.append(MemoryRecord(dict(metrics), epoch, hook_point, dict(self._context)))
 
+    def write(self, record: Record) -> None:
+        """Keep a copy of the record, unless there is nothing in it."""
+        if type(self).emit is not MemorySink.emit:  # somebody's own, which wants to see everything
+            super().write(record)
+        elif record.metrics:
+            self.records.append(
+                MemoryRecord(dict(record.metrics), record.epoch, record.hook_point, dict(self._context), record.step)
+            )
+
     def set_run_context(self, **context: Any) -> None:
         """Goes with the records from now on."""
         self._context |= context
@@ -57,6 +69,15 @@ class MemorySink(MetricSink):
     def latest(self) -> dict[str, Any]:
         """The newest value of every metric."""
         return {name: value for record in self.records for name, value in record.metrics.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many records there are."""
+        return {"records": len(self.records)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Forget those that came later."""
+        if "records" in state:
+            del self.records[state["records"] :]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -5,11 +5,18 @@ Made by the dispatcher, written to the log first, then handed to each sink by ``
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Record", "StepSeries"]
+__all__ = ["Record", "StepSeries", "own_rank"]
+
+
+def own_rank() -> int:
+    """Which process of a distributed run this is, as ``torchrun`` says; 0 if there is none."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
 
 
 class StepSeries(list[Any]):

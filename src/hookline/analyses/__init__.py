@@ -1,0 +1,58 @@
+"""The built-in hooks over time, one to a file: what researchers look at while a model trains.
+
+Names and paths go to `HookRegistry` through ``register_built_ins``; classes are imported when they are first used, so
+that listing the hooks takes no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+BUILT_IN: Final = {
+    "training_metrics": "hookline.analyses.training_metrics:TrainingMetricsHook",
+    "norms": "hookline.analyses.norms:NormsHook",
+    "consecutive": "hookline.analyses.consecutive:ConsecutiveHook",
+    "variance": "hookline.analyses.variance:VarianceHook",
+    "batch_dynamics": "hookline.analyses.batch_dynamics:BatchDynamicsHook",
+    "weight_tracking": "hookline.analyses.weight_tracking:WeightTrackingHook",
+    "parameter_delta": "hookline.analyses.parameter_delta:ParameterDeltaHook",
+    "path_length": "hookline.analyses.path_length:PathLengthHook",
+    "training_diagnostics": "hookline.analyses.training_diagnostics:TrainingDiagnosticsHook",
+    "gradient_projection": "hookline.analyses.gradient_projection:GradientProjectionHook",
+    "subspace_gradient_info": "hookline.analyses.subspace_gradient_info:SubspaceGradientInfoHook",
+    "attention": "hookline.analyses.attention:AttentionHook",
+    "fourier": "hookline.analyses.fourier:FourierHook",
+    "token_gradient": "hookline.analyses.token_gradient:TokenGradientHook",
+    "phases": "hookline.analyses.phases:PhasesHook",
+    "stats": "hookline.analyses.stats:StatsHook",
+    "hessian": "hookline.analyses.hessian:HessianHook",
+    "adam_dynamics": "hookline.analyses.adam_dynamics:AdamDynamicsHook",
+    "counterfactual": "hookline.analyses.counterfactual:CounterfactualHook",
+    "counterfactual_validator": "hookline.analyses.counterfactual_validator:CounterfactualValidatorHook",
+}
+"""Every built-in hook by its name, and where its class is."""
+
+_CLASSES: Final = {path.partition(":")[2]: path.partition(":")[0] for path in BUILT_IN.values()}
+
+__all__ = ["BUILT_IN", "register_built_ins", *_CLASSES]  # noqa: PLE0604  (names of classes, worked out above)
+
+
+def register_built_ins() -> None:
+    """Make all of them known to `HookRegistry` by path; a hook of the user's under such a name stays."""
+    from hookline.hooks.registry import HookRegistry
+
+    for name, path in BUILT_IN.items():
+        HookRegistry.register_path(name, path)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_CLASSES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,195 @@
+"""``counterfactual``: how much of an epoch's gradient is due to the order of its data.
+
+The epoch is trained again from its beginning, a few times, with the data shuffled; what the run's own gradient shares
+with those is content, the rest is ordering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookline.analyses._analysis import whole_number
+from hookline.analyses._interventions import (
+    Compared,
+    by_parameter,
+    cosine,
+    joined,
+    norm,
+    ratio,
+    shuffled_epochs,
+    way_to_solution,
+)
+from hookline.analyses._shared import is_bias
+from hookline.hooks.metric_info import MetricInfo
+from hookline.hooks.training_hook import LoopPoints
+from hookline.lifecycle.point import HookPoint
+
+if TYPE_CHECKING:
+    from hookline.guard.model_context import ModelDataContext
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["COUNTERFACTUAL_POINTS", "CounterfactualHook"]
+
+COUNTERFACTUAL_POINTS: Final[LoopPoints] = {"epoch": {HookPoint.POST_EPOCH: (None, 49), HookPoint.SNAPSHOT: (50, None)}}
+"""Every epoch at first, when the order matters most; from the fiftieth on, at snapshots. The step loop has no epochs
+to train again."""
+
+
+class CounterfactualHook(Compared):
+    """Trains the epoch again with shuffled data, and splits the run's gradient into content and ordering.
+
+    Recipe: ``hookline.HookManager(["counterfactual"], hook_config={"counterfactual": {"k": 5}}, sinks=[...])``.
+
+    A firing costs ``k`` epochs, and everything is put back. With reference weights it also says which of the two parts
+    leads to them, for which it keeps ``2 · window_size`` vectors of all parameters on the CPU.
+
+    Args:
+        k: How many shuffled epochs; each has its own order.
+        window_size: How many past firings count in the energy fractions.
+        per_parameter: Report each parameter that is no bias as well.
+    """
+
+    name = "counterfactual"
+    description = "how much of an epoch's gradient is due to the order of its data"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    loop_points = COUNTERFACTUAL_POINTS
+    needs_grads = True
+    needs_pre_epoch_state = True
+    scope = "trains"
+
+    def __init__(self, k: int = 3, window_size: int = 20, per_parameter: bool = True) -> None:
+        self.k = whole_number(self.name, "k", k, 1)
+        self.window_size = whole_number(self.name, "window_size", window_size, 1)
+        self.per_parameter = per_parameter
+        self._windows: dict[str, list[Tensor]] = {"content": [], "ordering": []}
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean; g is the epoch's mean gradient, g_cf that of the shuffled epochs."""
+        own = [
+            MetricInfo("counterfactual_mean_norm", "mean gradient of shuffled epochs", "‖g_cf‖"),
+            MetricInfo("content_component_norm", "what any order gives", "‖c‖, c = (g·g_cf/‖g_cf‖²)·g_cf"),
+            MetricInfo("ordering_component_norm", "what this order adds", "‖o‖, o = g − c"),
+            MetricInfo("ordering_fraction", "share of the order", "‖o‖²/‖g‖²", "0: none; 1: all of the gradient"),
+            MetricInfo("ordering_alignment", "gradient and shuffled one", "cos(g, g_cf)", "1: the order does nothing"),
+        ]
+        aims = [
+            MetricInfo(f"{part}_grad_cossim_to_solution", f"{part} and the way to the reference",
+                       f"cos(−{symbol}, θ_ref − θ_before)", "above 0: leads there")
+            for part, symbol in (("content", "c"), ("ordering", "o"), ("cf", "g_cf"))
+        ]  # fmt: skip
+        energies = [
+            MetricInfo(f"{part}_energy_fraction_toward_solution", f"past {part}s along the way to the reference",
+                       "Σ(xᵢ·s)²/Σ‖xᵢ‖², s of length 1", "1: all of it leads to or from there")
+            for part in ("content", "ordering")
+        ]  # fmt: skip
+        single = [MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in own[1:]]
+        single += [MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in aims]
+        return own + aims + energies + (single if self.per_parameter else [])
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
+        """Train the epoch again, and compare."""
+        actual = run_ctx.accumulated_grads
+        if not actual:
+            return None
+        model_ctx.restore_pre_epoch()
+        way = way_to_solution(self.reference, model_ctx.model)
+        shuffled = _mean_of_shuffled(model_ctx, self.k, actual)
+        if shuffled is None:
+            return None
+        names = sorted(actual)
+        split = _Split.of(joined(actual, names), joined(shuffled, names))
+        metrics = {"counterfactual_mean_norm": norm(split.shuffled), **split.figures()}
+        if self.per_parameter:
+            metrics |= by_parameter(
+                [name for name in names if not is_bias(name)],
+                lambda name: _Split.of(joined(actual, [name]), joined(shuffled, [name])).figures(),
+            )
+        return metrics | self._compare(actual, shuffled, split.share, way)
+
+    def _compare(
+        self, actual: Mapping[str, Tensor], shuffled: Mapping[str, Tensor], share: Tensor, way: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Where content and ordering lead, as seen from before the epoch."""
+        names = sorted(name for name in actual if name in way)
+        if not names:
+            return {}
+
+        def aims(names: list[str]) -> tuple[dict[str, Tensor], Tensor]:
+            g, cf, to = joined(actual, names), joined(shuffled, names), joined(way, names)
+            return {"content": -share * cf, "ordering": share * cf - g, "cf": -cf}, to
+
+        def cosines(names: list[str]) -> dict[str, Tensor]:
+            vectors, to = aims(names)
+            return {f"{part}_grad_cossim_to_solution": cosine(vector, to) for part, vector in vectors.items()}
+
+        metrics = cosines(names)
+        if self.per_parameter:
+            metrics |= by_parameter([n for n in names if not is_bias(n)], lambda name: cosines([name]))
+        vectors, to = aims(names)
+        return metrics | self._energies(vectors, to)
+
+    def _energies(self, vectors: Mapping[str, Tensor], to: Tensor) -> dict[str, Any]:
+        """Of all firings in the window, how much lies along the way; of one alone it is the squared cosine."""
+        unit = ratio(to, norm(to)).cpu()
+        found: dict[str, Any] = {}
+        for part, window in self._windows.items():
+            if window and window[-1].shape != unit.shape:
+                window.clear()  # other parameters have a reference now
+            window.append(vectors[part].cpu())
+            del window[: -self.window_size]
+            if len(window) > 1:
+                # Σσᵢ²(vᵢ·s)²/Σσᵢ² over all singular values of the stacked vectors is this, without working them out.
+                along, lengths = torch.stack([row @ unit for row in window]), torch.stack([norm(row) for row in window])
+                found[f"{part}_energy_fraction_toward_solution"] = ratio(along.square().sum(), lengths.square().sum())
+        return found
+
+    def reset(self) -> None:
+        """Another run begins."""
+        super().reset()
+        self._windows = {part: [] for part in self._windows}
+
+    def get_state_tensors(self) -> dict[str, Any]:
+        """The window."""
+        return {part: list(window) for part, window in self._windows.items()}
+
+    def set_state_tensors(self, tensors: dict[str, Any]) -> None:
+        """Take it back."""
+        self._windows = {part: [row.cpu() for row in tensors.get(part, ())] for part in self._windows}
+
+
+class _Split(NamedTuple):
+    """A gradient in two: along the one of shuffled epochs, and across."""
+
+    actual: Tensor
+    shuffled: Tensor
+    share: Tensor
+    """The content is so many times the shuffled one."""
+
+    @classmethod
+    def of(cls, actual: Tensor, shuffled: Tensor) -> _Split:
+        return cls(actual, shuffled, ratio(torch.dot(actual, shuffled), torch.dot(shuffled, shuffled)))
+
+    def figures(self) -> dict[str, Tensor]:
+        content = self.share * self.shuffled
+        ordering = norm(self.actual - content)
+        return {
+            "content_component_norm": norm(content),
+            "ordering_component_norm": ordering,
+            "ordering_fraction": ratio(ordering, norm(self.actual)).square(),
+            "ordering_alignment": cosine(self.actual, self.shuffled),
+        }
+
+
+def _mean_of_shuffled(model_ctx: ModelDataContext, k: int, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The mean of the gradients of k shuffled epochs, 0 where there was none; None if there was none at all."""
+    total = {name: torch.zeros_like(gradient) for name, gradient in like.items()}
+    found = False
+    for gradients in shuffled_epochs(model_ctx, k):
+        for name in like.keys() & gradients.keys():
+            found = True
+            total[name] += gradients[name].to(total[name].dtype) / k
+    return total if found else None

@@ -1,0 +1,137 @@
+"""``counterfactual_validator``: whether k shuffled epochs are enough for ``counterfactual``.
+
+One more is trained, and every choice of k among them compared with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hookline.analyses._analysis import whole_number
+from hookline.analyses._interventions import (
+    Compared,
+    cosine,
+    norm,
+    parameters_of,
+    ratio,
+    shuffled_epochs,
+    way_to_solution,
+    weight_names,
+)
+from hookline.analyses._shared import flatten
+from hookline.analyses.counterfactual import COUNTERFACTUAL_POINTS
+from hookline.hooks.metric_info import MetricInfo
+from hookline.hooks.training_hook import DebugInterventionHook
+from hookline.lifecycle.point import HookPoint
+
+if TYPE_CHECKING:
+    from hookline.guard.model_context import ModelDataContext
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["CounterfactualValidatorHook"]
+
+
+class CounterfactualValidatorHook(Compared, DebugInterventionHook):
+    """Trains k + 1 shuffled epochs, and tells how far the mean of k of them is from that of all.
+
+    Recipe: ``hookline.HookManager(["counterfactual_validator"], sinks=[...])``; groups leave it out, as it is for
+    finding out whether ``counterfactual`` is right.
+
+    A firing costs ``k + 1`` epochs. Biases are left out.
+
+    Args:
+        k: How many shuffled epochs are to be enough.
+    """
+
+    name = "counterfactual_validator"
+    description = "whether k shuffled epochs are enough for counterfactual"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    loop_points = COUNTERFACTUAL_POINTS
+    needs_grads = True
+    needs_pre_epoch_state = True
+    scope = "trains"
+
+    def __init__(self, k: int = 3) -> None:
+        self.k = whole_number(self.name, "k", k, 1)
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean; c is the mean gradient of all k + 1 epochs, cᵢ that of all but the i-th."""
+        steady = "small: k is enough"
+        return [
+            MetricInfo("kp1_content_norm", "mean of all k + 1", "‖c‖"),
+            MetricInfo("k_content_norm_max", "longest mean of k", "max ‖cᵢ‖"),
+            MetricInfo("k_content_norm_min", "shortest mean of k", "min ‖cᵢ‖"),
+            MetricInfo("k_content_norm_mean", "mean length of a mean of k", "mean ‖cᵢ‖"),
+            MetricInfo("kp1_norm_strictly_lower", "shorter than any of k", "1 if ‖c‖ < min ‖cᵢ‖, else 0", "1: settles"),
+            MetricInfo("norm_convergence_gap", "what one more changes", "(mean ‖cᵢ‖ − ‖c‖)/‖c‖", steady),
+            MetricInfo("k_to_kp1_cossim_mean", "direction of k and of all", "mean cos(cᵢ, c)", "1: k is enough"),
+            MetricInfo("k_to_kp1_cossim_min", "the worst of these", "min cos(cᵢ, c)", "1: k is enough"),
+            MetricInfo("kp1_cossim_to_solution", "all and the way to the reference", "cos(−c, θ_ref − θ_before)"),
+            MetricInfo("k_cossim_to_solution_mean", "any k and that way", "mean cos(−cᵢ, θ_ref − θ_before)"),
+            MetricInfo("k_cossim_to_solution_std", "how far these are apart", "std over i, by n", steady),
+            MetricInfo("k_cossim_to_solution_spread", "the largest less the smallest", "max − min over i", steady),
+        ]  # fmt: skip
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
+        """Train, choose, compare."""
+        names = weight_names(run_ctx.accumulated_grads or {})
+        if not names:
+            return None
+        model_ctx.restore_pre_epoch()
+        way = way_to_solution(self.reference, model_ctx.model)
+        shapes = parameters_of(model_ctx.model)
+        # On the CPU: there are k + 1 of them, each as large as the model.
+        rows = [_row(gradients, names, shapes) for gradients in shuffled_epochs(model_ctx, self.k + 1)]
+        means = [torch.stack(chosen).mean(0) for chosen in combinations(rows, self.k)]
+        everything = torch.stack(rows).mean(0)
+        return _agreement(means, everything) | _aim(means, everything, _flat_way(way, names, shapes))
+
+
+def _row(gradients: Mapping[str, Tensor], names: list[str], shapes: Mapping[str, Tensor]) -> Tensor:
+    flat = flatten(gradients.get(name, torch.zeros_like(shapes[name])) for name in names)
+    assert flat is not None
+    return flat.cpu()
+
+
+def _flat_way(
+    way: Mapping[str, Tensor], names: list[str], shapes: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """The way in one vector, and where it has a reference; None if nowhere."""
+    known = [name in way for name in names]
+    if not any(known):
+        return None
+    sizes = torch.tensor([shapes[name].numel() for name in names])
+    return _row(way, names, shapes), torch.tensor(known).repeat_interleave(sizes)
+
+
+def _agreement(means: list[Tensor], everything: Tensor) -> dict[str, Any]:
+    lengths, length = torch.stack([norm(mean) for mean in means]), norm(everything)
+    angles = torch.stack([cosine(mean, everything) for mean in means])
+    return {
+        "kp1_content_norm": length,
+        "k_content_norm_max": lengths.max(),
+        "k_content_norm_min": lengths.min(),
+        "k_content_norm_mean": lengths.mean(),
+        "kp1_norm_strictly_lower": (length < lengths.min()).to(length.dtype),
+        "norm_convergence_gap": ratio(lengths.mean() - length, length),
+        "k_to_kp1_cossim_mean": angles.mean(),
+        "k_to_kp1_cossim_min": angles.min(),
+    }
+
+
+def _aim(means: list[Tensor], everything: Tensor, way: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+    if way is None:
+        return {}
+    to, known = way
+    angles = torch.stack([cosine(-mean[known], to[known]) for mean in means])
+    return {
+        "kp1_cossim_to_solution": cosine(-everything[known], to[known]),
+        "k_cossim_to_solution_mean": angles.mean(),
+        "k_cossim_to_solution_std": angles.std(correction=0),
+        "k_cossim_to_solution_spread": angles.max() - angles.min(),
+    }

@@ -1,0 +1,172 @@
+"""``fourier``: which frequencies over the tokens a model has learnt to compute with.
+
+A model that learns arithmetic modulo p ends with an embedding whose rows are waves over the tokens; this tells which,
+and when each came. It looks at weights alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hookline.analyses._analysis import AT_REPORTS, Analysis
+from hookline.analyses._parts import decoder_of, embedding_or_off, hidden_layers_of
+from hookline.analyses._shared import wide
+from hookline.errors import OptionError
+from hookline.hooks.metric_info import MetricInfo
+from hookline.lifecycle.point import HookPoint
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["FourierHook"]
+
+
+class FourierHook(Analysis):
+    """The power spectrum of embedding, decoder and hidden neurons over the tokens.
+
+    Recipe: ``hookline.HookManager(["fourier"], hook_config={"fourier": {"num_tokens": 97}}, sinks=[...])``.
+
+    Args:
+        significance_multiplier: A frequency counts from this many times the even share 1/p on.
+        embedding: The name of the table; if left out, the first ``nn.Embedding`` (not of positions).
+        num_tokens: How many of its rows are numbers, p. If left out: ``p`` of the experiment's configuration if the
+            table has that many rows or a few more (for signs such as "="), else all rows.
+    """
+
+    name = "fourier"
+    description = "frequencies over the tokens in embedding, decoder and hidden neurons"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    loop_points = AT_REPORTS
+    kept = ("tracked",)
+    tracked: list[int]
+
+    def __init__(
+        self, significance_multiplier: float = 10.0, embedding: str | None = None, num_tokens: int | None = None
+    ) -> None:
+        if not significance_multiplier > 0:
+            raise OptionError(f"significance_multiplier= of hook 'fourier' is over 0, got {significance_multiplier!r}.")
+        self.significance_multiplier = significance_multiplier
+        self.embedding = embedding
+        self.num_tokens = num_tokens
+        self.reset()
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean; P is the share of power by frequency, summing to 1 over all p of them."""
+        sharp = "0: one frequency; 1: all alike"
+        over = f"P > {self.significance_multiplier:g}/p"
+        return [
+            MetricInfo("low_freq_power", "share of the lowest frequencies", "Σ P[k], k < max(p//20, 10)"),
+            MetricInfo("spectral_entropy", "how spread the power is", "−Σ P ln P / ln p", sharp),
+            MetricInfo("peak_frequency", "the strongest frequency", "argmax P[k], 1 ≤ k < p//2"),
+            MetricInfo("peak_power", "its share", "P[peak]", "near 1/2: a pure wave (the other half is at p − k)"),
+            MetricInfo("n_significant_freqs", "frequencies far over the even share, mirror images too", over),
+            MetricInfo("stride_harmonic_power", "share of multiples of the stride ⌊√p⌋", "Σ P[k⌊√p⌋], k ≤ 9"),
+            MetricInfo(
+                "freq_powers",
+                "share of every frequency that ever counted, once there is one",
+                f"P[k] where once {over}",
+            ),
+            MetricInfo("n_tracked_freqs", "how many there have been, up to p//2", over, "a staircase"),
+            MetricInfo("newly_acquired_freqs", "those that came since the last report, if any", over),
+            MetricInfo("decoder_spectral_entropy", "the same of the decoder's rows", "−Σ P ln P / ln p", sharp),
+            MetricInfo("decoder_peak_frequency", "strongest frequency of the decoder", "argmax P[k]"),
+            MetricInfo("decoder_n_significant_freqs", "frequencies of the decoder over the threshold", over),
+            MetricInfo(
+                "neuron_fourier_top1",
+                "how much of a hidden neuron's response to tokens is one frequency, on average",
+                "mean max P, P of W·Eᵀ over 1..p//2",
+                "1: every neuron is tuned to one frequency",
+            ),
+            MetricInfo("neuron_fourier_entropy", "the same as entropy", "mean −Σ P ln P / ln(p//2)", sharp),
+        ]
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """The spectra as they are now."""
+        found = embedding_or_off(self, ctx.model, self.embedding)
+        if found is None or ctx.model is None:
+            return None
+        table = found[1]
+        p = self._number_of_tokens(table.shape[0], ctx.config)
+        if p < 4:  # there is no frequency between none and the highest
+            return None
+        rows = wide(table)[:p]
+        metrics = self._of_embedding(_spectrum(rows), p)
+        decoder = decoder_of(ctx.model, table, p)
+        if decoder is not None:
+            metrics |= self._of_decoder(_spectrum(wide(decoder[1])[:p]), p)
+        return metrics | _of_neurons(ctx.model, rows, table, None if decoder is None else decoder[1], p)
+
+    def _number_of_tokens(self, rows: int, config: Any) -> int:
+        wanted = self.num_tokens if self.num_tokens is not None else getattr(config, "p", None)
+        if isinstance(wanted, int) and 0 < wanted <= rows and (self.num_tokens is not None or rows - wanted <= 8):
+            return wanted
+        return rows
+
+    def _of_embedding(self, power: NDArray[Any], p: int) -> dict[str, Any]:
+        stride = math.isqrt(p)
+        threshold = self.significance_multiplier / p
+        now = [k for k in range(1, p // 2 + 1) if power[k] > threshold]
+        new = sorted(set(now) - set(self.tracked))
+        self.tracked = sorted({*self.tracked, *now})
+        peak = int(power[1 : p // 2].argmax()) + 1
+        metrics: dict[str, Any] = {
+            "low_freq_power": float(power[: max(p // 20, 10)].sum()),
+            "spectral_entropy": _entropy(power) / math.log(p),
+            "peak_frequency": peak,
+            "peak_power": float(power[peak]),
+            "n_significant_freqs": int((power > threshold).sum()),
+            "stride_harmonic_power": float(sum(power[k * stride] for k in range(1, 10) if k * stride < p)),
+            "n_tracked_freqs": len(self.tracked),
+        }
+        if self.tracked:
+            metrics["freq_powers"] = {k: float(power[k]) for k in self.tracked}
+        return metrics | ({"newly_acquired_freqs": new} if new else {})
+
+    def _of_decoder(self, power: NDArray[Any], p: int) -> dict[str, Any]:
+        return {
+            "decoder_spectral_entropy": _entropy(power) / math.log(p),
+            "decoder_peak_frequency": int(power[1 : p // 2].argmax()) + 1,
+            "decoder_n_significant_freqs": int((power > self.significance_multiplier / p).sum()),
+        }
+
+    def reset(self) -> None:
+        """Another run begins."""
+        super().reset()
+        self.tracked = []
+
+
+def _spectrum(rows: Tensor) -> NDArray[Any]:
+    """The share of each frequency in the power of all columns together; zeros of a zero table."""
+    power: NDArray[Any] = torch.fft.fft(rows, dim=0).abs().square().mean(dim=1).double().cpu().numpy()
+    total = power.sum()
+    return power / total if total != 0 else power
+
+
+def _entropy(power: NDArray[Any]) -> float:
+    there = power[power != 0]
+    return float(-(there * np.log(there)).sum())
+
+
+def _of_neurons(model: nn.Module, rows: Tensor, table: nn.Parameter, decoder: Tensor | None, p: int) -> dict[str, Any]:
+    tops, entropies = [], []
+    for weight in hidden_layers_of(model, table, decoder):
+        responses = wide(weight).to(rows.device) @ rows.T  # (neurons, tokens)
+        power = torch.fft.rfft(responses, dim=1)[:, 1 : p // 2 + 1].abs().square()
+        total = power.sum(dim=1, keepdim=True)
+        power = torch.where(total != 0, power / total, 0.0)
+        tops.append(power.amax(dim=1).mean())
+        entropies.append(torch.special.entr(power).sum(dim=1).mean() / math.log(p // 2))
+    if not tops:
+        return {}
+    return {
+        "neuron_fourier_top1": torch.stack(tops).mean(),
+        "neuron_fourier_entropy": torch.stack(entropies).mean(),
+    }

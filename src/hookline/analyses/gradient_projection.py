@@ -1,0 +1,154 @@
+"""``gradient_projection``: whether gradients, and the moves they lead to, point at a known solution.
+
+Takes reference weights from the manager (``HookManager(reference_weights=...)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.analyses._analysis import AT_REPORTS, Analysis
+from hookline.analyses._shared import SMALL, is_bias, norm_of_all, wide, work_of
+from hookline.hooks.metric_info import MetricInfo
+from hookline.lifecycle.point import HookPoint
+
+if TYPE_CHECKING:
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["GradientProjectionHook"]
+
+_NONE: Final = 1e-12
+"""A vector shorter than this has no direction."""
+
+
+class GradientProjectionHook(Analysis):
+    """Cosines of descent and displacement with the way from the last weights to the reference.
+
+    Recipe: ``hookline.HookManager(["gradient_projection"], reference_weights="final.pt", sinks=[...])``.
+
+    Parameters that the reference does not have, or has in another shape, are passed over. Keeps one copy of the
+    parameters besides the reference.
+    """
+
+    name = "gradient_projection"
+    description = "whether gradients and moves point at the reference weights"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    loop_points = AT_REPORTS
+    needs_grads = True
+    needs_reference_weights = True
+    kept = ("previous",)
+    previous: dict[str, Tensor] | None
+    _moved: dict[str, Tensor]
+
+    def __init__(self) -> None:
+        self.reference_weights: Mapping[str, Tensor] = {}
+        self.reset()
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean."""
+        grad, disp = "cos(−g, θ* − θ_prev)", "cos(θ − θ_prev, θ* − θ_prev)"
+        sign = "above 0: towards the reference; below 0: away from it"
+        return [
+            MetricInfo("grad_cossim_to_solution/{param}", "descent of a weight", grad, sign),
+            MetricInfo("disp_cossim_to_solution/{param}", "move of a weight since the last report", disp, sign),
+            MetricInfo("overall_grad_cossim_to_solution", "descent of all parameters", grad, sign),
+            MetricInfo("overall_disp_cossim_to_solution", "move of all parameters", disp, sign),
+            MetricInfo("mean_layer_grad_cossim_to_solution", "mean over parameters, biases too", grad, sign),
+            MetricInfo("mean_layer_disp_cossim_to_solution", "mean over parameters, biases too", disp, sign),
+            MetricInfo("displacement_norm", "length of the move since the last report", "‖θ − θ_prev‖"),
+            MetricInfo("distance_to_reference", "how far it is yet", "‖θ* − θ‖", "falls if it gets there"),
+        ]
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """From the weights at the last report; the first time only the distance."""
+        if self.off:
+            return None
+        parameters = work_of(ctx).parameters
+        there = [name for name, p in parameters.items() if _shape(self.reference_weights, name) == p.shape]
+        now = {name: wide(parameters[name]) for name in there}
+        if not there:
+            self.turn_off(
+                "looked for reference weights with the names and shapes of the model's (HookManager("
+                f"reference_weights=...)) and found {len(self.reference_weights) or 'none'}"
+            )
+            return None
+        goal = {name: self._reference(name, now[name]) for name in there}
+        metrics: dict[str, Any] = {"distance_to_reference": norm_of_all(goal[name] - now[name] for name in there)}
+        previous, self.previous = self.previous, {name: now[name].clone() for name in there}
+        if previous is not None:
+            metrics |= _projections({name: goal[name] for name in there if name in previous}, previous, now, ctx)
+        return metrics
+
+    def _reference(self, name: str, like: Tensor) -> Tensor:
+        """Moved to the device of the parameter once."""
+        if self._moved.get(name) is None or self._moved[name].device != like.device:
+            self._moved[name] = wide(self.reference_weights[name]).to(like.device)
+        return self._moved[name]
+
+    def set_reference_weights(self, reference: Mapping[str, Tensor]) -> None:
+        """Weights to compare with, by parameter."""
+        self.reference_weights = reference
+        self._moved.clear()
+
+    def reset(self) -> None:
+        """Another run begins."""
+        super().reset()
+        self.previous = None
+        self._moved = {}
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> Any:
+    return tensors[name].shape if name in tensors else None
+
+
+def _projections(
+    goal: Mapping[str, Tensor], previous: Mapping[str, Tensor], now: Mapping[str, Tensor], ctx: RunDataContext
+) -> dict[str, float]:
+    grads = ctx.accumulated_grads or {}
+    descents: dict[str, list[float]] = {}
+    moves: dict[str, list[float]] = {}
+    for name, target in goal.items():
+        before = previous[name].to(target.device)
+        way = target - before
+        move = now[name] - before
+        vectors = [move, *([-wide(grads[name])] if name in grads and wide(grads[name]).shape == way.shape else [])]
+        # way·v and v·v of each, in one transfer per parameter
+        dots = torch.stack([way.flatten() @ way.flatten(), *(x for v in vectors for x in _two(way, v))]).tolist()
+        moves[name] = [dots[0], *dots[1:3]]
+        if len(dots) > 3:
+            descents[name] = [dots[0], *dots[3:5]]
+    return {
+        **_cosines("grad", descents, goal),
+        **_cosines("disp", moves, goal),
+        "displacement_norm": sum(squared for _, _, squared in moves.values()) ** 0.5,
+    }
+
+
+def _two(way: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    flat = vector.flatten()
+    return way.flatten() @ flat, flat @ flat
+
+
+def _cosines(kind: str, dots: Mapping[str, list[float]], goal: Mapping[str, Tensor]) -> dict[str, float]:
+    """``dots``: of each parameter the squared way, its product with the vector, and the squared vector."""
+    if not dots:
+        return {}
+    cosines = {
+        name: product / (way * vector) ** 0.5
+        for name, (way, product, vector) in dots.items()
+        if not (way <= _NONE**2 or vector <= _NONE**2)
+    }
+    way, product, vector = (sum(column) for column in zip(*dots.values(), strict=True))
+    found = {
+        f"{kind}_cossim_to_solution/{name}": value
+        for name, value in cosines.items()
+        if goal[name].dim() >= 2 and not is_bias(name)
+    }
+    found[f"overall_{kind}_cossim_to_solution"] = product / ((way * vector) ** 0.5 + SMALL)
+    if cosines:  # none of them has a direction if all gradients, or all moves, are zero
+        found[f"mean_layer_{kind}_cossim_to_solution"] = sum(cosines.values()) / len(cosines)
+    return found

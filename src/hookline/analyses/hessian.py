@@ -1,0 +1,305 @@
+"""``hessian``: how the step before bends the gradient of this one, by the curvature along its gradient.
+
+With A the batch before and B the present one, the gradient of B after A's step is about its gradient before that step
+less η·H_B·g_A: that product is what A and B have to do with each other, and depends on their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hookline.analyses._analysis import whole_number
+from hookline.analyses._interventions import (
+    Compared,
+    bursts,
+    by_parameter,
+    cosine,
+    joined,
+    norm,
+    numbers_of,
+    ratio,
+    way_to_solution,
+    weight_names,
+)
+from hookline.analyses._shared import flatten
+from hookline.errors import OptionError
+from hookline.hooks.metric_info import MetricInfo
+from hookline.hooks.training_hook import LoopPoints
+from hookline.lifecycle.point import HookPoint
+
+if TYPE_CHECKING:
+    from hookline.guard.model_context import ModelDataContext
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["HessianHook"]
+
+_METHODS: Final = ("difference", "exact")
+_NO_ENERGY: Final = 1e-12
+"""Added to the squared length of a gradient before dividing by it."""
+
+
+@dataclass
+class _Before:
+    """The model before a step."""
+
+    tensors: list[Tensor]
+    """Parameters, then buffers."""
+    rate: float | None
+    """The learning rate of the step."""
+    seen_after: bool
+    """Whether this was taken after the step before, in a loop that tells nobody when a step begins."""
+
+
+class HessianHook(Compared):
+    """Curvature along the gradient of the step before, and how much of this step's gradient comes from there.
+
+    Recipe: ``hookline.HookManager(["hessian"], hook_config={"hessian": {"every_n_steps": 200}}, sinks=[...])``.
+
+    It goes back to the weights before the last step, and takes the gradient of the present batch there twice (by
+    ``"difference"``), or once and a second derivative (``"exact"``), with the same random numbers of its own, so that
+    dropout does not count as curvature. During a burst it keeps two copies of the model. The first step of a burst
+    yields nothing (in the step loop: the first two).
+
+    Args:
+        epsilon: How far the weights are moved for the difference. In float32 rounding adds an error of about 1e-7 of
+            the gradient's length over epsilon. With kinks (ReLU) the difference counts the units that switch on the
+            way, which ``"exact"`` does not see: on ``mod_arithmetic`` ``amplification_ratio`` is 0.28 at 1e-4, 0.11 at
+            1e-2, and 0.08 exactly.
+        every_n_steps: How many steps from one burst to the next; the first begins at that step.
+        burst_length: How many steps in a row are looked at.
+        method: ``"difference"`` of two gradients, or ``"exact"``, which needs a loss that has second derivatives.
+        per_parameter: Report each parameter that is no bias as well.
+    """
+
+    name = "hessian"
+    description = "curvature along the last step's gradient, and how it bends this one's"
+    hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
+    loop_points: LoopPoints = MappingProxyType(
+        {"epoch": {HookPoint.PRE_STEP, HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}}
+    )
+    intervention_points = frozenset({HookPoint.POST_STEP})
+    needs_prev_step_grads = True
+    scope = "trains"
+
+    def __init__(
+        self,
+        epsilon: float = 1e-4,
+        every_n_steps: int = 1000,
+        burst_length: int = 11,
+        method: str = "difference",
+        per_parameter: bool = True,
+    ) -> None:
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not epsilon > 0:
+            raise OptionError(f"epsilon= of hook 'hessian' must be a number over 0, got {epsilon!r}.")
+        if method not in _METHODS:
+            raise OptionError(f"method= of hook 'hessian' is 'difference' or 'exact', got {method!r}.")
+        self.epsilon = float(epsilon)
+        self.method = method
+        self.per_parameter = per_parameter
+        self.step_schedule = bursts(
+            whole_number(self.name, "every_n_steps", every_n_steps, 1),
+            whole_number(self.name, "burst_length", burst_length, 1),
+        )
+        self._before: dict[int, _Before] = {}
+        self._last: Tensor | None = None
+        self._last_step = -1
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean; e = η·H_B·g_A, c = g_B + e."""
+        own = [
+            MetricInfo("entanglement_norm", "what the step before takes off this gradient", "‖e‖", "0: no effect"),
+            MetricInfo("content_norm", "this gradient without the step before", "‖c‖"),
+            MetricInfo(
+                "entanglement_energy_ratio", "the one over the other", "‖e‖²/(‖g_B‖²+1e-12)", ">1: longer than g_B"
+            ),
+        ]
+        aims = [
+            MetricInfo(f"{part}_cossim_to_solution", "and the way to the reference", f"cos(−{symbol}, θ_ref − θ)",
+                       "above 0: leads there")
+            for part, symbol in (("entanglement", "e"), ("content", "c"))
+        ]  # fmt: skip
+        whole = [
+            MetricInfo("observed_grad_norm", "gradient of this batch before the last step", "‖g_B‖"),
+            MetricInfo("entanglement_content_cossim", "do they agree", "cos(e, c)", "above 0: it adds to the content"),
+            MetricInfo("rayleigh_quotient", "curvature along g_A", "g_A·H_B·g_A/‖g_A‖²", "below 0: a saddle"),
+            MetricInfo("amplification_ratio", "how far H_B stretches g_A", "‖H_B·g_A‖/‖g_A‖"),
+            MetricInfo("edge_of_stability", "is the rate too large for it", "2·η·‖H_B·g_A‖/‖g_A‖", "above 4: it is"),
+            MetricInfo("entanglement_coherence", "this and the last one in the burst", "cos(e, e_before)", "1: steady"),
+        ]
+        single = [MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in own + aims]
+        return own + whole + aims + (single if self.per_parameter else [])
+
+    # -- going along ---------------------------------------------------------------------------------------------
+
+    def compute(self, ctx: RunDataContext) -> None:
+        """A step is about to be made: keep the model as it is."""
+        self._keep(_step(ctx, self), ctx, seen_after=False)
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
+        """A step was made: go back to before the last one and look at the curvature there."""
+        step = _step(run_ctx, self)
+        before, now = self._before.get(step - 1), self._before.get(step)
+        way = way_to_solution(self.reference, model_ctx.model)  # from here, before going anywhere
+        if now is None or now.seen_after:
+            self._keep(step + 1, run_ctx, seen_after=True)
+        found = None if before is None else self._measure(run_ctx, model_ctx, before, way)
+        metrics = None if found is None else found[0] | self._coherence(step, found[1])
+        if self.step_schedule is not None and not self.step_schedule.is_active(step + 1):
+            self._forget()  # the burst is over: what it kept is no use to the next
+        return metrics
+
+    def _coherence(self, step: int, vector: Tensor) -> dict[str, Any]:
+        """With the product of the step before, if that was looked at too."""
+        last, last_step = self._last, self._last_step
+        self._last, self._last_step = vector, step
+        if last is None or last_step != step - 1 or last.shape != vector.shape:
+            return {}
+        return {"entanglement_coherence": cosine(vector, last)}
+
+    def _keep(self, step: int, ctx: RunDataContext, *, seen_after: bool) -> None:
+        assert ctx.model is not None
+        copies = [tensor.detach().clone() for tensor in _tensors(ctx.model)]
+        self._before = {number: one for number, one in self._before.items() if number == step - 1}
+        self._before[step] = _Before(copies, ctx.lr, seen_after)
+
+    def _forget(self) -> None:
+        self._before, self._last, self._last_step = {}, None, -1
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def _measure(
+        self, run_ctx: RunDataContext, model_ctx: ModelDataContext, before: _Before, way: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], Tensor] | None:
+        """The figures, and the product that they are of."""
+        last = run_ctx.prev_step_grads or {}
+        if not weight_names(last) or not _put_back(model_ctx.model, before):
+            return None
+        whole = flatten(last.values())
+        if whole is None or float(norm(whole)) == 0.0:
+            return None  # a step that went nowhere
+        gradient, product = self._gradient_and_product(_step(run_ctx, self), model_ctx, last, norm(whole))
+        groups = model_ctx.param_groups
+        rate = before.rate if before.rate is not None else float(groups[0]["lr"]) if groups else 0.0
+        look = _Look(last, gradient, product, rate, way)
+        if not look.names:
+            return None
+        figures = look.whole(look.names)
+        if self.per_parameter:
+            figures |= by_parameter(look.names, lambda name: look.parts([name]))
+        return figures, joined(product, look.names)
+
+    def _gradient_and_product(
+        self, step: int, model_ctx: ModelDataContext, last: Mapping[str, Tensor], length: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The gradient of this batch, and its Hessian times the gradient of the last one."""
+        with numbers_of(step):
+            gradient = model_ctx.compute_batch_gradients()
+        if self.method == "exact":
+            with numbers_of(step):
+                return gradient, model_ctx.hvp(last)
+        model_ctx.apply_perturbation({name: part / length.to(part.device) for name, part in last.items()}, self.epsilon)
+        with numbers_of(step):
+            moved = model_ctx.compute_batch_gradients()
+        scale = length / self.epsilon
+        shared = gradient.keys() & moved.keys()
+        return gradient, {name: (moved[name] - gradient[name]) * scale.to(moved[name].device) for name in shared}
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Another run begins."""
+        super().reset()
+        self._forget()
+
+    def get_state_tensors(self) -> dict[str, Any]:
+        """What a burst has kept."""
+        found: dict[str, Any] = {"before": {str(step): one.tensors for step, one in self._before.items()}}
+        return found if self._last is None else {**found, "last": self._last}
+
+    def set_state_tensors(self, tensors: dict[str, Any]) -> None:
+        """Take it back, on another device."""
+        for step, copies in tensors.get("before", {}).items():
+            self._before[int(step)].tensors = copies
+        self._last = tensors.get("last")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same, and of which steps it is."""
+        steps = {str(step): [one.rate, one.seen_after] for step, one in self._before.items()}
+        return {**self.get_state_tensors(), "steps": steps, "last_step": self._last_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the middle of a burst."""
+        self._forget()
+        for step, (rate, seen_after) in state.get("steps", {}).items():
+            self._before[int(step)] = _Before([], rate, bool(seen_after))
+        self._last_step = int(state.get("last_step", -1))
+        self.set_state_tensors({key: state[key] for key in ("before", "last") if key in state})
+
+
+class _Look(NamedTuple):
+    """What was found at one step, each by parameter."""
+
+    last: Mapping[str, Tensor]
+    gradient: Mapping[str, Tensor]
+    product: Mapping[str, Tensor]
+    rate: float
+    way: Mapping[str, Tensor]
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that it is about."""
+        return weight_names(self.last, self.gradient, self.product)
+
+    def parts(self, names: list[str]) -> dict[str, Any]:
+        """Figures that each parameter has as well."""
+        g, e = joined(self.gradient, names), self.rate * joined(self.product, names)
+        return {
+            "entanglement_norm": norm(e),
+            "content_norm": norm(g + e),
+            "entanglement_energy_ratio": norm(e).square() / (norm(g).square() + _NO_ENERGY),
+            **self._aims([name for name in names if name in self.way]),
+        }
+
+    def _aims(self, names: list[str]) -> dict[str, Any]:
+        if not names:
+            return {}
+        g, e, to = joined(self.gradient, names), self.rate * joined(self.product, names), joined(self.way, names)
+        return {"entanglement_cossim_to_solution": cosine(-e, to), "content_cossim_to_solution": cosine(-g - e, to)}
+
+    def whole(self, names: list[str]) -> dict[str, Any]:
+        """Figures of all parameters together."""
+        g_a, g_b, vector = joined(self.last, names), joined(self.gradient, names), joined(self.product, names)
+        stretch = ratio(norm(vector), norm(g_a))
+        return self.parts(names) | {
+            "observed_grad_norm": norm(g_b),
+            "entanglement_content_cossim": cosine(self.rate * vector, g_b + self.rate * vector),
+            "rayleigh_quotient": ratio(torch.dot(g_a, vector), torch.dot(g_a, g_a)),
+            "amplification_ratio": stretch,
+            "edge_of_stability": 2 * self.rate * stretch,
+        }
+
+
+def _step(ctx: RunDataContext, hook: HessianHook) -> int:
+    """Which step it is; in a loop of one's own that does not say so in the context, by the manager's count."""
+    return ctx.step if ctx.step is not None else int(getattr(hook.manager, "global_step", 0))
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _put_back(model: nn.Module, before: _Before) -> bool:
+    """Have the model be as it was; False if it is another by now. The guard undoes it."""
+    now = _tensors(model)
+    if [tensor.shape for tensor in now] != [tensor.shape for tensor in before.tensors]:
+        return False
+    with torch.no_grad():
+        for tensor, copy in zip(now, before.tensors, strict=True):
+            tensor.copy_(copy)
+    return True

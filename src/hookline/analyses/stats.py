@@ -1,0 +1,177 @@
+"""``stats``: streaming statistics of every layer, reported with the other metrics of a run.
+
+Puts a `hookline.watch` on the model when training starts and takes it off when it ends; what it counted goes out at the
+end of each epoch, or at snapshots of the step loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.analyses._analysis import AT_REPORTS, Analysis
+from hookline.hooks.metric_info import MetricInfo
+from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.schedule import StepSchedule
+from hookline.observe.watch import Watch, watch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["StatsHook"]
+
+_STATS: Final = ("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite")
+
+
+class StatsHook(Analysis):
+    """Mean, spread, norm and extremes of activations, gradients and parameters, layer by layer.
+
+    Recipe: ``hookline.HookManager(["stats"], hook_config={"stats": {"every": 5}}, sinks=[...])``.
+
+    Metrics are ``{layer}/{kind}/{stat}``; those of the whole model have no layer in front. A step is one forward of the
+    model, and gradients of parameters are read when its backward pass is over: before they are clipped, and as large
+    as a GradScaler has made them. To have them as the optimizer sees them, make the watch yourself:
+    ``HookManager(hooks=[hookline.watch(model, optimizer=optimizer)])``.
+
+    Args:
+        targets: Which modules, and parameters below them; as in ``hookline.watch``.
+        on: What to look at: ``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``; one, or several with commas.
+        stats: Which statistics; as in ``hookline.watch``, with commas if it is one string.
+        every: Every how many steps to look; the steps between cost nothing. Looking takes about half as long as the
+            step itself in a model of 60,000 parameters, less in larger ones.
+        exclude: Modules and parameters to leave out.
+    """
+
+    name = "stats"
+    description = "statistics of activations, gradients and parameters, layer by layer"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    loop_points = AT_REPORTS
+
+    def __init__(
+        self,
+        targets: str = "*",
+        on: str | Sequence[str] = ("forward", "backward", "param", "param_grad"),
+        stats: str | Sequence[str] = _STATS,
+        every: int | StepSchedule = 10,
+        exclude: str | None = None,
+    ) -> None:
+        self.targets, self.exclude = targets, exclude
+        self.on, self.stats = _listed(on), _listed(stats)
+        self.every = StepSchedule.of(every)
+        self._watch: Watch | None = None
+        self._waiting: Mapping[str, Any] = {}
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean."""
+        kinds = {
+            "forward": "outputs of a layer",
+            "backward": "gradients of a layer's outputs",
+            "param": "a parameter as it is",
+            "param_grad": "gradients of a parameter",
+        }
+        found = [MetricInfo("nonfinite", "tensors with NaN or Inf in them, everywhere", sign_info="0 is healthy")]
+        for kind in self.on:
+            what = kinds.get(kind, kind)
+            found.append(MetricInfo(f"max_{kind}", f"largest magnitude in {what}, over all", "max |x|"))
+            for stat in self.stats:
+                found.append(MetricInfo(f"{{layer}}/{kind}/{stat}", f"{stat} over {what} since the last report"))
+                found.append(MetricInfo(f"{kind}/{stat}", f"{stat} over {what}, of the model as a whole"))
+        return found
+
+    def start(self, model: nn.Module) -> None:
+        """Put the watch on."""
+        self.finish()
+        self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
+        _restore(self._watch, self._waiting)
+        self._waiting = {}
+
+    def finish(self) -> None:
+        """Take it off."""
+        if self._watch is not None:
+            self._watch.remove(quiet=True)
+        self._watch = None
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Tell what was counted, and begin anew."""
+        if ctx.model is None:
+            return None
+        if self._watch is None:  # in a loop that does not start hooks: from now on
+            self.start(ctx.model)
+            return None
+        metrics = self._watch.to_metrics(reset=True)
+        return {**_summaries(metrics, self.on), **metrics}
+
+    def reset(self) -> None:
+        """Another run begins."""
+        super().reset()
+        self._waiting = {}
+        if self._watch is not None:
+            self._watch.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted since the last report."""
+        return dict(self._waiting) if self._watch is None else _rows_of(self._watch)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting, if need be when training starts."""
+        if self._watch is None:
+            self._waiting = dict(state)
+        else:
+            _restore(self._watch, state)
+
+
+def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
+    parts = given.split(",") if isinstance(given, str) else given
+    return tuple(part.strip() for part in parts)
+
+
+def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """A few figures over everything, with names short enough for a console."""
+    found: dict[str, Any] = {}
+    bad = [value for name, value in metrics.items() if name.endswith("/nonfinite")]
+    if bad:
+        found["nonfinite"] = int(sum(bad))
+    for kind in kinds:
+        largest = [value for name, value in metrics.items() if name.endswith(f"{kind}/absmax")]
+        if largest:
+            found[f"max_{kind}"] = float(torch.tensor(largest).max())  # NaN if one is
+    return found
+
+
+# -- resuming ------------------------------------------------------------------------------------------------
+# A watch has no state_dict of its own: what it knows is one row of sums and extremes per place and device.
+
+
+def _rows_of(seen: Watch) -> dict[str, Any]:
+    engine = seen._engine
+    engine.flush()
+    rows = {
+        "\t".join((str(device), kind, name)): torch.cat((row.added, row.kept)).cpu()
+        for (name, kind), place in engine.places.items()
+        for device, row in place.rows.items()
+    }
+    return {"rows": rows, "steps": seen.steps}
+
+
+def _restore(seen: Watch, state: Mapping[str, Any]) -> None:
+    if not state:
+        return
+    engine = seen._engine
+    engine.reset()
+    rows: Mapping[str, Tensor] = state["rows"]
+    for label, numbers in rows.items():
+        device, kind, name = label.split("\t", 2)
+        row = engine.row(engine.place(name, kind), torch.device(device))
+        count = row.added.numel()
+        if numbers.numel() == count + row.kept.numel():  # the same statistics are asked for
+            row.added.copy_(numbers[:count])
+            row.kept.copy_(numbers[count:])
+    steps = seen._steps
+    steps.count = state["steps"]
+    steps.is_due = steps._schedule.is_active(steps.count)
+    seen._turn(steps.is_due or steps.keeps_hooks())

@@ -1,0 +1,143 @@
+"""``training_diagnostics``: what a careful operator of training runs watches, from three numbers a step.
+
+Keeps loss, gradient norm and weight norm of every step on the device; at a report they cross to the host at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.analyses._analysis import EACH_STEP, Analysis
+from hookline.analyses._shared import figure, norm_of_all, work_of
+from hookline.hooks.metric_info import MetricInfo
+from hookline.lifecycle.point import HookPoint
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["TrainingDiagnosticsHook"]
+
+_ROOM: Final = 64
+_NONE: Final = 1e-12
+"""A mean or a weight norm this small is zero: nothing is divided by it."""
+_LOSS, _GRAD, _WEIGHT, _RATE = range(4)
+
+
+class TrainingDiagnosticsHook(Analysis):
+    """Volatility of the loss, noise of the gradient norm, size of updates; over the steps since the last report.
+
+    Recipe: ``hookline.HookManager(["training_diagnostics"], sinks=[...])``. Gradients and weights with biases.
+    """
+
+    name = "training_diagnostics"
+    description = "volatility of the loss, noise of the gradient norm, size of updates"
+    hook_points = frozenset({HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    loop_points = EACH_STEP
+    kept = ("values", "count", "has_loss", "has_grad")
+    count: int
+    has_loss: bool
+    has_grad: bool
+    values: Tensor | None
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean."""
+        ratio = "lr·‖g‖ / ‖θ‖; what plain SGD would move"
+        return [
+            MetricInfo("loss_mean", "mean loss of the steps", "L̄", "lower is better"),
+            MetricInfo("loss_std", "standard deviation (n − 1)", "s", "lower: smoother"),
+            MetricInfo("loss_volatility", "spread relative to the mean", "s / |L̄|", "lower: steadier"),
+            MetricInfo(
+                "loss_autocorrelation",
+                "whether the loss of a step tells that of the next; from three steps on",
+                "Σ dᵢ dᵢ₊₁ / (s² (n − 1)), d = L − L̄",
+                "near 1: a trend; near 0: noise",
+            ),
+            MetricInfo("grad_norm_mean", "mean length of the gradient", "mean ‖g‖"),
+            MetricInfo("grad_norm_std", "standard deviation (n − 1)", "std ‖g‖"),
+            MetricInfo("grad_norm_cv", "spread relative to the mean", "std / mean", "high: noisy batches"),
+            MetricInfo("grad_norm_max", "largest of the steps", "max ‖g‖", "far over the mean: a spike"),
+            MetricInfo("update_ratio_mean", "mean relative size of an update", ratio, "about 1e-3 is usual"),
+            MetricInfo("update_ratio_std", "standard deviation (n − 1)", ratio),
+            MetricInfo("weight_norm", "length of all parameters after the last step", "‖θ‖"),
+        ]
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Take a step in; report when it is time."""
+        if ctx.hook_point is not HookPoint.POST_STEP:
+            return self._report()
+        work = work_of(ctx)
+        weight = norm_of_all(work.parameters.values())
+        if weight is None:
+            return None
+        loss, grad = figure(ctx, "loss"), norm_of_all(work.step_gradients)
+        self.has_loss, self.has_grad = self.has_loss or loss is not None, self.has_grad or grad is not None
+        nothing = math.nan
+        numbers = (nothing if loss is None else loss, nothing if grad is None else grad, weight, ctx.lr or 0.0)
+        self._keep(numbers, weight)
+        return None
+
+    def _keep(self, numbers: tuple[Any, ...], like: Tensor) -> None:
+        if self.values is None:
+            self.values = like.new_empty(len(numbers), _ROOM, dtype=like.dtype)
+        elif self.count == self.values.shape[1]:
+            self.values = torch.cat((self.values, torch.empty_like(self.values)), dim=1)
+        for row, number in enumerate(numbers):  # a fill each, which is no transfer
+            self.values[row, self.count] = number
+        self.count += 1
+
+    def _report(self) -> dict[str, float] | None:
+        if self.values is None or self.count == 0:
+            return None
+        steps: NDArray[Any] = self.values[:, : self.count].double().cpu().numpy()
+        has_loss, has_grad = self.has_loss, self.has_grad
+        self.count, self.has_loss, self.has_grad = 0, False, False
+        moving = steps[_WEIGHT] > _NONE
+        ratios = steps[_RATE, moving] * steps[_GRAD, moving] / steps[_WEIGHT, moving]
+        return {
+            **(_of_losses(steps[_LOSS]) if has_loss else {}),
+            **(_of_gradients(steps[_GRAD]) if has_grad else {}),
+            **(_mean_and_std("update_ratio", ratios) if has_grad else {}),
+            "weight_norm": float(steps[_WEIGHT, -1]),
+        }
+
+    def reset(self) -> None:
+        """Another run begins."""
+        super().reset()
+        self.values = None
+        self.count = 0
+        self.has_loss = self.has_grad = False
+
+
+def _mean_and_std(name: str, values: NDArray[Any]) -> dict[str, float]:
+    found = {f"{name}_mean": float(values.mean())} if values.size else {}
+    return found | ({f"{name}_std": float(values.std(ddof=1))} if values.size > 1 else {})
+
+
+def _of_losses(losses: NDArray[Any]) -> dict[str, float]:
+    found = _mean_and_std("loss", losses)
+    if "loss_std" not in found:
+        return found
+    mean, std = found["loss_mean"], found["loss_std"]
+    if not abs(mean) <= _NONE:
+        found["loss_volatility"] = std / abs(mean)
+    if losses.size >= 3 and not std <= 1e-8:
+        away = losses - mean
+        found["loss_autocorrelation"] = float((away[:-1] * away[1:]).sum()) / (std**2 * (losses.size - 1))
+    return found
+
+
+def _of_gradients(norms: NDArray[Any]) -> dict[str, float]:
+    found = _mean_and_std("grad_norm", norms)
+    if "grad_norm_std" in found and not found["grad_norm_mean"] <= _NONE:
+        found["grad_norm_cv"] = found["grad_norm_std"] / found["grad_norm_mean"]
+    return found | {"grad_norm_max": float(norms.max())}

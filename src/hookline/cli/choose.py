@@ -1,0 +1,63 @@
+"""Which hooks a run has: a group of the experiment, hooks by name, hooks from files, and always `training_metrics`.
+
+Takes the flags, hands names to `HookManager`; an empty list is no manager at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hookline.cli.load import load_object, nearest_text
+from hookline.errors import HookNameError, OptionError
+
+__all__ = ["choose_hooks", "known_name"]
+
+_ALWAYS = "training_metrics"
+"""Loss, accuracy and learning rate flow beside whatever else is asked for."""
+
+
+def choose_hooks(
+    group: str | None, names: Sequence[str] | None, hook_sets: Mapping[str, Sequence[str]], experiment: str
+) -> list[str]:
+    """The names of the hooks, each once, `training_metrics` first; none if no hook is asked for.
+
+    Args:
+        group: What ``--with-hooks`` says.
+        names: What ``--hooks`` says; None if it is not given, empty if it is given bare.
+        hook_sets: The groups of the experiment.
+        experiment: Its name, for messages.
+    """
+    from hookline.hooks.registry import HookRegistry
+
+    found = [] if group is None else _of_group(group, hook_sets, experiment)
+    found += HookRegistry.resolve([known_name(name) for name in names or ()])
+    if not found and names is None:
+        return []
+    return list(dict.fromkeys([_ALWAYS, *found]))
+
+
+def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: str) -> list[str]:
+    from hookline.hooks.registry import HookRegistry
+
+    if not hook_sets:
+        raise HookNameError(
+            f"--with-hooks {group}: {experiment} names no groups of hooks (hook_sets); choose hooks with --hooks NAME."
+        )
+    if group not in hook_sets:
+        raise HookNameError(f"Unknown group of hooks: {group!r}.{nearest_text(group, list(hook_sets), 'Groups')}")
+    return [name for name in HookRegistry.resolve(hook_sets[group]) if not HookRegistry.get(name).debug]
+
+
+def known_name(name: str) -> str:
+    """The name; of a hook in a file or a module, the name it is registered by from now on."""
+    if ":" not in name:
+        return name
+    from hookline.hooks.registry import HookRegistry
+    from hookline.hooks.training_hook import TrainingHook
+
+    found = load_object(name, wanted="a hook")
+    if not (isinstance(found, type) and issubclass(found, TrainingHook)):
+        raise OptionError(f"--hooks {name}: that is {found!r}, and a hook is a class derived from TrainingHook.")
+    if found.name not in HookRegistry.known() or HookRegistry.get(found.name) is not found:
+        HookRegistry.register(found)
+    return found.name

@@ -1,0 +1,92 @@
+"""The sinks of a run, from its flags.
+
+Takes the flags, hands fresh sink objects to `run` for each strategy. A package that is missing is told before training
+begins, with the line that installs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from hookline.cli.load import load_object, nearest_text
+from hookline.cli.options import SinkOptions
+from hookline.errors import OptionError
+
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "destinations", "sink_class", "sink_files"]
+
+ENTRY_POINTS: Final = "hookline.sinks"
+BUILT_IN: Final = {
+    "csv": "hookline.sinks.csv:CSVSink",
+    "jsonl": "hookline.sinks.jsonl:JSONLSink",
+    "parquet": "hookline.sinks.parquet:ParquetSink",
+    "tensorboard": "hookline.sinks.tensorboard:TensorBoardSink",
+    "mlflow": "hookline.sinks.mlflow:MLflowSink",
+    "wandb": "hookline.sinks.wandb:WandbSink",
+    "prometheus": "hookline.sinks.prometheus:PrometheusSink",
+}
+"""The sinks that have flags."""
+_FILES: Final = {
+    "csv": "{strategy}.csv",
+    "jsonl": "{strategy}.jsonl",
+    "parquet": "{strategy}.parquet",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow.db",
+    "wandb": "wandb",
+}
+
+
+def destinations(options: SinkOptions, others: Iterable[tuple[str, dict[str, Any]]]) -> Callable[[], list[Any]]:
+    """What makes the sinks, anew for each strategy; that they can be had is found out now."""
+    made: list[tuple[Any, dict[str, Any]]] = []
+    for name in BUILT_IN:
+        chosen = getattr(options, f"hook_{name}")
+        if chosen is not None and chosen is not False:
+            made.append((sink_class(name), _arguments(name, chosen)))
+    for path, arguments in [*((path, {}) for path in options.hook_sink), *others]:
+        made.append((sink_class(path), arguments))
+    for cls, _ in made:
+        if hasattr(cls, "check"):
+            cls.check()
+    return lambda: [_make(cls, arguments) for cls, arguments in made]
+
+
+def _arguments(name: str, chosen: Any) -> dict[str, Any]:
+    return {"wandb": {"project": chosen}, "prometheus": {"port": chosen}}.get(name, {})
+
+
+def sink_class(name: str) -> Any:
+    """A sink's class: of one that comes with hookline, by an entry point, or by its path."""
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in found:
+        return found[name].load()
+    if ":" not in name and "." not in name:
+        raise OptionError(
+            f"Unknown sink {name!r}.{nearest_text(name, [*BUILT_IN, *found])} One of your own: package.module:Class."
+        )
+    if ":" not in name and not name.endswith(".py"):
+        name = ":".join(name.rsplit(".", 1))
+    cls = load_object(name, wanted="a sink")
+    if not callable(cls) or not hasattr(cls, "emit"):
+        raise OptionError(f"{name} is {cls!r}, and a sink is a class with emit(metrics, epoch, hook_point).")
+    return cls
+
+
+def _make(cls: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return cls(**arguments)
+    except TypeError as error:
+        raise OptionError(
+            f"The sink {cls.__name__} cannot be made of {arguments or 'no arguments'}: {error}. Arguments are given in "
+            "a run file: sinks: {others: [{sink: PATH, options: {...}}]}."
+        ) from error
+
+
+def sink_files(options: SinkOptions, strategy: str) -> dict[str, str]:
+    """What the chosen sinks will write into the folder of the run."""
+    return {name: text.format(strategy=strategy) for name, text in _FILES.items() if getattr(options, f"hook_{name}")}

@@ -1,0 +1,76 @@
+"""What a user sees when something goes wrong: a sentence for a mistake, their own frames for a bug of theirs.
+
+Called by `main` for whatever a command raises; hands back the exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+__all__ = ["BUG", "DONE", "FAILED", "WRONG_USE", "RunFailed", "explain", "explain_error", "own_frames"]
+
+DONE: Final = 0
+FAILED: Final = 1
+"""The run failed: an error in training, or in the user's code."""
+WRONG_USE: Final = 2
+"""What was asked cannot be done: an unknown name, a flag that does not go."""
+BUG: Final = 1
+
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
+
+
+class RunFailed(Exception):
+    """Training raised; the cause is told, and its exit code is 1, whatever kind of error it is."""
+
+
+def explain(error: BaseException, *, debug: bool) -> int:
+    """Print what went wrong to the standard error; the exit code."""
+    from hookline.errors import HooklineError
+
+    if isinstance(error, RunFailed) and error.__cause__ is not None:
+        explain_error(error.__cause__, debug=debug)
+        return FAILED
+    explain_error(error, debug=debug)
+    return WRONG_USE if isinstance(error, HooklineError) else FAILED
+
+
+def explain_error(error: BaseException, *, debug: bool) -> None:
+    """The text of an error of ours; of another, the frames that are the user's."""
+    from hookline.errors import HooklineError
+
+    if debug:
+        traceback.print_exception(error)
+    elif isinstance(error, HooklineError) and not own_frames(error.__traceback__):
+        print(f"hookline: {error}", file=sys.stderr)
+    else:
+        _print_own(error)
+
+
+def own_frames(trace: TracebackType | None) -> traceback.StackSummary:
+    """The frames of code that is neither hookline's nor an installed package's."""
+    frames = traceback.extract_tb(trace)
+    return traceback.StackSummary.from_list([frame for frame in frames if _is_theirs(frame.filename)])
+
+
+def _is_theirs(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    path = Path(filename).resolve()
+    if path.is_relative_to(_PACKAGE):
+        # The experiments that come with hookline are read as examples; an error in them is shown as in one's own.
+        return path.parent.name == "experiments"
+    return "site-packages" not in path.parts and not path.is_relative_to(Path(traceback.__file__).resolve().parent)
+
+
+def _print_own(error: BaseException) -> None:
+    frames = own_frames(error.__traceback__)
+    if not frames:
+        traceback.print_exception(error)
+        return
+    print("Traceback (your code; all of it: --debug):", file=sys.stderr)
+    print("".join(frames.format()).rstrip(), file=sys.stderr)
+    print("".join(traceback.format_exception_only(error)).rstrip(), file=sys.stderr)

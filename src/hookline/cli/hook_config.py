@@ -1,0 +1,194 @@
+"""``--hook-config hook.param=value``: text turned into what the hook's signature asks for.
+
+Takes the flags and what a run file says, hands arguments by hook to `HookManager`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from hookline.cli.load import nearest_text
+from hookline.errors import HookNameError, OptionError
+
+__all__ = ["as_declared", "read_hook_config"]
+
+_REFERENCE: Final = "reference_weights"
+"""No hook, but what hooks compare with: its ``path`` is handed through."""
+_TRUE: Final = ("true", "yes", "on", "1")
+_FALSE: Final = ("false", "no", "off", "0")
+_SEQUENCES: Final = (list, tuple, set, frozenset, Sequence, Iterable)
+
+
+def read_hook_config(
+    items: Sequence[str],
+    given: Mapping[str, Mapping[str, Any]],
+    hooks: Sequence[str],
+    place: Callable[[Sequence[str | int]], str],
+) -> dict[str, dict[str, Any]]:
+    """Arguments by hook: those of a file, checked, and over them those of the flags, converted.
+
+    Args:
+        items: ``hook.param=value`` each.
+        given: What a file says.
+        hooks: The hooks of the run; for another an argument would have no effect, and is an error.
+        place: Where something stands in the file.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for hook, arguments in given.items():
+        for name, value in arguments.items():
+            found.setdefault(hook, {})[name] = _from_file(hook, name, value, hooks, place)
+    for item in items:
+        hook, name, text = _split(item)
+        found.setdefault(hook, {})[name] = _from_flag(hook, name, text, hooks)
+    return found
+
+
+def _split(item: str) -> tuple[str, str, str]:
+    path, equals, text = item.partition("=")
+    hook, dot, name = path.partition(".")
+    if not (equals and dot and hook and name):
+        raise OptionError(f"Invalid --hook-config format: '{item}' (expected hook_name.param=value)")
+    return hook, name, text
+
+
+def _from_flag(hook: str, name: str, text: str, hooks: Sequence[str]) -> Any:
+    if hook == _REFERENCE:
+        _check_reference(name)
+        return text
+    parameter, hint = _parameter(hook, name, hooks)
+    try:
+        return as_declared(text, hint, parameter.default)
+    except ValueError as error:
+        raise OptionError(f"--hook-config {hook}.{name}: {error}, got {text!r}.") from None
+
+
+def _from_file(
+    hook: str, name: str, value: Any, hooks: Sequence[str], place: Callable[[Sequence[str | int]], str]
+) -> Any:
+    if hook == _REFERENCE:
+        _check_reference(name)
+        return value
+    from hookline.config.values import checked_value
+
+    parameter, hint = _parameter(hook, name, hooks)
+    return value if hint is parameter.empty else checked_value(value, hint, place(["hooks", "config", hook, name]))
+
+
+def _check_reference(name: str) -> None:
+    if name != "path":
+        raise OptionError(f"--hook-config {_REFERENCE}.{name}: reference weights have a path, and nothing else.")
+
+
+def _parameter(hook: str, name: str, hooks: Sequence[str]) -> tuple[inspect.Parameter, Any]:
+    """What the hook's signature says of an argument."""
+    from hookline.hooks.registry import HookRegistry
+
+    known = HookRegistry.known()
+    if hook not in known:
+        raise HookNameError(f"--hook-config: Unknown hook: {hook!r}.{nearest_text(hook, known, 'Available')}")
+    if hook not in hooks:
+        raise OptionError(
+            f"--hook-config {hook}.{name} would have no effect: {hook} is not among the hooks of this run "
+            f"({', '.join(hooks) or 'none'}); add it: --hooks {hook}."
+        )
+    cls = HookRegistry.get(hook)
+    parameters = inspect.signature(cls).parameters
+    takes = [one.name for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if name not in takes:
+        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY), inspect.Parameter.empty
+        raise OptionError(f"Hook {hook!r} takes no {name!r}.{nearest_text(name, takes, 'It takes')}")
+    return parameters[name], _hints(cls).get(name, parameters[name].annotation)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(vars(cls).get("__init__") or inspect.getattr_static(cls, "__init__"))
+    except (NameError, TypeError, AttributeError):  # a name that only a type checker sees
+        return {}
+
+
+# -- text as a type --------------------------------------------------------------------------------------------
+
+
+def as_declared(text: str, hint: Any, default: Any = inspect.Parameter.empty) -> Any:
+    """A text as the declared type has it; ValueError says what was expected.
+
+    Recipe: ``as_declared("2,5,10", tuple[int, ...])`` is ``(2, 5, 10)``. Without a declaration the default's type
+    counts; without either a number is a number, true and false are bool, and the rest is text.
+    """
+    if isinstance(hint, str) or hint in (inspect.Parameter.empty, Any):
+        if default is inspect.Parameter.empty or default is None:
+            return _guessed(text)
+        hint = type(default)
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return as_declared(text, typing.get_args(hint)[0], default)
+    if origin is typing.Literal:
+        return _one_of(text, typing.get_args(hint))
+    if origin in (typing.Union, types.UnionType):
+        return _any_of(text, typing.get_args(hint))
+    if (origin or hint) in _SEQUENCES:
+        return _several(text, origin or hint, typing.get_args(hint))
+    return _single(text, hint)
+
+
+def _single(text: str, hint: Any) -> Any:
+    if hint is type(None):
+        if text.lower() in ("none", "null", ""):
+            return None
+        raise ValueError("expected none")
+    if hint is bool:
+        if text.lower() in _TRUE + _FALSE:
+            return text.lower() in _TRUE
+        raise ValueError("expected true or false")
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError:
+            raise ValueError(f"expected {'a whole number' if hint is int else 'a number'}") from None
+    if hint in (str, object):
+        return text
+    return _guessed(text)  # a type that has no spelling here: the hook will say whether it will do
+
+
+def _any_of(text: str, hints: Sequence[Any]) -> Any:
+    # None first, as "none" is a text as well; text last, as everything is one.
+    order = sorted(hints, key=lambda hint: (hint is not type(None), hint is str))
+    said = []
+    for hint in order:
+        try:
+            return as_declared(text, hint)
+        except ValueError as error:
+            said.append(str(error).removeprefix("expected "))
+    raise ValueError(f"expected {' or '.join(said)}")
+
+
+def _one_of(text: str, choices: Sequence[Any]) -> Any:
+    for choice in choices:
+        if str(choice).lower() == text.lower():
+            return choice
+    raise ValueError(f"expected one of {', '.join(map(str, choices))}")
+
+
+def _several(text: str, kind: Any, hints: Sequence[Any]) -> Any:
+    parts = [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
+    if kind is tuple and hints and Ellipsis not in hints:
+        if len(parts) != len(hints):
+            raise ValueError(f"expected {len(hints)} values, with commas between them")
+        return tuple(as_declared(part, hint) for part, hint in zip(parts, hints, strict=True))
+    values = [as_declared(part, hints[0] if hints else Any) for part in parts]
+    return values if kind in (list, Sequence, Iterable) else kind(values)
+
+
+def _guessed(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)

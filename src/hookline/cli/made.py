@@ -1,0 +1,165 @@
+"""An experiment that is made, with what its loop has to be told.
+
+Takes a `Request` from `session`, hands back a `Made`: an experiment of whatever origin (a class, a function, a
+`TrainTool`), ready to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hookline.cli.request import Request
+from hookline.errors import OptionError
+
+__all__ = ["Made", "make_experiment"]
+
+_EPOCHS: Final = 10
+_STEPS: Final = 1000
+"""Where nothing says how long to train."""
+
+
+@dataclass
+class Made:
+    """An experiment and its loop."""
+
+    experiment: Any
+    loop: str
+    """``"epoch"`` or ``"step"``."""
+    length: int
+    """How many of them."""
+    snapshot_every: int | None
+    eval_every: int | None
+    tool: Any = None
+    """The `TrainTool` it comes from, if it does."""
+    hooks: list[Any] = field(default_factory=list)
+    """Hooks over time that it brings along."""
+
+    @property
+    def unit(self) -> str:
+        """What `length` counts."""
+        return f"{self.loop}s"
+
+    @property
+    def device(self) -> Any:
+        """Where the model is."""
+        return next((one.device for one in self.experiment.model.parameters()), "cpu")
+
+    @property
+    def dtype(self) -> Any:
+        """What most of its parameters are."""
+        return next((one.dtype for one in self.experiment.model.parameters()), None)
+
+    def move(self, device: Any, dtype: Any) -> None:
+        """To a device, before training begins."""
+        if hasattr(self.experiment, "to"):
+            self.experiment.to(device, dtype)
+        else:
+            self.experiment.model.to(device=device, dtype=dtype)
+
+    @contextmanager
+    def hooks_on_modules(self, specs: list[dict[str, Any]]) -> Iterator[None]:
+        """The hooks that are given as data, and those of the tool, on the model for as long as the block lasts."""
+        with self._tool_attached():
+            if not specs:
+                yield
+                return
+            from hookline.hooks.specs import register_hooks
+
+            handles = register_hooks(self.experiment.model, specs)
+            try:
+                yield
+            finally:
+                handles.remove()
+
+    def _tool_attached(self) -> AbstractContextManager[None]:
+        if self.tool is None:
+            return nullcontext()
+        attached: AbstractContextManager[None] = self.tool.attached(
+            policy=self.experiment.policy, trainer=self.experiment
+        )
+        return attached
+
+    def report_trackers_to(self, manager: Any) -> None:
+        """Have the trackers of a tool go where metrics of hooks go."""
+        reporter = getattr(self.experiment, "reporter", None)
+        if self.tool is not None and reporter is not None:
+            reporter.sinks.append(_ToManager(manager))
+
+    def train(self, manager: Any, context: Mapping[str, Any], checkpoints: Any, *, resume: bool) -> Any:
+        """Run the loop."""
+        options: dict[str, Any] = {
+            "manager": manager,
+            "snapshot_every": self.snapshot_every,
+            "run_context": context if manager is not None else None,
+            "checkpoints": checkpoints,
+            "resume": resume,
+        }
+        if self.loop == "step":
+            from hookline.loops.step_loop import step_loop
+
+            return step_loop(self.experiment, steps=self.length, **options)
+        from hookline.loops.epoch_loop import epoch_loop
+
+        if self.eval_every is not None:
+            options["eval_every"] = self.eval_every
+        return epoch_loop(self.experiment, epochs=self.length, **options)
+
+
+class _ToManager:
+    """A sink of a tool's trackers that hands on to a manager."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
+        """Hand on."""
+        self._manager.emit_metrics(metrics, epoch, hook_point)
+
+
+def make_experiment(request: Request, strategy: str) -> Made:
+    """Make the experiment of a strategy."""
+    from hookline.loops.train_tool import TrainTool
+
+    made = request.found.make(request.config, strategy)
+    if isinstance(made, TrainTool):
+        return _of_tool(made, request)
+    if not hasattr(made, "model"):
+        raise OptionError(
+            f"{request.found.path} gave {made!r}, and hookline run takes an Experiment, something with its attributes "
+            "(model, optimizer, loader, …), or a TrainTool."
+        )
+    loop = _loop(made, request)
+    return Made(
+        made, loop, _length(request, loop, made), _said(request, "snapshot_every"), _said(request, "eval_every")
+    )
+
+
+def _of_tool(tool: Any, request: Request) -> Made:
+    policy = tool._load_or_create_policy()
+    trainer = tool._initialize_trainer(policy)
+    length = _said(request, "epochs")
+    every, evaluated = _said(request, "snapshot_every"), _said(request, "eval_every")
+    return Made(trainer, "epoch", tool.epochs if length is None else length, every, evaluated, tool, list(tool.hooks))
+
+
+def _loop(made: Any, request: Request) -> str:
+    if request.loop.get("steps") is not None:
+        return "step"
+    return str(request.found.loop or getattr(made, "loop", "epoch"))
+
+
+def _length(request: Request, loop: str, made: Any) -> int:
+    length = _said(request, f"{loop}s")
+    if length is None:
+        own = getattr(made, "config", None)
+        length = own.get(f"{loop}s") if isinstance(own, Mapping) else getattr(own, f"{loop}s", None)
+    return int((_EPOCHS if loop == "epoch" else _STEPS) if length is None else length)
+
+
+def _said(request: Request, name: str) -> Any:
+    """By a flag, or by the configuration."""
+    value = request.loop.get(name)
+    return getattr(request.config, name, None) if value is None else value

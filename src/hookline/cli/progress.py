@@ -1,0 +1,72 @@
+"""The progress bar of a run: moved on by the optimizer's steps, with the newest loss beside it.
+
+Takes the experiment and a bar from `session`; draws nothing itself. Steps of interventions are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from hookline.sinks.sink import MetricSink
+
+__all__ = ["FigureSink", "steps_counted", "steps_in_all"]
+
+_FIGURES: Final = {
+    "training_metrics/loss": "loss",
+    "training_metrics/val_acc": "val_acc",
+    "eval/val_acc": "val_acc",
+    "eval/val_loss": "val_loss",
+}
+"""What is shown beside the bar."""
+
+
+class FigureSink(MetricSink):
+    """Keeps the newest value of the few metrics that stand beside the bar."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
+        """Keep those that are shown; of values by step the last."""
+        for name, shown in _FIGURES.items():
+            value = metrics.get(name)
+            value = value[-1] if isinstance(value, list) and value else value
+            if isinstance(value, int | float):
+                self.figures[shown] = float(value)
+
+
+def steps_in_all(experiment: Any, loop: str, length: int) -> int | None:
+    """How many steps the run will have; None if only its end will tell."""
+    if loop == "step":
+        return length
+    try:
+        batches = len(experiment.get_loader(0) if hasattr(experiment, "get_loader") else experiment.loader)
+    except Exception:  # a loader without a length, or one that is made in its epoch
+        return None
+    return length * math.ceil(batches / max(1, getattr(experiment, "accumulate", 1) or 1))
+
+
+@contextmanager
+def steps_counted(experiment: Any, bar: Any, figures: Mapping[str, float]) -> Iterator[None]:
+    """Have the bar move on with every step of the experiment's optimizer, about a microsecond each."""
+    from torch.optim import Optimizer
+
+    from hookline.lifecycle.phase import phase
+
+    optimizer = getattr(experiment, "optimizer", None)
+    if not isinstance(optimizer, Optimizer):
+        yield
+        return
+
+    def count(*_: Any) -> None:
+        if phase() == "train":
+            bar.advance(1, **figures)
+
+    handle = optimizer.register_step_post_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()

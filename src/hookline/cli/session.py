@@ -1,0 +1,302 @@
+"""One strategy of a run, from its seed to its closing lines.
+
+Takes what `run` has prepared, hands back how it ended. The order: seed, experiment, device, compilation, hooks on
+modules, folder, manager, training, page.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hookline.cli import facts
+from hookline.cli.failures import RunFailed
+from hookline.cli.folder import LOG, new_folder, newest_run, plain, read_run_file, write_run_file
+from hookline.cli.made import Made, make_experiment
+from hookline.cli.progress import FigureSink, steps_counted, steps_in_all
+from hookline.cli.request import Request
+from hookline.cli.screen import Screen
+from hookline.cli.settings import seed_everything
+from hookline.errors import OptionError, ResumeError
+
+__all__ = ["Ended", "Prepared", "Session"]
+
+
+@dataclass
+class Prepared:
+    """What all strategies of a run have in common."""
+
+    request: Request
+    hook_names: list[str]
+    hook_config: dict[str, dict[str, Any]]
+    make_sinks: Callable[[], list[Any]]
+    specs: list[dict[str, Any]]
+    device: Any
+    dtype: Any
+    screen: Screen
+    run_group: str
+    command: list[str]
+    hooks: list[Any] = field(default_factory=list)
+    """The hook objects, once the first strategy has made them: each strategy has the same, reset."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a strategy ended."""
+
+    folder: Path
+    result: Any
+    seconds: float
+    status: str
+    profile: str = ""
+    """What each hook took, if that was asked for."""
+
+    @property
+    def interrupted(self) -> str | None:
+        """The signal that stopped it, if one did."""
+        return getattr(self.result, "interrupted", None)
+
+
+class Session:
+    """The run of one strategy."""
+
+    def __init__(self, prepared: Prepared, strategy: str, *, may_be_new: bool) -> None:
+        self.prepared = prepared
+        self.strategy = strategy
+        self.request = prepared.request
+        self._may_be_new = may_be_new
+        self._figures = FigureSink()
+        self._facts: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+        """What ``run.json`` said before this run went on with another."""
+        self._sinks: list[Any] = []
+
+    def run(self) -> Ended:
+        """Make it, train it, write down what it was."""
+        made = self.make()
+        folder, resume = self._folder()
+        from hookline.loops.lock import FolderLock
+
+        with ExitStack() as stack:
+            stack.enter_context(FolderLock(folder))  # before the log is opened: another process may be writing it
+            stack.enter_context(made.hooks_on_modules(self.prepared.specs))
+            manager = self._manager(made, folder)
+            if manager is not None:
+                stack.callback(_close, manager)
+            self._begin(made, folder, manager)
+            return self._train(made, folder, manager, resume=resume)
+
+    def make(self) -> Made:
+        """The experiment, seeded, on its device."""
+        request = self.request
+        seed_everything(request.options.training.seed)
+        made = make_experiment(request, self.strategy)
+        made.move(self.prepared.device, self.prepared.dtype)
+        if request.options.training.with_compile:
+            made.experiment.model.compile()
+        return made
+
+    # -- before ----------------------------------------------------------------------------------------------
+
+    def _folder(self) -> tuple[Path, bool]:
+        """Where it goes, and whether there is a run there to go on with."""
+        output_dir = Path(self.request.options.output.output_dir)
+        name = self.request.found.name
+        if self.request.options.checkpoint.resume:
+            folder = newest_run(output_dir, name, self.strategy)
+            if folder is not None:
+                return folder, True
+            if not self._may_be_new:
+                raise OptionError(
+                    f"There is nothing to resume: no checkpoints in {output_dir / name / self.strategy}. Start without "
+                    "--resume, or say where the run is: --output-dir DIR."
+                )
+        return new_folder(output_dir, name, self.strategy), False
+
+    def _manager(self, made: Made, folder: Path) -> Any:
+        """The hooks, with sinks behind them; None if there are none."""
+        prepared = self.prepared
+        own = self._own_hooks(made)
+        if not prepared.hook_names and not own and not prepared.hooks:
+            return None
+        from hookline.dispatch.manager import HookManager
+        from hookline.sinks.fan_out import FanOut
+
+        reference = {k: v for k, v in prepared.hook_config.items() if k == "reference_weights"}
+        first = not prepared.hooks
+        self._sinks = [*prepared.screen.sinks(), *prepared.make_sinks()]
+        sinks = FanOut([*self._sinks, self._figures], log=folder / LOG)
+        manager = HookManager(
+            prepared.hook_names if first else (),
+            own if first else prepared.hooks,
+            sinks,
+            self.request.options.hook.hook_offload_state,
+            prepared.hook_config if first else reference,
+            profile_hooks=self.request.options.hook.profile_hooks,
+            loop_type=made.loop,
+        )
+        prepared.hooks[:] = manager.hooks.values()
+        made.report_trackers_to(manager)
+        return manager
+
+    def _own_hooks(self, made: Made) -> list[Any]:
+        hooks = list(made.hooks)
+        if self.request.options.output.record_trajectory:
+            from hookline.cli.trajectory import TrajectoryHook
+
+            hooks.append(TrajectoryHook())
+        return hooks
+
+    def _context(self, folder: Path) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "output_dir": self.request.options.output.output_dir,
+            "experiment_name": self.request.found.name,
+            "run_dir": str(folder),
+            "run_group": self.prepared.run_group,
+            "config": self._config(),
+        }
+
+    def _config(self) -> dict[str, Any]:
+        config = self.request.config
+        values = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
+        found: dict[str, Any] = plain(values)
+        return found
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    def _train(self, made: Made, folder: Path, manager: Any, *, resume: bool) -> Ended:
+        began = time.perf_counter()
+        try:
+            with self._bar(made, folder if resume else None):
+                result = self._loop(made, folder, manager, resume=resume)
+        except ResumeError as error:  # nothing was begun: what the folder says of the run stays
+            write_run_file(folder, self._before)
+            raise ResumeError(str(error).replace("Checkpoints(..., force=True)", "--force")) from error
+        except Exception as error:
+            self._end(folder, manager, None, time.perf_counter() - began, "failed", error)
+            raise RunFailed from error
+        except BaseException as error:  # a second Ctrl-C
+            self._end(folder, manager, None, time.perf_counter() - began, "stopped", error)
+            raise
+        status = "stopped" if getattr(result, "interrupted", None) else "finished"
+        seconds = time.perf_counter() - began
+        self._end(folder, manager, result, seconds, status)
+        profile = str(manager.profiler) if manager is not None and manager.profiler.enabled else ""
+        return Ended(folder, result, seconds, status, profile)
+
+    def _loop(self, made: Made, folder: Path, manager: Any, *, resume: bool) -> Any:
+        checkpoints = self._checkpoints(made, folder / "checkpoints")
+        return made.train(manager, self._context(folder), checkpoints, resume=resume)
+
+    def _checkpoints(self, made: Made, folder: Path) -> Any:
+        asked = self.request.options.checkpoint
+        options: dict[str, Any] = {
+            "config": self._config() | {made.unit: made.length, "seed": self.request.options.training.seed},
+            "force": asked.force,
+        }
+        if asked.validate_checkpoints is not None:
+            from hookline.cli.validated import ValidatedCheckpoints
+
+            every = _every(asked.validate_checkpoints, made.loop)
+            return ValidatedCheckpoints(folder, every=every, say=self.prepared.screen.say, **options)
+        from hookline.loops.checkpoints import Checkpoints
+
+        return Checkpoints(folder, every=_every(asked.save_checkpoints, made.loop), **options)
+
+    @contextmanager
+    def _bar(self, made: Made, resumed: Path | None) -> Iterator[None]:
+        bar = self.prepared.screen.bar()
+        total = steps_in_all(made.experiment, made.loop, made.length)
+        if bar is None or total is None:
+            yield
+            return
+        bar.start(total, "steps", done=_steps_done(resumed))
+        try:
+            with steps_counted(made.experiment, bar, self._figures.figures):
+                yield
+        finally:
+            bar.stop()
+
+    # -- what is written down --------------------------------------------------------------------------------
+
+    def _begin(self, made: Made, folder: Path, manager: Any) -> None:
+        from hookline import __version__
+
+        options, request = self.request.options, self.request
+        self._before = before = read_run_file(folder)
+        self._facts = {
+            "hookline": __version__,
+            "experiment": request.found.name,
+            "path": request.found.path,
+            "strategy": self.strategy,
+            "command": self.prepared.command,
+            "config": self._config(),
+            "options": request.saved(self.prepared.hook_config),
+            "seed": options.training.seed,
+            "device": str(made.device),
+            "dtype": str(made.dtype).removeprefix("torch."),
+            "versions": facts.versions(),
+            "git": facts.git_state(Path.cwd()),
+            "model": facts.model_facts(made.experiment.model),
+            "started": before.get("started", facts.now()),
+            "resumed": [*before.get("resumed", []), facts.now()] if before else [],
+            "seconds_before": before.get("seconds") or 0.0,
+        }
+        self._write(folder, manager, None, None, "running")
+
+    def _end(
+        self,
+        folder: Path,
+        manager: Any,
+        result: Any,
+        seconds: float,
+        status: str,
+        error: BaseException | None = None,
+    ) -> None:
+        if error is not None:
+            self._facts["error"] = f"{type(error).__name__}: {error}"
+        try:
+            self._write(folder, manager, result, seconds, status)
+        except OSError as trouble:  # a full disk has not kept the run from ending
+            print(f"hookline: run.json could not be written: {trouble}.", file=sys.stderr)
+
+    def _write(self, folder: Path, manager: Any, result: Any, seconds: float | None, status: str) -> None:
+        total = None if seconds is None else self._facts["seconds_before"] + seconds
+        found = {name: value for name, value in self._facts.items() if name != "seconds_before"}
+        found |= {
+            "finished": None if seconds is None else facts.now(),
+            "seconds": total,
+            "status": status,
+            "hooks": {} if manager is None else facts.hook_facts(manager),
+            "sinks": [type(sink).__name__ for sink in self._sinks],
+            "sink_errors": {} if manager is None else manager.sink_errors,
+            "result": None if result is None else _result(result),
+        }
+        write_run_file(folder, found)
+
+
+def _every(asked: tuple[int, ...] | None, loop: str) -> int | None:
+    if asked is None:
+        return None
+    return asked[0] if asked else (1 if loop == "epoch" else 100)
+
+
+def _close(manager: Any) -> None:
+    manager.close()
+
+
+def _result(result: Any) -> Mapping[str, Any]:
+    return {"epochs": result.epochs, "steps": result.steps, "loss": result.loss, "metrics": dict(result.metrics)}
+
+
+def _steps_done(folder: Path | None) -> int:
+    if folder is None:
+        return 0
+    newest = max((folder / "checkpoints").glob("step_*.safetensors"), default=None)
+    return 0 if newest is None else int(newest.stem.removeprefix("step_"))

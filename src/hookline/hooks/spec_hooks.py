@@ -1,0 +1,93 @@
+"""What a spec puts around the hook that its factory made: in which forwards it has a turn, and what if it raises.
+
+Takes the hook from ``apply_specs`` and hands it back as it is, unless its spec asks for one of the two.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from hookline.errors import OptionError
+from hookline.hooks.specs import HookSpec
+from hookline.sites import _torch
+from hookline.sites.signature import changes_in_place, hook_name, may_return_value
+
+__all__ = ["with_care"]
+
+logger = logging.getLogger("hookline.hooks.specs")
+
+
+def with_care(hook: Any, spec: HookSpec, *, wants_site: bool) -> Any:
+    """The hook with what its spec asks for."""
+    if spec.every is None and spec.on_error == "raise":
+        return hook
+    edits = may_return_value(hook) or changes_in_place(hook)
+    # Two classes, as whether a hook can edit is read off its code, and one that cannot is cheaper to watch with.
+    return (_Editing if edits and not spec.observe else _Watching)(hook, spec, wants_site)
+
+
+class _Careful:
+    """A hook that has a turn in some forwards, and whose exceptions may stay inside."""
+
+    def __init__(self, hook: Any, spec: HookSpec, wants_site: bool) -> None:
+        self.hook = hook
+        self.errors = 0
+        """How often it raised."""
+        self.off = False
+        self._every = spec.every or 1
+        self._on_error = spec.on_error
+        self._wants_site = wants_site
+        self._name = spec.name or hook_name(hook)
+
+    def _is_due(self, step: int) -> bool:
+        # A part of the model that is called by itself is in no forward of the model (-1), and always due.
+        return not self.off and max(step, 0) % self._every == 0
+
+    def _call(self, args: tuple[Any, ...], site: Any) -> Any:
+        options = {"site": site} if self._wants_site else {}
+        if self._on_error == "raise":
+            return self.hook(*args, **options)
+        try:
+            return self.hook(*args, **options)
+        except Exception as error:
+            self._take_note(error, site)
+            return None
+
+    def _take_note(self, error: Exception, site: Any) -> None:
+        self.errors += 1
+        self.off = self._on_error == "disable"
+        if self.errors == 1:
+            becomes = "is switched off" if self.off else "stays on; further errors are not logged"
+            logger.error("Hook '%s' raised on %s; it %s", self._name, site.name or "the model", becomes, exc_info=error)
+
+
+class _Watching(_Careful):
+    """One that returns nothing."""
+
+    def __call__(self, *args: Any, site: Any) -> None:
+        if self._is_due(site.step):
+            self._call(args, site)
+
+
+class _Editing(_Careful):
+    """One whose return value counts."""
+
+    def __call__(self, *args: Any, site: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _refuse(self._name, self._every, self._on_error)
+        if self._is_due(site.step):
+            return self._call(args, site)
+        return None
+
+
+@_torch.constant_while_tracing
+def _refuse(name: str, every: int, on_error: str) -> None:
+    option = f"every={every}" if every > 1 else f"on_error={on_error!r}"
+    raise OptionError(
+        f"Hook {name!r} edits, and has {option}: in compiled code an edit is part of the graph, and is made in every "
+        f"forward or none. Use observe=True, leave {option.partition('=')[0]} out, or run that module eagerly "
+        "(torch.compiler.disable)."
+    )

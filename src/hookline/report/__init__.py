@@ -1,0 +1,1 @@
+"""The page of a run: records and facts in, one HTML file out."""

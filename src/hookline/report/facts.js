@@ -1,0 +1,198 @@
+// What the run was and what looks wrong: the top of the page, anomalies, hooks, facts. Text goes in as text, never as HTML.
+// Takes the runs that page.js has unpacked; draws no plots.
+
+// -- the top ---------------------------------------------------------------------------------------------
+
+function showHead() {
+  const [run] = page.runs, head = $("head");
+  if (page.runs.length > 1) {
+    head.append(make("h1", {}, plural(page.runs.length, "run")), runTable());
+  } else {
+    const status = run.facts.status;
+    head.append(make("h1", {}, run.name, " ", status ? make("span", { class: `status ${status}` }, status) : null));
+    const where = [run.facts.model?.class, run.facts.device, run.facts.dtype, whenStarted(run)].filter(Boolean);
+    head.append(make("p", { class: "where" }, where.join(" · ")));
+    const tiles = tilesOf(run).map(([name, value]) => make("div", { class: "tile" }, make("dt", {}, name), make("dd", {}, value)));
+    if (tiles.length) head.append(make("dl", { class: "tiles" }, ...tiles));
+  }
+  for (const run of page.runs) {
+    for (const text of remarksOf(run)) head.append(make("p", { class: "remark" }, page.runs.length > 1 ? `${run.name}: ` : "", text));
+  }
+}
+
+function remarksOf(run) {
+  const going = "This run was going when the page was made; make it again for what came since.";
+  const stopped = "This run was stopped before its end; hookline run --resume goes on from its last checkpoint.";
+  return [...(run.facts.status === "running" ? [going] : run.facts.status === "stopped" ? [stopped] : []), ...run.remarks];
+}
+
+function whenStarted(run) {
+  const known = run.facts.started && !Number.isNaN(new Date(run.facts.started).getTime());
+  return known ? shownTime(run.facts.started) : null;
+}
+
+function numSteps(run) {
+  return run.facts.result?.steps ?? Math.max(0, ...run.curves.map((curve) => curve.steps.at(-1) + 1), 1 + (run.clock.steps.at(-1) ?? -1));
+}
+
+function lastOf(run, name) {
+  const curve = run.byName.get(name);
+  return curve ? curve.values.at(-1) : undefined;
+}
+
+function duration(run) {
+  return run.facts.seconds ?? run.clock.seconds.at(-1);
+}
+
+function hookShare(run) {
+  const seconds = duration(run), costs = Object.values(run.facts.hooks ?? {}).map((hook) => hook?.cost?.total_ms ?? 0);
+  return costs.length && seconds ? costs.reduce((a, b) => a + b, 0) / 1000 / seconds : null;
+}
+
+function tilesOf(run) {
+  const result = run.facts.result ?? {}, share = hookShare(run);
+  const figures = Object.entries(result.metrics ?? {}).filter(([, value]) => typeof value === "number").slice(0, 3);
+  const tiles = [
+    ["Loss", result.loss ?? lastOf(run, "train/loss") ?? lastOf(run, "training_metrics/loss")],
+    ...figures,
+    ["Steps", numSteps(run) || undefined],
+    ["Epochs", run.clock.epochs ? result.epochs ?? Math.floor(run.clock.epochs.at(-1)) : undefined],
+    ["Duration", duration(run) ? shownDuration(duration(run)) : undefined],
+    ["Parameters", run.facts.model?.parameters],
+    ["Hooks took", share === null ? undefined : shownShare(share)],
+  ].filter(([, value]) => value !== undefined && value !== null);
+  return tiles.map(([name, value]) => [name.charAt(0).toUpperCase() + name.slice(1), shown(value)]);
+}
+
+function runTable() {
+  const names = ["Run", "Status", "Steps", "Loss", "Duration"];
+  const rows = page.runs.map((run) => make("tr", {},
+    make("th", { scope: "row" }, make("span", { class: "swatch", "data-run": run.index }), run.name),
+    make("td", {}, run.facts.status ?? "–"),
+    make("td", { class: "number" }, shown(numSteps(run))),
+    make("td", { class: "number" }, shown(run.facts.result?.loss ?? lastOf(run, "train/loss"))),
+    make("td", { class: "number" }, shownDuration(duration(run)))));
+  return table("runs", names, rows, [2, 3, 4]);
+}
+
+/** A table that scrolls by itself when it is wider than the page; `numbers` are the columns that hold them. */
+function table(kind, names, rows, numbers = []) {
+  const head = names.map((name, i) => make("th", { scope: "col", class: numbers.includes(i) ? "number" : undefined }, name));
+  return make("div", { class: "scroll" },
+    make("table", { class: kind }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows)));
+}
+
+function paintSwatches() {
+  for (const swatch of document.querySelectorAll("[data-run]")) swatch.style.background = runColour(page.runs[swatch.dataset.run]);
+}
+
+// -- anomalies -------------------------------------------------------------------------------------------
+
+const WORTH = { error: 0, warning: 1, notice: 2 };
+const LOOKED_FOR = "NaN and Inf, loss spikes, exploding norms, dead units, vanishing gradients";
+
+function showAnomalies() {
+  const all = page.runs.flatMap((run) => run.anomalies.map((finding) => ({ run, ...finding })));
+  all.sort((a, b) => WORTH[a.level] - WORTH[b.level]);
+  const recorded = page.runs.some((run) => run.curves.length);
+  const none = recorded
+    ? make("p", { class: "finding all-well" }, `Nothing unusual was found. Looked for: ${LOOKED_FOR}.`)
+    : make("p", { class: "empty" }, "Nothing was recorded, so there is nothing to look for.");
+  $("findings").replaceChildren(...(all.length ? all.map(findingBox) : [none]));
+  return all.length;
+}
+
+function findingBox(finding) {
+  const head = make("div", { class: "finding-head" }, make("b", {}, finding.title), make("span", {}, finding.text),
+    page.runs.length > 1 ? make("span", { class: "run" }, finding.run.name) : null);
+  const items = finding.sights.map((sight) => make("li", {},
+    make("a", { href: linkTo(sight.metric, finding.run, sight.step), class: "sight" }, sight.metric), " ",
+    make("span", {}, `${shownStep(sight.step)}: ${sight.text}`)));
+  const box = make("div", { class: `finding ${finding.level}`, "data-title": finding.title }, head);
+  if (items.length) box.append(make("ul", { class: "sights" }, ...items.slice(0, 4)));
+  if (items.length > 4) {
+    const unnamed = finding.more ? make("p", { class: "note" }, `and ${shown(finding.more)} more`) : null;
+    const summary = make("summary", {}, `${shown(items.length - 4 + finding.more)} more`);
+    box.append(make("details", {}, summary, make("ul", { class: "sights" }, ...items.slice(4)), unnamed));
+  }
+  return box;
+}
+
+// -- hooks and facts -------------------------------------------------------------------------------------
+
+function showHooks() {
+  const runs = runsWith((run) => Object.keys(run.facts.hooks ?? {}).length);
+  const unknown = "What hooks there were, and what they cost, is not known: run.json says nothing of them.";
+  if (!runs.length) $("hook-tables").append(make("p", { class: "empty" }, unknown));
+  for (const run of runs) {
+    const hooks = Object.entries(run.facts.hooks).sort(([, a], [, b]) => (b.cost?.total_ms ?? 0) - (a.cost?.total_ms ?? 0));
+    const rows = hooks.map(([name, hook]) => hookRow(name, hook, duration(run)));
+    const box = table("hooks", ["Hook", "Fired", "In all", "Each time", "Of the run", "What it does"], rows, [1, 2, 3, 4]);
+    const folded = () => make("details", { class: "of-run", open: run === runs[0] }, make("summary", {}, make("h3", {}, run.name)), box);
+    $("hook-tables").append(page.runs.length > 1 ? folded() : box);
+  }
+}
+
+function hookRow(name, hook, seconds) {
+  const cost = hook.cost ?? {}, share = seconds && typeof cost.total_ms === "number" ? cost.total_ms / 1000 / seconds : null;
+  const bar = make("span", { class: "share", "aria-hidden": true }, make("i", { style: `width:${Math.min(100, 100 * (share ?? 0))}%` }));
+  const metrics = (hook.metrics ?? []).map((metric) => make("li", {}, make("code", {}, metric.name),
+    metric.description ? ` – ${metric.description}` : "", metric.formula ? make("div", { class: "mono note" }, metric.formula) : null));
+  const about = metrics.length
+    ? make("details", {}, make("summary", {}, plural(metrics.length, "metric")), make("ul", {}, ...metrics)) : null;
+  return make("tr", {},
+    make("th", { scope: "row" }, name, hook.kind ? make("div", { class: "kind note" }, hook.kind) : null),
+    make("td", { class: "number" }, shown(hook.fired ?? cost.count)),
+    make("td", { class: "number" }, shownMilliseconds(cost.total_ms)),
+    make("td", { class: "number" }, shownMilliseconds(cost.mean_ms)),
+    make("td", { class: "number" }, share === null ? "–" : shownShare(share), share === null ? null : bar),
+    make("td", {}, hook.description ?? "", about));
+}
+
+/** Facts by part: those of the run itself, then each that has several in it (config, versions, …). */
+function partsOf(run) {
+  const parts = new Map([["run", new Map([["folder", run.folder], ["records", shown(run.records)]])]]);
+  for (const [name, value] of Object.entries(run.facts)) {
+    if (name === "hooks") continue; // in a table of their own
+    const isSet = ([, text]) => name !== "options" || !["false", "–", "", "default"].includes(text); // most flags never are
+    if (isObject(value)) parts.set(name, new Map(flattened(value).filter(isSet)));
+    else parts.get("run").set(name, asFact(name, value));
+  }
+  if (Object.keys(run.words).length) parts.set("text metrics", new Map(Object.entries(run.words)));
+  return parts;
+}
+
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+
+function flattened(facts, prefix = "") {
+  return Object.entries(facts).flatMap(([name, value]) =>
+    isObject(value) ? flattened(value, `${prefix}${name}.`) : [[prefix + name, asFact(name, value)]]);
+}
+
+function asFact(name, value) {
+  if (name === "command" && Array.isArray(value)) return value.join(" ");
+  if (name === "seconds" && typeof value === "number") return shownDuration(value);
+  if (value === null) return "–";
+  if (Array.isArray(value)) return value.map((item) => (typeof item === "object" ? JSON.stringify(item) : item)).join(", ");
+  // A seed or a size is to be read, and copied, as it was given.
+  return typeof value === "number" && Number.isInteger(value) ? String(value) : shown(value);
+}
+
+function showFacts() {
+  const runs = page.runs.map(partsOf), several = runs.length > 1;
+  const parts = [...new Set(runs.flatMap((run) => [...run.keys()]))];
+  const boxes = parts.map((part) => {
+    const tables = runs.map((run) => run.get(part) ?? new Map());
+    const names = [...new Set(tables.flatMap((facts) => [...facts.keys()]))];
+    const rows = names.map((name) => factRow(name, tables.map((facts) => facts.get(name) ?? "–")));
+    const box = table("facts", several ? ["", ...page.runs.map((run) => run.name)] : [], rows);
+    if (!several || part !== parts[0]) box.querySelector("thead").remove();
+    return rows.length ? make("div", { class: "part" }, make("h3", {}, part), box) : null;
+  });
+  $("fact-table").append(make("div", { class: several ? "parts wide" : "parts" }, ...boxes));
+}
+
+function factRow(name, values) {
+  const kind = new Set(values).size > 1 ? "differs" : undefined;
+  return make("tr", { class: kind }, make("th", { scope: "row" }, name), ...values.map((value) => make("td", {}, value)));
+}

@@ -1,0 +1,293 @@
+"""What a log holds, by metric: curves, distributions, and which step was when.
+
+Takes records from `sinks.log`, hands `Curve` and `Grid` objects to `runs`. Nothing is thinned or rounded here, so that
+`anomalies` sees everything.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookline.sinks.record import Record, StepSeries
+
+__all__ = ["Clock", "Collector", "Curve", "Grid", "Series"]
+
+Steps = NDArray[np.int64]
+Values = NDArray[np.float64]
+
+_MAX_BINS: Final = 256
+"""Longer lists are averaged down to this many; a screen has no more rows for them."""
+_MAX_ANCHORS: Final = 1000
+"""Between so many moments, the time and epoch of a step are interpolated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One number over the steps of a run."""
+
+    name: str
+    """As the page shows it: ``hook/metric``, with the moment or the rank where one name has several."""
+    steps: Steps
+    """Strictly increasing; -1 is before the first step."""
+    values: Values
+    """NaN and infinities are kept: they are values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Several numbers over the steps of a run: a list, or counts by bin."""
+
+    name: str
+    """As the page shows it."""
+    steps: Steps
+    """Strictly increasing."""
+    bins: list[str]
+    """What each row stands for: a place in the list, or a bin."""
+    counts: bool
+    """Whether the rows are bins that were counted."""
+    values: Values
+    """(bins, steps); NaN where a list was shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When steps were made: the time and epoch at some of them."""
+
+    steps: list[int]
+    """Increasing."""
+    seconds: list[float]
+    """Since the start of the run."""
+    epochs: list[float] | None
+    """How many epochs were over by then; None if the run counted steps alone."""
+
+
+@dataclass(slots=True)
+class Series:
+    """Everything of one run."""
+
+    curves: list[Curve] = field(default_factory=list)
+    """In the order in which they were first seen, which is the order of the model."""
+    grids: list[Grid] = field(default_factory=list)
+    """Lists and counts."""
+    words: dict[str, str] = field(default_factory=dict)
+    """Metrics that are text: the newest."""
+    clock: Clock = field(default_factory=lambda: Clock([], [], None))
+    """When steps were made."""
+    num_records: int = 0
+    """How many records there were."""
+
+
+_Key = tuple[str, str, int]
+_Points = tuple["array[int]", "array[float]"]
+"""Steps and values; arrays, as 14 million numbers in lists are half a gigabyte."""
+_Rows = tuple[list[int], list[Any]]
+
+
+class Collector:
+    """Lists that grow record by record.
+
+    Recipe: ``found = Collector(); found.take(record); found.series().curves``.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[_Key, _Points] = {}
+        self.lists: dict[_Key, _Rows] = {}
+        self.words: dict[str, str] = {}
+        self.moments: list[tuple[int, int, float, bool]] = []
+        self.num_records = 0
+
+    def take(self, record: Record) -> None:
+        """Add the metrics of one record."""
+        step = -1 if record.step is None else record.step
+        point, rank = record.point, record.rank
+        self.num_records += 1
+        self.moments.append((step, record.epoch, record.time, point.startswith("PRE_")))
+        for name, value in record.metrics.items():
+            key = (name, point, rank)
+            if isinstance(value, StepSeries):
+                self._add_series(key, value)
+            else:
+                self._add(key, step, value)
+
+    def _points(self, key: _Key) -> _Points:
+        points = self.numbers.get(key)
+        if points is None:
+            points = self.numbers[key] = (array("q"), array("d"))
+        return points
+
+    def _add_series(self, key: _Key, series: StepSeries) -> None:
+        try:
+            steps, values = array("q", series.steps), array("d", series)
+        except (TypeError, OverflowError):  # not numbers alone
+            for at, item in zip(series.steps, series, strict=False):
+                self._add(key, at, item)
+            return
+        size = min(len(steps), len(values))
+        points = self._points(key)
+        points[0].extend(steps[:size])
+        points[1].extend(values[:size])
+
+    def _add(self, key: _Key, step: int, value: Any) -> None:
+        if isinstance(value, (int, float)):
+            points = self._points(key)
+            points[0].append(step)
+            points[1].append(_as_float(value))
+        elif isinstance(value, list):
+            self._add_list(key, step, value)
+        elif isinstance(value, Mapping):
+            self._add_mapping(key, step, value)
+        elif isinstance(value, str):
+            self.words[key[0]] = value
+
+    def _add_list(self, key: _Key, step: int, value: list[Any]) -> None:
+        flat = [item for item in _flat(value) if isinstance(item, (int, float))]
+        if flat:
+            steps, rows = self.lists.setdefault(key, ([], []))
+            steps.append(step)
+            rows.append(flat)
+
+    def _add_mapping(self, key: _Key, step: int, value: Mapping[str, Any]) -> None:
+        if _is_histogram(value):
+            steps, rows = self.lists.setdefault(key, ([], []))
+            steps.append(step)
+            rows.append(value)
+            return
+        for part, item in value.items():
+            self._add((f"{key[0]}/{part}", *key[1:]), step, item)
+
+    def series(self, started: float | None = None) -> Series:
+        """Everything so far; seconds count from ``started``."""
+        shown = _shown_names([*self.numbers, *self.lists])
+        return Series(
+            curves=[_curve(shown[key], *points) for key, points in self.numbers.items()],
+            grids=[grid for key, points in self.lists.items() for grid in _grids(shown[key], *points)],
+            words=self.words,
+            clock=_clock(self.moments, started),
+            num_records=self.num_records,
+        )
+
+
+def _flat(value: list[Any]) -> Iterable[Any]:
+    for item in value:
+        if isinstance(item, list):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _is_histogram(value: Mapping[str, Any]) -> bool:
+    """Whether keys are numbers, as of counts by binary exponent; there may be a few words among them."""
+    if not value or not all(isinstance(item, (int, float)) for item in value.values()):
+        return False
+    return all(_number(key) is not None or key in ("zero", "nonfinite") for key in value)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
+
+
+def _shown_names(keys: list[_Key]) -> dict[_Key, str]:
+    """The name alone, if that says which; the moment and the rank where it does not."""
+    points: dict[str, set[str]] = {}
+    ranks: dict[str, set[int]] = {}
+    for name, point, rank in keys:
+        points.setdefault(name, set()).add(point)
+        ranks.setdefault(name, set()).add(rank)
+    return {
+        (name, point, rank): name
+        + (f" @ {point}" if len(points[name]) > 1 else "")
+        + (f" (rank {rank})" if len(ranks[name]) > 1 else "")
+        for name, point, rank in keys
+    }
+
+
+def _newest(steps: Sequence[int]) -> tuple[Steps, NDArray[np.int64] | slice]:
+    """Steps in increasing order, and where they are; of a step that was told twice, the newest."""
+    at = np.asarray(steps, dtype=np.int64)
+    if at.size < 2 or bool((np.diff(at) > 0).all()):
+        return at, slice(None)
+    unique, last = np.unique(at[::-1], return_index=True)
+    return unique, at.size - 1 - last
+
+
+def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> Curve:
+    at, chosen = _newest(steps)
+    return Curve(name, at, np.asarray(values, dtype=np.float64)[chosen])
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int of more than 308 digits
+        return math.inf if value > 0 else -math.inf
+
+
+def _grids(name: str, steps: list[int], rows: list[Any]) -> Iterable[Grid]:
+    """Lists as one grid, counts by bin as another: a metric may have been both."""
+    for counts in (False, True):
+        picked = [(at, row) for at, row in zip(steps, rows, strict=True) if isinstance(row, Mapping) == counts]
+        if picked:
+            at, chosen = _newest([step for step, _ in picked])
+            bins, values = (_count_rows if counts else _list_rows)([row for _, row in picked])
+            yield Grid(name, at, bins, counts, values[:, chosen])
+
+
+def _list_rows(rows: list[list[float]]) -> tuple[list[str], Values]:
+    longest = max(map(len, rows))
+    values = np.full((longest, len(rows)), np.nan)
+    for column, row in enumerate(rows):
+        values[: len(row), column] = [_as_float(item) for item in row]
+    if longest <= _MAX_BINS:
+        return [str(index) for index in range(longest)], values
+    edges = np.linspace(0, longest, _MAX_BINS + 1).astype(int)
+    pooled = np.stack([_mean(values[a:b]) for a, b in pairwise(edges)])
+    return [f"{a}–{b - 1}" for a, b in pairwise(edges)], pooled
+
+
+def _mean(values: Values) -> Values:
+    seen = np.isfinite(values).sum(0)
+    total: Values = np.where(np.isfinite(values), values, 0.0).sum(0)
+    return np.where(seen > 0, total / np.maximum(seen, 1), np.nan)
+
+
+def _count_rows(rows: list[Mapping[str, float]]) -> tuple[list[str], Values]:
+    labels = {label for row in rows for label in row}
+    bins = sorted(labels, key=_place)
+    place = {label: index for index, label in enumerate(bins)}
+    values = np.zeros((len(bins), len(rows)))
+    for column, row in enumerate(rows):
+        for label, count in row.items():
+            values[place[label], column] = _as_float(count)
+    return bins, values
+
+
+def _place(label: str) -> tuple[int, float]:
+    """Zeros below the smallest number, what is not finite above the largest."""
+    return (0, 0.0) if label == "zero" else (2, 0.0) if label == "nonfinite" else (1, _number(label) or 0.0)
+
+
+def _clock(moments: list[tuple[int, int, float, bool]], started: float | None) -> Clock:
+    if not moments:
+        return Clock([], [], None)
+    times = [time for _, _, time, _ in moments if time > 0]
+    first = started if started is not None else min(times, default=0.0)
+    latest: dict[int, tuple[float, float]] = {-1: (first, 0.0)}
+    for step, epoch, time, is_before in moments:
+        latest[step] = (time or first, float(epoch if is_before else epoch + 1))
+    steps = sorted(latest)
+    steps = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_ANCHORS).round().astype(int))]
+    seconds = np.maximum.accumulate([max(0.0, latest[step][0] - first) for step in steps])
+    epochs = np.maximum.accumulate([latest[step][1] for step in steps])
+    by_steps = all(epoch in (step, step + 1) for step, epoch, _, _ in moments)
+    return Clock(steps, seconds.round(3).tolist(), None if by_steps else epochs.tolist())

@@ -1,0 +1,217 @@
+"""The fan-out: every record goes to the log first, then to each sink; slow sinks read the log in a process of theirs.
+
+Takes records from the dispatcher, hands them on. A sink that fails is warned of once and counted; the run and the other
+sinks go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hookline.errors import HooklineWarning, OptionError
+from hookline.sinks.helper_process import HelperProcess, sink_spec
+from hookline.sinks.keeper import LogKeeper
+from hookline.sinks.log import RecordLog
+from hookline.sinks.record import Record, own_rank
+from hookline.sinks.sink import MetricSink
+from hookline.sinks.tell import Teller, a_or_an
+
+__all__ = ["FanOut"]
+
+logger = logging.getLogger(__name__)
+
+
+class FanOut:
+    """A log and several sinks, as one.
+
+    Recipe::
+
+        fan_out = hookline.FanOut([hookline.JSONLSink("metrics.jsonl")], log="records.jsonl")
+        manager = hookline.HookManager(hooks=[MyHook()], sinks=fan_out)
+
+    Args:
+        sinks: Where records go; anything with ``emit(metrics, epoch, hook_point)``. Those that are ``slow`` run in a
+            helper process, which begins with the first record and reads the log.
+        log: The record log, or its path; None for none (with slow sinks, one in a temporary folder).
+        patience: Seconds that ``flush`` and ``close`` wait for slow sinks.
+    """
+
+    def __init__(
+        self, sinks: Iterable[Any] = (), log: str | Path | RecordLog | None = None, *, patience: float = 30.0
+    ) -> None:
+        if callable(getattr(sinks, "emit", None)):
+            raise OptionError(f"sinks= takes a list of sinks; put {a_or_an(sinks)} into one.")
+        self._teller = Teller()
+        self._patience = patience
+        self._keeper = None if log is None else LogKeeper(_of_rank(log), self._teller)
+        self._helper: HelperProcess | None = None
+        self.sinks: list[Any] = []
+        """All of them, as given; those that are slow only say here what they are made of."""
+        self._quick: list[tuple[str, Any]] = []
+        self._names: Counter[str] = Counter()
+        self.is_empty = log is None
+        """Whether there is nobody to hand a record to; looked at in every firing."""
+        for sink in sinks:
+            self.add(sink)
+
+    @property
+    def errors(self) -> Counter[str]:
+        """How often each sink has failed, by its class, and its place among those of one class; also the ``"log"``."""
+        if self._helper is not None:
+            self._helper.look()
+        return self._teller.counts
+
+    @property
+    def log(self) -> Path | None:
+        """Where the log is."""
+        return None if self._keeper is None else self._keeper.path
+
+    def add(self, sink: Any) -> None:
+        """One more sink, from now on."""
+        if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
+            raise OptionError(
+                f"sinks= takes objects with emit(metrics, epoch, hook_point), such as MemorySink(); got "
+                f"{a_or_an(sink)}."
+            )
+        name = self._named(sink)
+        self.sinks.append(sink)
+        self.is_empty = False
+        spec = sink_spec(sink, name) if getattr(sink, "slow", False) else None
+        if isinstance(spec, dict):
+            self._give_to_helper(spec)
+            return
+        if spec is not None:
+            self._teller.once(
+                f"here {name}",
+                f"{name} is slow, and runs in this process all the same, where it holds the training up: {spec}.",
+            )
+        self._quick.append((name, sink))
+
+    def write(self, record: Record) -> None:
+        """Hand a record to the log and to every sink, unless there is nothing in it."""
+        if not record.metrics:
+            return
+        if self._keeper is not None:
+            record = self._keeper.append(record)
+        for name, sink in self._quick:
+            try:
+                if isinstance(sink, MetricSink):
+                    sink.write(record)
+                else:
+                    sink.emit(dict(record.metrics), record.epoch, record.hook_point)
+            except Exception as error:
+                self._note(name, "take metrics", error)
+        if self._helper is not None:
+            self._helper.go()
+
+    def set_run_context(self, context: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Tell every sink that wants to know which run follows."""
+        context = {**(context or {}), **more}
+        if self._keeper is not None:
+            self._keeper.append_context(context)
+        self._each("begin another run", lambda sink: _call(sink, "set_run_context", **context))
+
+    def flush(self) -> None:
+        """Have everything written: the log on the disk, and what sinks hold back. Waits for slow sinks."""
+        if self._keeper is not None:
+            self._keeper.flush()
+        self._each("flush", lambda sink: _call(sink, "flush"))
+        if self._helper is not None and self._keeper is not None:
+            self._helper.flush(self._keeper.number)
+
+    def close(self) -> None:
+        """Flush, and let go of files and processes; once or more often."""
+        self.flush()
+        self._each("close", lambda sink: _call(sink, "close"))
+        if self._keeper is not None:
+            self._keeper.close()
+        used = self._helper is not None and self._helper.close()
+        if self._keeper is not None and not used:
+            self._keeper.remove()  # else the helper process takes a temporary log away, when everything is delivered
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to go back to when a run is resumed from now: of the log, and of each sink of this process."""
+        states: dict[str, Any] = {}
+        for name, sink in self._quick:
+            try:
+                if hasattr(sink, "state_dict"):
+                    states[name] = sink.state_dict()
+            except Exception as error:
+                self._note(name, "say how far it is", error)
+        return {"log": {} if self._keeper is None else self._keeper.state_dict(), "sinks": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to that: what was written later goes. Slow sinks pass over what they have had already."""
+        if self._keeper is not None:
+            self._keeper.load_state_dict(state.get("log", {}))
+        states = state.get("sinks", {})
+        for name, sink in self._quick:
+            if name in states and hasattr(sink, "load_state_dict"):
+                try:
+                    sink.load_state_dict(states[name])
+                except Exception as error:
+                    self._note(name, "go back to where it was", error)
+        if self._helper is not None:
+            self._helper.seek()
+
+    def tell(self) -> None:
+        """Warn of what failed for the first time; when all sinks have had their turn, as a warning may raise."""
+        self._teller.tell()
+
+    def __enter__(self) -> FanOut:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+        try:
+            self.tell()
+        except HooklineWarning:  # where warnings are errors; what ended the block is what the user has to see
+            if kind is None:
+                raise
+
+    # -- each by itself ------------------------------------------------------------------------------------------
+
+    def _named(self, sink: Any) -> str:
+        name = type(sink).__name__
+        self._names[name] += 1
+        return name if self._names[name] == 1 else f"{name} {self._names[name]}"
+
+    def _give_to_helper(self, spec: dict[str, Any]) -> None:
+        if self._keeper is None:
+            self._keeper = LogKeeper(None, self._teller)
+        if self._helper is None:
+            self._helper = HelperProcess(self._keeper, self._teller, self._patience)
+        self._helper.add(spec)
+
+    def _each(self, what: str, act: Callable[[Any], None]) -> None:
+        for name, sink in self._quick:
+            try:
+                act(sink)
+            except Exception as error:
+                self._note(name, what, error)
+
+    def _note(self, name: str, what: str, error: Exception) -> None:
+        self._teller.counts[name] += 1
+        sentence = (
+            f"{name} could not {what} ({type(error).__name__}: {error}); the run and the other sinks go on. "
+            "Further failures are counted in manager.sink_errors."
+        )
+        if self._teller.once(name, sentence):
+            logger.exception("%s could not %s; the run goes on", name, what)
+
+
+def _of_rank(log: str | Path | RecordLog) -> Path | RecordLog:
+    """In a distributed run each process has a log of its own: ``records.rank1.jsonl``."""
+    if isinstance(log, RecordLog):
+        return log
+    path, rank = Path(log), own_rank()
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+
+
+def _call(sink: Any, method: str, **arguments: Any) -> None:
+    if hasattr(sink, method):
+        getattr(sink, method)(**arguments)

@@ -1,0 +1,74 @@
+"""Feeding a sink from the log of a run, later.
+
+Takes the folder of a run or its log, hands contexts and records to any sink; what ``hookline replay`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hookline.errors import OptionError
+from hookline.sinks.log import Context, read_log
+from hookline.sinks.record import Record
+from hookline.sinks.sink import MetricSink
+from hookline.sinks.tell import a_or_an
+
+__all__ = ["replay"]
+
+
+def replay(
+    run: str | Path,
+    sink: Any,
+    *,
+    start: int = 0,
+    context: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Give a sink everything that is in a log, in order, then close it; how many records that were.
+
+    Recipe: ``hookline.replay("runs/digits/default", hookline.TensorBoardSink("events"))``.
+
+    The sink runs in this process, and what it raises is raised. It is told ``replay=True`` besides.
+
+    Args:
+        run: The folder of a run, or its log.
+        sink: Anything with ``emit(metrics, epoch, hook_point)``.
+        start: The number of the first record wanted.
+        context: What the sink is told of the run besides, or instead: ``{"run_dir": elsewhere}``.
+        progress: Called after each record with how many there have been.
+    """
+    _check(sink)
+    count = 0
+    tells = getattr(sink, "set_run_context", None)
+    given = {"replay": True, **(context or {})}  # some sinks would go on with the run itself otherwise
+    if tells is not None:
+        tells(**given)
+    for found in read_log(run, start):
+        if isinstance(found, Context):
+            if tells is not None:
+                tells(**{**found.context, **given})
+            continue
+        _hand(sink, found)
+        count += 1
+        if progress is not None:
+            progress(count)
+    for method in ("flush", "close"):
+        if hasattr(sink, method):
+            getattr(sink, method)()
+    return count
+
+
+def _check(sink: Any) -> None:
+    if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
+        raise OptionError(
+            f"replay() takes a sink, an object with emit(metrics, epoch, hook_point); got {a_or_an(sink)}."
+        )
+
+
+def _hand(sink: Any, record: Record) -> None:
+    if isinstance(sink, MetricSink):
+        sink.write(record)
+    else:
+        sink.emit(dict(record.metrics), record.epoch, record.hook_point)

@@ -1,0 +1,53 @@
+"""Saying what went wrong once, when it can be said: a warning may be an error, so nothing else is under way then.
+
+Takes sentences from the fan-out and its helper process, warns the user in ``tell``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+
+from hookline.errors import HooklineWarning
+
+__all__ = ["Teller", "a_or_an"]
+
+
+class Teller:
+    """What is to be said, and how often what has happened."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """How often each has failed."""
+        self._untold: list[str] = []
+        self._said: set[str] = set()
+
+    def once(self, about: str, sentence: str) -> bool:
+        """Have it said, unless something was said about that; whether it is new."""
+        if about in self._said:
+            return False
+        self._said.add(about)
+        self._untold.append(sentence)
+        return True
+
+    def tell(self) -> None:
+        """Warn of what is new."""
+        while self._untold:
+            warnings.warn(self._untold.pop(0), HooklineWarning, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """The stack level of the first frame that is not ours, seen from our caller."""
+    level = 1
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+        frame = frame.f_back
+        level += 1
+    return max(level - 1, 1)
+
+
+def a_or_an(value: object) -> str:
+    """The class of a value, in a sentence: "an int", "a Linear"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

@@ -1,0 +1,128 @@
+"""The run that hooks are checked in: a small model that has what goes wrong easily, trained for some twenty steps.
+
+Made anew for every run by `check_hook`, from one seed; what it leaves behind is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hookline.loops.epoch_loop import epoch_loop
+from hookline.loops.experiment import Experiment
+from hookline.loops.step_loop import step_loop
+from hookline.testing.outcome import Outcome, Trial, heard, left_by
+
+__all__ = ["SmallModel", "SmallRun", "small_experiment"]
+
+_TOKENS: Final = 11
+_CLASSES: Final = 3
+_BATCH: Final = 6
+_BATCHES: Final = 6
+"""In one pass over the data."""
+_SNAPSHOT_STEPS: Final = 5
+
+
+class SmallModel(nn.Module):
+    """A classifier of four tokens: embedding, attention, BatchNorm, dropout.
+
+    Recipe: ``SmallModel()(torch.zeros(2, 4, dtype=torch.long)).shape`` is ``(2, 3)``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_TOKENS, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.hidden = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.act = nn.ReLU(inplace=True)
+        self.dropout = nn.Dropout(0.3)
+        self.decoder = nn.Linear(16, _CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, 4) to (B, 3)
+        """The logits."""
+        x = self.embedding(tokens)
+        x = (x + self.attention(x, x, x, need_weights=False)[0]).mean(1)
+        logits: Tensor = self.decoder(self.dropout(self.act(self.norm(self.hidden(x)))))
+        return logits
+
+
+def small_experiment() -> Experiment:
+    """A model with dropout and BatchNorm, AdamW, a scheduler, a loader that shuffles, an evaluation.
+
+    Recipe: ``hookline.epoch_loop(hookline.testing.small_experiment(), epochs=2)``.
+    """
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    model = SmallModel()
+    data = torch.Generator().manual_seed(1)
+    tokens = torch.randint(_TOKENS, (_BATCH * _BATCHES, 4), generator=data)
+    dataset = TensorDataset(tokens, tokens.sum(1) % _CLASSES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def evaluate(model: nn.Module) -> dict[str, Tensor]:
+        right = (model(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).float().mean()
+        return {"train_acc": right, "val_acc": right}
+
+    return Experiment(
+        model,
+        optimizer,
+        DataLoader(dataset, batch_size=_BATCH, shuffle=True, generator=torch.Generator().manual_seed(2)),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.95),
+        evaluate=evaluate,
+        target_gradient=lambda model, step: {name: torch.ones_like(p) for name, p in model.named_parameters()},
+    )
+
+
+class SmallRun:
+    """A loop, and how far it goes."""
+
+    def __init__(self, loop: str, make: Callable[[], Experiment], steps: int) -> None:
+        self.loop = loop
+        self.make = make
+        self._steps = max(steps, 2 * _BATCHES)
+        self._epochs = max(4, -(-self._steps // _BATCHES))
+
+    @property
+    def length(self) -> str:
+        """How far, in words."""
+        return f"{self._epochs} epochs" if self.loop == "epoch" else f"{self._steps} steps"
+
+    @property
+    def _end(self) -> int:
+        return self._epochs if self.loop == "epoch" else self._steps
+
+    def whole(self, trial: Trial | None) -> Outcome:
+        """Train from the beginning to the end."""
+        experiment = self.make()
+        with heard() as warned:
+            self._go(experiment, trial, 0, self._end)
+        return Outcome(left_by(experiment), trial.metrics if trial else {}, warned, experiment.model)
+
+    def in_two(self, first: Trial, make_second: Callable[[Trial], Trial]) -> Outcome:
+        """Train some way with one manager, the rest with another that is made from it."""
+        experiment = self.make()
+        middle = self._end // 2
+        with heard() as warned:
+            self._go(experiment, first, 0, middle)
+            second = make_second(first)
+            self._go(experiment, second, middle, self._end)
+        before, after = {} if second is first else first.metrics, second.metrics
+        metrics = {name: before.get(name, []) + after.get(name, []) for name in {**before, **after}}
+        return Outcome(left_by(experiment), metrics, warned, experiment.model)
+
+    def _go(self, experiment: Experiment, trial: Trial | None, first: int, end: int) -> None:
+        manager = None if trial is None else trial.manager
+        if self.loop == "epoch":
+            epoch_loop(experiment, epochs=end, first_epoch=first, manager=manager, snapshot_every=1)
+        else:
+            step_loop(experiment, steps=end, first_step=first, manager=manager, snapshot_every=_SNAPSHOT_STEPS)

@@ -1,0 +1,134 @@
+"""A small model with all the parts that analyses look for, contexts by hand, and formulas in float64."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline as hl
+from hookline import analyses
+
+__all__ = [
+    "OBSERVERS",
+    "TokenModel",
+    "context",
+    "cos",
+    "flat",
+    "left_by",
+    "made",
+    "new_manager",
+    "random_grads",
+    "token_experiment",
+]
+
+OBSERVERS = [
+    name
+    for name in analyses.BUILT_IN
+    if name not in ("hessian", "adam_dynamics", "counterfactual", "counterfactual_validator")
+]
+P, WIDTH = 11, 8
+
+
+class TokenModel(nn.Module):
+    """Embedding, attention, BatchNorm, dropout, a hidden layer and a decoder, on pairs of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(P, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.hidden = nn.Linear(WIDTH, 2 * WIDTH)
+        self.dropout = nn.Dropout(0.2)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+        self.decoder = nn.Linear(WIDTH, P)
+
+    def forward(self, pairs: Tensor) -> Tensor:  # (B, 2) to (B, P)
+        """The logits."""
+        x = self.embedding(pairs)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.norm(x[:, -1])
+        return self.decoder(x + self.out(self.dropout(torch.relu(self.hidden(x)))))
+
+
+def token_experiment(**options: Any) -> hl.Experiment:
+    """Sums of two tokens, 5 batches an epoch."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    pairs = torch.cartesian_prod(torch.arange(P), torch.arange(P))[torch.randperm(P * P)][:60]
+    dataset = TensorDataset(pairs, pairs.sum(1) % P)
+    model = TokenModel()
+
+    def evaluate(model: nn.Module) -> dict[str, Any]:
+        logits = model(pairs)
+        return {"val_acc": (logits.argmax(1) == dataset.tensors[1]).float().mean(), "val_loss": logits.sum()}
+
+    settings: dict[str, Any] = {"evaluate": evaluate} | options
+    return hl.Experiment(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        DataLoader(dataset, batch_size=12, shuffle=True),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        **settings,
+    )
+
+
+def left_by(experiment: hl.Experiment) -> dict[str, Tensor]:
+    """Weights, buffers, gradients, optimizer and random streams."""
+    left = {f"weight {name}": value.clone() for name, value in experiment.model.state_dict().items()}
+    for name, parameter in experiment.model.named_parameters():
+        left[f"grad {name}"] = torch.zeros(()) if parameter.grad is None else parameter.grad.clone()
+        state = experiment.optimizer.state[parameter]
+        left |= {f"{key} {name}": torch.as_tensor(value).clone() for key, value in state.items()}
+    left["mode"] = torch.tensor([module.training for module in experiment.model.modules()])
+    left["torch"] = torch.get_rng_state()
+    left["numpy"] = torch.from_numpy(np.random.rand(4))
+    left["python"] = torch.tensor([random.random()], dtype=torch.float64)
+    return left
+
+
+def made(name: str, **options: Any) -> Any:
+    """A built-in hook by its name."""
+    return getattr(analyses, analyses.BUILT_IN[name].partition(":")[2])(**options)
+
+
+def new_manager(names: list[str], sink: Any = None, **options: Any) -> hl.HookManager:
+    """A manager of these hooks, with reference weights that are not the model's."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        reference = {name: value + 0.5 for name, value in TokenModel().state_dict().items()}
+    hooks = [made(name, every=2) if name == "stats" else made(name) for name in names]
+    return hl.HookManager(hooks=hooks, sinks=[sink] if sink else [], **({"reference_weights": reference} | options))
+
+
+def context(
+    model: nn.Module | None = None, point: hl.HookPoint = hl.HookPoint.POST_EPOCH, **given: Any
+) -> hl.RunDataContext:
+    """What a hook is shown."""
+    return hl.RunDataContext(point, 0, model=model, **given)
+
+
+def random_grads(model: nn.Module, seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    """A gradient for every parameter, with a part that all seeds share."""
+    common, own = torch.Generator().manual_seed(99), torch.Generator().manual_seed(seed)
+    return {
+        name: scale * (torch.randn(p.shape, generator=common) + torch.randn(p.shape, generator=own))
+        for name, p in model.named_parameters()
+    }
+
+
+def flat(tensors: dict[str, Tensor]) -> np.ndarray:
+    """Sorted by name, no biases, in float64: the rule for gradients, said again in other words."""
+    kept = [name for name in sorted(tensors) if "bias" not in name]
+    return np.concatenate([tensors[name].detach().double().numpy().ravel() for name in kept])
+
+
+def cos(one: np.ndarray, other: np.ndarray) -> float:
+    """Of the angle between two vectors."""
+    return float(one.ravel() @ other.ravel() / np.linalg.norm(one) / np.linalg.norm(other))

@@ -1,0 +1,256 @@
+"""``adam_dynamics``, against states set by hand and steps that torch has made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_interventions import by_step, cosine, left_by, rich_experiment
+from helpers_training import differences
+from torch import nn
+
+import hookline as hl
+from hookline.analyses.adam_dynamics import AdamDynamicsHook
+
+POINT = hl.HookPoint.POST_STEP
+
+
+def fire(model: nn.Module, optimizer: Any, reference: Any = None, **context: Any) -> dict[str, float]:
+    """One firing, outside of any loop."""
+    hook = AdamDynamicsHook(every_n_steps=1, burst_length=1)
+    manager = hl.HookManager(hooks=[hook], reference_weights=reference, loop_type="step")
+    for _ in range(2):
+        manager.advance_step()
+    found = manager.fire(
+        POINT, hl.RunDataContext(POINT, 0, step=1, model=model, **context), hl.ModelDataContext(model, optimizer)
+    )
+    return {key.removeprefix("adam_dynamics/"): float(value) for key, value in found.items()}
+
+
+class Two(nn.Module):
+    """Two weights and a bias, which does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Parameter(torch.tensor([[1.0, 2.0]]))
+        self.a = nn.Parameter(torch.tensor([3.0]))
+        self.bias = nn.Parameter(torch.tensor([7.0]))
+
+
+def by_hand(optimizer_class: Any = torch.optim.Adam, **options: Any) -> tuple[Two, Any]:
+    """A model whose Adam is at step 3, with moments and gradients that one can follow."""
+    model = Two()
+    optimizer = optimizer_class(model.parameters(), **({"lr": 0.1, "betas": (0.5, 0.75), "eps": 0.5} | options))
+    first = {"b": [[0.7, -1.4]], "a": [2.1], "bias": [9.0]}
+    second = {"b": [[1.0, 4.0]], "a": [0.25], "bias": [9.0]}
+    grads = {"b": [[1.0, 1.0]], "a": [2.0], "bias": [9.0]}
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.tensor(grads[name])
+        optimizer.state[parameter] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.tensor(first[name]),
+            "exp_avg_sq": torch.tensor(second[name]),
+        }
+    return model, optimizer
+
+
+M = np.array([2.1, 0.7, -1.4])  # sorted by name: a, then b
+G = np.array([2.0, 1.0, 1.0])
+M_HAT = M / (1 - 0.5**3)
+RATES = 0.1 / (np.sqrt(np.array([0.25, 1.0, 4.0]) / (1 - 0.75**3)) + 0.5)
+UPDATE = RATES * M_HAT
+
+
+def test_figures_by_hand():
+    along = (UPDATE @ G) / (G @ G) * G
+    assert fire(*by_hand()) == pytest.approx(
+        {
+            "momentum_grad_cossim": cosine(M, G),
+            "amplification_ratio": np.linalg.norm(UPDATE) / np.linalg.norm(0.1 * G),
+            "update_deflection": np.linalg.norm(UPDATE - along) / np.linalg.norm(UPDATE),
+            "effective_lr_cv": RATES.std(ddof=1) / RATES.mean(),
+        },
+        rel=1e-5,
+    )
+
+
+def test_all_probe_and_solution_figures_appear():
+    """The source computed those of the probe, and lost them."""
+    model, optimizer = by_hand()
+    reference = {"a": torch.tensor([4.0]), "b": torch.tensor([[0.0, 2.0]]), "bias": torch.tensor([1.0])}
+    target = {"a": torch.tensor([1.0]), "b": torch.tensor([[0.5, -1.0]]), "bias": torch.tensor([5.0])}
+    found = fire(model, optimizer, reference, target_grad=target)
+    way, probe = np.array([1.0, -1.0, 0.0]), np.array([1.0, 0.5, -1.0])
+    for prefix, aim in (("solution", way), ("probe", probe)):
+        assert found[f"momentum_{prefix}_cossim"] == pytest.approx(cosine(M, aim), rel=1e-5, abs=1e-6)
+        assert found[f"update_{prefix}_cossim"] == pytest.approx(cosine(UPDATE, aim), rel=1e-5, abs=1e-6)
+        assert found[f"grad_{prefix}_cossim"] == pytest.approx(cosine(G, aim), rel=1e-5, abs=1e-6)
+        assert found[f"optimizer_{prefix}_amplification"] == pytest.approx(
+            cosine(UPDATE, aim) - cosine(G, aim), rel=1e-5, abs=1e-6
+        )
+    hook = AdamDynamicsHook()
+    assert found.keys() == {info.name for info in hook.describe_metrics()}
+
+
+def test_a_target_that_knows_only_some_parameters():
+    model, optimizer = by_hand()
+    found = fire(model, optimizer, target_grad={"a": torch.tensor([1.0]), "elsewhere": torch.ones(3)})
+    assert found["grad_probe_cossim"] == pytest.approx(1.0)
+    assert "grad_solution_cossim" not in found
+
+
+def test_each_group_has_its_own_rate():
+    model = Two()
+    groups = [{"params": [model.a], "lr": 0.5}, {"params": [model.b, model.bias], "lr": 0.1}]
+    optimizer = torch.optim.Adam(groups, eps=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # the first step of Adam is the rate, whatever the gradient
+    found = fire(model, optimizer)
+    rates = np.array([0.5, 0.1, 0.1])
+    assert found["amplification_ratio"] == pytest.approx(1.0, rel=1e-5)
+    assert found["effective_lr_cv"] == pytest.approx(rates.std(ddof=1) / rates.mean(), rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"foreach": True},
+        {"fused": True},
+        {"amsgrad": True},
+        {"amsgrad": True, "fused": True},
+        {"maximize": True},
+        {"lr": torch.tensor(0.03)},
+    ],
+    ids=str,
+)
+def test_the_update_is_the_one_that_torch_makes(optimizer_class, options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    optimizer = optimizer_class(model.parameters(), **({"lr": 0.03, "weight_decay": 0.0} | options))
+    for scale in (3.0, 1.0, 0.2):  # so that the largest second moment is not the last
+        before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+        optimizer.zero_grad()
+        (scale * model(torch.randn(8, 3)).square().sum()).backward()
+        optimizer.step()
+    update = (before - torch.cat([p.detach().flatten() for p in model.parameters()])).numpy().astype(np.float64)
+    grad = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy().astype(np.float64)
+    if options.get("maximize"):
+        grad = -grad
+    unit = grad / np.linalg.norm(grad)
+    found = fire(model, optimizer)
+    assert found["amplification_ratio"] == pytest.approx(np.linalg.norm(update) / np.linalg.norm(0.03 * grad), rel=1e-4)
+    assert found["update_deflection"] == pytest.approx(
+        np.linalg.norm(update - (update @ unit) * unit) / np.linalg.norm(update), rel=1e-3
+    )
+    assert found["momentum_grad_cossim"] > -1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p, lr=0.1),
+        lambda p: torch.optim.NAdam(p, lr=0.1),
+        lambda p: torch.optim.RAdam(p, lr=0.1),
+    ],
+)
+def test_other_optimizers_say_nothing_and_raise_nothing(make):
+    model = nn.Linear(2, 2)
+    optimizer = make(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert fire(model, optimizer) == {}
+
+
+def test_before_the_first_step_there_is_nothing_to_say():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    assert fire(model, torch.optim.Adam(model.parameters())) == {}
+    assert fire(model, None) == {}
+
+
+def test_zero_gradients_divide_nothing():
+    model, optimizer = by_hand()
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    found = fire(model, optimizer, target_grad={"a": torch.zeros(1)})
+    assert found["amplification_ratio"] == found["update_deflection"] == found["momentum_grad_cossim"] == 0.0
+    assert found["grad_probe_cossim"] == found["optimizer_probe_amplification"] == 0.0
+    assert np.isfinite(found["effective_lr_cv"])
+
+
+def test_small_gradients_are_no_zeros():
+    """Late in training lengths are small; nothing is added to what is divided by, and there is no floor."""
+    model, optimizer = by_hand()
+    for parameter in model.parameters():
+        parameter.grad.mul_(1e-15)
+        optimizer.state[parameter]["exp_avg"].mul_(1e-15)
+    found = fire(model, optimizer)
+    assert found["momentum_grad_cossim"] == pytest.approx(cosine(M, G), rel=1e-5)
+    assert found["update_deflection"] > 0.1
+
+
+def test_one_weight_has_no_spread():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert fire(model, optimizer)["effective_lr_cv"] == 0.0
+
+
+def test_gradients_that_are_no_numbers():
+    model, optimizer = by_hand()
+    model.a.grad.fill_(float("nan"))
+    found = fire(model, optimizer)
+    assert np.isnan(found["amplification_ratio"])
+    assert np.isfinite(found["effective_lr_cv"])
+
+
+@pytest.mark.parametrize("options", [{"burst_length": 0}, {"every_n_steps": "often"}])
+def test_options_that_mean_nothing(options):
+    with pytest.raises(hl.OptionError, match=next(iter(options))):
+        AdamDynamicsHook(**options)
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_the_run_is_the_same_to_the_last_bit_and_bursts_come_when_due(loop):
+    """With a target gradient, which takes a forward and a backward of its own."""
+
+    def target_gradient(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(torch.randn(5, 6)).square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def trained(hooks: list[hl.TrainingHook]) -> tuple[dict[str, torch.Tensor], Any]:
+        experiment = rich_experiment(target_gradient=target_gradient)
+        sink = hl.MemorySink()
+        manager = hl.HookManager(hooks=hooks, sinks=[sink], strict=True) if hooks else None
+        if loop == "epoch":
+            hl.epoch_loop(experiment, epochs=5, manager=manager)
+        else:
+            hl.step_loop(experiment, steps=25, manager=manager)
+        return left_by(experiment), by_step(sink, "adam_dynamics")
+
+    plain, _ = trained([])
+    hooked, found = trained([AdamDynamicsHook(every_n_steps=10, burst_length=3)])
+    assert differences(plain, hooked) == []
+    assert sorted(found) == [10, 11, 12, 20, 21, 22]
+    assert all("update_probe_cossim" in metrics for metrics in found.values())
+
+
+def test_a_hook_that_writes_would_be_found_out():
+    """The control: this one declares that it only reads, and that is checked."""
+
+    class Writes(AdamDynamicsHook):
+        def intervene(self, run_ctx, model_ctx):
+            with torch.no_grad():
+                model_ctx.optimizer_state("0.weight")["exp_avg"].mul_(0.5)
+
+    manager = hl.HookManager(hooks=[Writes(every_n_steps=2, burst_length=1)])
+    with pytest.raises(hl.GuardError, match="declares scope='reads'"):
+        hl.epoch_loop(rich_experiment(), epochs=1, manager=manager)

@@ -1,0 +1,290 @@
+"""``counterfactual`` and its validator, against epochs that numpy trains again in the orders that the hook drew."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_interventions import by_epoch, cosine, left_by, rich_experiment
+from helpers_training import differences
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline as hl
+from hookline.analyses.counterfactual import CounterfactualHook
+from hookline.analyses.counterfactual_validator import CounterfactualValidatorHook
+from hookline.lifecycle.phase import phase
+
+NUM_ROWS, BATCH, RATE = 12, 3, 0.05
+
+
+class Regression:
+    """Linear regression in float64 whose batches say which rows they are: everything can be trained again by hand."""
+
+    def __init__(self, **options: Any) -> None:
+        made = torch.Generator().manual_seed(4)
+        self.x = torch.randn(NUM_ROWS, 3, generator=made, dtype=torch.float64)
+        self.y = torch.randn(NUM_ROWS, 2, generator=made, dtype=torch.float64)
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2).double()
+        self.start = (self.model.weight.detach().numpy().copy(), self.model.bias.detach().numpy().copy())
+        self.orders: list[tuple[str, list[int]]] = []
+        loader = DataLoader(TensorDataset(self.x, self.y, torch.arange(NUM_ROWS)), batch_size=BATCH)
+        self.experiment = hl.Experiment(
+            self.model, torch.optim.SGD(self.model.parameters(), lr=RATE), loader, self.loss, **options
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y, rows = batch
+        self.orders.append((phase(), rows.tolist()))
+        return (model(x) - y).square().mean()
+
+    def epochs_of_hook(self) -> list[list[list[int]]]:
+        """The rows of every batch that was trained in an intervention, epoch by epoch."""
+        batches = [rows for when, rows in self.orders if when == "intervention"]
+        size = NUM_ROWS // BATCH
+        return [batches[i : i + size] for i in range(0, len(batches), size)]
+
+    def train(self, start: Any, order: list[list[int]]) -> tuple[Any, np.ndarray]:
+        """The weights after an epoch and its mean gradient (bias, then weight: sorted by name), by numpy."""
+        weight, bias = start[0].copy(), start[1].copy()
+        x, y = self.x.numpy(), self.y.numpy()
+        total = []
+        for rows in order:
+            error = 2 * (x[rows] @ weight.T + bias - y[rows]) / (len(rows) * 2)
+            gradients = error.T @ x[rows], error.sum(0)
+            total.append(np.concatenate([gradients[1].ravel(), gradients[0].ravel()]))
+            weight -= RATE * gradients[0]
+            bias -= RATE * gradients[1]
+        return (weight, bias), np.mean(total, 0)
+
+
+IN_ORDER = [list(range(i, i + BATCH)) for i in range(0, NUM_ROWS, BATCH)]
+BIAS, WEIGHT = slice(0, 2), slice(2, 8)
+
+
+def run(hook: hl.TrainingHook, epochs: int = 1, **options: Any) -> tuple[Regression, dict[int, dict[str, float]]]:
+    made = Regression()
+    sink = hl.MemorySink()
+    manager = hl.HookManager(hooks=[hook], sinks=[sink], **options)
+    hl.epoch_loop(made.experiment, epochs=epochs, manager=manager)
+    return made, by_epoch(sink, hook.name)
+
+
+def split(g: np.ndarray, cf: np.ndarray) -> dict[str, float]:
+    content = (g @ cf) / (cf @ cf) * cf
+    ordering = g - content
+    return {
+        "content_component_norm": np.linalg.norm(content),
+        "ordering_component_norm": np.linalg.norm(ordering),
+        "ordering_fraction": (ordering @ ordering) / (g @ g),
+        "ordering_alignment": cosine(g, cf),
+    }
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_every_figure_against_numpy(k):
+    made, found = run(CounterfactualHook(k=k))
+    orders = made.epochs_of_hook()
+    assert len(orders) == k
+    _, g = made.train(made.start, IN_ORDER)
+    cf = np.mean([made.train(made.start, order)[1] for order in orders], 0)
+    wanted = {"counterfactual_mean_norm": np.linalg.norm(cf), **split(g, cf)}
+    wanted |= {f"{name}/weight": value for name, value in split(g[WEIGHT], cf[WEIGHT]).items()}
+    assert found[0] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_same_order_leaves_nothing_to_ordering():
+    """The control of the split: an epoch in the run's own order is all content."""
+    hook = CounterfactualHook(k=1)
+    made = Regression(shuffled_loader=lambda: made.experiment.loader)
+    sink = hl.MemorySink()
+    hl.epoch_loop(made.experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    assert by_epoch(sink, "counterfactual")[0]["ordering_fraction"] == pytest.approx(0.0, abs=1e-12)
+    _, shuffled = run(CounterfactualHook(k=1))
+    assert shuffled[0]["ordering_fraction"] > 1e-6
+
+
+def test_shuffles_differ_from_each_other_and_from_one_firing_to_the_next():
+    """In the source, going back to before the epoch put the random stream back too: k times the same order."""
+    made, _ = run(CounterfactualHook(k=4), epochs=3)
+    orders = [tuple(row for batch in epoch for row in batch) for epoch in made.epochs_of_hook()]
+    assert len(orders) == 12
+    assert len(set(orders)) == 12
+    assert all(sorted(order) == list(range(NUM_ROWS)) for order in orders)
+
+
+def test_the_way_to_a_solution_and_past_energies():
+    reference = {"weight": torch.ones(2, 3, dtype=torch.float64), "bias": torch.full((2,), -1.0, dtype=torch.float64)}
+    made, found = run(CounterfactualHook(k=2, window_size=2), epochs=4, reference_weights=reference)
+    orders = made.epochs_of_hook()
+    goal = np.concatenate([np.full(2, -1.0), np.ones(6)])
+    start, windows = made.start, {"content": [], "ordering": []}
+    for epoch in range(4):
+        after, g = made.train(start, IN_ORDER)
+        cf = np.mean([made.train(start, order)[1] for order in orders[2 * epoch : 2 * epoch + 2]], 0)
+        way = goal - np.concatenate([start[1].ravel(), start[0].ravel()])
+        content = (g @ cf) / (cf @ cf) * cf
+        parts = {"content": -content, "ordering": content - g, "cf": -cf}
+        for part, vector in parts.items():
+            assert found[epoch][f"{part}_grad_cossim_to_solution"] == pytest.approx(cosine(vector, way), rel=1e-8)
+            assert found[epoch][f"{part}_grad_cossim_to_solution/weight"] == pytest.approx(
+                cosine(vector[WEIGHT], way[WEIGHT]), rel=1e-8
+            )
+        for part, window in windows.items():
+            window.append(parts[part])
+            del window[:-2]
+            name = f"{part}_energy_fraction_toward_solution"
+            assert (name in found[epoch]) == (epoch > 0)
+            if epoch > 0:
+                # As the source has it: singular vectors weighted by energy.
+                _, sigma, directions = np.linalg.svd(np.stack(window), full_matrices=False)
+                share = (sigma**2 * (directions @ (way / np.linalg.norm(way))) ** 2).sum() / (sigma**2).sum()
+                assert found[epoch][name] == pytest.approx(share, rel=1e-8)
+        start = after
+    assert "content_grad_cossim_to_solution/bias" not in found[0]
+
+
+def test_what_it_says_is_described():
+    reference = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    for per_parameter in (True, False):
+        hook = CounterfactualHook(k=1, per_parameter=per_parameter)
+        _, found = run(hook, epochs=2, reference_weights=reference)
+        general = {name if "/" not in name else f"{name.partition('/')[0]}/{{param}}" for name in found[1]}
+        assert general == {info.name for info in hook.describe_metrics()}
+    hook = CounterfactualValidatorHook(k=1)
+    _, found = run(hook, reference_weights=reference)
+    assert found[0].keys() == {info.name for info in hook.describe_metrics()}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_validator_against_numpy(k):
+    reference = {"weight": torch.ones(2, 3, dtype=torch.float64), "elsewhere": torch.ones(2)}
+    made, found = run(CounterfactualValidatorHook(k=k), reference_weights=reference)
+    orders = made.epochs_of_hook()
+    assert len(orders) == k + 1
+    rows = [made.train(made.start, order)[1][WEIGHT] for order in orders]
+    means = [np.mean(chosen, 0) for chosen in combinations(rows, k)]
+    everything = np.mean(rows, 0)
+    lengths = [np.linalg.norm(mean) for mean in means]
+    way = 1.0 - made.start[0].ravel()
+    aims = [cosine(-mean, way) for mean in means]
+    whole = np.linalg.norm(everything)
+    assert found[0] == pytest.approx(
+        {
+            "kp1_content_norm": whole,
+            "k_content_norm_max": max(lengths),
+            "k_content_norm_min": min(lengths),
+            "k_content_norm_mean": np.mean(lengths),
+            "kp1_norm_strictly_lower": float(whole < min(lengths)),
+            "norm_convergence_gap": (np.mean(lengths) - whole) / whole,
+            "k_to_kp1_cossim_mean": np.mean([cosine(mean, everything) for mean in means]),
+            "k_to_kp1_cossim_min": min(cosine(mean, everything) for mean in means),
+            "kp1_cossim_to_solution": cosine(-everything, way),
+            "k_cossim_to_solution_mean": np.mean(aims),
+            "k_cossim_to_solution_std": np.std(aims),
+            "k_cossim_to_solution_spread": max(aims) - min(aims),
+        },
+        rel=1e-8,
+        abs=1e-12,
+    )
+
+
+@pytest.mark.parametrize(
+    "hook", [CounterfactualHook(k=2), CounterfactualValidatorHook(k=2)], ids=lambda hook: hook.name
+)
+def test_zero_gradients_divide_nothing(hook):
+    model = nn.Linear(2, 1)
+    data = TensorDataset(torch.ones(4, 2))
+    experiment = hl.Experiment(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(data, 2),
+        lambda m, batch: (m(batch[0]) * 0).sum(),
+    )
+    sink = hl.MemorySink()
+    reference = {"weight": model.weight.detach() + 1.0}
+    manager = hl.HookManager(hooks=[hook], sinks=[sink], reference_weights=reference)
+    hl.epoch_loop(experiment, epochs=2, manager=manager)
+    found = by_epoch(sink, hook.name)
+    assert len(found) == 2
+    assert all(value == 0.0 for metrics in found.values() for value in metrics.values())
+
+
+def test_it_fires_every_epoch_at_first_and_then_at_snapshots():
+    hook = CounterfactualHook(k=1)
+    made = Regression()
+    sink = hl.MemorySink()
+    manager = hl.HookManager(hooks=[hook], sinks=[sink])
+    hl.epoch_loop(made.experiment, epochs=62, manager=manager, snapshot_every=10)
+    assert sorted(by_epoch(sink, "counterfactual")) == [*range(50), 50, 60]
+
+
+def test_the_step_loop_has_no_epoch_to_train_again():
+    made = Regression()
+    manager = hl.HookManager(hooks=[CounterfactualHook()])
+    hl.step_loop(made.experiment, steps=4, manager=manager)
+    assert manager.fired["counterfactual"] == 0
+    assert made.epochs_of_hook() == []
+
+
+def test_the_validator_is_for_debugging():
+    assert CounterfactualValidatorHook.debug
+    assert issubclass(CounterfactualValidatorHook, hl.DebugInterventionHook)
+    assert not CounterfactualHook.debug
+
+
+def test_the_window_goes_on_after_a_checkpoint_and_not_into_another_run():
+    hook = CounterfactualHook(k=1)
+    reference = {"weight": torch.ones(2, 3)}
+    run(hook, epochs=3, reference_weights=reference)
+    resumed = CounterfactualHook(k=1)
+    resumed.load_state_dict(hook.state_dict())
+    assert [len(window) for window in resumed.get_state_tensors().values()] == [3, 3]
+    for part, window in hook.get_state_tensors().items():
+        assert all(map(torch.equal, window, resumed.get_state_tensors()[part]))
+    hook.reset()
+    assert [len(window) for window in hook.get_state_tensors().values()] == [0, 0]
+    assert hook.reference is None
+
+
+@pytest.mark.parametrize("make", [CounterfactualHook, CounterfactualValidatorHook])
+@pytest.mark.parametrize("options", [{"k": 0}, {"k": 1.5}])
+def test_options_that_mean_nothing(make, options):
+    with pytest.raises(hl.OptionError, match="k="):
+        make(**options)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_run_is_the_same_to_the_last_bit(offload):
+    def trained(hooks: list[hl.TrainingHook]) -> dict[str, torch.Tensor]:
+        experiment = rich_experiment()
+        reference = {name: p.detach() + 1.0 for name, p in experiment.model.named_parameters()}
+        manager = None
+        if hooks:
+            manager = hl.HookManager(hooks=hooks, reference_weights=reference, offload_state=offload, strict=True)
+        hl.epoch_loop(experiment, epochs=5, manager=manager)
+        assert not hooks or set(manager.fired.values()) == {5}
+        return left_by(experiment)
+
+    assert differences(trained([]), trained([CounterfactualHook(k=2), CounterfactualValidatorHook(k=1)])) == []
+
+
+def test_training_again_without_the_guard_would_show():
+    """The control: the same epochs, trained by an observer, change the run."""
+
+    class Unguarded(hl.TrainingHook):
+        hook_points = {hl.HookPoint.POST_EPOCH}
+
+        def compute(self, ctx):
+            experiment.train_step(next(iter(ctx.loader)))
+
+    experiment = rich_experiment()
+    hl.epoch_loop(experiment, epochs=2)
+    plain = left_by(experiment)
+    experiment = rich_experiment()
+    hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=[Unguarded()]))
+    assert "weight 0.weight" in differences(plain, left_by(experiment))

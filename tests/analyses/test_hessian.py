@@ -1,0 +1,320 @@
+"""``hessian``, against a quadratic loss whose every figure numpy works out in float64."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_interventions import by_step, cosine, left_by, rich_experiment
+from helpers_training import differences
+from torch import nn
+
+import hookline as hl
+from hookline.analyses.hessian import HessianHook
+
+ETA = 0.05
+
+
+class Quadratic(nn.Module):
+    """½ xᵀAx, with x in two parameters, and a bias that nothing depends on but itself."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        x = torch.randn(6, dtype=torch.float64)
+        self.head = nn.Parameter(x[:2].to(dtype))
+        self.tail = nn.Parameter(x[2:].to(dtype))
+        self.bias = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, matrix):
+        x = torch.cat([self.head, self.tail])
+        return 0.5 * x @ (matrix.to(x.dtype) @ x) + 0.5 * (self.bias**2).sum()
+
+
+def matrices(count: int) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(3)
+    roots = torch.randn(count, 6, 6, generator=made, dtype=torch.float64)
+    return [root + root.T for root in roots]
+
+
+def run(hook: hl.TrainingHook, dtype: torch.dtype, steps: int = 12, *, loop: str = "epoch", **options: Any) -> Any:
+    model = Quadratic(dtype)
+    experiment = hl.Experiment(
+        model, torch.optim.SGD(model.parameters(), lr=ETA), matrices(steps), lambda model, batch: model(batch)
+    )
+    sink = hl.MemorySink()
+    manager = hl.HookManager(hooks=[hook], sinks=[sink], **options)
+    if loop == "epoch":
+        hl.epoch_loop(experiment, epochs=1, manager=manager)
+    else:
+        hl.step_loop(experiment, steps=steps, manager=manager, snapshot_every=5)
+    return by_step(sink, "hessian")
+
+
+def expected(step: int, reference: np.ndarray | None = None) -> dict[str, float]:
+    """By the formulas, at the weights before the last step."""
+    data = [matrix.numpy() for matrix in matrices(12)]
+    torch.manual_seed(0)
+    path = [torch.randn(6, dtype=torch.float64).numpy()]
+    for matrix in data:
+        path.append(path[-1] - ETA * matrix @ path[-1])
+    x = path[step - 1]
+    g_a, g_b = data[step - 1] @ x, data[step] @ x
+    product = data[step] @ g_a
+    bent = ETA * product
+    content = g_b + bent
+    found = {
+        "entanglement_norm": np.linalg.norm(bent),
+        "content_norm": np.linalg.norm(content),
+        "observed_grad_norm": np.linalg.norm(g_b),
+        "entanglement_energy_ratio": (bent @ bent) / (g_b @ g_b + 1e-12),
+        "entanglement_content_cossim": cosine(bent, content),
+        "rayleigh_quotient": g_a @ product / (g_a @ g_a),
+        "amplification_ratio": np.linalg.norm(product) / np.linalg.norm(g_a),
+        "edge_of_stability": 2 * ETA * np.linalg.norm(product) / np.linalg.norm(g_a),
+    }
+    for name, part in (("head", slice(0, 2)), ("tail", slice(2, 6))):
+        found[f"entanglement_norm/{name}"] = np.linalg.norm(bent[part])
+        found[f"content_norm/{name}"] = np.linalg.norm(content[part])
+        found[f"entanglement_energy_ratio/{name}"] = (bent[part] @ bent[part]) / (g_b[part] @ g_b[part] + 1e-12)
+        if reference is not None:
+            way = (reference - path[step + 1])[part]  # seen from where the run is
+            found[f"entanglement_cossim_to_solution/{name}"] = cosine(-bent[part], way)
+            found[f"content_cossim_to_solution/{name}"] = cosine(-content[part], way)
+    if reference is not None:
+        found["entanglement_cossim_to_solution"] = cosine(-bent, reference - path[step + 1])
+        found["content_cossim_to_solution"] = cosine(-content, reference - path[step + 1])
+    return found
+
+
+def coherence(step: int) -> float:
+    data = [matrix.numpy() for matrix in matrices(12)]
+    torch.manual_seed(0)
+    path = [torch.randn(6, dtype=torch.float64).numpy()]
+    for matrix in data:
+        path.append(path[-1] - ETA * matrix @ path[-1])
+    now, last = (data[n] @ data[n - 1] @ path[n - 1] for n in (step, step - 1))
+    return cosine(now, last)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "tolerance"),
+    [
+        ("difference", torch.float32, 1e-3),
+        ("difference", torch.float64, 1e-7),
+        ("exact", torch.float32, 1e-4),
+        ("exact", torch.float64, 1e-9),
+    ],
+)
+def test_every_figure_against_numpy(method, dtype, tolerance):
+    found = run(
+        HessianHook(every_n_steps=4, burst_length=3, method=method, epsilon=1e-2 if dtype is torch.float32 else 1e-4),
+        dtype,
+    )
+    assert sorted(found) == [5, 6, 9, 10]
+    for step, metrics in found.items():
+        wanted = expected(step)
+        if step in (6, 10):
+            wanted["entanglement_coherence"] = coherence(step)
+        assert metrics.keys() == wanted.keys()
+        assert metrics == pytest.approx(wanted, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("options", "worst"),
+    [
+        ({"dtype": torch.float64}, 1e-6),
+        ({"dtype": torch.float32, "method": "exact"}, 1e-5),
+        ({"dtype": torch.float32, "epsilon": 1e-2}, 1e-3),
+        ({"dtype": torch.float32}, 1e-2),  # rounding: gradients of length 20 have 1e-6 of it, over an epsilon of 1e-4
+    ],
+)
+def test_how_far_off_the_rayleigh_quotient_is(options, worst):
+    dtype = options.pop("dtype")
+    found = run(HessianHook(every_n_steps=2, burst_length=2, **options), dtype)
+    assert sorted(found) == list(range(3, 12))  # bursts without a pause
+    errors = [abs(found[step]["rayleigh_quotient"] - expected(step)["rayleigh_quotient"]) for step in found]
+    assert max(errors) < worst
+
+
+def test_a_wrong_hessian_would_be_noticed():
+    """The control: the figures of another step are not within the tolerance."""
+    found = run(HessianHook(every_n_steps=4, burst_length=3, method="exact"), torch.float64)
+    assert found[5]["rayleigh_quotient"] != pytest.approx(expected(6)["rayleigh_quotient"], rel=1e-2)
+
+
+def test_bursts_start_afresh():
+    """The source kept weights from one burst to the next, and compared across."""
+    hook = HessianHook(every_n_steps=5, burst_length=3)
+    found = run(hook, torch.float64)
+    assert sorted(found) == [6, 7, 11]  # 5, 10 only look; 12 never comes
+    assert ["entanglement_coherence" in found[step] for step in (6, 7, 11)] == [False, True, False]
+    done = HessianHook(every_n_steps=8, burst_length=2)
+    run(done, torch.float64)
+    assert done.state_dict()["before"] == {}  # nothing is kept between bursts
+
+
+def test_in_the_step_loop_the_first_two_steps_of_a_burst_look():
+    found = run(HessianHook(every_n_steps=4, burst_length=3, method="exact"), torch.float64, loop="step")
+    assert sorted(found) == [6, 10]
+    for step, metrics in found.items():
+        assert metrics == pytest.approx(expected(step), rel=1e-9)
+
+
+def test_the_way_to_a_solution():
+    reference = np.arange(6.0)
+    weights = {"head": torch.from_numpy(reference[:2]), "tail": torch.from_numpy(reference[2:])}
+    hook = HessianHook(every_n_steps=4, burst_length=2, method="exact")
+    found = run(hook, torch.float64, reference_weights=weights)
+    for step, metrics in found.items():
+        assert metrics == pytest.approx(expected(step, reference), rel=1e-9)
+
+
+def test_a_reference_that_knows_only_some_parameters():
+    hook = HessianHook(every_n_steps=4, burst_length=2, method="exact")
+    weights = {"tail": torch.zeros(4, dtype=torch.float64), "head": torch.zeros(9), "other": torch.zeros(2)}
+    metrics = run(hook, torch.float64, reference_weights=weights)[5]
+    assert "content_cossim_to_solution/tail" in metrics
+    assert "content_cossim_to_solution/head" not in metrics
+    assert metrics["content_cossim_to_solution"] == pytest.approx(metrics["content_cossim_to_solution/tail"])
+
+
+def test_without_parameters_one_by_one():
+    found = run(HessianHook(every_n_steps=4, burst_length=2, per_parameter=False), torch.float64)
+    assert not [name for metrics in found.values() for name in metrics if "/" in name]
+
+
+def with_dropout(method: str) -> dict[str, float]:
+    experiment = rich_experiment()
+    experiment.model.double()
+    experiment.loader = [(x.double(), y) for x, y in experiment.loader]
+    experiment.model[2] = nn.Tanh()  # has a curvature to speak of
+    sink = hl.MemorySink()
+    hook = HessianHook(every_n_steps=3, burst_length=2, method=method, epsilon=1e-5)
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    return by_step(sink, "hessian")[4]
+
+
+def test_dropout_does_not_count_as_curvature():
+    """Both gradients are taken with the same mask."""
+    assert with_dropout("difference") == pytest.approx(with_dropout("exact"), rel=1e-3, abs=1e-6)
+
+
+def test_with_two_masks_it_would(monkeypatch):
+    """The control: without the streams put back in between, the difference of two masks drowns the curvature."""
+    right = with_dropout("exact")
+    monkeypatch.setattr("hookline.analyses.hessian.numbers_of", lambda step: contextlib.nullcontext())
+    assert with_dropout("difference")["amplification_ratio"] > 100 * right["amplification_ratio"]
+
+
+def test_a_step_that_went_nowhere_says_nothing():
+    model = nn.Linear(2, 1)
+    experiment = hl.Experiment(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.zeros(3, 2)] * 6, lambda m, x: (m(x) * 0).sum()
+    )
+    sink = hl.MemorySink()
+    hook = HessianHook(every_n_steps=2, burst_length=2)
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    assert by_step(sink, "hessian") == {}
+
+
+def test_gradients_that_are_no_numbers_make_figures_that_are_none():
+    model = nn.Linear(2, 1)
+    experiment = hl.Experiment(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.full((3, 2), float("nan"))] * 4,
+        lambda m, x: m(x).sum(),
+    )  # fmt: skip
+    sink = hl.MemorySink()
+    hook = HessianHook(every_n_steps=2, burst_length=2)
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    assert np.isnan(by_step(sink, "hessian")[3]["rayleigh_quotient"])
+
+
+def test_several_batches_to_a_step():
+    experiment = rich_experiment(accumulate=2)
+    sink = hl.MemorySink()
+    hook = HessianHook(every_n_steps=1, burst_length=1)
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    assert sorted(by_step(sink, "hessian")) == [2]
+
+
+def test_what_it_says_is_described_and_parameters_are_named():
+    hook = HessianHook(every_n_steps=4, burst_length=3)
+    weights = {"head": torch.ones(2), "tail": torch.ones(4)}
+    found = run(hook, torch.float64, reference_weights=weights)[6]
+    described = {info.name for info in hook.describe_metrics()}
+    general = {name if "/" not in name else f"{name.partition('/')[0]}/{{param}}" for name in found}
+    assert general == described
+    assert all(info.description for info in hook.describe_metrics())
+
+
+def test_a_burst_goes_on_after_a_checkpoint():
+    """Saved in the middle of a burst, with the other half in another process: the same figures, to the last bit."""
+
+    def half(epochs: int, first: int, experiment: Any, state: Any) -> tuple[Any, Any]:
+        sink = hl.MemorySink()
+        manager = hl.HookManager(hooks=[HessianHook(every_n_steps=3, burst_length=3)], sinks=[sink])
+        if state is not None:
+            manager.load_state_dict(state)
+        hl.epoch_loop(experiment, epochs=epochs, manager=manager, first_epoch=first)
+        return by_step(sink, "hessian"), manager.state_dict()
+
+    whole, _ = half(2, 0, rich_experiment(), None)
+    experiment = rich_experiment()
+    first, state = half(1, 0, experiment, None)
+    second, _ = half(2, 1, experiment, state)
+    assert 5 in second
+    assert "entanglement_coherence" in second[5]
+    assert first | second == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"epsilon": 0}, "epsilon="),
+        ({"epsilon": "small"}, "epsilon="),
+        ({"method": "forward"}, "'difference' or 'exact'"),
+        ({"burst_length": 0}, "burst_length="),
+        ({"every_n_steps": 2.5}, "every_n_steps="),
+    ],
+)
+def test_options_that_mean_nothing(options, words):
+    with pytest.raises(hl.OptionError, match=words):
+        HessianHook(**options)
+
+
+@pytest.mark.parametrize("method", ["difference", "exact"])
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_the_run_is_the_same_to_the_last_bit(method, loop):
+    def trained(hooks: list[hl.TrainingHook]) -> dict[str, torch.Tensor]:
+        experiment = rich_experiment()
+        manager = hl.HookManager(hooks=hooks, offload_state=True) if hooks else None
+        if loop == "epoch":
+            hl.epoch_loop(experiment, epochs=5, manager=manager)
+        else:
+            hl.step_loop(experiment, steps=25, manager=manager)
+        assert not hooks or manager.fired["hessian"] > 10
+        return left_by(experiment)
+
+    assert differences(trained([]), trained([HessianHook(every_n_steps=5, burst_length=4, method=method)])) == []
+
+
+def test_an_unguarded_perturbation_would_show():
+    """The control: what the hook does to the weights, done without a guard, changes the run."""
+
+    class Unguarded(hl.TrainingHook):
+        hook_points = {hl.HookPoint.POST_STEP}
+
+        def compute(self, ctx):
+            with torch.no_grad():
+                ctx.model[0].weight.add_(1e-4)
+
+    plain, disturbed = rich_experiment(), rich_experiment()
+    torch.manual_seed(5)
+    hl.epoch_loop(plain, epochs=1)
+    torch.manual_seed(5)
+    hl.epoch_loop(disturbed, epochs=1, manager=hl.HookManager(hooks=[Unguarded()]))
+    assert "weight 0.weight" in differences(left_by(plain), left_by(disturbed))

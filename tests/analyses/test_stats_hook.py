@@ -1,0 +1,118 @@
+"""``stats``: a watch that lives as long as the run does, and reports with it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers_analyses import made, token_experiment
+from torch import nn
+
+import hookline as hl
+from hookline.errors import NoMatchError
+
+
+def run(hook, loop=hl.epoch_loop, experiment=None, **length):
+    """What reached the sink, and the experiment."""
+    experiment, sink = experiment or token_experiment(), hl.MemorySink()
+    loop(experiment, manager=hl.HookManager(hooks=[hook], sinks=[sink]), **(length or {"epochs": 2}))
+    return sink, experiment
+
+
+def test_statistics_are_those_of_a_watch_by_hand():
+    """The same run twice: every metric of the second epoch is what a watch says that was on all the time."""
+    sink, _ = run(made("stats", every=1))
+    experiment = token_experiment()
+    by_hand = hl.watch(experiment.model, stats=("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite"))
+    hl.epoch_loop(experiment, epochs=1)
+    by_hand.reset()
+    hl.epoch_loop(experiment, epochs=2, first_epoch=1)
+    expected = by_hand.to_metrics()
+    by_hand.remove()
+    assert expected.keys() >= {
+        "hidden/forward/mean",
+        "hidden/backward/norm",
+        "hidden.weight/param/absmax",
+        "embedding.weight/param_grad/zero_fraction",
+        "forward/std",
+    }
+    assert {name: sink.latest[f"stats/{name}"] for name in expected} == expected
+
+
+def test_names_and_summaries_fit_a_page_and_a_console():
+    """By layer, kind and statistic; a few figures with two parts."""
+    sink, _ = run(made("stats"))
+    assert sink.latest["stats/nonfinite"] == 0
+    layers = [value for name, value in sink.latest.items() if name.endswith("/param/absmax")]
+    assert sink.latest["stats/max_param"] == pytest.approx(max(layers))
+    assert all(name.count("/") in (1, 2, 3) for name in sink.latest if name.startswith("stats/"))
+
+
+def test_only_what_was_asked_for_is_looked_at():
+    """Modules, kinds and statistics, as lists or with commas; as options of a command line are."""
+    sink, _ = run(made("stats", targets="hidden", on="forward, param", stats="mean,norm", every=1))
+    found = {name for name in sink.latest if name.startswith("stats/")}
+    parameters = {f"stats/hidden.{key}/param/{stat}" for key in ("weight", "bias") for stat in ("mean", "norm")}
+    assert found == {"stats/hidden/forward/mean", "stats/hidden/forward/norm"} | parameters
+    sink, _ = run(made("stats", exclude="attention*"))
+    assert not any("attention" in name for name in sink.latest)
+
+
+def test_a_target_that_is_not_there_is_an_error_that_names_what_is():
+    """When training starts; nothing stays attached."""
+    experiment = token_experiment()
+    with pytest.raises(NoMatchError, match="hiden"):
+        run(made("stats", targets="hiden", on="forward"), experiment=experiment)
+    hl.assert_no_hooks(experiment.model)
+
+
+def test_only_due_steps_count_and_evaluation_does_not():
+    """Five steps an epoch, every second one, counted through: 0, 2, 4, then 6, 8."""
+
+    class Fires(type(made("stats"))):
+        seen: list[int] = []
+
+        def compute(self, ctx):
+            self.seen.append(self._watch.report()["fired"]["hidden/forward"])
+            return super().compute(ctx)
+
+    hook = Fires(every=2)
+    run(hook)
+    assert hook.seen == [3, 2]
+
+
+def test_the_step_loop_reports_at_snapshots():
+    """Of the steps since the last one."""
+    sink, _ = run(made("stats", every=1), hl.step_loop, steps=9, snapshot_every=4)
+    assert len(sink.series("stats/forward/mean")) == 3
+
+
+def test_nan_is_told_by_the_layer_that_had_it():
+    """And counted over all."""
+    experiment = token_experiment()
+    with torch.no_grad():
+        experiment.model.hidden.weight[0, 0] = math.nan
+    sink, _ = run(made("stats", every=1), experiment=experiment, epochs=1)
+    assert sink.latest["stats/hidden/forward/nonfinite"] == 5
+    assert sink.latest["stats/norm/forward/nonfinite"] < 5
+    assert sink.latest["stats/nonfinite"] > 5
+    assert math.isnan(sink.latest["stats/max_forward"])
+
+
+def test_whatever_ends_the_run_takes_the_watch_off():
+    """Also an error in the middle of it."""
+    experiment = token_experiment(train_step=lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(made("stats"), experiment=experiment)
+    hl.assert_no_hooks(experiment.model)
+
+
+def test_in_a_loop_that_starts_nothing_it_begins_at_the_first_report():
+    """From then on it counts."""
+    model, hook = nn.Linear(2, 2), made("stats", every=1)
+    ctx = hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)
+    assert hook.compute(ctx) is None
+    model(torch.ones(1, 2)).sum().backward()
+    assert "forward/mean" in hook.compute(ctx)
+    hook.finish()

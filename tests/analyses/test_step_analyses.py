@@ -1,0 +1,300 @@
+"""Analyses that look at every step: against the same run worked out in float64, and without waiting for a device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers_analyses import TokenModel, context, cos, flat, made, random_grads, token_experiment
+from torch import nn
+
+import hookline as hl
+from hookline.errors import HooklineWarning
+
+POST_STEP, POST_EPOCH, SNAPSHOT = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT
+
+
+def step(hook, model, grads=None, **given):
+    """One step: gradients lie in ``.grad``."""
+    for name, parameter in model.named_parameters():
+        parameter.grad = None if grads is None else grads[name]
+    return hook.compute(context(model, POST_STEP, **given))
+
+
+@pytest.fixture
+def model() -> TokenModel:
+    torch.manual_seed(0)
+    return TokenModel()
+
+
+# -- batch_dynamics ------------------------------------------------------------------------------------------
+
+
+def test_batch_dynamics_against_all_pairs_of_gradients(model):
+    """Twelve steps, eight of them kept: lags over all twelve, efficiency and rank over the newest eight."""
+    hook = made("batch_dynamics", max_lag=8, lags=[1, 3, 8, 20], windows=[2, 5, 8, 9])
+    assert (hook.lags, hook.windows) == ([1, 3, 8], [2, 5, 8])
+    grads = [random_grads(model, seed) for seed in range(12)]
+    assert all(step(hook, model, grad) is None for grad in grads)
+    found = hook.compute(context(model, POST_EPOCH))
+    rows = np.stack([flat(grad) for grad in grads])
+    lags = {lag: np.mean([cos(rows[t], rows[t - lag]) for t in range(lag, 12)]) for lag in (1, 3, 8)}
+    for lag, expected in lags.items():
+        assert found[f"lag_{lag}"] == pytest.approx(expected, rel=1e-4)
+    assert found["autocorrelation_mean"] == pytest.approx(np.mean(list(lags.values())), rel=1e-4)
+    for size in (2, 5, 8):
+        newest = rows[-size:]
+        expected = np.linalg.norm(newest.sum(0)) / np.linalg.norm(newest, axis=1).sum()
+        assert found[f"efficiency_{size}"] == pytest.approx(expected, rel=1e-4)
+    shares = np.linalg.svd(rows[-8:], compute_uv=False) ** 2
+    shares /= shares.sum()
+    assert found["effective_rank"] == pytest.approx(np.exp(-(shares * np.log(shares)).sum()), rel=1e-4)
+    assert found["top1_variance"] == pytest.approx(shares[0], rel=1e-4)
+
+
+def test_batch_dynamics_keeps_its_gradients_and_begins_its_means_anew(model):
+    """After a report, lags are of the steps since; the window goes on, and its products stay right."""
+    hook = made("batch_dynamics", max_lag=4, lags=[1, 2], windows=[4])
+    grads = [random_grads(model, seed) for seed in range(9)]
+    for grad in grads[:6]:
+        step(hook, model, grad)
+    hook.compute(context(model, POST_EPOCH))
+    for grad in grads[6:]:
+        step(hook, model, grad)
+    found = hook.compute(context(model, POST_EPOCH))
+    rows = np.stack([flat(grad) for grad in grads])
+    assert found["lag_2"] == pytest.approx(np.mean([cos(rows[t], rows[t - 2]) for t in (6, 7, 8)]), rel=1e-4)
+    newest = rows[-4:]
+    expected = np.linalg.norm(newest.sum(0)) / np.linalg.norm(newest, axis=1).sum()
+    assert found["efficiency_4"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_batch_dynamics_is_right_wherever_reports_fall(model):
+    """45 steps, 24 kept, multiplied 16 at a time; reports after 7, 20, 21 and 45 of them."""
+    hook = made("batch_dynamics", max_lag=8, lags=[1, 3, 8], windows=[8])
+    rows = []
+    start = 0
+    for end in (7, 20, 21, 45):
+        for seed in range(start, end):
+            grads = random_grads(model, seed)
+            rows.append(flat(grads))
+            step(hook, model, grads)
+        found = hook.compute(context(model, POST_EPOCH))
+        for lag in (1, 3, 8):
+            cosines = [cos(rows[t], rows[t - lag]) for t in range(max(start, lag), end)]
+            assert found.get(f"lag_{lag}") == (pytest.approx(np.mean(cosines), rel=1e-4) if cosines else None)
+        newest = np.stack(rows[-8:])
+        shares = np.linalg.svd(newest, compute_uv=False) ** 2
+        assert found["top1_variance"] == pytest.approx(shares[0] / shares.sum(), rel=1e-4)
+        if len(newest) == 8:
+            expected = np.linalg.norm(newest.sum(0)) / np.linalg.norm(newest, axis=1).sum()
+            assert found["efficiency_8"] == pytest.approx(expected, rel=1e-4)
+        start = end
+
+
+def test_batch_dynamics_of_gradients_that_agree_cancel_or_vanish(model):
+    """One line; back and forth; none at all, which is not compared."""
+    one, zero = random_grads(model, 1), {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    found = {}
+    for label, signs in {"agree": [1, 1, 1, 1], "cancel": [1, -1, 1, -1], "vanish": [1, 0, 0, 1]}.items():
+        hook = made("batch_dynamics", max_lag=4, lags=[1, 3], windows=[4])
+        for sign in signs:
+            step(hook, model, {name: sign * grad for name, grad in one.items()} if sign else zero)
+        found[label] = hook.compute(context(model, POST_EPOCH))
+    assert found["agree"]["lag_1"] == pytest.approx(1) == found["agree"]["efficiency_4"]
+    assert found["agree"]["effective_rank"] == pytest.approx(1, abs=1e-3)
+    assert found["cancel"]["lag_1"] == pytest.approx(-1)
+    assert found["cancel"]["efficiency_4"] == pytest.approx(0, abs=1e-3)
+    assert "lag_1" not in found["vanish"]
+    assert found["vanish"]["lag_3"] == pytest.approx(1)
+
+
+def test_batch_dynamics_of_a_large_model_says_what_it_would_take():
+    """50 gradients of a billion weights, and 16 to spare, are 246 GiB; nothing is allocated."""
+    hook = made("batch_dynamics")
+    vector = SimpleNamespace(numel=lambda: 10**9, element_size=lambda: 4)
+    with pytest.warns(HooklineWarning, match=r"would keep 66 gradients in 245\.9 GiB"):
+        assert not hook.fits(hook.window, vector, "max_lag", hook.max_gib)
+    assert hook.compute(context(nn.Linear(1, 1), POST_STEP)) is None
+
+
+# -- path_length, parameter_delta ----------------------------------------------------------------------------
+
+
+def test_path_length_on_a_known_path():
+    """A square of side 3 and 4: 3 east, 4 north, 3 west; then home."""
+    model = nn.Linear(2, 1, bias=False)
+    hook = made("path_length")
+    corners = [(0.0, 0.0), (3.0, 0.0), (3.0, 4.0), (0.0, 4.0), (0.0, 0.0)]
+    expected = [(0, 0, 1), (3, 3, 1), (7, 5, 5 / 7), (10, 4, 0.4), (14, 0, 0)]
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([corners[0]]))
+    hook.start(model)
+    for corner, (way, distance, efficiency) in zip(corners, expected, strict=True):
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([corner]))
+        assert hook.compute(context(model, POST_STEP)) is None
+        found = hook.compute(context(model, POST_EPOCH))
+        assert found["path_length"].item() == pytest.approx(way)
+        assert found["net_displacement"].item() == pytest.approx(distance)
+        assert found["path_efficiency"].item() == pytest.approx(efficiency)
+
+
+def test_path_length_begins_where_it_is_first_shown_the_model_if_nobody_starts_it():
+    """In a loop of the user's own."""
+    model, hook = nn.Linear(2, 1), made("path_length")
+    hook.compute(context(model, POST_STEP))
+    with torch.no_grad():
+        model.bias += 2.0  # biases count
+    assert hook.compute(context(model, SNAPSHOT))["path_length"].item() == pytest.approx(2.0)
+
+
+def test_parameter_delta_since_the_last_report():
+    """Nothing the first time; from zero, the share is 0 and not a division by it."""
+    model, hook = nn.Linear(2, 1), made("parameter_delta")
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    assert hook.compute(context(model)) is None
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 4.0]]))
+    found = hook.compute(context(model))
+    assert [found[name].item() for name in ("relative_delta", "absolute_delta", "param_norm")] == [0, 5, 5]
+    with torch.no_grad():
+        model.bias.fill_(12.0)
+    found = hook.compute(context(model))
+    assert [found[name].item() for name in ("relative_delta", "absolute_delta", "param_norm")] == pytest.approx(
+        [2.4, 12, 13]
+    )
+
+
+# -- training_diagnostics ------------------------------------------------------------------------------------
+
+
+def test_training_diagnostics_against_the_same_numbers(model):
+    """Seventy steps, more than there was room for at first; then it begins anew."""
+    hook, random = made("training_diagnostics"), np.random.default_rng(0)
+    losses, norms, ratios = random.normal(2, 0.3, 70).cumsum(), [], []
+    weight = np.sqrt(sum((p.detach().double().numpy() ** 2).sum() for p in model.parameters()))
+    for seed, loss in enumerate(losses):
+        grads = random_grads(model, seed)
+        norms.append(np.sqrt(sum((grad.double().numpy() ** 2).sum() for grad in grads.values())))
+        ratios.append(0.01 * norms[-1] / weight)
+        step(hook, model, grads, loss=torch.tensor(loss) if seed % 2 else float(loss), lr=0.01)
+    found = hook.compute(context(model, POST_EPOCH))
+    assert found["loss_mean"] == pytest.approx(losses.mean(), rel=1e-6)
+    assert found["loss_std"] == pytest.approx(losses.std(ddof=1), rel=1e-5)
+    assert found["loss_volatility"] == pytest.approx(losses.std(ddof=1) / losses.mean(), rel=1e-5)
+    away = losses - losses.mean()
+    expected = (away[:-1] * away[1:]).sum() / (losses.var(ddof=1) * 69)
+    assert found["loss_autocorrelation"] == pytest.approx(expected, rel=1e-5)
+    assert found["grad_norm_mean"] == pytest.approx(np.mean(norms), rel=1e-6)
+    assert found["grad_norm_std"] == pytest.approx(np.std(norms, ddof=1), rel=1e-4)
+    assert found["grad_norm_cv"] == pytest.approx(np.std(norms, ddof=1) / np.mean(norms), rel=1e-4)
+    assert found["grad_norm_max"] == pytest.approx(max(norms), rel=1e-6)
+    assert found["update_ratio_mean"] == pytest.approx(np.mean(ratios), rel=1e-6)
+    assert found["update_ratio_std"] == pytest.approx(np.std(ratios, ddof=1), rel=1e-4)
+    assert found["weight_norm"] == pytest.approx(weight, rel=1e-6)
+    assert hook.compute(context(model, POST_EPOCH)) is None
+
+
+def test_training_diagnostics_of_few_steps_and_of_none_that_vary(model):
+    """One step has no spread; equal losses have no correlation; zero weights no ratio."""
+    hook = made("training_diagnostics")
+    step(hook, model, random_grads(model, 1), loss=2.0)
+    assert set(hook.compute(context(model, POST_EPOCH))) == {
+        "loss_mean",
+        "grad_norm_mean",
+        "grad_norm_max",
+        "update_ratio_mean",
+        "weight_norm",
+    }
+    for _ in range(4):
+        step(hook, model, None, loss=0.0)
+    assert set(hook.compute(context(model, POST_EPOCH))) == {"loss_mean", "loss_std", "weight_norm"}
+    empty = nn.Linear(2, 2)
+    nn.init.zeros_(empty.weight)
+    nn.init.zeros_(empty.bias)
+    step(hook, empty, random_grads(empty, 1))
+    assert "update_ratio_mean" not in hook.compute(context(empty, POST_EPOCH))
+
+
+# -- training_metrics ----------------------------------------------------------------------------------------
+
+
+def test_training_metrics_are_what_the_loop_knows():
+    """What is not there is absent; an evaluation that comes with the context is taken over as it is."""
+    hook = made("training_metrics")
+    found = hook.compute(context(loss=1.5, train_acc=0.25, lr=0.1))
+    assert found == {"loss": 1.5, "perplexity": math.exp(1.5), "train_acc": 0.25, "learning_rate": 0.1}
+    assert hook.compute(context()) == {}
+    ctx = context(loss=0.0, val_acc=1.0)
+    vars(ctx)["eval_metrics"] = {"val_loss": 3.0}
+    assert hook.compute(ctx) == {"val_loss": 3.0, "loss": 0.0, "perplexity": 1.0, "val_acc": 1.0}
+
+
+@pytest.mark.parametrize("loss", [1e4, torch.tensor(1e4), torch.tensor(1e4, dtype=torch.bfloat16)])
+def test_perplexity_beyond_all_numbers_is_infinite(loss):
+    """And no error."""
+    assert float(made("training_metrics").compute(context(loss=loss))["perplexity"]) == math.inf
+
+
+# -- in a run ------------------------------------------------------------------------------------------------
+
+NAMES = ["training_metrics", "batch_dynamics", "path_length", "training_diagnostics", "parameter_delta"]
+
+
+class _Waits:
+    """Counts what would wait for a device: reading numbers out of tensors."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        for name in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__"):
+            monkeypatch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
+
+    def _counting(self, real):
+        def counted(tensor, *args, **kwargs):
+            self.count += 1
+            return real(tensor, *args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("name", NAMES[:4])
+def test_no_step_waits_for_the_device(model, monkeypatch, name):
+    """Nothing is read at POST_STEP, the loss included; a report reads, which is the negative control."""
+    hook, grads = made(name), [random_grads(model, seed) for seed in range(70)]
+    hook.start(model)
+    waits = _Waits(monkeypatch)
+    for grad in grads:
+        step(hook, model, grad, loss=torch.tensor(1.0), lr=0.1)
+    assert waits.count == 0
+    if name in ("batch_dynamics", "training_diagnostics"):
+        hook.compute(context(model, POST_EPOCH))
+        assert waits.count > 0
+
+
+def test_the_way_of_a_real_run_is_the_sum_of_its_steps():
+    """Against weights noted by hand, in both loops; the first step counts."""
+    for loop, length in ((hl.epoch_loop, {"epochs": 3}), (hl.step_loop, {"steps": 11, "snapshot_every": 5})):
+        experiment, sink = token_experiment(), hl.MemorySink()
+        weights = [np.concatenate([p.detach().double().numpy().ravel() for p in experiment.model.parameters()])]
+
+        class Note(hl.TrainingHook):
+            hook_points = {POST_STEP}
+
+            def compute(self, ctx, weights=weights):
+                parts = [p.detach().double().numpy().ravel() for p in ctx.model.parameters()]
+                weights.append(np.concatenate(parts))
+
+        loop(experiment, manager=hl.HookManager(hooks=[made("path_length"), Note()], sinks=[sink]), **length)
+        number = len(weights) if loop is hl.epoch_loop else 12
+        ways = [np.linalg.norm(b - a) for a, b in itertools.pairwise(weights[:number])]
+        assert sink.latest["path_length/path_length"] == pytest.approx(sum(ways), rel=1e-5)
+        distance = np.linalg.norm(weights[number - 1] - weights[0])
+        assert sink.latest["path_length/net_displacement"] == pytest.approx(distance, rel=1e-5)
+        assert sink.latest["path_length/path_efficiency"] == pytest.approx(distance / sum(ways), rel=1e-4)

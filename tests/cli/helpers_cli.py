@@ -1,0 +1,74 @@
+"""Running the command line in this process or another, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+EXPERIMENTS = Path(__file__).parent / "experiments.py"
+TINY = f"{EXPERIMENTS}:Tiny"
+
+
+def hookline(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``hookline ...`` in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    return subprocess.run(
+        [sys.executable, "-m", "hookline", *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What run.json says."""
+    return json.loads((folder / "run.json").read_text())
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the record log that are records."""
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    return [found for line in lines if "n" in (found := json.loads(line))]
+
+
+def run_here(*arguments: str | Path) -> int:
+    """``hookline ...`` in this process; the exit code, also where a mistake in a flag leaves at once."""
+    from hookline.cli.main import main
+
+    try:
+        return main([str(one) for one in arguments])
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+def weights_of(folder: Path) -> dict[str, Any]:
+    """The model in the newest checkpoint of a run."""
+    from hookline.loops.checkpoint_file import read
+
+    tree = read(max((folder / "checkpoints").glob("step_*.safetensors")))
+    return dict(_leaves(tree["core"]["model"]["tensors"], "model"))
+
+
+def _leaves(value: Any, path: str) -> Any:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif hasattr(value, "shape"):
+        yield path, value
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same model, bit for bit."""
+    import torch
+
+    mine, theirs = weights_of(one), weights_of(other)
+    assert len(mine) >= 4
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -1,0 +1,262 @@
+"""The commands beside ``run``: hooks, find, check, report, replay, new, completion."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
+
+QUIET = ("--silent", "--no-report")
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [("hooks",), ("run", "--hooks-list")])
+def test_all_hooks_are_listed_with_what_they_do(arguments, capsys):
+    """Those for debugging too, marked; wide enough that no name is cut."""
+    assert run_here(*arguments) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "observer" in lines["norms"]
+    assert "POST_EPOCH" in lines["norms"]
+    assert "grads" in lines["norms"]
+    assert "intervention" in lines["hessian"]
+    assert "intervention (debug)" in lines["counterfactual_validator"]
+    assert "20 hooks" in out
+
+
+@pytest.mark.parametrize("arguments", [("hooks", "norms"), ("run", "--hooks-describe", "norms")])
+def test_a_hook_is_described_with_its_metrics(arguments, capsys):
+    """Name, meaning, formula."""
+    assert run_here(*arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("norms: ")
+    assert "total_norm" in out
+    assert "formula" in out
+
+
+def test_described_bare_are_all_but_those_for_debugging(capsys):
+    """As in the source."""
+    assert run_here("run", "--hooks-describe") == 0
+    out = capsys.readouterr().out
+    assert "\nhessian: " in out
+    assert "--hook-config hessian.epsilon=…: float (default: 0.0001)" in out
+    assert "counterfactual_validator" not in out
+
+
+def test_hooks_of_an_experiments_file_are_listed_too(capsys, tmp_path):
+    """A file registers hooks when it is loaded."""
+    Path("mine.py").write_text(
+        EXPERIMENTS.read_text().replace("class NotedHook", "@hl.HookRegistry.register\nclass NotedHook")
+    )
+    assert run_here("run", "mine.py:Tiny", "--hooks-list") == 0
+    assert "notes what it was made with" in capsys.readouterr().out
+
+
+# -- find ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern", "names"),
+    [
+        (f"{EXPERIMENTS}:make_model", "*", ["(the model)", "0", "1", "1.0", "1.1"]),
+        (f"{EXPERIMENTS}:make_model", "1.#", ["1.0", "1.1"]),
+        (TINY, "3", ["3"]),
+        ("torch.nn:ReLU", "*", ["(the model)"]),
+    ],
+)
+def test_find_prints_the_modules_of_a_pattern(what, pattern, names, capsys):
+    """A function, an experiment, a class of a package."""
+    assert run_here("find", what, pattern) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in lines[2:-1]] == names
+    assert lines[-1] == f"{len(names)} modules"
+
+
+def test_find_leaves_out_what_is_excluded_and_says_what_cannot_be_made(capsys):
+    """A class that needs arguments is told as such."""
+    assert run_here("find", f"{EXPERIMENTS}:make_model", "*", "--exclude", "1*") == 0
+    assert "2 modules" in capsys.readouterr().out
+    assert run_here("find", "torch.nn:Linear") == 2
+    assert "cannot be called without arguments" in capsys.readouterr().err
+
+
+# -- check -----------------------------------------------------------------------------------------------------
+
+SPEC = {"name": "count", "target_modules": ["1.*"], "hook_factory": "experiments:count_calls", "config": {}}
+
+
+def test_a_good_run_file_is_told_what_it_means(capsys):
+    """Experiment, configuration, hooks."""
+    Path("run.yaml").write_text(f"experiment: {TINY}\nconfig: {{lr: 1}}\nhooks: [norms]\nsinks: {{csv: true}}\n")
+    assert run_here("check", "run.yaml") == 0
+    out = capsys.readouterr().out
+    assert "lr=1.0" in out
+    assert "training_metrics, norms" in out
+    assert "nothing is wrong with it" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hooks: [nrms]\n", "Unknown hook: 'nrms'. Did you mean 'norms'?"),
+        ("hooks: {names: [norms], config: {norms: {x: 1}}}\n", "Hook 'norms' takes no 'x'"),
+        ("sinks: {others: [nowhere.mod:Sink]}\n", "There is no module 'nowhere.mod'"),
+        ("strategy: sideways\n", "has no strategy 'sideways'"),
+    ],
+)
+def test_what_would_go_wrong_before_training_is_found(text, said, capsys, tmp_path):
+    """Nothing is trained, nothing is written."""
+    Path("run.yaml").write_text(f"experiment: {TINY}\n{text}")
+    assert run_here("check", "run.yaml") == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_hooks_is_matched_against_a_model(capsys):
+    """With what each pattern matches, and a warning for one that matches nothing."""
+    Path("hooks.json").write_text(json.dumps([SPEC, SPEC | {"name": "lost", "target_modules": ["2.*"]}]))
+    assert run_here("check", "hooks.json", "--model", f"{EXPERIMENTS}:make_model") == 0
+    out = capsys.readouterr().out
+    assert "1.0, 1.1" in out
+    assert "warning: hook 'lost': No module matches '2.*'" in out
+    assert "nothing" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hook_factory": "experiments:nope"}, "has no attribute 'nope'"),
+        ({"hook_factory": None}, "Hook 0 (count) has no hook_factory."),
+        ({"on": "foward"}, "foward"),
+    ],
+)
+def test_a_hook_that_cannot_be_made_is_told(change, said, capsys):
+    """Before a server or a run trips over it."""
+    Path("hooks.json").write_text(json.dumps([SPEC | change]))
+    assert run_here("check", "hooks.json", "--model", f"{EXPERIMENTS}:make_model") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_schema_is_printed(capsys):
+    """As JSON, by itself."""
+    assert run_here("check", "--schema") == 0
+    assert "experiment" in json.loads(capsys.readouterr().out)["properties"]
+
+
+# -- report and replay -----------------------------------------------------------------------------------------
+
+
+def test_a_page_is_made_of_one_run_and_of_two(tmp_path, capsys):
+    """By the folder of the run, or one above it that has one run alone."""
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET) == 0
+    capsys.readouterr()
+    assert run_here("report", "runs") == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page == Path("runs/tiny/forward/report.html")
+    assert "<html" in page.read_text(encoding="utf-8")[:300]
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--strategy", "backward", *QUIET) == 0
+    capsys.readouterr()
+    assert run_here("report", "runs/tiny/forward", "runs/tiny/backward/records.jsonl", "-o", "both.html") == 0
+    assert capsys.readouterr().out.strip() == "both.html"
+    assert Path("both.html").exists()
+    assert run_here("report", "runs") == 2
+    assert "Runs below it: runs/tiny/backward, runs/tiny/forward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("to", "name"), [("csv", "forward.csv"), ("jsonl", "forward.jsonl")])
+def test_a_replayed_run_is_what_the_sink_would_have_written(tmp_path, to, name, capsys):
+    """The same file as of the run that had the sink from the start."""
+    assert run_here("run", TINY, "--epochs", "2", "--hooks", "norms", f"--hook-{to}", *QUIET) == 0
+    folder = tmp_path / "runs" / "tiny" / "forward"
+    there = (folder / name).read_text()
+    assert run_here("replay", folder, "--to", to, "--into", f"again.{to}") == 0
+    assert Path(f"again.{to}").read_text() == there
+    assert f"is replayed to {to}" in capsys.readouterr().out
+    (folder / name).unlink()
+    assert run_here("replay", folder, "--to", to) == 0  # into the run's folder, by the name it would have had
+    assert (folder / name).read_text() == there
+
+
+def test_a_run_without_records_cannot_be_replayed(capsys):
+    """As it had no hooks."""
+    assert run_here("run", TINY, "--epochs", "1", *QUIET) == 0
+    assert run_here("replay", "runs/tiny/forward", "--to", "csv") == 2
+    assert "has no records to replay" in capsys.readouterr().err
+
+
+# -- new -------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_experiment_runs_as_it_is(tmp_path, capsys):
+    """By its class, in both strategies, with its group of hooks; it learns."""
+    assert run_here("new", "experiment", "my_parity.py") == 0
+    assert "hookline run my_parity.py:MyParity" in capsys.readouterr().out
+    flags = ("--strategy", "all", "--with-hooks", "observers", *QUIET)
+    assert run_here("run", "my_parity.py:MyParity", *flags) == 0
+    for strategy in ("shuffled", "ordered"):
+        facts = facts_of(tmp_path / "runs" / "my_parity" / strategy)
+        assert facts["result"]["metrics"]["val_acc"] > 0.8
+        assert set(facts["hooks"]) == {"training_metrics", "norms", "parameter_delta"}
+
+
+def test_a_new_hook_keeps_what_hooks_promise(tmp_path):
+    """`check_hook` finds nothing; it runs from its file with an argument."""
+    from hookline.cli.load import load_object
+    from hookline.testing import check_hook
+
+    assert run_here("new", "hook", "far.py") == 0
+    check_hook(load_object("far.py:Far", wanted="a hook"))
+    assert run_here("run", TINY, "--hooks", "far.py:Far", "--hook-config", "far.order=1", *QUIET) == 0
+    values = [
+        r["metrics"]["far/moved"] for r in records_of(tmp_path / "runs/tiny/forward") if "far/moved" in r["metrics"]
+    ]
+    assert len(values) == 1
+    assert values[0] > 0
+
+
+def test_a_new_sink_takes_metrics(tmp_path):
+    """From its file."""
+    assert run_here("new", "sink", "newest") == 0
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--hook-sink", "newest.py:Newest", *QUIET) == 0
+    assert "training_metrics/loss = " in (tmp_path / "runs/tiny/forward/newest.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("hook", "there.py"), "there.py is there already; take another name, or --force."),
+        (("hook", "1st.py"), "A class cannot be named after '1st.py'"),
+        (("hook", "there.py/x.py"), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_written_is_told(arguments, said, capsys):
+    """And what is there stays."""
+    Path("there.py").write_text("mine")
+    assert run_here("new", *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert Path("there.py").read_text() == "mine"
+    assert run_here("new", "hook", "there.py", "--force") == 0
+
+
+# -- completion ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_every_command(shell, capsys):
+    """And the flags of run."""
+    assert run_here("completion", shell) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("replay", "report", "with-hooks", "hook-wandb"))
+
+
+def test_bash_takes_the_script(tmp_path, capsys):
+    """Without a complaint."""
+    assert run_here("completion", "bash") == 0
+    Path("script").write_text(capsys.readouterr().out)
+    done = subprocess.run(["bash", "-n", "script"], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,511 @@
+"""``hookline run`` in this process: what it trains, writes and says."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here, same_weights
+
+QUIET = ("--silent", "--no-report")
+NOTED = f"{EXPERIMENTS}:NotedHook"
+
+
+def test_a_run_leaves_its_folder_and_says_where(capsys, tmp_path):
+    """The log, what sinks write, a checkpoint, the page, run.json; each line of the end names a file that is there."""
+    assert run_here("run", TINY, "--epochs", "2", "--hooks", "norms", "--hook-csv", "--hook-jsonl") == 0
+    folder = tmp_path / "runs" / "tiny" / "forward"
+    out = capsys.readouterr().out
+    for name in ("report.html", "records.jsonl", "forward.csv", "forward.jsonl", "checkpoints"):
+        assert (folder / name).exists(), name
+        assert str(Path("runs/tiny/forward") / name) in out
+    assert "tiny/forward finished: 6 steps" in out
+    assert "Hook Metrics" in out
+    facts = facts_of(folder)
+    assert (facts["status"], facts["strategy"], facts["experiment"]) == ("finished", "forward", "tiny")
+    assert facts["result"]["steps"] == 6
+    assert facts["result"]["metrics"]["val_acc"] == pytest.approx(facts["result"]["metrics"]["val_acc"])
+    assert facts["config"]["epochs"] == 2
+    assert facts["command"] == [
+        "hookline",
+        "run",
+        TINY,
+        "--epochs",
+        "2",
+        "--hooks",
+        "norms",
+        "--hook-csv",
+        "--hook-jsonl",
+    ]
+    assert set(facts["hooks"]) == {"training_metrics", "norms"}
+    assert facts["hooks"]["norms"]["fired"] == 2
+    assert facts["hooks"]["norms"]["kind"] == "observer"
+    assert facts["hooks"]["norms"]["cost"]["count"] == 2
+    assert facts["hooks"]["norms"]["metrics"]
+    assert facts["sinks"] == ["ConsoleSink", "CSVSink", "JSONLSink"]
+    assert facts["model"] == {"class": "Sequential", "parameters": 44}
+    assert facts["versions"]["torch"] == torch.__version__
+    with open(folder / "forward.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert any(float(row["norms/total_norm"] or 0) > 0 for row in rows)
+    names = {name for record in records_of(folder) for name in record["metrics"]}
+    assert {"norms/total_norm", "training_metrics/loss", "eval/val_acc"} <= names
+
+
+def test_the_fields_of_the_configuration_are_flags(tmp_path):
+    """Typed; the seed is the command line's."""
+    flags = ("--batch-size", "12", "--lr", "1e-3", "--sizes", "5", "7", "--kind", "wide", "--normalize", "--seed", "4")
+    assert run_here("run", TINY, *flags, *QUIET) == 0
+    config = facts_of(tmp_path / "runs" / "tiny" / "forward")["config"]
+    assert config == {
+        "epochs": 2, "snapshot_every": 1, "batch_size": 12, "lr": 0.001, "sizes": [5, 7], "kind": "wide",
+        "normalize": True, "pause": 0.0, "seed": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "lr", "shuffle"),
+    [((), 0.01, True), (("--optimizer.lr", "3", "--shuffle"), 3.0, True), (("--no-shuffle",), 0.01, False)],
+)
+def test_a_part_of_a_configuration_has_a_dot_and_a_switch_that_is_on_takes_both(flags, lr, shuffle):
+    """Fields that are inherited are there as well; --lr is another one."""
+    assert run_here("run", f"{EXPERIMENTS}:Nested", "--epochs", "1", "--lr", "2", *flags, *QUIET) == 0
+    config = facts_of(Path("runs/nested/forward"))["config"]
+    assert (config["optimizer"], config["shuffle"], config["lr"], config["epochs"]) == ({"lr": lr}, shuffle, 2.0, 1)
+
+
+def test_the_help_of_an_experiment_shows_its_own_options(capsys):
+    """With the text under each field, or its metadata, and the default."""
+    assert run_here("run", TINY, "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--epochs INT How often to go through the data. (default: 2)" in text
+    assert "--batch-size INT How many rows make a step. (default: 8)" in text
+    assert "--kind {plain,wide}" in text
+    assert text.count("--seed") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(("--epochs", "many"), "--epochs"), (("--kind", "narrow"), "--kind"), (("--lr",), "--lr")],
+)
+def test_a_value_of_another_type_is_refused(flags, said, capsys, tmp_path):
+    """By the flag's name, before anything is written."""
+    assert run_here("run", TINY, *flags) == 2
+    assert said in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_two_runs_with_one_seed_end_alike_and_another_seed_does_not():
+    """Bit for bit, hooks or none: the second has two hooks, the third another seed."""
+    assert run_here("run", TINY, "--epochs", "7", *QUIET, "--output-dir", "a") == 0
+    hooks = ("--hooks", "norms", "hessian", "--hook-config", "hessian.every_n_steps=5", "hessian.burst_length=3")
+    assert run_here("run", TINY, "--epochs", "7", *QUIET, "--output-dir", "b", *hooks) == 0
+    assert run_here("run", TINY, "--epochs", "7", *QUIET, "--output-dir", "c", "--seed", "1") == 0
+    assert same_weights(Path("a/tiny/forward"), Path("b/tiny/forward"))
+    assert not same_weights(Path("a/tiny/forward"), Path("c/tiny/forward"))
+
+
+def test_a_second_run_has_a_folder_of_its_own(tmp_path):
+    """The first is left alone."""
+    for _ in range(3):
+        assert run_here("run", TINY, "--epochs", "1", *QUIET) == 0
+    names = sorted(folder.name for folder in (tmp_path / "runs" / "tiny").iterdir())
+    assert names == ["forward", "forward_1", "forward_2"]
+
+
+def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
+    """Each its own folder, log and files; one group; hooks made once and reset for each."""
+    flags = ("--hooks", NOTED, "--hook-csv", "--no-report", "--silent")
+    assert run_here("run", TINY, "--strategy", "all", "--epochs", "1", *flags) == 0
+    import experiments
+
+    assert len(experiments.NotedHook.made) == 1
+    groups = set()
+    for number, strategy in enumerate(("forward", "backward"), 1):
+        folder = tmp_path / "runs" / "tiny" / strategy
+        assert (folder / f"{strategy}.csv").exists()
+        assert {record["strategy"] for record in records_of(folder)} == {strategy}
+        context = json.loads((folder / "records.jsonl").read_text().splitlines()[0])["context"]
+        assert (context["strategy"], context["experiment_name"]) == (strategy, "tiny")
+        assert context["run_dir"] == f"runs/tiny/{strategy}"
+        groups.add(context["run_group"])
+        resets = [
+            record["metrics"]["noted/resets"] for record in records_of(folder) if "noted/resets" in record["metrics"]
+        ]
+        assert resets == [number]
+    assert len(groups) == 1
+    assert "tiny: backward" in capsys.readouterr().out
+
+
+def test_without_hooks_there_is_no_log_and_no_table(capsys, tmp_path):
+    """A progress line, the closing line, run.json."""
+    assert run_here("run", TINY, "--epochs", "1", "--with-hooks", "none") == 0
+    folder = tmp_path / "runs" / "tiny" / "forward"
+    assert not (folder / "records.jsonl").exists()
+    assert not (folder / "report.html").exists()
+    assert facts_of(folder)["hooks"] == {}
+    out = capsys.readouterr().out
+    assert "3/3 steps" in out
+    assert "Hook Metrics" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "table", "line"),
+    [((), True, True), (("--silent",), False, True), (("--no-console-output", "--silent", "--live"), False, False)],
+)
+def test_what_is_shown(flags, table, line, capsys):
+    """Nothing goes before silent, which goes before live."""
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--no-report", *flags) == 0
+    heard = capsys.readouterr()
+    assert ("Hook Metrics" in heard.out) is table
+    assert ("finished" in heard.out) is line
+    assert line or (heard.out, heard.err) == ("", "")
+
+
+def test_live_on_no_terminal_says_so_and_prints_tables(capsys):
+    """As the sink decides."""
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--no-report", "--live") == 0
+    out = capsys.readouterr().out
+    assert "live view needs a terminal" in out
+    assert "Hook Metrics" in out
+
+
+def test_profiled_hooks_are_listed_at_the_end(capsys):
+    """The longest first, with its count."""
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "norms", "--profile-hooks", *QUIET) == 0
+    out = capsys.readouterr().out
+    assert "section" in out
+    assert "norms" in out
+
+
+def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path):
+    """A flag names it; a run file gives it arguments."""
+    sink = f"{EXPERIMENTS}:LinesSink"
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET, "--hook-sink", sink) == 0
+    assert "training_metrics/loss" in (tmp_path / "runs/tiny/forward/lines.txt").read_text()
+    Path("run.json").write_text(
+        json.dumps(
+            {"experiment": TINY, "hooks": [], "sinks": {"others": [{"sink": sink, "options": {"ending": "log"}}]}}
+        )
+    )
+    assert run_here("run", "run.json", "--epochs", "1", *QUIET) == 0
+    assert (tmp_path / "runs/tiny/forward_1/lines.log").exists()
+
+
+def test_a_sink_that_cannot_be_made_of_what_is_given_is_told(capsys):
+    """With where arguments go."""
+    Path("run.json").write_text(
+        json.dumps(
+            {
+                "experiment": TINY,
+                "hooks": [],
+                "sinks": {"others": [{"sink": f"{EXPERIMENTS}:LinesSink", "options": {"x": 1}}]},
+            }
+        )
+    )
+    assert run_here("run", "run.json", *QUIET) == 2
+    assert "The sink LinesSink cannot be made of {'x': 1}" in capsys.readouterr().err
+
+
+def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
+    """``[project.entry-points."hookline.sinks"]``."""
+    from hookline.cli import destinations
+
+    class Point:
+        name = "lines"
+
+        def load(self):
+            from hookline.cli.load import load_object
+
+            return load_object(f"{EXPERIMENTS}:LinesSink", wanted="a sink")
+
+    monkeypatch.setattr(destinations, "entry_points", lambda group: [Point()] if group == "hookline.sinks" else [])
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET, "--hook-sink", "lines") == 0
+    assert (tmp_path / "runs/tiny/forward/lines.txt").exists()
+
+
+def test_hooks_on_modules_from_a_file_fire_and_come_off(tmp_path):
+    """The JSON that a server takes, beside the experiment."""
+    spec = {
+        "name": "count",
+        "target_modules": ["0", "3"],
+        "hook_factory": "experiments:count_calls",
+        "config": {"file": str(tmp_path / "calls")},
+    }
+    Path("hooks.json").write_text(json.dumps({"enable_hooks": True, "hooks": [spec]}))
+    assert run_here("run", TINY, "--epochs", "2", *QUIET, "--hook-specs", "hooks.json") == 0
+    # 6 steps and 2 evaluations, 2 modules each.
+    assert (tmp_path / "calls").read_text() == "x" * 16
+
+
+def test_a_function_s_parameters_are_flags(tmp_path):
+    """It is given the strategy if it asks for one; how long to train is a flag."""
+    path = f"{EXPERIMENTS}:make_tiny"
+    assert run_here("run", path, "--width", "9", "--epochs", "3", *QUIET) == 0
+    facts = facts_of(tmp_path / "runs" / "make_tiny" / "default")
+    assert (facts["config"], facts["result"]["steps"]) == ({"width": 9}, 3)
+    assert run_here("run", path, "--steps", "5", "--snapshot-every", "2", *QUIET, "--hooks") == 0
+    facts = facts_of(tmp_path / "runs" / "make_tiny" / "default_1")
+    assert (facts["result"]["steps"], facts["options"]["loop"]) == (5, {"steps": 5, "snapshot_every": 2})
+    records = records_of(tmp_path / "runs" / "make_tiny" / "default_1")
+    assert [record["point"] for record in records] == ["POST_STEP"] * 3  # of step 0, of 1 and 2, of 3 and 4
+
+
+def test_a_train_tool_runs_with_its_trackers_in_the_log(tmp_path):
+    """Its own number of epochs; what its trackers count goes where metrics of hooks go."""
+    assert run_here("run", f"{EXPERIMENTS}:make_tool", "--hooks", *QUIET) == 0
+    folder = tmp_path / "runs" / "make_tool" / "default"
+    names = {name for record in records_of(folder) for name in record["metrics"]}
+    assert any(name.startswith("activations/relu/actor_mlp/") for name in names)
+    assert facts_of(folder)["result"]["epochs"] == 3
+
+
+def test_an_experiment_without_configuration_runs_in_its_own_loop(tmp_path):
+    """``loop = "step"``; strategies and groups are those it has: none."""
+    assert run_here("run", f"{EXPERIMENTS}:Steps", "--steps", "4", *QUIET) == 0
+    assert facts_of(tmp_path / "runs" / "steps" / "default")["result"]["steps"] == 4
+
+
+@pytest.mark.parametrize("name", ["Plain", "READY"])
+def test_an_experiment_may_be_any_object_or_class_with_the_building_blocks(name):
+    """Nobody has to derive from anything."""
+    assert run_here("run", f"{EXPERIMENTS}:{name}", "--epochs", "3", "--hooks", *QUIET) == 0
+    facts = facts_of(Path("runs/Plain/default"))
+    assert (facts["result"]["steps"], facts["config"]) == (6, {})
+
+
+def test_a_package_that_is_missing_is_told_before_training(monkeypatch, capsys):
+    """With the line that installs it."""
+    from hookline.sinks import run_sink
+
+    monkeypatch.setattr(run_sink, "_installed", lambda module: False)
+    assert run_here("run", TINY, "--hooks", "--hook-wandb", "project") == 2
+    assert "pip install 'hookline[wandb]'" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("path", ["runs", "runs/tiny"])
+def test_a_folder_that_cannot_be_made_is_told(path, capsys):
+    """A file is in its place."""
+    Path(path).parent.mkdir(exist_ok=True)
+    Path(path).write_text("in the way")
+    assert run_here("run", TINY, *QUIET) == 2
+    assert "A folder for the run cannot be made in runs/tiny" in capsys.readouterr().err
+    assert Path(path).read_text() == "in the way"
+
+
+def test_a_page_that_cannot_be_made_does_not_make_the_run_fail(monkeypatch, capsys):
+    """It is said, and the rest is there."""
+    from hookline.report import page
+
+    def broken(*_):
+        raise RuntimeError("no page today")
+
+    monkeypatch.setattr(page, "write_report", broken)
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--silent") == 0
+    heard = capsys.readouterr()
+    assert "report.html could not be made: RuntimeError: no page today" in heard.err
+    assert "records.jsonl" in heard.out
+
+
+def test_a_run_file_says_everything_and_flags_win(tmp_path):
+    """YAML, TOML, JSON; the experiment may stand beside the file."""
+    Path("files").mkdir()
+    Path("files/experiments.py").write_text(EXPERIMENTS.read_text())
+    Path("files/run.toml").write_text(
+        'experiment = "experiments.py:Tiny"\nstrategy = "backward"\nseed = 7\nconsole = "silent"\nreport = false\n'
+        'hooks = ["norms"]\n[config]\nepochs = 1\nlr = 1\n[sinks]\njsonl = true\n'
+    )
+    assert run_here("run", "files/run.toml") == 0
+    facts = facts_of(tmp_path / "runs" / "tiny" / "backward")
+    assert (facts["seed"], facts["config"]["epochs"], facts["config"]["lr"]) == (7, 1, 1.0)
+    assert type(facts["config"]["lr"]) is float
+    assert list(facts["hooks"]) == ["training_metrics", "norms"]
+    assert (tmp_path / "runs/tiny/backward/backward.jsonl").exists()
+    assert run_here("run", "files/run.toml", "--seed", "8", "--epochs", "2", "--strategy", "forward") == 0
+    facts = facts_of(tmp_path / "runs" / "tiny" / "forward")
+    assert (facts["seed"], facts["config"]["epochs"], facts["config"]["seed"]) == (8, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("config: {epoch: 1}\n", "line 2, at $.config.epoch: Config has no 'epoch'. Did you mean 'epochs'?"),
+        ("config:\n  epochs: many\n", "line 3, at $.config.epochs: expected a valid integer"),
+        ("hooks: {with_hooks: all_of_them}\n", "Unknown group of hooks: 'all_of_them'."),
+    ],
+)
+def test_a_mistake_in_a_run_file_is_told_with_its_place(text, said, capsys, tmp_path):
+    """Before anything is written."""
+    Path("run.yaml").write_text(f"experiment: {TINY}\n{text}")
+    assert run_here("run", "run.yaml") == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(capsys, tmp_path):
+    """Hooks with points and steps, what is held in memory, sites, files."""
+    flags = (
+        "--hooks",
+        "norms",
+        "hessian",
+        "stats",
+        "--hook-config",
+        "hessian.every_n_steps=50",
+        "--hook-csv",
+        "--dry-run",
+    )
+    assert run_here("run", TINY, *flags) == 0
+    out = capsys.readouterr().out
+    assert "11 of every 50 steps from 50" in out
+    assert "intervenes" in out
+    assert "gradients of the step before" in out
+    assert "176 B" in out  # 44 parameters of 4 bytes
+    assert "stats" in out.partition("On the model")[2]
+    assert "run.json, checkpoints/, records.jsonl, forward.csv, report.html" in out
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_process_is_as_it_was_afterwards():
+    """Determinism, precision, warnings, logging."""
+    before = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), warnings.showwarning)
+    handlers = list(logging.getLogger("hookline").handlers)
+    assert run_here("run", TINY, "--epochs", "1", "--matmul-precision", "high", *QUIET) == 0
+    after = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), warnings.showwarning)
+    assert after == before
+    assert logging.getLogger("hookline").handlers == handlers
+
+
+def test_determinism_is_on_while_it_runs_unless_it_is_not_wanted(monkeypatch):
+    """Seen from inside."""
+    seen = []
+    import hookline.loops.epoch_loop as loop
+
+    real = loop.epoch_loop
+    monkeypatch.setattr(
+        loop,
+        "epoch_loop",
+        lambda *a, **k: (seen.append(torch.are_deterministic_algorithms_enabled()), real(*a, **k))[1],
+    )
+    assert run_here("run", TINY, "--epochs", "1", *QUIET) == 0
+    assert run_here("run", TINY, "--epochs", "1", "--no-determinism", *QUIET) == 0
+    assert seen == [True, False]
+
+
+def test_dtype_and_compile_reach_the_model(monkeypatch, tmp_path):
+    """The parameters are what was asked for; the model is compiled in place."""
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, *a, **k: compiled.append(self))
+    assert run_here("run", TINY, "--epochs", "1", "--dtype", "float64", "--with-compile", *QUIET) == 0
+    assert len(compiled) == 1
+    assert facts_of(tmp_path / "runs" / "tiny" / "forward")["dtype"] == "float64"
+
+
+def test_the_trajectory_is_saved_at_snapshots(tmp_path):
+    """A file per snapshot, with the parameters of then."""
+    from safetensors.torch import load_file
+
+    assert run_here("run", TINY, "--epochs", "3", "--record-trajectory", *QUIET) == 0
+    files = sorted((tmp_path / "runs/tiny/forward/trajectory").iterdir())
+    assert [file.name for file in files] == [f"step_{step:08d}.safetensors" for step in (2, 5, 8)]
+    first, last = load_file(files[0]), load_file(files[-1])
+    assert set(first) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert not torch.equal(first["0.weight"], last["0.weight"])
+
+
+# -- going on --------------------------------------------------------------------------------------------------
+
+
+def test_more_epochs_go_on_where_a_run_ended(tmp_path, capsys):
+    """With the options it had; the record log goes on, and ends as that of a run of that length."""
+    flags = ("--hooks", "norms", NOTED, "--hook-config", "noted.scale=3", *QUIET)
+    assert run_here("run", TINY, "--epochs", "2", *flags) == 0
+    assert run_here("run", TINY, "--resume", "--epochs", "4") == 0
+    folder = tmp_path / "runs" / "tiny" / "forward"
+    assert run_here("run", TINY, "--epochs", "4", *flags, "--output-dir", "whole") == 0
+    whole = tmp_path / "whole" / "tiny" / "forward"
+    timed = lambda record: {k: v for k, v in record.items() if k != "time"}  # noqa: E731
+    going_on, at_once = ([timed(record) for record in records_of(one)] for one in (folder, whole))
+    for records in (going_on, at_once):
+        for record in records:
+            record["metrics"].pop("noted/resets", None)
+    assert going_on == at_once
+    assert same_weights(folder, whole)
+    facts = facts_of(folder)
+    assert facts["hooks"]["noted"]["metrics"] == []
+    assert facts["options"]["hook_config"] == {"noted": {"scale": 3.0}}
+    assert len(facts["resumed"]) == 1
+    assert sorted(one.name for one in (tmp_path / "runs" / "tiny").iterdir()) == ["forward"]
+    assert "12/12 steps" in capsys.readouterr().out
+
+
+def test_another_configuration_is_refused_and_nothing_is_changed(tmp_path, capsys):
+    """With what differs; --force goes on all the same."""
+    assert run_here("run", TINY, "--epochs", "1", *QUIET) == 0
+    folder = tmp_path / "runs" / "tiny" / "forward"
+    before = facts_of(folder)
+    capsys.readouterr()
+    assert run_here("run", TINY, "--epochs", "2", "--lr", "5e-2", "--resume", *QUIET) == 2
+    heard = capsys.readouterr().err
+    assert "lr" in heard
+    assert "0.05" in heard
+    assert facts_of(folder) == before
+    assert run_here("run", TINY, "--epochs", "2", "--lr", "5e-2", "--resume", "--force", *QUIET) == 0
+    assert facts_of(folder)["result"]["metrics"]
+
+
+@pytest.mark.filterwarnings("default::hookline.HooklineWarning")
+def test_all_strategies_resume_those_that_were_begun_and_begin_the_others(tmp_path, capsys):
+    """One command after whatever happened; of what is complete it is said that it is."""
+    assert run_here("run", TINY, "--epochs", "1", *QUIET) == 0
+    assert run_here("run", TINY, "--strategy", "all", "--resume", *QUIET) == 0
+    assert "hookline: warning: The run in runs/tiny/forward/checkpoints is complete" in capsys.readouterr().err
+    names = sorted(folder.name for folder in (tmp_path / "runs" / "tiny").iterdir())
+    assert names == ["backward", "forward"]
+
+
+def test_a_run_file_and_resume_by_config_do_not_go_together(capsys):
+    """As in the source."""
+    Path("run.yaml").write_text(f"experiment: {TINY}\n")
+    assert run_here("run", "--config", "run.yaml", "--resume") == 2
+    assert "--config and --resume do not go together" in capsys.readouterr().err
+
+
+def test_checkpoints_come_as_often_as_asked(tmp_path):
+    """Bare: every epoch; N: every N. The newest two stay."""
+    assert run_here("run", TINY, "--epochs", "4", "--save-checkpoints", *QUIET) == 0
+    names = sorted(one.stem for one in (tmp_path / "runs/tiny/forward/checkpoints").glob("step_*"))
+    assert names == ["step_00000009", "step_00000012"]
+    assert run_here("run", TINY, "--epochs", "4", "--save-checkpoints", "2", *QUIET) == 0
+    names = sorted(one.stem for one in (tmp_path / "runs/tiny/forward_1/checkpoints").glob("step_*"))
+    assert names == ["step_00000006", "step_00000012"]
+
+
+def test_validated_checkpoints_are_read_back_and_compared(capsys):
+    """One line each, with hooks whose state is in them; OK in the closing one too."""
+    flags = ("--epochs", "2", "--validate-checkpoints", "--hooks", "variance", "path_length", *QUIET)
+    assert run_here("run", TINY, *flags) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step_")]
+    assert lines == [f"step_{step:08d}.safetensors: OK" for step in (0, 3, 6)]
+
+
+def test_a_checkpoint_that_differs_is_a_mismatch():
+    """The comparison can fail: in a bit of a tensor, a key, a length, a type; a NaN is the same as itself."""
+    from hookline.cli.validated import differing
+
+    def tree(**changes):
+        return {"a": {"x": torch.tensor([1.0, float("nan")]), "y": [1, (2.0, None)], "z": float("nan")}, **changes}
+
+    assert list(differing(tree(), tree(), "$")) == []
+    changed = tree()
+    changed["a"]["x"][0] += 1e-7
+    assert list(differing(tree(), changed, "$")) == ["$.a.x"]
+    assert list(differing(tree(), tree(b=1), "$")) == ["$"]
+    assert list(differing({"x": torch.zeros(2)}, {"x": torch.zeros(2, dtype=torch.float64)}, "$")) == ["$.x"]
+    assert list(differing({"x": [1, 2]}, {"x": [1]}, "$")) == ["$.x"]
+    assert list(differing({"x": -0.0}, {"x": 1}, "$")) == ["$.x"]

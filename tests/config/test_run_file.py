@@ -1,0 +1,145 @@
+"""The run file: what it takes, and how it says no."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hookline.config.read import read_document
+from hookline.config.run_file import RunFile, read_specs
+from hookline.config.values import checked_value
+from hookline.errors import ConfigError
+
+WHOLE = """\
+experiment: mod_arithmetic
+strategy: all
+config: {epochs: 3, lr: 1e-3}
+hooks:
+  with_hooks: observers
+  names: [hessian]
+  config: {hessian: {epsilon: 1e-3}}
+specs:
+  - {name: a, target_modules: [x], hook_factory: "m:f", config: {tag: 1}}
+sinks: {csv: true, wandb: project, others: ["m:C", {sink: "m:D", options: {a: 1}}]}
+console: live
+seed: 3
+save_checkpoints: 5
+"""
+
+
+def write(tmp_path, text, name="run.yaml"):
+    file = tmp_path / name
+    file.write_text(text)
+    return file
+
+
+def test_a_whole_run_file_is_read(tmp_path):
+    """Every part arrives as what it is declared as."""
+    run = RunFile.read(write(tmp_path, WHOLE))
+    assert (run.experiment, run.strategy, run.config) == ("mod_arithmetic", "all", {"epochs": 3, "lr": 0.001})
+    assert (run.hooks.with_hooks, run.hooks.names) == ("observers", ["hessian"])
+    assert run.hooks.config == {"hessian": {"epsilon": 0.001}}
+    assert run.specs[0].given() == {"name": "a", "target_modules": ["x"], "hook_factory": "m:f", "config": {"tag": 1}}
+    assert (run.sinks.csv, run.sinks.wandb, run.sinks.others[0]) == (True, "project", "m:C")
+    assert (run.sinks.others[1].sink, run.sinks.others[1].options) == ("m:D", {"a": 1})
+    assert (run.console, run.seed, run.save_checkpoints) == ("live", 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "experiment: x\nhoks: {}\n",
+            r"line 2, at \$\.hoks: nothing is called 'hoks' here\. Did you mean 'hooks'\? There are: experiment, ",
+        ),
+        (
+            "hooks:\n  names: [a]\n  confg: {}\n",
+            r"line 3, at \$\.hooks\.confg: nothing is called 'confg' here\. Did you mean 'config'\?",
+        ),
+        (
+            "hooks:\n  names:\n    - a\n    - b\n    - 3\n",
+            r"line 5, at \$\.hooks\.names\[2\]: expected a valid string, got 3\.",
+        ),
+        ("seed: -1\n", r"line 1, at \$\.seed: expected greater than or equal to 0, got -1\."),
+        ("console: loud\n", r"at \$\.console: expected 'normal', 'live', 'silent' or 'none', got 'loud'\."),
+        ("sinks:\n  others:\n    - {snk: a}\n", r"line 3, at \$\.sinks\.others\[0\]"),
+        (
+            "specs:\n  - nme: x\n",
+            r"line 2, at \$\.specs\[0\]\.nme: nothing is called 'nme' here\. Did you mean 'name'\?",
+        ),
+        ("- a\n- b\n", r"run\.yaml holds a list, and settings are keys with values"),
+        ("", r"run\.yaml is empty; it says at least which experiment to run"),
+    ],
+)
+def test_a_mistake_is_named_with_its_path_and_line(tmp_path, text, said):
+    """Asked, found, next; and where."""
+    with pytest.raises(ConfigError, match=said):
+        RunFile.read(write(tmp_path, text))
+
+
+def test_every_mistake_is_told_at_once(tmp_path):
+    """Not one per try."""
+    with pytest.raises(ConfigError) as caught:
+        RunFile.read(write(tmp_path, "sed: 1\nseed: x\ndevce: cpu\n"))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_hooks_may_be_a_list_of_names_or_what_a_server_takes(tmp_path):
+    """The file of a server can be run as it is, with an experiment beside."""
+    assert RunFile.read(write(tmp_path, "hooks: [norms, hessian]\n")).hooks.names == ["norms", "hessian"]
+    server = '{"experiment": "x", "enable_hooks": true, "hooks": [{"name": "a", "target_modules": ["m"]}]}'
+    run = RunFile.read(write(tmp_path, server, "run.json"))
+    assert run.specs[0].name == "a"
+    assert run.hooks.names is None
+
+
+def test_a_mistake_in_a_list_of_hooks_is_found_where_it_was_written(tmp_path):
+    """Under hooks, though it is checked as specs."""
+    file = write(tmp_path, '{"experiment": "x",\n "hooks": [{"name": "a"},\n {"nam": "b"}]}', "run.json")
+    with pytest.raises(ConfigError, match=r"line 3, at \$\.hooks\[1\]\.nam"):
+        RunFile.read(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]',
+        '{"hooks": [{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]}',
+        '{"enable_hooks": true, "hooks": [{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]}',
+        '{"experiment": "e", "specs": [{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]}',
+    ],
+)
+def test_hooks_on_modules_are_found_in_every_form(tmp_path, text):
+    """A list, a server's settings, a run file."""
+    found = read_specs(read_document(write(tmp_path, text, "hooks.json")))
+    assert found == [{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]
+
+
+def test_hooks_that_are_switched_off_are_none(tmp_path):
+    """``enable_hooks: false`` wins over a list."""
+    text = '{"enable_hooks": false, "hooks": [{"name": "a"}]}'
+    assert read_specs(read_document(write(tmp_path, text, "hooks.json"))) == []
+
+
+def test_a_mistake_in_a_bare_list_has_its_place(tmp_path):
+    """``$[1]``, not a key that nobody wrote."""
+    file = write(tmp_path, '[{"name": "a"},\n {"on_eror": 1}]', "hooks.json")
+    with pytest.raises(ConfigError, match=r"line 2, at \$\[1\]\.on_eror: .*Did you mean 'on_error'"):
+        read_specs(read_document(file))
+
+
+def test_the_schema_is_json_and_has_every_key():
+    """For editors."""
+    schema = json.loads(json.dumps(RunFile.model_json_schema()))
+    assert set(schema["properties"]) == set(RunFile.model_fields)
+    assert all("description" in entry or "$ref" in entry or "allOf" in entry for entry in schema["properties"].values())
+
+
+def test_values_become_what_is_declared():
+    """A whole number where a float is wanted, a list where a tuple is; a misfit says where."""
+    assert checked_value(1, float, "here") == 1.0
+    assert checked_value([1, 2], tuple[int, ...], "here") == (1, 2)
+    assert checked_value(None, int | None, "here") is None
+    with pytest.raises(ConfigError, match=r"^here: expected a valid integer, .*got 'x'\."):
+        checked_value("x", int, "here")

@@ -1,0 +1,311 @@
+"""Source 000, SGLang's hooks as data: what the acceptance list asks of specs, patterns, paths and removal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.errors import NoMatchError
+from hookline.hooks.resolve import resolve_callable
+from hookline.hooks.specs import register_hooks
+
+LOGGER = "hookline.hooks.specs"
+
+
+class T(nn.Module):
+    """The model of the source's tests: ``inner`` is also ``outer.2``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+        self.outer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), self.inner)
+
+    def forward(self, x):
+        return self.outer(x)
+
+
+def counting_module(calls: list[dict[str, Any]]) -> types.ModuleType:
+    """The source's test module: a factory, and what its hooks were called with."""
+    module = types.ModuleType("my_project.hooks")
+
+    def dummy_hook_factory(config):
+        """Factory that returns a forward hook capturing a tag from config."""
+        tag = config.get("tag", "default")
+
+        def hook(module, inputs, output):
+            calls.append({"module_type": type(module).__name__, "tag": tag, "shape": tuple(output.shape)})
+            return output
+
+        return hook
+
+    def broken_factory(config):
+        raise RuntimeError("no such layer")
+
+    module.dummy_hook_factory = dummy_hook_factory
+    module.broken_factory = broken_factory
+    module.none_factory = lambda config: None
+    return module
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    found: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "my_project", types.ModuleType("my_project"))
+    monkeypatch.setitem(sys.modules, "my_project.hooks", counting_module(found))
+    return found
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, LOGGER)
+    return lambda level: [record.getMessage() for record in caplog.records if record.levelname == level]
+
+
+def spec(*patterns: str, tag: str = "t", **more: Any) -> dict[str, Any]:
+    return {
+        "name": tag,
+        "target_modules": list(patterns),
+        "hook_factory": "my_project.hooks:dummy_hook_factory",
+        "config": {"tag": tag},
+        **more,
+    }
+
+
+def run(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(0)
+    return model(torch.randn(3, 4))
+
+
+def assert_bare(model: nn.Module) -> None:
+    hl.assert_no_hooks(model, foreign=True)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+
+
+def test_four_calls_each_with_the_tag_of_its_own_spec(calls):
+    model = T()
+    with register_hooks(model, [spec("outer.0", "outer.1", tag="a"), spec("inner.*", tag="b")]):
+        run(model)
+    assert [(call["module_type"], call["tag"], call["shape"]) for call in calls] == [
+        ("Linear", "a", (3, 4)),
+        ("ReLU", "a", (3, 4)),
+        ("Linear", "b", (3, 2)),
+        ("ReLU", "b", (3, 2)),
+    ]
+
+
+def test_the_json_of_the_source_is_taken_as_it_is(calls, log):
+    text = """{"enable_hooks": true, "hooks": [{
+        "name": "outer_linear_hooks", "target_modules": ["outer.0", "outer.1"],
+        "hook_factory": "my_project.hooks:dummy_hook_factory", "config": {"tag": "outer-layer"}}]}"""
+    model = T()
+    handles = register_hooks(model, json.loads(text)["hooks"])
+    run(model)
+    assert [call["tag"] for call in calls] == ["outer-layer"] * 2
+    assert log("INFO") == [
+        "Registered forward hook 'outer_linear_hooks' on outer.0",
+        "Registered forward hook 'outer_linear_hooks' on outer.1",
+    ]
+    handles.remove()
+
+
+def test_no_match_is_one_warning_and_no_call(calls, log):
+    model = T()
+    handles = register_hooks(model, [spec("does_not_exist.*", tag="no_match"), spec("outer.0")])
+    run(model)
+    assert log("WARNING") == ["No modules matched hook spec 'no_match' patterns=['does_not_exist.*']"]
+    assert [call["tag"] for call in calls] == ["t"]
+    assert len(handles) == 1
+    with pytest.raises(NoMatchError, match=r"does_not_exist\.\*"):
+        register_hooks(model, [spec("outer.0"), spec("does_not_exist.*")], strict=True)
+    handles.remove()
+    assert_bare(model)
+
+
+def test_one_pattern_that_matches_is_enough(calls, log):
+    model = T()
+    with register_hooks(model, [spec("nope", "outer.0")]):
+        run(model)
+    assert len(calls) == 1
+    assert log("WARNING") == []
+
+
+def test_the_factory_runs_even_if_nothing_matches(calls, log):
+    with pytest.raises(RuntimeError, match="no such layer"):
+        register_hooks(T(), [spec("nope", hook_factory="my_project.hooks:broken_factory")])
+
+
+def test_once_per_spec_and_twice_by_two_specs_in_their_order(calls):
+    model = T()
+    with register_hooks(model, [spec("outer.0", "outer.*", "outer.0")]) as handles:
+        run(model)
+        assert len(calls) == len(handles.report()[0].sites) == 5  # 0, 1, and inner, which is outer.2, with its two
+        assert [call["module_type"] for call in calls].count("Linear") == 2
+    calls.clear()
+    with register_hooks(model, [spec("outer.0", tag="first"), spec("outer.0", tag="second")]):
+        run(model)
+    assert [call["tag"] for call in calls] == ["first", "second"]
+
+
+def test_a_shared_module_is_found_by_every_name_and_logged_by_its_first(calls, log):
+    model = T()
+    with register_hooks(model, [spec("outer.2")]):
+        run(model)
+    assert len(calls) == 1
+    assert log("INFO") == ["Registered forward hook 't' on inner"]
+
+
+class Deep(nn.Module):
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(num_layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("layers.*", ["layers.0", "layers.0.0", "layers.1", "layers.1.0"]),
+        ("layers.0*", ["layers.0", "layers.0.0"]),
+        ("*", ["", "layers", "layers.0", "layers.0.0", "layers.1", "layers.1.0"]),
+        ("layers.#", ["layers.0", "layers.1"]),
+        ("LAYERS.0", None),
+    ],
+)
+def test_stars_cross_dots_and_reach_the_root_but_not_the_prefix_itself(calls, pattern, names):
+    handles = register_hooks(Deep(2), [spec(pattern)])
+    assert [handle.names for handle in handles] == ([] if names is None else [tuple(names)])
+
+
+def test_a_digit_class_is_one_digit(calls):
+    (handle,) = register_hooks(Deep(12), [spec("layers.[0-9]")])
+    assert handle.names == tuple(f"layers.{index}" for index in range(10))
+
+
+def test_both_forms_of_a_path_are_the_same_object(calls):
+    factory = sys.modules["my_project.hooks"].dummy_hook_factory
+    assert resolve_callable("my_project.hooks:dummy_hook_factory") is factory
+    assert resolve_callable("my_project.hooks.dummy_hook_factory") is factory
+    assert resolve_callable(None) is None
+
+
+@pytest.mark.parametrize("path", ["abc", ""])
+def test_a_malformed_path_is_quoted_with_both_forms(path):
+    with pytest.raises(ValueError, match="Invalid") as caught:
+        resolve_callable(path)
+    assert str(caught.value) == (
+        f"Invalid hook callable path '{path}'. Expected 'module.submodule:factory' or 'module.submodule.factory'."
+    )
+
+
+def test_a_missing_attribute_says_module_attribute_and_path():
+    with pytest.raises(AttributeError) as caught:
+        resolve_callable("os:nope")
+    assert str(caught.value) == "Module 'os' has no attribute 'nope' (from hook path 'os:nope')"
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert caught.value.__cause__ is not caught.value
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("no_such_package.hooks:f", ModuleNotFoundError),
+        ("os.path.Nope.method", ModuleNotFoundError),
+        (":f", ValueError),
+        ("os:", AttributeError),
+        ("os:path.join", AttributeError),
+    ],
+)
+def test_other_paths_that_lead_nowhere(path, error):
+    with pytest.raises(error) as caught:
+        resolve_callable(path)
+    assert error is not ModuleNotFoundError or not isinstance(caught.value, AttributeError)
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ({"hook_factory": "abc"}, ValueError),
+        ({"hook_factory": "my_project.hooks:nope"}, AttributeError),
+        ({"hook_factory": "no_such_package:f"}, ModuleNotFoundError),
+        ({"hook_factory": "my_project.hooks:broken_factory"}, RuntimeError),
+        ({"on": "sideways"}, ValueError),
+        ({"target_module": ["outer.0"]}, ValueError),
+    ],
+)
+def test_all_or_nothing(calls, broken, error):
+    model = T()
+    with pytest.raises(error) as caught:
+        register_hooks(model, [spec("outer.0"), spec("outer.1", tag="bad", **broken)])
+    assert caught.value.__notes__ == ["This is about hook spec 1 ('bad')."]
+    run(model)
+    assert calls == []
+    assert_bare(model)
+
+
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [
+        ({"target_modules": []}, "Hook spec 'bad' has no 'target_modules', skipping"),
+        ({"target_modules": None}, "Hook spec 'bad' has no 'target_modules', skipping"),
+        ({"hook_factory": None}, "Hook spec 'bad' has no 'hook_factory', skipping"),
+        (
+            {"hook_factory": "my_project.hooks:none_factory"},
+            "Hook factory 'my_project.hooks:none_factory' for spec 'bad' returned None, not registering any hook",
+        ),
+    ],
+)
+def test_an_incomplete_spec_is_skipped_with_a_line_and_the_next_applies(calls, log, broken, line):
+    model = T()
+    bad = spec("outer.0", tag="bad", **broken)
+    with register_hooks(model, [bad, spec("outer.1", tag="good")]):
+        run(model)
+    assert log("WARNING") == [line]
+    assert [call["tag"] for call in calls] == ["good"]
+    with pytest.raises(hl.OptionError, match="bad"):
+        register_hooks(model, [spec("outer.1"), bad], strict=True)
+    assert_bare(model)
+
+
+def test_removal_leaves_nothing_and_may_be_repeated(calls):
+    model = T()
+    handles = register_hooks(model, [spec("*"), spec("outer.*", tag="b")])
+    run(model)
+    assert calls
+    calls.clear()
+    handles.remove()
+    handles.remove()
+    run(model)
+    assert calls == []
+    assert_bare(model)
+
+
+def test_what_the_hook_returns_replaces_the_output():
+    model = T()
+    double = {"target_modules": ["outer"], "hook_factory": lambda config: lambda m, i, o: o * config["by"]}
+    plain = run(model)
+    with register_hooks(model, [{**double, "config": {"by": 3.0}}]):
+        assert torch.equal(run(model), plain * 3.0)
+
+
+def test_attached_after_compiling_it_fires(calls):
+    model = T()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(compiled)
+    with register_hooks(compiled, [spec("outer.0"), spec("_orig_mod.outer.1")]) as handles:
+        run(compiled)
+        assert [receipt.fired for receipt in handles.report()] == [1, 1]

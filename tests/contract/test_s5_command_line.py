@@ -1,0 +1,236 @@
+"""Source 004's command line, word for word: SPEC 5.8 and the lines about it in the acceptance scenarios."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
+
+from helpers_cli import TINY, facts_of, records_of, run_here
+
+from hookline.cli.choose import choose_hooks
+from hookline.cli.hooks import make_built_ins_known
+from hookline.cli.options import RunOptions, flat
+from hookline.hooks.registry import HookRegistry
+
+QUIET = ("--silent", "--no-report", "--epochs", "1")
+FOLDER = Path("runs/tiny/forward")
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """An empty current folder; files that are loaded, and hooks they register, are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("_classes", "_paths", "groups", "_broken"):
+        monkeypatch.setattr(HookRegistry, name, dict(getattr(HookRegistry, name)))
+    make_built_ins_known()
+    yield
+    sys.modules.pop("experiments", None)
+
+
+FLAGS = [
+    "with_hooks",
+    "hooks",
+    "hook_config",
+    "hook_offload_state",
+    "hook_csv",
+    "hook_jsonl",
+    "hook_wandb",
+    "profile_hooks",
+    "hooks_list",
+    "hooks_describe",
+    "live",
+    "silent",
+    "no_console_output",
+    "seed",
+    "output_dir",
+    "resume",
+    "save_checkpoints",
+    "validate_checkpoints",
+    "with_compile",
+    "no_determinism",
+    "matmul_precision",
+    "record_trajectory",
+    "config",
+]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_flag_of_the_source_is_there_by_its_name(name):
+    """Word for word; tyro writes the dashes."""
+    assert name in flat(RunOptions())
+
+
+def test_the_seed_is_the_sources():
+    """199."""
+    assert RunOptions().training.seed == 199
+
+
+def test_a_group_and_hooks_are_united_without_doubles_training_metrics_first():
+    """``--with-hooks observers --hooks hessian norms``."""
+    assert run_here("run", TINY, *QUIET, "--with-hooks", "observers", "--hooks", "hessian", "norms") == 0
+    assert list(facts_of(FOLDER)["hooks"]) == ["training_metrics", "norms", "hessian"]
+
+
+def test_all_excludes_hooks_for_debugging_and_with_debug_adds_them():
+    """``--hooks all``; ``--hooks all with_debug``."""
+    everything = choose_hooks(None, ["all"], {}, "x")
+    assert everything[0] == "training_metrics"
+    assert {"hessian", "norms", "counterfactual"} < set(everything)
+    assert "counterfactual_validator" not in everything
+    assert choose_hooks(None, ["all", "with_debug"], {}, "x") == [*everything, "counterfactual_validator"]
+
+
+def test_observers_are_those_that_do_not_intervene():
+    """``--hooks observers``."""
+    found = choose_hooks(None, ["observers"], {}, "x")
+    assert "norms" in found
+    assert not {"hessian", "counterfactual", "adam_dynamics"} & set(found)
+
+
+def test_a_group_drops_hooks_for_debugging_even_if_it_lists_them():
+    """One that is named is kept."""
+    sets = {"sloppy": ["norms", "counterfactual_validator"]}
+    assert choose_hooks("sloppy", None, sets, "x") == ["training_metrics", "norms"]
+    assert choose_hooks("sloppy", ["counterfactual_validator"], sets, "x")[-1] == "counterfactual_validator"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ("--with-hooks", "observer"),
+            "Unknown group of hooks: 'observer'. Did you mean 'observers'? Groups: none, minimal",
+        ),
+        (("--hooks", "hesian"), "Unknown hook: 'hesian'. Did you mean 'hessian'? Available: training_metrics, norms"),
+    ],
+)
+def test_an_unknown_group_or_hook_leaves_with_the_valid_names(flags, said, capsys):
+    """A code that is not 0, and nothing is trained."""
+    assert run_here("run", TINY, *QUIET, *flags) != 0
+    assert said in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_an_experiment_without_groups_says_so(capsys):
+    """Not silence."""
+    path = TINY.replace(":Tiny", ":Steps")
+    assert run_here("run", path, "--with-hooks", "observers") != 0
+    assert "steps names no groups of hooks (hook_sets)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [(), ("--with-hooks", "none")])
+def test_no_hooks_no_manager(flags):
+    """Neither flag, or an empty group alone: no log, no sinks."""
+    assert run_here("run", TINY, *QUIET, *flags, "--hook-csv") == 0
+    assert facts_of(FOLDER)["hooks"] == {}
+    assert not (FOLDER / "records.jsonl").exists()
+    assert not (FOLDER / "forward.csv").exists()
+
+
+@pytest.mark.parametrize("flags", [("--hooks",), ("--with-hooks", "none", "--hooks"), ("--with-hooks", "minimal")])
+def test_bare_hooks_are_the_training_metrics(flags):
+    """``--hooks`` without a name."""
+    assert run_here("run", TINY, *QUIET, *flags) == 0
+    assert list(facts_of(FOLDER)["hooks"]) == ["training_metrics"]
+    assert any("training_metrics/loss" in record["metrics"] for record in records_of(FOLDER))
+
+
+def test_the_hook_config_of_the_scenario_is_float_and_int():
+    """``--hook-config hessian.epsilon=1e-3 hessian.every_n_steps=500``."""
+    config = ("hessian.epsilon=1e-3", "hessian.every_n_steps=500")
+    assert run_here("run", TINY, *QUIET, "--hooks", "hessian", "--hook-config", *config) == 0
+    found = facts_of(FOLDER)["options"]["hook_config"]
+    assert found == {"hessian": {"epsilon": 0.001, "every_n_steps": 500}}
+    assert isinstance(found["hessian"]["every_n_steps"], int)
+
+
+@pytest.mark.parametrize("item", ["hessian", "hessian=1", "hessian.epsilon", "=1"])
+def test_a_malformed_hook_config_is_the_sources_sentence(item, capsys):
+    """To the letter."""
+    assert run_here("run", TINY, *QUIET, "--hooks", "hessian", "--hook-config", item) != 0
+    assert f"Invalid --hook-config format: '{item}' (expected hook_name.param=value)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("item", ["norms.x=1", "hessian.epsilon=1", "nothing.x=1"])
+def test_a_hook_config_without_effect_is_no_silence(item, capsys):
+    """Of an unknown argument, of a hook that is not selected, of one that there is not."""
+    assert run_here("run", TINY, *QUIET, "--hooks", "norms", "--hook-config", item) != 0
+    assert item.partition(".")[0] in capsys.readouterr().err
+
+
+def test_each_strategy_has_its_own_files_in_its_own_folder():
+    """``{output_dir}/{experiment}/{strategy}/{strategy}.csv`` and ``.jsonl``."""
+    flags = ("--strategy", "all", "--hooks", "--hook-csv", "--hook-jsonl", "--output-dir", "out")
+    assert run_here("run", TINY, *QUIET, *flags) == 0
+    for strategy in ("forward", "backward"):
+        folder = Path("out/tiny") / strategy
+        assert (folder / f"{strategy}.csv").exists()
+        lines = [json.loads(line) for line in (folder / f"{strategy}.jsonl").read_text().splitlines()]
+        assert lines
+        assert all({"epoch", "hook_point"} <= set(line) for line in lines)
+
+
+def test_hooks_list_and_describe_print_what_the_source_prints(capsys):
+    """Name, observer or intervention, description, debug included; described are all but debug."""
+    assert run_here("run", "--hooks-list") == 0
+    listed = capsys.readouterr().out
+    assert "counterfactual_validator" in listed
+    assert "observer" in listed
+    assert "intervention" in listed
+    assert run_here("run", "--hooks-describe", "norms", "hessian") == 0
+    described = capsys.readouterr().out
+    assert "total_norm" in described
+    assert "rayleigh_quotient" in described
+
+
+def test_the_groups_of_the_shipped_experiment_are_the_sources():
+    """none, minimal, observers, interventions, full; every name in them is a hook."""
+    from hookline.experiments.mod_arithmetic import ModArithmetic
+
+    groups = ModArithmetic.hook_sets
+    assert list(groups) == ["none", "minimal", "observers", "interventions", "full"]
+    assert (groups["none"], list(groups["minimal"])) == ([], ["training_metrics"])
+    assert set(groups["interventions"]) == {"hessian", "counterfactual", "adam_dynamics"}
+    assert set(groups["observers"]) | set(groups["interventions"]) == set(groups["full"])
+    for names in groups.values():
+        assert HookRegistry.resolve(names) == list(names)
+
+
+def test_offloaded_hooks_give_the_same_metrics():
+    """``--hook-offload-state``."""
+    hooks = ("--hooks", "norms", "path_length", "variance", "--epochs", "4", "--silent", "--no-report")
+    assert run_here("run", TINY, *hooks, "--output-dir", "a") == 0
+    assert run_here("run", TINY, *hooks, "--output-dir", "b", "--hook-offload-state") == 0
+    plain, offloaded = ([r["metrics"] for r in records_of(Path(name) / "tiny" / "forward")] for name in "ab")
+    assert plain == offloaded
+    assert any("variance/gradient_variance" in metrics for metrics in plain)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tables", "lines"),
+    [
+        (("--live", "--silent", "--no-console-output"), False, False),
+        (("--live", "--silent"), False, True),
+        ((), True, True),
+    ],
+)
+def test_nothing_goes_before_silent_goes_before_live(flags, tables, lines, capsys):
+    """null > silent > live."""
+    assert run_here("run", TINY, "--no-report", "--epochs", "1", "--hooks", *flags) == 0
+    out = capsys.readouterr().out
+    assert ("Hook Metrics" in out) is tables
+    assert ("finished" in out) is lines
+
+
+def test_a_config_file_does_not_go_with_resume(capsys):
+    """--config conflicts with --resume."""
+    Path("run.json").write_text(json.dumps({"experiment": TINY}))
+    assert run_here("run", "--config", "run.json", "--resume") != 0
+    assert "--config and --resume" in capsys.readouterr().err
+    assert run_here("run", "--config", "run.json", *QUIET) == 0

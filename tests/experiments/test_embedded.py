@@ -1,0 +1,290 @@
+"""The experiments that come with hookline: what they are made of, that they learn, and that a seed decides all."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.analyses import BUILT_IN, register_built_ins
+from hookline.experiments import EMBEDDED, digits, mod_arithmetic
+from hookline.experiments.digits import Digits
+from hookline.experiments.mod_arithmetic import ModArithmetic, arranged
+from hookline.loops.checkpoints import Checkpoints
+from hookline.testing.outcome import differences, left_by
+
+SMALL = {
+    ModArithmetic: mod_arithmetic.Config(epochs=3, p=23, batch_size=32, width=16, heads=2),
+    Digits: digits.Config(steps=24, snapshot_every=10, channels=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def _built_ins():
+    """Their hook sets name built-in hooks."""
+    register_built_ins()
+
+
+def made(cls: type, strategy: str | None = None, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return cls(SMALL[cls], strategy or cls.strategies[0])
+
+
+def train(experiment: Any, manager: hl.HookManager | None = None, **options: Any) -> hl.LoopResult:
+    config = experiment.config
+    if experiment.loop == "epoch":
+        return hl.epoch_loop(experiment, epochs=config.epochs, manager=manager, **options)
+    return hl.step_loop(experiment, steps=config.steps, manager=manager, **options)
+
+
+def test_they_are_found_by_name():
+    """Each path leads to an experiment of that name, and looking at the names imports no torch."""
+    for name, path in EMBEDDED.items():
+        module, _, attribute = path.partition(":")
+        cls = getattr(importlib.import_module(module), attribute)
+        assert issubclass(cls, hl.Experiment)
+        assert cls.name == name
+    code = "import sys, hookline.experiments; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
+def test_what_they_declare_fits_the_command_line(cls):
+    """Options with defaults and a sentence each, groups of hooks that exist, the source's groups among them."""
+    fields = {field.name for field in dataclasses.fields(cls.config_class)}
+    assert {"epochs" if cls.loop == "epoch" else "steps", "snapshot_every", "batch_size", "lr"} <= fields
+    cls.config_class()
+    assert {"none", "minimal", "observers", "interventions", "full"} == set(cls.hook_sets)
+    assert cls.hook_sets["none"] == []
+    assert cls.hook_sets["minimal"] == ["training_metrics"]
+    assert cls.hook_sets["full"] == [*cls.hook_sets["observers"], *cls.hook_sets["interventions"]]
+    assert set(cls.hook_sets["full"]) <= set(BUILT_IN)
+    observers = [hl.HookRegistry.get(name) for name in cls.hook_sets["observers"]]
+    assert not any(issubclass(hook, hl.InterventionHook) for hook in observers)
+    interventions = [hl.HookRegistry.get(name) for name in cls.hook_sets["interventions"]]
+    assert all(issubclass(hook, hl.InterventionHook) for hook in interventions)
+
+
+def test_mod_arithmetic_has_the_groups_of_the_source():
+    """Fifteen observers and ours, three interventions."""
+    assert len(ModArithmetic.hook_sets["observers"]) == 16
+    assert ModArithmetic.hook_sets["interventions"] == ["hessian", "counterfactual", "adam_dynamics"]
+    assert {"random", "stride"} < set(ModArithmetic.strategies)
+
+
+@pytest.mark.parametrize(
+    ("cls", "strategy"),
+    [(ModArithmetic, "random"), (ModArithmetic, "stride"), (ModArithmetic, "fixed_random"), (Digits, "random")],
+)
+def test_one_seed_gives_one_run(cls, strategy):
+    """Bit for bit; another seed gives another."""
+    left = []
+    for seed in (3, 3, 4):
+        experiment = made(cls, strategy, seed)
+        train(experiment)
+        left.append(left_by(experiment))
+    assert differences(left[0], left[1]) == []
+    assert differences(left[0], left[2]) != []
+
+
+@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
+def test_observers_change_nothing_and_live_metrics_exist(cls):
+    """All of the group at once, over at least 20 steps; what the live column shows has come."""
+    plain = made(cls)
+    assert train(plain).steps >= 20
+    wanted = left_by(plain)
+    sink = hl.MemorySink()
+    observed = made(cls)
+    reference = {name: torch.zeros_like(value) for name, value in observed.model.named_parameters()}
+    train(observed, hl.HookManager(cls.hook_sets["observers"], sinks=[sink], reference_weights=reference))
+    assert differences(wanted, left_by(observed)) == []
+    shown = {key for labels in cls.live_metrics.values() for key in labels.values()}
+    assert shown <= set(sink.latest)
+    assert any(key.startswith("stats/") for key in sink.latest)
+
+    class Nudge(hl.TrainingHook):
+        hook_points = {hl.HookPoint.SNAPSHOT}
+
+        def compute(self, ctx):
+            next(ctx.model.parameters()).data.view(-1)[0] += 1e-7
+
+    changed = made(cls)
+    train(changed, hl.HookManager(hooks=[Nudge()]))
+    assert differences(wanted, left_by(changed)) != []
+
+
+class Cut(Exception):
+    """What ends a run in the middle of a step."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "strategy", "every"),
+    [(ModArithmetic, "fixed_random", 1), (ModArithmetic, "random", 1), (Digits, "random", 7)],
+)
+def test_a_run_that_was_cut_short_goes_on_to_the_same_end(cls, strategy, every, tmp_path):
+    """Resumed from its newest checkpoint, with other random numbers drawn before: bit for bit."""
+    whole = made(cls, strategy)
+    train(whole)
+    cut = made(cls, strategy)
+    steps, train_step = itertools.count(), cut.train_step
+
+    def until_cut(batch):
+        if next(steps) == 20:
+            raise Cut
+        return train_step(batch)
+
+    cut.train_step = until_cut
+    with pytest.raises(Cut):
+        train(cut, checkpoints=Checkpoints(tmp_path, every=every))
+    resumed = made(cls, strategy)
+    torch.rand(5)
+    train(resumed, checkpoints=Checkpoints(tmp_path, every=every), resume=True)
+    assert differences(left_by(whole), left_by(resumed)) == []
+    assert differences(left_by(whole), left_by(cut)) != []
+
+
+@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
+def test_strategies_share_split_and_first_weights(cls):
+    """With one seed they differ in the order of the training data alone."""
+    all_made = [made(cls, strategy) for strategy in cls.strategies]
+    first = all_made[0]
+    for other in all_made[1:]:
+        assert differences(first.model.state_dict(), other.model.state_dict()) == []
+        assert torch.equal(first.val_set.tensors[0], other.val_set.tensors[0])
+        assert sorted(rows_of(first)) == sorted(rows_of(other))
+        assert rows_of(first) != rows_of(other)
+
+
+def rows_of(experiment: Any) -> list[tuple[Any, ...]]:
+    inputs, targets = experiment.train_set.tensors
+    return [(*row, target) for row, target in zip(inputs.flatten(1).tolist(), targets.tolist(), strict=True)]
+
+
+def test_the_orders_are_what_they_say():
+    """Strides of ⌊√p⌋ through the first token; answers from 0 up; one shuffle for all epochs; another in each."""
+    p = 10
+    pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))[torch.randperm(p * p)]
+
+    def tokens(rows: Tensor) -> list[int]:
+        return list(dict.fromkeys(rows[:, 0].tolist()))
+
+    assert tokens(arranged(pairs, p, "stride")) == [0, 3, 6, 9, 1, 4, 7, 2, 5, 8]
+    sums = (arranged(pairs, p, "target").sum(1) % p).tolist()
+    assert sums == sorted(sums)
+    assert torch.equal(arranged(pairs, p, "random"), pairs)
+    for strategy, same in (("stride", True), ("fixed_random", True), ("random", False)):
+        loader = made(ModArithmetic, strategy).loader
+        one, two = ([batch[0].tolist() for batch in loader] for _ in range(2))
+        assert (one == two) is same
+
+
+def test_training_and_validation_pairs_are_all_pairs_and_the_answers_are_right():
+    """None twice."""
+    experiment = made(ModArithmetic)
+    inputs = torch.cat([experiment.train_set.tensors[0], experiment.val_set.tensors[0]])
+    targets = torch.cat([experiment.train_set.tensors[1], experiment.val_set.tensors[1]])
+    assert len({tuple(row) for row in inputs.tolist()}) == 23**2 == len(inputs)
+    assert torch.equal(inputs.sum(1) % 23, targets)
+
+
+def test_the_target_gradient_is_that_of_the_other_pairs():
+    """By parameter, as autograd has it."""
+    experiment = made(ModArithmetic)
+    found = experiment.target_gradient(experiment.model, 0)
+    inputs, targets = experiment.val_set.tensors
+    nn.functional.cross_entropy(experiment.model(inputs), targets).backward()
+    assert {name: p.grad for name, p in experiment.model.named_parameters()}.keys() == found.keys()
+    for name, parameter in experiment.model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
+def test_they_follow_the_model_in_another_precision(cls):
+    """``--dtype float64``: batches go where and as the model is."""
+    experiment = made(cls)
+    experiment.to("cpu", torch.float64)
+    assert train(experiment).steps > 0
+    assert next(experiment.model.parameters()).dtype is torch.float64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
+def test_they_train_on_a_gpu(cls):
+    """``--device cuda``: the model is moved, and batches follow it."""
+    if cls is Digits:
+        pytest.importorskip("sklearn")
+    experiment = made(cls)
+    experiment.to("cuda")
+    before = experiment.model.state_dict()["decoder.weight" if cls is ModArithmetic else "0.weight"].clone()
+    result = train(experiment, hl.HookManager(["training_metrics", "stats"]))
+    assert before.is_cuda
+    assert 0 < result.loss < 10
+    assert not torch.equal(
+        before, experiment.model.state_dict()["decoder.weight" if cls is ModArithmetic else "0.weight"]
+    )
+
+
+@pytest.mark.slow
+def test_mod_arithmetic_learns_by_heart_then_finds_the_rule():
+    """As shipped, for two thirds of its epochs: on the way it knows the training pairs far better than the others."""
+    torch.manual_seed(199)
+    experiment = ModArithmetic()
+    ahead: list[float] = []
+    experiment.on_epoch_end = lambda epoch, metrics: ahead.append(float(metrics["train_acc"] - metrics["val_acc"]))
+    result = hl.epoch_loop(experiment, epochs=66, eval_every=5, snapshot_every=0)
+    assert max(ahead) > 0.3
+    assert result.metrics["train_acc"] > 0.95
+    assert result.metrics["val_acc"] > 0.8  # chance is 1 in 59
+
+
+def test_digits_are_learnt():
+    """As shipped; chance is 0.1."""
+    torch.manual_seed(199)
+    experiment = Digits()
+    assert hl.step_loop(experiment, steps=experiment.config.steps).metrics["val_acc"] > 0.95
+
+
+@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
+def test_what_cannot_be_is_told(cls):
+    """A strategy that is none, and a split that leaves nothing."""
+    with pytest.raises(hl.OptionError, match=rf"{cls.name} has no strategy 'loud'; it has random"):
+        cls(None, "loud")
+    for fraction in (0.0, 1.0):
+        with pytest.raises(hl.OptionError, match="both training and validation need some"):
+            cls(dataclasses.replace(SMALL[cls], train_fraction=fraction))
+
+
+def test_without_scikit_learn_digits_says_how_to_get_it(monkeypatch):
+    """The install line is in the error."""
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'hookline\[experiments\]'"):
+        Digits()
+
+
+def test_the_experiment_of_the_page_runs_from_a_file(tmp_path, monkeypatch):
+    """What docs/experiments.md shows is made as the command line makes it, and finds the slope that is in its data."""
+    page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "line.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    cls = importlib.import_module("line").Line
+    torch.manual_seed(0)
+    line = cls(cls.config_class(), "clean")
+    result = hl.epoch_loop(line, epochs=line.config.epochs, manager=hl.HookManager(cls.hook_sets["minimal"]))
+    assert result.metrics["slope"] == pytest.approx(3.0, abs=0.05)

@@ -1,0 +1,70 @@
+"""Sinks that tests give to the helper process, which makes them anew from ``options()``; no torch in here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hookline.sinks.record import Record
+from hookline.sinks.sink import MetricSink
+
+__all__ = ["Slow", "delivered", "record", "wait_until"]
+
+
+class Slow(MetricSink):
+    """Appends what it is given to a file, a line each.
+
+    Fails as long as ``{path}.down`` exists, which holds the name of the error; also at the record ``poison``.
+    """
+
+    slow = True
+
+    def __init__(self, path: str, poison: int = -1, delay: float = 0.0) -> None:
+        self.path, self.poison, self.delay = path, poison, delay
+
+    def options(self) -> dict[str, Any]:
+        return {"path": str(self.path), "poison": self.poison, "delay": self.delay}
+
+    def write(self, record: Record) -> None:
+        down = Path(f"{self.path}.down")
+        if down.exists():
+            with Path(f"{self.path}.tries").open("a") as tries:
+                tries.write("x")
+            raise {"OSError": OSError, "RuntimeError": RuntimeError}[down.read_text()]("nobody there")
+        if record.number == self.poison:
+            raise ValueError("will not take this")
+        time.sleep(self.delay)
+        self._line({"n": record.number, **record.metrics, "point": record.point})
+
+    def set_run_context(self, **context: Any) -> None:
+        self._line({"context": context})
+
+    def close(self) -> None:
+        self._line({"closed": os.getpid(), "torch": "torch" in sys.modules})
+
+    def _line(self, line: dict[str, Any]) -> None:
+        print("this goes to the file of the helper process")
+        with Path(self.path).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def delivered(path: Path) -> list[Any]:
+    """The lines that a `Slow` has written so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def record(number: int, **metrics: Any) -> Record:
+    """A record that can be told from others."""
+    return Record(metrics or {"x": number}, number, "POST_EPOCH", number, "some", 0, 1000.0 + number)
+
+
+def wait_until(is_so: Any, seconds: float = 20.0) -> None:
+    """Until the function says so, or it is too late."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)

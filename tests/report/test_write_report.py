@@ -1,0 +1,155 @@
+"""From folders to a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from helpers_report import facts, ill_run, small_run
+
+from hookline.errors import MissingPackageError, OptionError
+from hookline.report import page, plotly_script
+from hookline.report.page import write_report
+from hookline.report.runs import distinct_names, find_runs, read_run
+from hookline.sinks.log import RecordLog
+from hookline.sinks.record import Record
+
+
+def test_the_page_lies_beside_the_run_unless_told_otherwise(tmp_path: Path) -> None:
+    """It replaces an older one, and leaves nothing else behind."""
+    run = small_run(tmp_path / "run")
+    before = {file.name for file in run.iterdir()}
+    assert write_report([run]) == run / "report.html"
+    assert write_report(run) == run / "report.html"
+    assert {file.name for file in run.iterdir()} - before == {"report.html"}
+    assert write_report([run], tmp_path / "new" / "folder" / "x.html").stat().st_size > 100_000
+    assert write_report([run / "records.jsonl"]) == run / "report.html"
+
+
+def test_a_folder_of_runs_stands_for_its_runs(tmp_path: Path) -> None:
+    """In the order of their names; the page lies in the folder that was named."""
+    for name in ("b", "a"):
+        small_run(tmp_path / "digits" / name, facts_of=facts(strategy=name))
+    assert find_runs([tmp_path]) == [tmp_path / "digits" / "a", tmp_path / "digits" / "b"]
+    assert write_report(tmp_path / "digits") == tmp_path / "digits" / "report.html"
+
+
+def test_a_folder_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:
+    """Asked, found, next."""
+    run = small_run(tmp_path / "runs" / "digits" / "default")
+    with pytest.raises(OptionError, match=r"no run at .*digitz.*There are: .*default\."):
+        write_report([tmp_path / "runs" / "digitz"])
+    with pytest.raises(OptionError, match="at least one run"):
+        write_report([])
+    assert not (run / "report.html").exists()
+
+
+def test_strategies_in_one_log_are_runs_of_their_own(tmp_path: Path) -> None:
+    """A record that names none belongs to the one that is going on."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    for strategy in ("random", "stride"):
+        log.append_context({"strategy": strategy, "experiment_name": "mod"})
+        log.append(Record({"a/x": 1.0}, 0, "POST_EPOCH", 0, strategy))
+        log.append(Record({"a/x": 2.0}, 1, "POST_EPOCH", 1))
+    log.close()
+    runs = read_run(tmp_path)
+    assert [run.name for run in runs] == ["mod / random", "mod / stride"]
+    assert [run.series.curves[0].values.tolist() for run in runs] == [[1.0, 2.0]] * 2
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """By where their folders part, or by number."""
+    folders = [small_run(tmp_path / name / "default") for name in ("one", "two")]
+    runs = [run for folder in [*folders, folders[0]] for run in read_run(folder)]
+    distinct_names(runs)
+    names = [run.name for run in runs]
+    assert names == [
+        "digits / default (one/default) 1",
+        "digits / default (two/default)",
+        "digits / default (one/default) 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"status": NaN}', '{"hooks": [], "model": 3, "result": "x", "sink_errors": 1}']
+)
+def test_facts_that_make_no_sense_do_not_stop_the_page(tmp_path: Path, text: str) -> None:
+    """The file may be half written, or somebody else's."""
+    run = small_run(tmp_path)
+    (run / "run.json").write_text(text)
+    assert write_report([run]).exists()
+
+
+def test_a_log_that_is_damaged_in_the_middle_gives_the_rest(tmp_path: Path) -> None:
+    """Lines that cannot be read are passed over."""
+    run = ill_run(tmp_path)
+    log = run / "records.jsonl"
+    log.write_bytes(b"\x00\xff garbage\n" + log.read_bytes() + b'{"n":1,"time"')
+    (found,) = read_run(run)
+    assert found.series.num_records == 1
+
+
+def test_what_is_too_much_for_a_page_is_thinned_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file stays small; the log has everything."""
+    run = small_run(tmp_path)
+    whole = write_report([run], tmp_path / "whole.html").stat().st_size
+    monkeypatch.setattr(page, "_MAX_VALUES", 4000)
+    (data,) = read_run(run)
+    limit = page._limit([data])
+    assert limit == 100
+    assert "200 points are drawn by 100" in page._thinning(200, limit)
+    assert write_report([run], tmp_path / "thin.html").stat().st_size < whole
+
+
+def test_without_plotly_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no half of a page is left."""
+    run = small_run(tmp_path)
+    page._plotly.cache_clear()
+    plotly_script.plotly_script.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'hookline\[report\]'"):
+        write_report([run])
+    assert not (run / "report.html").exists()
+
+
+def test_plotly_is_trimmed_to_what_the_page_draws() -> None:
+    """A quarter of it; a bundle of another make is left as it is."""
+    offline = pytest.importorskip("plotly.offline")
+    whole = offline.get_plotlyjs()
+    small = plotly_script.trimmed(whole)
+    assert len(small) < 0.3 * len(whole)
+    assert small.startswith(whole[:200])  # the licence
+    assert small.endswith(whole[-200:])
+    other = whole.replace(".register([", ".enroll([")
+    assert plotly_script.trimmed(other) == other
+    assert plotly_script.trimmed("") == ""
+
+
+def test_the_files_of_the_page_are_in_the_package_and_torch_is_not_needed() -> None:
+    """The page is made where only the log is, as well."""
+    for name in ("page.html", "page.css", *page._SCRIPTS):
+        text = (files("hookline.report") / name).read_text(encoding="utf-8")
+        assert "</script" not in text or name == "page.html"
+        assert "http://" not in text.replace("http-equiv", "")
+        assert "https://" not in text
+    code = "import hookline.report.page, sys; assert not {'torch', 'plotly'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_facts_of_any_kind_become_json(tmp_path: Path) -> None:
+    """Also those that JSON has no word for."""
+    assert (
+        json.dumps(page._plain({"a": float("nan"), 1: (1, Path("x"))}), allow_nan=False)
+        == '{"a": "nan", "1": [1, "x"]}'
+    )
+
+
+def test_facts_of_the_wrong_shape_are_left_out(tmp_path: Path) -> None:
+    """The page takes hooks, results and versions apart, so they have to be what they should be."""
+    run = small_run(tmp_path, facts_of={"git": None, "model": 3, "hooks": {"a": 1, "b": {"metrics": "x"}}, "seed": 7})
+    (found,) = read_run(run)
+    assert found.facts == {"seed": 7, "hooks": {"b": {"metrics": []}}, "strategy": "default"}

@@ -1,0 +1,330 @@
+"""The console sink: what is printed when, how values read, and what it does where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import hookline as hl
+from hookline.sinks.console import ConsoleSink
+from hookline.sinks.console_format import format_value, printable, trend
+from hookline.sinks.record import Record, StepSeries
+from hookline.testing.outcome import differences, left_by
+from hookline.testing.small_run import small_experiment
+
+NAN, INF = float("nan"), float("inf")
+
+
+def printed(*records: Record, context: dict[str, Any] | None = None, width: int = 80, flush: bool = False) -> str:
+    """What a sink prints of these."""
+    file = io.StringIO()
+    sink = ConsoleSink(file=file, width=width)
+    if context:
+        sink.set_run_context(**context)
+    for record in records:
+        sink.write(record)
+    if flush:
+        sink.flush()
+    return file.getvalue()
+
+
+def test_metrics_are_kept_until_a_snapshot_prints_them_in_one_sorted_table():
+    """Latest value per key; the title says epoch, step and strategy; nothing is printed before."""
+    before = [
+        Record({"norms/total": 1.0, "loss/train": 9.0}, 3, "POST_EPOCH", step=38),
+        Record({"loss/train": 0.25}, 3, "POST_EPOCH", step=39),
+    ]
+    assert printed(*before) == ""
+    text = printed(*before, Record({"phases/code": 2}, 3, "SNAPSHOT", step=39), context={"strategy": "stride"})
+    assert "".join(f"{line.rstrip()}\n" for line in text.splitlines()) == (
+        "Hook Metrics · epoch 3 · step 39 · stride\n"
+        "┏━━━━━━━━━━━━┳━━━━━━━━━━━━┳━━━━━━━━━━━━━━━┓\n"
+        "┃ Hook       ┃ Metric     ┃         Value ┃\n"
+        "┡━━━━━━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━━━━━━━━┩\n"
+        "│ loss       │ train      │      0.250000 │\n"
+        "│ norms      │ total      │      1.000000 │\n"
+        "│ phases     │ code       │             2 │\n"
+        "└────────────┴────────────┴───────────────┘\n"
+    )
+
+
+def test_a_table_is_printed_once():
+    """What it has shown is not shown again at the next snapshot."""
+    file = io.StringIO()
+    sink = ConsoleSink(file=file, width=80)
+    sink.emit({"a/x": 1.0}, 0, hl.HookPoint.POST_EPOCH)
+    sink.emit({"b/y": 2.0}, 0, hl.HookPoint.SNAPSHOT)
+    first = file.getvalue()
+    assert "x" in first
+    sink.emit({"b/y": 3.0}, 1, hl.HookPoint.SNAPSHOT)
+    second = file.getvalue().removeprefix(first)
+    assert "3.000000" in second
+    assert "│ a " not in second
+
+
+def test_names_of_layers_are_hidden_and_counted():
+    """Two slashes or more are for the files."""
+    text = printed(Record({"norms/total": 1.0, "stats/0.weight/param/norm": 2.0, "n/a/b": 3.0}, 0, "SNAPSHOT"))
+    assert "2 more by layer or parameter" in text
+    assert "param" not in text.replace("parameter", "")
+    assert "more" not in printed(Record({"norms/total": 1.0}, 0, "SNAPSHOT"))
+    assert printed(Record({"n/a/b": 3.0}, 0, "SNAPSHOT")) == (
+        "Hook Metrics · epoch 0: 1 by layer or parameter, not shown\n"
+    )
+
+
+def test_another_run_begins_with_nothing_kept_and_the_end_prints_what_is_left():
+    """set_run_context clears the buffer in normal mode as well; flush prints what no snapshot has."""
+    file = io.StringIO()
+    sink = ConsoleSink(file=file, width=80)
+    sink.emit({"old/x": 1.0}, 0, "POST_EPOCH")
+    sink.set_run_context(strategy="b")
+    sink.emit({"new/x": 1.0}, 0, "POST_EPOCH")
+    assert file.getvalue() == ""
+    sink.flush()
+    sink.flush()
+    text = file.getvalue()
+    assert text.count("new") == 1
+    assert "old" not in text
+    sink.close()
+    assert file.getvalue() == text
+
+
+def test_nothing_is_printed_of_no_metrics_and_of_other_processes():
+    """Empty records, and ranks that are not the first."""
+    assert printed(Record({}, 0, "SNAPSHOT"), flush=True) == ""
+    assert printed(Record({"a/b": 1.0}, 0, "SNAPSHOT", rank=1), flush=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.5, "0.500000"),
+        (0.001, "0.001000"),
+        (0.00099, "9.9000e-04"),
+        (10_000.0, "10000.000000"),
+        (10_001.0, "1.0001e+04"),
+        (-12345.678, "-1.2346e+04"),
+        (0.0, "0.0000e+00"),
+        (7, "7"),
+        (True, "True"),
+        (None, "–"),
+        (NAN, "nan"),
+        (-INF, "-inf"),
+        ([1.0, 2.0], "1.500000 (n=2)"),
+        ([1.0, NAN], "nan (n=2)"),
+        ([INF, -INF], "nan (n=2)"),
+        ([], "(n=0)"),
+        ([[1.0, 2.0], [3.0]], "(n=2)"),
+        ([10**400, 1], "inf (n=2)"),
+        (10**400, "1" + "0" * 58 + "…"),
+        (StepSeries([1, 2, 3], [0, 1, 2]), "2.000000 (n=3)"),
+        (["a"], "(n=1)"),
+        ({"a": 1.0, "b": 2}, "a: 1.000000, b: 2"),
+        ("two\nlines", "two lines"),
+        ("x" * 100, "x" * 59 + "…"),
+    ],
+)
+def test_values_read_in_a_few_characters(value, text):
+    """The source's formats; NaN is to be seen, also in a list."""
+    assert format_value(value) == text
+
+
+def test_a_narrow_screen_folds_and_loses_nothing():
+    """Every character of name and value is there, at 30 columns."""
+    text = printed(Record({"weight_tracking/mean_grad_weight_align": 0.123456}, 0, "SNAPSHOT"), width=30)
+    assert max(map(len, text.splitlines())) <= 30
+    cells = [[cell.strip() for cell in row.split("│")[1:4]] for row in text.splitlines() if row.startswith("│")]
+    assert "".join(row[1] for row in cells) == "mean_grad_weight_align"
+    assert "".join(row[2] for row in cells) == "0.123456"
+
+
+def test_names_are_text_and_not_markup():
+    """Brackets and letters of any kind are printed as they are."""
+    text = printed(Record({"größe/[bold]μ[red]": 1.0}, 0, "SNAPSHOT"))
+    assert "größe" in text
+    assert "[bold]μ[red]" in text
+
+
+def test_a_screen_that_knows_ascii_alone_is_given_that():
+    """Where rich would raise, letters are spelled out."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    sink = ConsoleSink(file=file, width=80)
+    sink.set_run_context(strategy="zufällig")
+    sink.emit({"größe/μ": None}, 0, "SNAPSHOT")
+    text = raw.getvalue().decode("ascii")
+    assert "gr\\xf6\\xdfe" in text
+    assert "\\u03bc" in text
+    assert printable("▲ ▼ ━", "ascii") == "^ v -"
+    assert printable("▲", "utf-8") == "▲"
+
+
+def test_in_the_step_loop_the_title_says_the_step_alone():
+    """There the axis is the step; by emit, which knows no step, it is called epoch."""
+    assert "Hook Metrics · step 40 " in printed(Record({"a/b": 1}, 40, "SNAPSHOT", step=40)) + " "
+    assert "epoch" not in printed(Record({"a/b": 1}, 40, "SNAPSHOT", step=40))
+    assert "epoch 40" in printed(Record({"a/b": 1}, 40, "SNAPSHOT"))
+
+
+@pytest.mark.parametrize(
+    ("values", "mark"),
+    [
+        ([1.0], ""),
+        ([1.0, 2.0], "▲"),
+        ([2.0, 1.0], "▼"),
+        ([1.0, 1.009], "━"),
+        ([1.0, 1.011], "▲"),
+        ([-1.0, -2.0], "▼"),
+        ([5.0, 1.0, 2.0, 3.0], "▲"),
+        ([0.0, 0.0], "━"),
+        ([0.0, 1e-9], "▲"),
+        ([0.0, -1e-9], "▼"),
+        ([1, 2, 3], ""),
+        ([1.0, NAN], ""),
+    ],
+)
+def test_trends_go_by_the_last_three_values(values, mark):
+    """Under one percent is flat, from zero the sign decides, whole numbers have none."""
+    assert trend(values) == mark
+
+
+def terminal(width: int = 110) -> Console:
+    """A terminal without colours, which a test can read."""
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
+
+
+LIVE = {"Training": {"loss": "t/loss", "steps": "t/steps"}, "Absent": {"x": "no/x"}}
+
+
+def drawn(console: Console, sink: ConsoleSink) -> list[str]:
+    """The lines of the column as it is now."""
+    return [line.rstrip() for line in as_text(sink.live, console.width).splitlines() if line.strip()]
+
+
+def as_text(renderable: object, width: int) -> str:
+    """What rich makes of it."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_the_live_column_has_groups_labels_values_and_trends():
+    """50 wide, groups without data left out, time by the clock that was given."""
+    console, now = terminal(), [0.0]
+    sink = ConsoleSink("live", LIVE, console=console, clock=lambda: now[0])
+    sink.set_run_context(strategy="stride")
+    for epoch, loss in enumerate([1.0, 0.5, 0.25]):
+        now[0] += 30
+        sink.write(Record({"t/loss": loss, "t/steps": epoch, "other/x": 1.0}, epoch, "POST_EPOCH"))
+    assert drawn(console, sink) == [
+        "╭────────────────── stride · 2 ──────────────────╮",
+        "│ Training                                       │",
+        "│   loss                              0.250000 ▼ │",
+        "│   steps                                    2   │",
+        "╰─────────────────── 0:01:00 ────────────────────╯",
+    ]
+    sink.close()
+
+
+def test_the_live_column_begins_anew_with_another_run():
+    """History and values go; no table is printed in live mode."""
+    console = terminal()
+    sink = ConsoleSink("live", LIVE, console=console)
+    sink.emit({"t/loss": 1.0}, 0, "POST_EPOCH")
+    sink.emit({"t/loss": 2.0}, 1, "SNAPSHOT")
+    assert any("▲" in line for line in drawn(console, sink))
+    sink.set_run_context(strategy="b")
+    assert drawn(console, sink) == []
+    sink.emit({"t/loss": 3.0}, 0, "POST_EPOCH")
+    assert any("3.000000" in line for line in drawn(console, sink))
+    assert not any("▲" in line for line in drawn(console, sink))
+    sink.close()
+    sink.close()
+    assert "Metric" not in console.file.getvalue().replace("Hook Metrics", "")
+
+
+def test_without_a_choice_the_live_column_shows_what_comes_by_hook():
+    """Names of layers are left out there as well."""
+    console = terminal()
+    sink = ConsoleSink("live", console=console)
+    sink.emit({"norms/total": 1.0, "stats/a/b": 2.0}, 0, "POST_EPOCH")
+    text = "\n".join(drawn(console, sink))
+    assert "norms" in text
+    assert "total" in text
+    assert "stats" not in text
+    sink.close()
+
+
+def test_the_live_column_leaves_the_cursor_as_it_was():
+    """It is hidden while the column is drawn, and shown again at the end."""
+    console = terminal()
+    sink = ConsoleSink("live", LIVE, console=console)
+    assert console.file.getvalue() == ""
+    sink.emit({"t/loss": 1.0}, 0, "POST_EPOCH")
+    assert "\x1b[?25l" in console.file.getvalue()
+    sink.close()
+    assert console.file.getvalue().rindex("\x1b[?25h") > console.file.getvalue().rindex("\x1b[?25l")
+
+
+def test_without_a_terminal_live_is_normal_said_once_and_without_control_codes():
+    """In a pipe, in a log file."""
+    file = io.StringIO()
+    sink = ConsoleSink("live", LIVE, file=file, width=80)
+    for epoch in range(3):
+        sink.emit({"t/loss": 1.0}, epoch, "SNAPSHOT")
+    sink.close()
+    text = file.getvalue()
+    assert text.count("needs a terminal") == 1
+    assert text.count("Hook Metrics") == 3
+    assert "\x1b" not in text
+
+
+def test_wrong_options_are_told():
+    """A mode that is none, and two answers to one question."""
+    with pytest.raises(hl.OptionError, match=r"'normal' or 'live', got 'loud'\."):
+        ConsoleSink("loud")  # type: ignore[arg-type]
+    with pytest.raises(hl.OptionError, match="got both"):
+        ConsoleSink(console=terminal(), width=3)
+    assert ConsoleSink("LIVE").mode == "live"  # type: ignore[arg-type]
+
+
+def test_importing_it_imports_neither_torch_nor_rich():
+    """The helper process and ``hookline --help`` do without."""
+    code = (
+        "import sys, hookline.sinks.console, hookline.sinks.console_live, hookline.sinks.console_progress;"
+        "sys.exit(bool({'torch', 'rich'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_is_a_sink_of_a_run():
+    """Through the manager and the epoch loop, with tensors and series on the way; the run is as without it."""
+
+    class Norm(hl.TrainingHook):
+        name = "norm"
+        hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.SNAPSHOT}
+
+        def compute(self, ctx):
+            return {"of_weights": ctx.model.decoder.weight.detach().norm()}
+
+    file = io.StringIO()
+    sink = ConsoleSink(file=file, width=80)
+    hooked = small_experiment()
+    hl.epoch_loop(hooked, epochs=4, manager=hl.HookManager(hooks=[Norm()], sinks=[sink]), snapshot_every=2)
+    left = left_by(hooked)
+    plain = small_experiment()
+    hl.epoch_loop(plain, epochs=4, snapshot_every=2)
+    assert differences(left, left_by(plain)) == []
+    torch.rand(1)  # a control: the comparison would see that
+    assert differences(left, left_by(plain)) == ["random stream of torch"]
+    text = file.getvalue()
+    assert text.count("Hook Metrics") == 3  # two snapshots, and what came after the last
+    assert "(n=6)" in text
+    assert "val_acc" in text

@@ -1,0 +1,130 @@
+"""The progress of a run on the screen: with a terminal, without one, beside the live column."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from hookline.sinks.console import ConsoleSink
+from hookline.sinks.console_progress import RunProgress
+
+
+class Clock:
+    """Time that a test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def on_paper(clock: Clock) -> tuple[RunProgress, io.StringIO]:
+    file = io.StringIO()
+    return RunProgress(Console(file=file, width=80), clock=clock), file
+
+
+def on_screen(width: int = 110) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
+
+
+def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end():
+    """With rate, time left and the newest figures; no control codes."""
+    clock = Clock()
+    progress, file = on_paper(clock)
+    progress.start(100, "epochs")
+    for _ in range(50):
+        clock.now += 0.5
+        progress.advance(loss=0.123456)
+    clock.now += 0.5
+    progress.advance(loss=0.5, val_acc=1.0)
+    progress.stop()
+    progress.stop()
+    assert file.getvalue().splitlines() == [
+        "20/100 epochs · 2.0/s · 0:00:40 left · loss 0.1235",
+        "40/100 epochs · 2.0/s · 0:00:30 left · loss 0.1235",
+        "51/100 epochs · 2.0/s · 0:00:24 left · loss 0.5  val_acc 1",
+    ]
+
+
+def test_a_run_that_goes_on_has_its_rate_from_what_is_new():
+    """Steps that were done before do not make it faster; slow ones are told by the second."""
+    clock = Clock()
+    progress, file = on_paper(clock)
+    progress.start(100, "steps", done=90)
+    clock.now += 20
+    progress.advance(5)
+    assert file.getvalue().splitlines() == ["95/100 steps · 4.0 s each · 0:00:20 left"]
+
+
+def test_what_has_not_begun_says_nothing():
+    """Stopped before the first step, or never started."""
+    progress, file = on_paper(Clock())
+    progress.stop()
+    progress.start(10, "steps")
+    progress.stop()
+    assert file.getvalue() == ""
+
+
+def test_on_a_terminal_there_is_a_bar_and_the_cursor_comes_back():
+    """Drawn to its end although it is drawn ten times a second at most."""
+    console, clock = on_screen(), Clock()
+    progress = RunProgress(console, clock=clock)
+    progress.start(1000, "steps")
+    for _ in range(1000):
+        clock.now += 0.001
+        progress.advance(loss=0.25)
+    progress.stop()
+    text = console.file.getvalue()
+    assert "1000/1000" in text
+    assert "1000.0/s" in text
+    assert "loss 0.25" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_tables_are_printed_above_the_bar():
+    """Bar and sink share a console, so neither writes over the other."""
+    console = on_screen()
+    sink = ConsoleSink(console=console)
+    progress = sink.progress_bar()
+    progress.start(2, "epochs")
+    sink.emit({"a/b": 1.0}, 0, "SNAPSHOT")
+    progress.advance(2)
+    progress.stop()
+    text = console.file.getvalue()
+    assert "1.000000" in text
+    assert text.rindex("2/2") > text.rindex("1.000000")
+
+
+def test_in_live_mode_the_bar_is_beside_the_column_and_below_it_on_a_narrow_screen():
+    """One display for both."""
+    for width, beside in ((110, True), (70, False)):
+        console = on_screen(width)
+        sink = ConsoleSink("live", {"T": {"loss": "t/loss"}}, console=console)
+        progress = sink.progress_bar()
+        progress.start(10, "epochs")
+        sink.emit({"t/loss": 1.0}, 0, "POST_EPOCH")
+        progress.advance(5)
+        progress.stop()
+        paper = Console(file=io.StringIO(), width=width)
+        paper.print(sink.live)
+        lines = paper.file.getvalue().splitlines()
+        (line,) = [line for line in lines if "5/10" in line]
+        assert ("╮" in line) is beside
+        assert max(map(len, lines)) <= width
+        sink.close()
+
+
+def test_it_is_cheap_to_advance():
+    """A step moves on a number and asks the clock; the bar is drawn when a tenth of a second has gone by."""
+    console, clock = on_screen(), Clock()
+    progress = RunProgress(console, clock=clock)
+    progress.start(100, "steps")
+    drawings = []
+    progress._draw = lambda: drawings.append(clock.now)  # type: ignore[method-assign]
+    for _ in range(100):
+        clock.now += 1 / 32
+        progress.advance()
+    assert len(drawings) == 25
+    progress.stop()

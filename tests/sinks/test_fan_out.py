@@ -1,0 +1,292 @@
+"""The fan-out: the log first, then every sink by itself, whatever fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_sinks import record
+
+import hookline as hl
+from hookline.errors import HooklineWarning, OptionError
+from hookline.sinks import keeper
+from hookline.sinks.fan_out import FanOut
+from hookline.sinks.jsonl import JSONLSink
+from hookline.sinks.keeper import LogKeeper
+from hookline.sinks.log import Context, RecordLog, read_log
+from hookline.sinks.record import Record
+from hookline.sinks.tell import Teller
+
+
+class Bare:
+    """A sink with nothing but emit, which is no MetricSink."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def emit(self, metrics, epoch, hook_point) -> None:
+        self.seen.append((metrics, epoch, hook_point))
+
+
+class Wants(hl.MetricSink):
+    """Takes whole records."""
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.seen, self.lines = log, [], []
+
+    def write(self, record) -> None:
+        self.seen.append(record)
+        self.lines.append(len(self.log.read_bytes().splitlines()))
+
+
+class Failing(hl.MetricSink):
+    """Fails the first times."""
+
+    def __init__(self, times: int) -> None:
+        self.times, self.seen = times, []
+
+    def emit(self, metrics, epoch, hook_point) -> None:
+        if self.times:
+            self.times -= 1
+            raise RuntimeError("not now")
+        self.seen.append(epoch)
+
+
+def found(path: Path) -> list[int]:
+    """The values of the records in a log."""
+    return [one.metrics["x"] for one in read_log(path) if isinstance(one, Record)]
+
+
+def test_the_log_is_written_before_any_sink_is_given_the_record(tmp_path):
+    """Sinks that want more than emit get the record with its number; others metrics of their own."""
+    log = tmp_path / "records.jsonl"
+    bare, wants, memory = Bare(), Wants(log), hl.MemorySink()
+    with FanOut([bare, wants, memory], log=log) as fan_out:
+        given = record(4)
+        fan_out.write(given)
+        fan_out.write(record(5))
+        fan_out.write(Record({}, 6, "POST_EPOCH"))
+    assert wants.lines == [1, 2]
+    assert wants.seen == [given, record(5)]
+    assert [one.number for one in wants.seen] == [0, 1]
+    assert bare.seen == [({"x": 4}, 4, "POST_EPOCH"), ({"x": 5}, 5, "POST_EPOCH")]
+    assert bare.seen[0][0] is not given.metrics
+    assert [(one.epoch, one.step) for one in memory.records] == [(4, 4), (5, 5)]
+    assert found(log) == [4, 5]
+    assert fan_out.log == log
+
+
+def test_a_sink_that_fails_is_told_once_counted_and_given_the_next_record(tmp_path):
+    """The log has all of them."""
+    failing, bare = Failing(2), Bare()
+    fan_out = FanOut([failing, bare], log=tmp_path / "records.jsonl")
+    for number in range(4):
+        fan_out.write(record(number))
+    assert failing.seen == [2, 3]
+    assert len(bare.seen) == 4
+    assert fan_out.errors == {"Failing": 2}
+    with pytest.warns(HooklineWarning) as caught:
+        fan_out.tell()
+    assert [str(one.message) for one in caught] == [
+        "Failing could not take metrics (RuntimeError: not now); the run and the other sinks go on. Further failures "
+        "are counted in manager.sink_errors."
+    ]
+    fan_out.tell()
+    fan_out.close()
+    assert found(tmp_path / "records.jsonl") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("given", [hl.MemorySink(), [hl.MemorySink], [object()], ["csv"]])
+def test_what_is_no_sink_is_refused(given):
+    """Before a run begins."""
+    with pytest.raises(OptionError, match=r"sinks= takes (a list of sinks|objects with emit)"):
+        FanOut(given)
+
+
+def test_a_folder_that_cannot_be_written_is_told_loudly_and_the_run_goes_on(tmp_path):
+    """Sinks get their records; when the folder can be written, the log has everything, in order."""
+    folder = tmp_path / "run"
+    folder.write_text("a file in the way")
+    bare = Bare()
+    fan_out = FanOut([bare], log=folder / "records.jsonl")
+    fan_out.set_run_context(strategy="a")
+    for number in range(3):
+        fan_out.write(record(number))
+    fan_out.flush()
+    assert len(bare.seen) == 3
+    assert fan_out.errors["log"] >= 1
+    with pytest.warns(HooklineWarning, match=r"THE RECORD LOG .* CANNOT BE WRITTEN .* Make room, or give a folder"):
+        fan_out.tell()
+    folder.unlink()
+    fan_out.flush()
+    fan_out.write(record(3))
+    fan_out.close()
+    fan_out.tell()
+    assert found(folder / "records.jsonl") == [0, 1, 2, 3]
+    assert isinstance(next(iter(read_log(folder))), Context)
+
+
+FULL = """
+import resource, sys
+sys.path.insert(0, {here!r})
+from helpers_sinks import record
+from hookline.sinks.fan_out import FanOut
+from hookline.sinks.log import read_log
+path = {path!r}
+fan_out = FanOut([], log=path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as a full disk: part of a line, then none
+for number in range(20):
+    fan_out.write(record(number))
+whole = open(path, "rb").read()
+assert fan_out.errors["log"] >= 1, "the disk was not full"
+assert 0 < len(whole) <= 1000 and whole.endswith(b"}}\\n"), whole
+assert len(list(read_log(path))) < 20
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+fan_out.flush()
+fan_out.write(record(20))
+assert [found.metrics["x"] for found in read_log(path)] == list(range(21))
+assert [found.number for found in read_log(path)] == list(range(21))
+print("went on")
+"""
+
+
+def test_a_full_disk_is_no_end_and_when_there_is_room_again_nothing_is_missing(tmp_path):
+    """No half line is left in the log meanwhile."""
+    code = FULL.format(here=str(Path(__file__).parents[1]), path=str(tmp_path / "records.jsonl"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "went on\n", done.stderr
+
+
+def test_more_than_fits_into_memory_is_dropped_counted_and_said(tmp_path):
+    """The oldest first; contexts stay."""
+    folder = tmp_path / "run"
+    folder.write_text("a file in the way")
+    teller = Teller()
+    kept = LogKeeper(folder / "records.jsonl", teller, most_kept=5)
+    kept.append_context({"strategy": "a"})
+    for number in range(8):
+        kept.append(record(number))
+    folder.unlink()
+    kept.close()
+    assert found(folder / "records.jsonl") == [4, 5, 6, 7]
+    assert next(iter(read_log(folder))).context == {"strategy": "a"}
+    with pytest.warns(HooklineWarning) as caught:
+        teller.tell()
+    assert "can be written again; 4 records are missing in it, as only 5 were kept" in str(caught[-1].message)
+
+
+def test_a_log_that_is_removed_while_it_is_written_begins_anew(tmp_path, monkeypatch):
+    """Numbers go on."""
+    monkeypatch.setattr(keeper, "_LOOK_EVERY", 0.0)
+    log = tmp_path / "run" / "records.jsonl"
+    with FanOut([], log=log) as fan_out:
+        fan_out.write(record(0))
+        log.unlink()
+        fan_out.write(record(1))
+    assert [(one.number, one.metrics["x"]) for one in read_log(log)] == [(1, 1)]
+
+
+def test_what_the_log_cannot_hold_is_said_once(tmp_path):
+    """With its name."""
+    fan_out = FanOut([], log=tmp_path / "records.jsonl")
+    for _ in range(3):
+        fan_out.write(Record({"odd": object()}, 0, "POST_EPOCH"))
+    with pytest.warns(HooklineWarning) as caught:
+        fan_out.tell()
+    assert [str(one.message) for one in caught] == [
+        "JSON cannot hold all of 'odd': in the log it is text, or the nearest number. What else is written like that "
+        "is in RecordLog.altered."
+    ]
+
+
+def test_a_resumed_run_has_the_log_and_the_sinks_as_if_it_had_never_stopped(tmp_path):
+    """No gaps, no duplicates, byte for byte."""
+
+    def run(folder: Path, stop: bool) -> tuple[bytes, bytes]:
+        log, jsonl = folder / "records.jsonl", folder / "metrics.jsonl"
+        with FanOut([hl.MemorySink(), JSONLSink(jsonl)], log=log) as fan_out:
+            for number in range(4):
+                fan_out.write(record(number))
+            state = json.dumps(fan_out.state_dict())
+            for number in range(4, 7 if stop else 10):
+                fan_out.write(record(number))
+        if stop:
+            with FanOut([hl.MemorySink(), JSONLSink(jsonl)], log=log) as fan_out:
+                fan_out.load_state_dict(json.loads(state))
+                for number in range(4, 10):
+                    fan_out.write(record(number))
+        return log.read_bytes(), jsonl.read_bytes()
+
+    assert run(tmp_path / "a", stop=True) == run(tmp_path / "b", stop=False)
+
+
+def test_a_state_of_other_sinks_or_another_log_is_no_error(tmp_path):
+    """A log that is too short is told."""
+    fan_out = FanOut([Bare(), hl.MemorySink()], log=tmp_path / "records.jsonl")
+    fan_out.load_state_dict({"log": {"bytes": 99, "number": 3}, "sinks": {"CSVSink": {"rows": 3}}})
+    with pytest.warns(HooklineWarning, match="it is not the log of that run, or was shortened"):
+        fan_out.tell()
+    assert FanOut([Bare()]).state_dict() == {"log": {}, "sinks": {}}
+    fan_out.load_state_dict({})
+
+
+def test_each_process_of_a_distributed_run_has_a_log_of_its_own(tmp_path, monkeypatch):
+    """So that they do not number each other's records."""
+    monkeypatch.setenv("RANK", "2")
+    with FanOut([], log=tmp_path / "records.jsonl") as fan_out:
+        fan_out.write(record(0))
+    assert found(tmp_path / "records.rank2.jsonl") == [0]
+    monkeypatch.setenv("RANK", "nonsense")
+    assert FanOut([], log=tmp_path / "records.jsonl").log == tmp_path / "records.jsonl"
+
+
+class Rude(dict):
+    """Metrics that cannot be read."""
+
+    def values(self):
+        raise RuntimeError("no")
+
+    items = values
+
+
+def test_a_record_that_cannot_be_read_at_all_does_not_reach_the_run(tmp_path):
+    """Nor a log that somebody else has taken over meanwhile."""
+    bare = Bare()
+    fan_out = FanOut([bare], log=tmp_path / "records.jsonl")
+    fan_out.write(Record(Rude(x=1), 0, "POST_EPOCH"))
+    fan_out.write(record(1))
+    assert len(bare.seen) == 2
+    assert fan_out.errors == {"log": 1}
+    with pytest.warns(HooklineWarning, match="A record could not be written to the log"):
+        fan_out.tell()
+    fan_out.close()
+    assert found(tmp_path / "records.jsonl") == [1]
+
+
+def test_a_block_that_ends_by_an_error_shows_that_error(tmp_path):
+    """Not the warning of a sink, where warnings are errors."""
+
+    def run() -> None:
+        with FanOut([Failing(9)]) as fan_out:
+            fan_out.write(record(0))
+            raise KeyError("the reason")
+
+    with pytest.raises(KeyError, match="the reason"):
+        run()
+    with pytest.raises(HooklineWarning, match="Failing could not"), FanOut([Failing(9)]) as fan_out:
+        fan_out.write(record(0))
+
+
+def test_a_record_that_comes_after_the_end_is_written_all_the_same(tmp_path):
+    """The file is opened again; a log may also be given as an object."""
+    fan_out = FanOut([], log=RecordLog(tmp_path / "records.jsonl"))
+    fan_out.write(record(0))
+    fan_out.close()
+    fan_out.close()
+    fan_out.write(record(1))
+    fan_out.close()
+    assert [(one.number, one.metrics["x"]) for one in read_log(tmp_path)] == [(0, 0), (1, 1)]
+    assert fan_out.errors == {}

@@ -1,0 +1,355 @@
+"""Slow sinks in a process of their own, which reads the log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from helpers_sinks import Slow, delivered, record, wait_until
+
+from hookline.errors import HooklineWarning
+from hookline.sinks.fan_out import FanOut
+from hookline.sinks.log import read_log
+from hookline.sinks.position import position_path, read_position
+from hookline.sinks.record import Record
+from hookline.sinks.sink import MetricSink
+
+
+def numbers(path: Path) -> list[int]:
+    """The numbers of the records that have arrived, in order."""
+    return [line["n"] for line in delivered(path) if "n" in line]
+
+
+def process_of(fan_out: FanOut) -> subprocess.Popen[bytes]:
+    """The helper process."""
+    return fan_out._helper._process
+
+
+def test_a_slow_sink_gets_everything_in_order_elsewhere_and_without_torch(tmp_path):
+    """Contexts in their places; it is closed at the end, and what it prints goes to a file beside the log."""
+    out = tmp_path / "slow.txt"
+    with FanOut([Slow(str(out))], log=tmp_path / "records.jsonl") as fan_out:
+        fan_out.set_run_context(strategy="a")
+        fan_out.write(record(0))
+        fan_out.set_run_context({"strategy": "b"})
+        fan_out.write(record(1, x=float("nan")))
+        fan_out.flush()
+        assert numbers(out) == [0, 1]
+    lines = delivered(out)
+    assert [next(iter(line)) for line in lines] == ["context", "n", "context", "n", "closed"]
+    assert [line["context"] for line in lines if "context" in line] == [{"strategy": "a"}, {"strategy": "b"}]
+    assert lines[3]["x"] != lines[3]["x"]
+    assert lines[-1]["torch"] is False
+    assert lines[-1]["closed"] != os.getpid()
+    assert fan_out.errors == {}
+    assert b"this goes to the file" in (tmp_path / ".helper.log").read_bytes()
+
+
+def test_without_slow_sinks_there_is_no_process_and_no_temporary_log(tmp_path, monkeypatch):
+    """And with one, none before the first record."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was begun"))
+    with FanOut([], log=tmp_path / "records.jsonl") as fan_out:
+        fan_out.write(record(0))
+    with FanOut([]) as fan_out:
+        fan_out.write(record(0))
+        assert fan_out.log is None
+    with FanOut([Slow(str(tmp_path / "slow.txt"))]) as fan_out:
+        fan_out.set_run_context(strategy="a")
+        fan_out.write(Record({}, 0, "POST_EPOCH"))
+
+
+def test_without_a_log_slow_sinks_read_a_temporary_one_which_goes_when_all_has_arrived(tmp_path):
+    """Folder and all."""
+    out = tmp_path / "slow.txt"
+    with FanOut([Slow(str(out))]) as fan_out:
+        log = fan_out.log
+        fan_out.write(record(0))
+        assert log is not None
+        assert log.exists()
+    assert numbers(out) == [0]
+    assert not log.parent.exists()
+
+
+@pytest.mark.parametrize("error", ["OSError", "RuntimeError"])
+def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order(tmp_path, error):
+    """Failures are told once and counted; the other sink is not held up."""
+    out, other, down = tmp_path / "slow.txt", tmp_path / "other.txt", tmp_path / "slow.txt.down"
+    down.write_text(error)
+    fan_out = FanOut([Slow(str(out)), Slow(str(other))], log=tmp_path / "records.jsonl")
+    for number in range(10):
+        fan_out.write(record(number))
+    tries = tmp_path / "slow.txt.tries"
+    wait_until(lambda: tries.exists() and len(tries.read_text()) >= 3 and len(numbers(other)) == 10)
+    assert numbers(out) == []
+    down.unlink()
+    fan_out.close()
+    assert numbers(out) == list(range(10))
+    assert fan_out.errors["Slow"] >= 3
+    assert "Slow 2" not in fan_out.errors
+    with pytest.warns(HooklineWarning) as caught:
+        fan_out.tell()
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith(f"Slow could not take metrics ({error}: nobody there); the run and")
+
+
+def test_a_record_that_cannot_be_taken_does_not_hold_up_those_after_it(tmp_path):
+    """After some tries the next one is tried; if that goes through, the record is passed over, and that is said."""
+    out = tmp_path / "slow.txt"
+    fan_out = FanOut([Slow(str(out), poison=2)], log=tmp_path / "records.jsonl")
+    for number in range(6):
+        fan_out.write(record(number))
+    fan_out.close()
+    assert numbers(out) == [0, 1, 3, 4, 5]
+    with pytest.warns(HooklineWarning) as caught:
+        fan_out.tell()
+    assert [str(one.message).count("That record is passed over.") for one in caught] == [0, 1]
+
+
+def test_flush_gives_up_in_time_and_says_who_is_behind_and_what_to_do(tmp_path):
+    """The second time it does not wait as long; nothing is lost."""
+    out, down = tmp_path / "slow.txt", tmp_path / "slow.txt.down"
+    down.write_text("OSError")
+    log = tmp_path / "records.jsonl"
+    fan_out = FanOut([Slow(str(out))], log=log, patience=1.0)
+    for number in range(3):
+        fan_out.write(record(number))
+    fan_out.flush()
+    with pytest.warns(HooklineWarning) as caught:
+        fan_out.tell()
+    said = " ".join(str(one.message) for one in caught)
+    assert f"After 1 s slow sinks are behind: Slow by 3 records. They are all in {log}" in said
+    assert "hookline replay" in said
+    down.unlink()
+    fan_out.close()
+    assert numbers(out) == [0, 1, 2]
+
+
+def test_a_helper_that_is_killed_is_begun_anew_and_nothing_is_lost(tmp_path):
+    """What it had delivered and noted is not delivered again."""
+    out = tmp_path / "slow.txt"
+    fan_out = FanOut([Slow(str(out))], log=tmp_path / "records.jsonl")
+    fan_out.write(record(0))
+    fan_out.flush()
+    killed = process_of(fan_out)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    for number in range(1, 4):
+        fan_out.write(record(number))
+    fan_out.close()
+    assert numbers(out) == [0, 1, 2, 3]
+    assert fan_out.errors == {"helper": 1}
+    with pytest.warns(HooklineWarning, match=r"process of the slow sinks ended \(by signal 9\); it is begun anew"):
+        fan_out.tell()
+
+
+def test_a_helper_that_is_killed_at_any_moment_repeats_a_batch_at_most(tmp_path):
+    """At least once, in order: after a kill it goes back, but not past what it had noted."""
+    out = tmp_path / "slow.txt"
+    log = tmp_path / "records.jsonl"
+    fan_out = FanOut([Slow(str(out), delay=0.001)], log=log)
+    for number in range(1200):
+        fan_out.write(record(number))
+    wait_until(lambda: read_position(log, "Slow") > 0)
+    process_of(fan_out).kill()
+    noted = read_position(log, "Slow")
+    fan_out.close()
+    found = numbers(out)
+    assert sorted(set(found)) == list(range(1200))
+    back = [later for earlier, later in pairwise(found) if later != earlier + 1]
+    assert all(later >= noted for later in back)
+    assert len(back) <= 1
+    with pytest.warns(HooklineWarning):
+        fan_out.tell()
+
+
+RUN = """
+import sys, time
+sys.path.insert(0, {here!r})
+from helpers_sinks import Slow, record
+from hookline.sinks.fan_out import FanOut
+fan_out = FanOut([Slow({out!r}, delay=0.002)], log={log!r})
+for number in range({count}):
+    fan_out.write(record(number))
+print(fan_out._helper._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def begun_run(tmp_path: Path, count: int, group: bool = False) -> tuple[subprocess.Popen[str], int]:
+    """A run in a process of its own, and the number of its helper process."""
+    code = RUN.format(
+        here=str(Path(__file__).parents[1]), out=str(tmp_path / "slow.txt"), log=str(tmp_path / "r.jsonl"), count=count
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=group)
+    assert run.stdout is not None
+    return run, int(run.stdout.readline())
+
+
+def is_gone(pid: int) -> bool:
+    """Whether there is no such process, or only its name is left."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_when_the_run_is_killed_its_helper_delivers_the_rest_and_ends(tmp_path):
+    """Everything that was written before, in order."""
+    run, helper = begun_run(tmp_path, 300)
+    run.kill()
+    run.communicate()
+    wait_until(lambda: is_gone(helper))
+    assert numbers(tmp_path / "slow.txt") == list(range(300))
+    assert read_position(tmp_path / "r.jsonl", "Slow") == 300
+
+
+def test_a_run_that_is_resumed_at_once_does_not_deliver_again_what_the_old_helper_still_does(tmp_path):
+    """The new one waits for its turn; what was cut off and written again comes once."""
+    out, log = tmp_path / "slow.txt", tmp_path / "r.jsonl"
+    run, old = begun_run(tmp_path, 400)
+    run.kill()
+    run.communicate()
+    wait_until(lambda: len(numbers(out)) > 5)
+    assert not is_gone(old)
+    whole = log.read_bytes().splitlines(keepends=True)
+    with FanOut([Slow(str(out))], log=log) as resumed:
+        resumed.load_state_dict({"log": {"bytes": len(b"".join(whole[:200])), "number": 200}})
+        for number in range(200, 500):
+            resumed.write(record(number, x=number, longer="x" * (number % 7)))
+    assert numbers(out) == list(range(500))
+    wait_until(lambda: is_gone(old))
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_helper(tmp_path):
+    """It is sent to the whole group of the run."""
+    run, helper = begun_run(tmp_path, 100, group=True)
+    os.killpg(run.pid, signal.SIGINT)
+    run.communicate()
+    assert run.returncode != 0
+    wait_until(lambda: is_gone(helper))
+    assert numbers(tmp_path / "slow.txt") == list(range(100))
+
+
+def test_a_resumed_run_does_not_deliver_again_what_a_sink_has_had(tmp_path):
+    """The log is cut back to the checkpoint and grows again; numbers below the position are passed over."""
+    out, log = tmp_path / "slow.txt", tmp_path / "records.jsonl"
+    first = FanOut([Slow(str(out))], log=log)
+    first.set_run_context(strategy="a")
+    for number in range(3):
+        first.write(record(number))
+    state = first.state_dict()
+    for number in range(3, 7):
+        first.write(record(number))
+    first.close()
+    second = FanOut([Slow(str(out))], log=log)
+    second.set_run_context(strategy="a")
+    second.load_state_dict(json.loads(json.dumps(state)))
+    for number in range(3, 10):
+        second.write(record(number))
+    second.close()
+    assert numbers(out) == list(range(10))
+    assert [found.number for found in read_log(log) if isinstance(found, Record)] == list(range(10))
+    assert second.errors == {}
+
+
+def test_a_log_that_is_cut_back_while_the_helper_reads_is_read_anew(tmp_path):
+    """The same in one process."""
+    out, log = tmp_path / "slow.txt", tmp_path / "records.jsonl"
+    with FanOut([Slow(str(out))], log=log) as fan_out:
+        fan_out.set_run_context(strategy="a")
+        fan_out.write(record(0))
+        state = fan_out.state_dict()
+        for number in (1, 2):
+            fan_out.write(record(number))
+        fan_out.flush()
+        fan_out.load_state_dict(state)
+        for number in (1, 2, 3):
+            fan_out.write(record(number))
+    assert numbers(out) == [0, 1, 2, 3]
+
+
+def test_the_position_in_another_log_does_not_count(tmp_path):
+    """Somebody has removed the log and begun another in its place: nothing of it is passed over."""
+    out, log = tmp_path / "slow.txt", tmp_path / "records.jsonl"
+    with FanOut([Slow(str(out))], log=log) as fan_out:
+        fan_out.write(record(0))
+        fan_out.write(record(1))
+    log.unlink()
+    assert position_path(log, "Slow").exists()
+    with FanOut([Slow(str(out))], log=log) as fan_out:
+        fan_out.write(record(7))
+    assert [line["x"] for line in delivered(out) if "x" in line] == [0, 1, 7]
+
+
+class Unspoken(MetricSink):
+    """A slow sink that does not say what it is made of."""
+
+    slow = True
+
+    def __init__(self, options=None) -> None:
+        self.seen: list[object] = []
+        self._options = options
+
+    def emit(self, metrics, epoch, hook_point) -> None:
+        self.seen.append(metrics)
+
+    def options(self):
+        return super().options() if self._options is None else self._options
+
+
+def test_a_slow_sink_that_cannot_be_made_elsewhere_runs_here_and_that_is_said():
+    """Without options, with options that are no JSON, or a class that cannot be imported."""
+
+    class Inside(Unspoken):
+        pass
+
+    sinks = [Unspoken(), Unspoken({"key": object()}), Inside({})]
+    fan_out = FanOut(sinks)
+    fan_out.write(record(0))
+    fan_out.close()
+    assert [sink.seen for sink in sinks] == [[{"x": 0}]] * 3
+    with pytest.warns(HooklineWarning) as caught:
+        fan_out.tell()
+    said = [str(one.message) for one in caught]
+    assert "Unspoken is slow, and runs in this process all the same" in said[0]
+    assert "so it has to say what it is made of: options()." in said[0]
+    assert "options() has what JSON cannot hold: 'key'" in said[1]
+    assert "Inside cannot be imported elsewhere; put it at the top of a module of its own." in said[2]
+
+
+class Unmakeable(Slow):
+    """Raises when it is made."""
+
+    def __init__(self, path: str, poison: int = -1, delay: float = 0.0) -> None:
+        super().__init__(path)
+        if "hookline.sinks.helper" in sys.argv or sys.argv[0].endswith("helper.py"):
+            raise ImportError("pip install something")
+
+
+def test_a_sink_that_cannot_be_made_there_is_told_and_the_records_stay_in_the_log(tmp_path):
+    """The error arrives in words."""
+    log = tmp_path / "records.jsonl"
+    fan_out = FanOut([Unmakeable(str(tmp_path / "slow.txt"))], log=log, patience=1.0)
+    fan_out.write(record(0))
+    fan_out.close()
+    with pytest.warns(HooklineWarning) as caught:
+        fan_out.tell()
+    assert "Unmakeable could not be made (ImportError: pip install something)" in str(caught[0].message)
+    assert len(list(read_log(log))) == 1
+
+
+def test_the_helper_imports_neither_torch_nor_numpy():
+    """It has to be there quickly, and be small."""
+    code = """
+        import sys
+        import hookline.sinks.helper, hookline.sinks.fan_out, hookline.sinks.replay, hookline.sinks.jsonl
+        assert not {"torch", "numpy"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

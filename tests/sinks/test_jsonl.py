@@ -1,0 +1,135 @@
+"""Metrics as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hookline.errors import HooklineWarning
+from hookline.lifecycle.point import HookPoint
+from hookline.sinks.jsonl import JSONLSink
+from hookline.sinks.record import Record, StepSeries
+
+
+def lines(path: Path):
+    """What is in every line; NaN and the like are an error."""
+    wrong = lambda word: pytest.fail(f"{word} is no JSON")  # noqa: E731
+    return [json.loads(line, parse_constant=wrong) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_line_per_emit_is_there_at_once(tmp_path):
+    """The source's keys first, then the metrics; nothing for no metrics."""
+    path = tmp_path / "metrics.jsonl"
+    sink = JSONLSink(path)
+    sink.emit({"loss": 0.5, "größe": 1}, 3, HookPoint.POST_EPOCH)
+    assert list(lines(path)[0].items()) == [
+        ("epoch", 3), ("hook_point", "POST_EPOCH"), ("step", 3), ("strategy", None), ("loss", 0.5), ("größe", 1),
+    ]  # fmt: skip
+    sink.emit({}, 4, "SNAPSHOT")
+    sink.write(Record({"loss": 0.25}, 4, "SNAPSHOT", 40, "random"))
+    assert lines(path)[1:] == [{"epoch": 4, "hook_point": "SNAPSHOT", "step": 40, "strategy": "random", "loss": 0.25}]
+    sink.close()
+    sink.close()
+
+
+def test_nan_is_null_with_a_flag_and_series_keep_their_steps(tmp_path):
+    """Strict JSON always."""
+    sink = JSONLSink(tmp_path / "metrics.jsonl")
+    sink.write(Record({"a": math.nan, "s": StepSeries([1.0, -math.inf], [8, 9]), "b": 2}, 0, "POST_STEP"))
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line["a"] is None
+    assert line["s"] == [1.0, None]
+    assert line["steps"] == {"s": [8, 9]}
+    assert line["nonfinite"] == {"a": "nan", "s": {"1": "-inf"}}
+
+
+def test_a_metric_with_the_name_of_another_key_has_a_spelling_of_its_own(tmp_path):
+    """Nothing is overwritten, not even by a metric that is called like the spelling."""
+    sink = JSONLSink(tmp_path / "metrics.jsonl")
+    metrics = {"epoch": math.inf, "hook_point": 1, "step": StepSeries([5], [6]), "metric/epoch": 7, "loss": 1}
+    sink.emit(metrics, 2, "POST_EPOCH")
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert (line["epoch"], line["hook_point"], line["metric/hook_point"]) == (2, "POST_EPOCH", 1)
+    assert (line["metric/epoch"], line["metric/metric/epoch"]) == (7, None)
+    assert line["nonfinite"] == {"metric/metric/epoch": "inf"}
+    assert line["metric/step"] == [5]
+    assert line["steps"] == {"metric/step": [6]}
+
+
+def test_tensors_arrays_and_odd_things_are_written(tmp_path):
+    """Of several numbers as well, at which the source raised."""
+    sink = JSONLSink(tmp_path / "metrics.jsonl")
+    sink.emit(
+        {"one": torch.tensor(1.5), "two": torch.tensor([1, 2]), "np": np.float32(0.5), "odd": {1, 2} and object(),
+         "many": list(range(10**5))}, 0, "POST_EPOCH",
+    )  # fmt: skip
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert (line["one"], line["two"], line["np"]) == (1.5, [1, 2], 0.5)
+    assert line["odd"].startswith("<object object")
+    assert len(line["many"]) == 10**5
+
+
+@pytest.mark.parametrize("context", [{"run_dir": "{tmp}/run"}, {"output_dir": "{tmp}", "experiment_name": "run"}])
+def test_without_a_path_there_is_a_file_per_strategy_in_the_folder_of_the_run(tmp_path, context):
+    """Each is appended to."""
+    context = {key: value.format(tmp=tmp_path) for key, value in context.items()}
+    sink = JSONLSink()
+    for strategy in ("a", "b", "a"):
+        sink.set_run_context(strategy=strategy, **context)
+        sink.emit({"x": 1}, 0, "POST_EPOCH")
+    sink.close()
+    counts = {path.name: len(lines(path)) for path in tmp_path.rglob("*.jsonl")}
+    assert counts == {"a.jsonl": 2, "b.jsonl": 1}
+
+
+def test_not_knowing_where_to_write_it_drops_metrics_and_says_so_once(tmp_path):
+    """Until it knows."""
+    sink = JSONLSink()
+    with pytest.warns(HooklineWarning, match=r"does not know yet where to write.*Give it a path"):
+        sink.emit({"x": 1}, 0, "POST_EPOCH")
+    sink.emit({"x": 2}, 0, "POST_EPOCH")
+    sink.set_run_context(strategy="a", run_dir=str(tmp_path))
+    sink.emit({"x": 3}, 0, "POST_EPOCH")
+    assert [line["x"] for line in lines(tmp_path / "a.jsonl")] == [3]
+
+
+def test_a_resumed_run_goes_on_in_the_file_where_the_checkpoint_was(tmp_path):
+    """What was written later is cut off, as is half a line; without a path it is found again."""
+    sink = JSONLSink()
+    sink.set_run_context(strategy="a", run_dir=str(tmp_path))
+    sink.emit({"x": 0}, 0, "POST_EPOCH")
+    state = json.loads(json.dumps(sink.state_dict()))
+    sink.emit({"x": 1}, 1, "POST_EPOCH")
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"epoch": 2, "ho')
+    again = JSONLSink()
+    again.load_state_dict(state)
+    again.set_run_context(strategy="a", run_dir=str(tmp_path))
+    again.emit({"x": 2}, 2, "POST_EPOCH")
+    assert [line["x"] for line in lines(path)] == [0, 2]
+    JSONLSink().load_state_dict(JSONLSink().state_dict())
+
+
+def test_a_state_from_before_the_first_line_cuts_off_all_of_them(tmp_path):
+    """But not what was in the file before."""
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"x": "before"}\n')
+    sink = JSONLSink(path)
+    state = sink.state_dict()
+    sink.emit({"x": 1}, 0, "POST_EPOCH")
+    again = JSONLSink(path)
+    again.load_state_dict(state)
+    again.emit({"x": 2}, 0, "POST_EPOCH")
+    assert [line["x"] for line in lines(path)] == ["before", 2]
+
+
+def test_its_options_make_such_a_sink_again(tmp_path):
+    """As JSON has them."""
+    again = JSONLSink(**json.loads(json.dumps(JSONLSink(tmp_path / "x.jsonl").options())))
+    assert again.path == tmp_path / "x.jsonl"
+    assert JSONLSink().options() == {"path": None}

@@ -1,0 +1,403 @@
+"""The record log: written at once, read back the same, whatever is in it and whoever is killed."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import json
+import math
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers_sinks import record
+
+from hookline.errors import OptionError
+from hookline.lifecycle.point import HookPoint
+from hookline.sinks.log import Context, RecordLog, read_log
+from hookline.sinks.record import Record, StepSeries
+
+
+def strict(line: bytes | str):
+    """What is in a line of strict JSON; NaN and the like are an error."""
+    return json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def lines(path: Path):
+    """What is in every line."""
+    return [strict(line) for line in path.read_bytes().splitlines()]
+
+
+def test_a_record_that_is_read_is_the_one_that_was_written(tmp_path):
+    """Series with their steps, the point as a point, numbers, time and rank."""
+    written = [
+        Record(
+            {"loss": 0.1 + 0.2, "n": 3, "ok": True, "note": "größe 😀", "none": None, "map": {"a": [1, {"b": 2.5}]}},
+            2,
+            HookPoint.SNAPSHOT,
+            17,
+            "random",
+            3,
+            1234567.125,
+        ),
+        Record({"train/loss": StepSeries([0.5, 0.25], [4, 7]), "empty": StepSeries()}, 1, HookPoint.POST_STEP, 7),
+        Record({"list": [1.0, 2.0], "nothing": []}, 0, "a point of one's own"),
+    ]
+    log = RecordLog(tmp_path / "deeper" / "records.jsonl")
+    numbered = [log.append(one) for one in written]
+    assert [one.number for one in numbered] == [0, 1, 2]
+    assert numbered == written
+    read = list(read_log(log.path))
+    assert read == written
+    assert [one.number for one in read] == [0, 1, 2]
+    series = read[1].metrics["train/loss"]
+    assert (type(series), series.steps) == (StepSeries, [4, 7])
+    assert read[0].hook_point is HookPoint.SNAPSHOT
+    assert not log.altered
+    assert lines(log.path)[1] == {
+        "n": 1, "time": 0.0, "epoch": 1, "step": 7, "point": "POST_STEP", "strategy": None, "rank": 0,
+        "metrics": {"train/loss": [0.5, 0.25], "empty": []}, "steps": {"train/loss": [4, 7], "empty": []},
+    }  # fmt: skip
+
+
+def test_what_is_not_finite_is_null_with_a_flag_and_comes_back(tmp_path):
+    """Single numbers, in series, in lists of lists and dictionaries."""
+    nan, inf = math.nan, math.inf
+    metrics = {
+        "a": nan, "b": inf, "c": -inf, "fine": 1.0, "list": [1.0, [nan, -inf]],
+        "series": StepSeries([0.0, nan, inf], [1, 2, 3]), "map": {"x": {"y": nan}, "z": 1},
+    }  # fmt: skip
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(Record(metrics, 0, "POST_EPOCH"))
+    (line,) = lines(log.path)
+    assert line["nonfinite"] == {
+        "a": "nan", "b": "inf", "c": "-inf", "list": {"1": {"0": "nan", "1": "-inf"}},
+        "series": {"1": "nan", "2": "inf"}, "map": {"x": {"y": "nan"}},
+    }  # fmt: skip
+    assert line["metrics"]["series"] == [0.0, None, None]
+    (found,) = read_log(log.path)
+    assert repr(found.metrics) == repr(metrics)
+    assert found.metrics["series"].steps == [1, 2, 3]
+    assert not log.altered
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Rude:
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+class Unreadable:
+    def tolist(self) -> list[float]:
+        raise RuntimeError("on another device")
+
+
+def deep(levels: int = 100_000):
+    """Lists in lists."""
+    found: list[object] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+def within_itself():
+    """A list that has itself in it."""
+    found: list[object] = []
+    found.append(found)
+    return found
+
+
+SAME = {
+    "NumPy float": (np.float32(0.5), 0.5),
+    "NumPy float64": (np.float64(0.25), 0.25),
+    "NumPy int": (np.int64(7), 7),
+    "NumPy bool": (np.bool_(True), True),
+    "array": (np.array([[1.0, 2.0]]), [[1.0, 2.0]]),
+    "tensor": (torch.tensor(1.5), 1.5),
+    "tensors": (torch.tensor([1, 2]), [1, 2]),
+    "tuple": ((1, 2.0), [1, 2.0]),
+    "whole keys": ({1: 2.0, 2: [3]}, {"1": 2.0, "2": [3]}),
+    "fraction": (fractions.Fraction(1, 2), 0.5),
+    "largest": (2**64 - 1, 2**64 - 1),
+    "least": (-(2**63), -(2**63)),
+    "many": (list(range(200_000)), list(range(200_000))),
+    "names": ({"größe 😀": 1, '\n\t"\\': 2}, {"größe 😀": 1, '\n\t"\\': 2}),
+}
+
+ALTERED = {
+    "huge": 2**70,
+    "huge among others": [1, 2**70],
+    "longer than a float": 10**5000,
+    "half a character": "\ud800",
+    "deep": deep(),
+    "within itself": within_itself(),
+    "object": object(),
+    "rude": Rude(),
+    "bytes": b"\xff",
+    "complex": 1 + 2j,
+    "time": datetime.datetime(2020, 1, 1),
+    "unreadable": Unreadable(),
+    "long text": type("Wordy", (), {"__str__": lambda self: "x" * 10**6})(),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_values_that_are_nearly_json_are_written_as_such(tmp_path, case):
+    """Nothing is said about them."""
+    given, expected = SAME[case]
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(Record({"it": given, "beside": 0.5}, 0, "POST_EPOCH"))
+    assert lines(log.path)[0]["metrics"] == {"it": expected, "beside": 0.5}
+    assert not log.altered
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_what_json_cannot_hold_is_text_and_never_raises(tmp_path, case):
+    """Its neighbours are as they were, and its name is kept."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(Record({"it": ALTERED[case], "beside": 0.5, "nan": math.nan}, 0, "POST_EPOCH"))
+    log.append(record(1))
+    first, second = lines(log.path)
+    assert first["metrics"]["beside"] == 0.5
+    assert first["nonfinite"] == {"nan": "nan"}
+    assert list(log.altered) == ["it"]
+    assert second["metrics"] == {"x": 1}
+    assert len(log.path.read_bytes()) < 10_000
+    assert len(list(read_log(log.path))) == 2
+
+
+def test_odd_names_and_heads_are_written_as_well(tmp_path):
+    """Names that are no UTF-8, decimals as epochs, a point with no name."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(Record({"\udcff": 1.0, "fine": 2.0}, decimal.Decimal(3), Color.RED, np.int64(4), "\ud800"))
+    (line,) = lines(log.path)
+    assert line["metrics"] == {"\\udcff": 1.0, "fine": 2.0}
+    assert (line["step"], line["point"], line["strategy"]) == (4, "RED", "\\ud800")
+    assert len(list(read_log(log.path))) == 1
+
+
+WITHOUT = """
+import sys
+if {block}:
+    sys.modules["orjson"] = None
+sys.path.insert(0, {here!r})
+import datetime, math
+from hookline.sinks.log import RecordLog
+from hookline.sinks.record import Record, StepSeries
+log = RecordLog({path!r})
+log.append_context({{"strategy": "größe", "what": object, "path": datetime.date(2020, 1, 1)}})
+log.append(Record({{"a": 0.1, "b": 1e-300, "c": 10**300, "d": 123456789012345678}}, 0, "POST_EPOCH", time=1.5))
+log.append(Record({{"a": math.nan, "s": StepSeries([1, 2], [3, 4]), "t": "é\\ud800", "m": {{1: [2, (3,)]}}}}, 0, "X"))
+assert ("orjson" in sys.modules and sys.modules["orjson"] is not None) is not {block}
+"""
+
+
+def test_without_orjson_the_lines_mean_the_same(tmp_path):
+    """By the standard library; numbers to the last bit."""
+    for name, block in (("with", False), ("without", True)):
+        code = WITHOUT.format(block=block, here=str(Path(__file__).parents[1]), path=str(tmp_path / name))
+        subprocess.run([sys.executable, "-c", code], check=True)
+    with_it, without = lines(tmp_path / "with"), lines(tmp_path / "without")
+    with_it[0].pop("time"), without[0].pop("time")
+    assert with_it[1]["metrics"].pop("c") == pytest.approx(without[1]["metrics"].pop("c"))
+    assert with_it == without
+
+
+def test_contexts_stand_where_they_were_said_and_hold_what_json_can(tmp_path):
+    """Paths as text; they have no number."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append_context({"strategy": "a", "output_dir": tmp_path, "config": {"lr": 0.1}})
+    log.append(record(0))
+    log.append_context({"strategy": "b"})
+    log.append(record(1))
+    first, _, second, last = read_log(log.path)
+    assert first == Context({"strategy": "a", "output_dir": str(tmp_path), "config": {"lr": 0.1}}, first.time)
+    assert abs(first.time - time.time()) < 60
+    assert second.context == {"strategy": "b"}
+    assert last.number == 1
+
+
+def test_reading_from_a_number_on_begins_with_the_context_that_holds_there(tmp_path):
+    """As one, if several were said."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append_context({"strategy": "a", "seed": 1})
+    log.append(record(0))
+    log.append_context({"strategy": "b"})
+    for number in (1, 2):
+        log.append(record(number))
+    log.append_context({"strategy": "c"})
+    log.append(record(3))
+    found = list(read_log(tmp_path, start=2))  # the folder will do
+    assert isinstance(found[0], Context)
+    assert found[0].context == {"strategy": "b", "seed": 1}
+    assert [one.number for one in found if isinstance(one, Record)] == [2, 3]
+    assert list(read_log(log.path, start=9)) == []
+
+
+@pytest.mark.parametrize(
+    "rest", [b'{"n":3,"time":1', b'{"n":3}\x00\x00\n', b"\x00" * 100, b'{"n":3,"metrics":[1\n', b"\n"]
+)
+def test_a_half_written_last_line_is_passed_over_by_readers_and_cut_off_by_the_next_writer(tmp_path, rest):
+    """Whatever it ends in; numbers go on."""
+    path = tmp_path / "records.jsonl"
+    log = RecordLog(path)
+    for number in range(3):
+        log.append(record(number))
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + rest)
+    assert [one.number for one in read_log(path)] == [0, 1, 2]
+    again = RecordLog(path)
+    assert path.read_bytes() == whole
+    again.append(record(3))
+    assert [one.number for one in read_log(path)] == [0, 1, 2, 3]
+
+
+def test_a_whole_last_line_is_not_cut_off(tmp_path):
+    """Also if it is longer than what is read at a time, and if a context comes last."""
+    path = tmp_path / "records.jsonl"
+    log = RecordLog(path)
+    log.append(Record({"long": "x" * 200_000}, 0, "POST_EPOCH"))
+    log.append_context({"strategy": "a"})
+    log.close()
+    before = path.read_bytes()
+    again = RecordLog(path)
+    assert path.read_bytes() == before
+    assert again.number == 1
+
+
+def test_going_back_cuts_the_log_and_goes_on_with_the_same_numbers(tmp_path):
+    """As a run does that is resumed from a checkpoint, in another process or in the same."""
+    path = tmp_path / "records.jsonl"
+    log = RecordLog(path)
+    log.append_context({"strategy": "a"})
+    for number in range(3):
+        log.append(record(number))
+    state = json.loads(json.dumps(log.state_dict()))
+    for number in range(3, 6):
+        log.append(record(number))
+    uninterrupted = path.read_bytes()
+    log.close()
+    again = RecordLog(path)
+    again.load_state_dict(state)
+    assert [found.number for found in list(read_log(path))[1:]] == [0, 1, 2]
+    for number in range(3, 6):
+        assert again.append(record(number)).number == number
+    assert path.read_bytes() == uninterrupted
+
+
+def test_going_back_to_what_is_not_there_is_an_error_that_says_so(tmp_path):
+    """The log stays as it is, and can be written."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(record(0))
+    with pytest.raises(OptionError, match=r"was to be cut back to 5,000 bytes \(9 records\), and has"):
+        log.load_state_dict({"bytes": 5000, "number": 9})
+    assert log.append(record(9)).number == 9
+
+
+def test_a_log_that_is_not_there_is_an_error_that_says_what_to_give(tmp_path):
+    """Of a folder and of a file."""
+    with pytest.raises(OptionError, match=r"the folder has no records.jsonl\. Give the folder of a run, or its log\."):
+        list(read_log(tmp_path))
+    with pytest.raises(OptionError, match="there is no such file"):
+        list(read_log(tmp_path / "nothing.jsonl"))
+
+
+WRITER = """
+import sys
+sys.path.insert(0, {here!r})
+from hookline.sinks.log import RecordLog
+from hookline.sinks.record import Record
+log = RecordLog({path!r})
+if {holds_back}:
+    from hookline.sinks.lines import LineFile
+    held = []
+    LineFile.write = lambda file, line: held.append(line)  # as in a buffer that is never full
+while True:
+    number = log.number
+    log.append(Record({{"x": number, "long": list(range(300))}}, number, "POST_EPOCH"))
+    print(number, flush=True)
+"""
+
+
+def writer(path: Path, *, holds_back: bool = False) -> subprocess.Popen[str]:
+    """A process that writes records, and says so after each."""
+    code = WRITER.format(here=str(Path(__file__).parents[1]), path=str(path), holds_back=holds_back)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_process_that_is_killed_at_any_moment_loses_no_record_that_was_written(tmp_path, seed):
+    """Killed again and again; each time it goes on where it was, and every line can be read."""
+    chance = random.Random(seed)
+    path = tmp_path / "records.jsonl"
+    told = -1
+    for _ in range(3):
+        process = writer(path)
+        for _ in range(chance.randrange(1, 400)):
+            told = int(process.stdout.readline())
+        time.sleep(chance.random() * 0.01)
+        process.kill()
+        rest, _ = process.communicate()
+        told = max([told, *(int(word) for word in rest.splitlines()[:-1])])
+    found = list(read_log(path))
+    assert [one.number for one in found] == list(range(len(found)))
+    assert len(found) > told
+    assert all(one.metrics["x"] == one.number and len(one.metrics["long"]) == 300 for one in found)
+
+
+def test_a_writer_that_holds_lines_back_would_be_found_out(tmp_path):
+    """The test above can fail: such a one loses what it has said was written."""
+    process = writer(tmp_path / "records.jsonl", holds_back=True)
+    for _ in range(5):
+        told = int(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    assert len(list(read_log(tmp_path))) <= told
+
+
+def test_two_processes_do_not_write_one_log(tmp_path):
+    """The second is told, and what to do; when the first is gone, the log is free, killed or not."""
+    path = tmp_path / "records.jsonl"
+    first = writer(path)
+    first.stdout.readline()
+    list(read_log(path))  # who reads it does not set it free
+    with pytest.raises(
+        OptionError, match=r"is being written by another process.*a folder of its own, or end the other"
+    ):
+        RecordLog(path)
+    first.kill()
+    first.communicate()
+    RecordLog(path).append(record(0))
+
+
+def test_a_log_can_be_read_while_it_is_written(tmp_path):
+    """Whole lines only, ever more of them."""
+    process = writer(tmp_path / "records.jsonl")
+    process.stdout.readline()
+    counts = [len(list(read_log(tmp_path))) for _ in range(5)]
+    process.kill()
+    process.communicate()
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+
+
+def test_the_log_is_there_without_torch():
+    """A helper process and the command line use it."""
+    code = """
+        import sys
+        import hookline.sinks.log, hookline.sinks.encode
+        assert not {"torch", "numpy"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -1,0 +1,216 @@
+"""Metrics as a long table in Parquet files."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from hookline.errors import HooklineWarning
+from hookline.lifecycle.point import HookPoint
+from hookline.sinks import parquet as module
+from hookline.sinks.parquet import ParquetSink
+from hookline.sinks.record import Record, StepSeries
+
+
+def read(path: Path | None) -> list[dict[str, Any]]:
+    assert path is not None
+    return parquet.read_table(path).to_pylist()
+
+
+def values(path: Path | None) -> list[tuple[str, Any, int]]:
+    return [(row["name"], row["value"] if row["text"] is None else row["text"], row["step"]) for row in read(path)]
+
+
+def test_every_value_is_a_row_with_its_moment(tmp_path):
+    """Step metrics have the step of each value, the rest that of the record."""
+    sink = ParquetSink(tmp_path / "a.parquet")
+    series = {"train/loss": StepSeries([0.5, 0.25], [8, 9]), "train/mixed": StepSeries([1, None], [8, 9])}
+    sink.write(Record(series, 3, HookPoint.POST_STEP, 9, "random", 1, 12.5))
+    sink.write(Record({"eval/accuracy": 0.75}, 3, HookPoint.POST_EPOCH, 9, "random", 1, 13.5))
+    sink.close()
+    same = {"text": None, "epoch": 3, "strategy": "random", "rank": 1}
+    steps = {"point": "POST_STEP", "time": 12.5}
+    assert read(tmp_path / "a.parquet") == [
+        {"name": "train/loss", "value": 0.5, "step": 8} | same | steps,
+        {"name": "train/loss", "value": 0.25, "step": 9} | same | steps,
+        {"name": "train/mixed", "value": 1.0, "step": 8} | same | steps,
+        {"name": "train/mixed", "value": None, "step": 9} | same | steps,
+        {"name": "eval/accuracy", "value": 0.75, "step": 9, "point": "POST_EPOCH", "time": 13.5} | same,
+    ]
+    assert parquet.read_table(tmp_path / "a.parquet").column_names == [
+        "name", "value", "text", "step", "epoch", "point", "strategy", "rank", "time",
+    ]  # fmt: skip
+
+
+def test_every_kind_of_value_has_its_place(tmp_path):
+    """Numbers in one column, text and lists in the other, dictionaries a row per key."""
+    sink = ParquetSink(tmp_path / "a.parquet")
+    metrics = {
+        "epoch": 4, "bool": True, "inf": -math.inf, "none": None, "text": "ü \udc80", "list": [1, math.nan, [2]],
+        "dict": {"x": 1, "y": {"z": "deep"}}, "huge": 10**400, "exact": 2**53 + 1, "array": np.arange(2),
+        "número 💥": np.float32(0.5),
+    }  # fmt: skip
+    sink.emit(metrics, 2, "SNAPSHOT")
+    sink.emit({"nan": math.nan}, 2, "SNAPSHOT")
+    sink.flush()
+    found = {name: (value, step) for name, value, step in values(sink.path)}
+    assert math.isnan(found.pop("nan")[0])
+    assert found.pop("huge") == (hex(10**400), 2)
+    assert found == {
+        "epoch": (4.0, 2), "bool": (1.0, 2), "inf": (-math.inf, 2), "none": (None, 2), "text": ("ü \\udc80", 2),
+        "list": ('[1,"nan",[2]]', 2), "dict/x": (1.0, 2), "dict/y/z": ("deep", 2), "exact": (hex(2**53 + 1), 2),
+        "array": ("[0,1]", 2), "número 💥": (0.5, 2),
+    }  # fmt: skip
+
+
+def test_what_is_nested_without_end_becomes_text(tmp_path):
+    """Rather than an error that loses the record."""
+    deep: Any = 1
+    for _ in range(3000):
+        deep = {"k": deep}
+    lists: Any = [1]
+    for _ in range(3000):
+        lists = [lists]
+    sink = ParquetSink(tmp_path / "a.parquet")
+    sink.emit({"deep": deep, "lists": lists, "after": 2}, 0, "SNAPSHOT")
+    sink.close()
+    deepest, listed, after = values(tmp_path / "a.parquet")
+    assert deepest[0].startswith("deep/k/k/")
+    assert "nested too deeply" in deepest[1]
+    assert "nested too deeply" in listed[1]
+    assert after == ("after", 2.0, 0)
+
+
+def test_files_are_full_or_last(tmp_path, monkeypatch):
+    """However often the sink is flushed, there are not more files than rows ask for."""
+    monkeypatch.setattr(module, "_PART", 10)
+    sink = ParquetSink(tmp_path / "a.parquet")
+    for number in range(25):
+        sink.emit({"a": number}, number, "SNAPSHOT")
+        if number % 3 == 0:
+            sink.flush()
+    sink.close()
+    sink.close()
+    *full, last = [parquet.read_metadata(file).num_rows for file in sorted((tmp_path / "a.parquet").iterdir())]
+    assert len(full) == 2
+    assert all(10 <= count < 20 for count in full)
+    assert last < 10
+    assert values(tmp_path / "a.parquet") == [("a", float(number), number) for number in range(25)]
+
+
+def test_rows_do_not_wait_for_ever(tmp_path, monkeypatch):
+    """A record that comes after ten seconds takes those before it along."""
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    sink = ParquetSink(tmp_path / "a.parquet")
+    sink.emit({"a": 1}, 0, "SNAPSHOT")
+    clock[0] = 9.0
+    sink.emit({"a": 2}, 1, "SNAPSHOT")
+    assert list((tmp_path / "a.parquet").iterdir()) == []
+    clock[0] = 10.0
+    sink.emit({"a": 3}, 2, "SNAPSHOT")
+    assert len(read(sink.path)) == 3
+
+
+def test_a_folder_that_exists_is_left_alone_and_strategies_have_their_own(tmp_path):
+    """``_1`` for a second run of the same name."""
+    sink = ParquetSink()
+    for strategy in ("random", "sorted", "random"):
+        sink.set_run_context(strategy=strategy, output_dir=tmp_path, experiment_name="mod")
+        sink.emit({"a": 1}, 0, "SNAPSHOT")
+    sink.close()
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("mod/*/*"))
+    assert found == ["mod/random/random.parquet", "mod/random/random_1.parquet", "mod/sorted/sorted.parquet"]
+    assert all(len(read(tmp_path / path)) == 1 for path in found)
+
+
+def test_without_a_path_metrics_are_dropped_and_that_is_said_once(tmp_path):
+    """And nothing is made for no metrics."""
+    sink = ParquetSink()
+    with pytest.warns(HooklineWarning, match="ParquetSink requires a path"):
+        sink.emit({"a": 1}, 0, "SNAPSHOT")
+    sink.emit({"a": 1}, 0, "SNAPSHOT")
+    sink.emit({}, 0, "SNAPSHOT")
+    sink.close()
+    assert sink.state_dict() == {}
+
+
+@pytest.mark.parametrize("at", [4, 10, 11, 17])
+def test_a_resumed_run_goes_on_in_its_folder(tmp_path, monkeypatch, at):
+    """Rows after the checkpoint go, wherever in the files it was."""
+    monkeypatch.setattr(module, "_PART", 5)
+    killed = ParquetSink()
+    killed.set_run_context(strategy="random", run_dir=tmp_path)
+    for number in range(19):
+        if number == at:
+            state = killed.state_dict()
+        killed.emit({"a": number}, number, "SNAPSHOT")
+    killed.flush()
+    resumed = ParquetSink()
+    resumed.load_state_dict(state)
+    resumed.set_run_context(strategy="random", run_dir=tmp_path)
+    for number in range(at, 23):
+        resumed.emit({"a": number}, number, "SNAPSHOT")
+    resumed.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["random.parquet"]
+    assert values(tmp_path / "random.parquet") == [("a", float(number), number) for number in range(23)]
+
+
+def test_a_folder_with_too_little_in_it_is_said(tmp_path):
+    """The rows there are stay."""
+    sink = ParquetSink(tmp_path / "a.parquet")
+    sink.emit({"a": 1}, 0, "SNAPSHOT")
+    sink.close()
+    with pytest.warns(HooklineWarning, match="was to have 7 rows and has 1"):
+        sink.load_state_dict({"path": str(tmp_path / "a.parquet"), "rows": 7})
+    sink.emit({"a": 2}, 1, "SNAPSHOT")
+    sink.close()
+    assert len(read(tmp_path / "a.parquet")) == 2
+
+
+_WRITER = """
+    import sys
+    from hookline.sinks import parquet
+    parquet._PART = 300
+    sink = parquet.ParquetSink(sys.argv[1])
+    number = 0
+    while True:
+        sink.emit({f"m{column}": column + 0.5 for column in range(5)}, number, "SNAPSHOT")
+        if number % 10 == 0:
+            sink.flush()
+            print(number, flush=True)
+        number += 1
+"""
+
+
+def test_a_killed_process_leaves_every_file_readable(tmp_path):
+    """All rows that were flushed, and each once."""
+    for attempt in range(3):
+        path = tmp_path / f"{attempt}.parquet"
+        writer = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(_WRITER), str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        seen = -1
+        while seen < 100 + 170 * attempt:
+            seen = int(writer.stdout.readline())
+        os.kill(writer.pid, signal.SIGKILL)
+        rest = writer.stdout.read().split()
+        writer.wait(timeout=30)
+        writer.stdout.close()
+        seen = int(rest[-1]) if rest else seen
+        found = values(path)
+        assert len(found) >= 5 * (seen + 1)
+        assert found == [
+            (f"m{column}", column + 0.5, number) for number in range(len(found) // 5) for column in range(5)
+        ]

@@ -1,0 +1,85 @@
+"""Feeding a sink from a log, later."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers_sinks import record
+
+import hookline as hl
+from hookline.errors import OptionError
+from hookline.sinks.fan_out import FanOut
+from hookline.sinks.jsonl import JSONLSink
+from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.replay import replay
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with a log of two strategies."""
+    with FanOut([], log=tmp_path / "run" / "records.jsonl") as fan_out:
+        fan_out.set_run_context(strategy="a", run_dir=str(tmp_path / "run"))
+        fan_out.write(record(0))
+        fan_out.write(Record({"s": StepSeries([1.0, 2.0], [0, 1])}, 0, hl.HookPoint.POST_STEP, 1, "a"))
+        fan_out.set_run_context(strategy="b")
+        fan_out.write(record(2))
+    return tmp_path / "run"
+
+
+def test_a_sink_gets_what_it_would_have_had_in_the_run(run):
+    """Records, contexts, in order; then it is closed."""
+
+    class Closing(hl.MemorySink):
+        closed = 0
+
+        def close(self):
+            self.closed += 1
+
+    sink, seen = Closing(), []
+    assert replay(run, sink, progress=seen.append) == 3
+    assert [one.metrics for one in sink.records] == [{"x": 0}, {"s": [1.0, 2.0]}, {"x": 2}]
+    assert sink.records[1].metrics["s"].steps == [0, 1]
+    assert sink.records[1].hook_point is hl.HookPoint.POST_STEP
+    assert [one.context["strategy"] for one in sink.records] == ["a", "a", "b"]
+    assert all(one.context["replay"] is True for one in sink.records)
+    assert (sink.closed, seen) == (1, [1, 2, 3])
+
+
+def test_a_sink_with_emit_alone_and_a_part_of_the_log_will_do(run):
+    """From a number on."""
+
+    class Bare:
+        def __init__(self):
+            self.seen = []
+
+        def emit(self, metrics, epoch, hook_point):
+            self.seen.append((metrics, epoch, hook_point))
+
+    sink = Bare()
+    assert replay(run / "records.jsonl", sink, start=2) == 1
+    assert sink.seen == [({"x": 2}, 2, hl.HookPoint.POST_EPOCH)]
+
+
+def test_what_the_run_was_told_can_be_told_otherwise(run, tmp_path):
+    """So that files go elsewhere."""
+    replay(run, JSONLSink(), context={"run_dir": str(tmp_path / "elsewhere")})
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["a.jsonl", "b.jsonl"]
+    line = json.loads((tmp_path / "elsewhere" / "b.jsonl").read_text())
+    assert (line["x"], line["strategy"]) == (2, "some")
+    assert [path.name for path in run.iterdir() if path.suffix == ".jsonl"] == ["records.jsonl"]
+
+
+def test_what_a_sink_raises_is_raised_and_no_log_is_an_error(run, tmp_path):
+    """Somebody waits for it, unlike in a run."""
+
+    class Failing(hl.MetricSink):
+        def emit(self, metrics, epoch, hook_point):
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        replay(run, Failing())
+    with pytest.raises(OptionError, match=r"No record log at .*Give the folder of a run, or its log\."):
+        replay(tmp_path / "nowhere", hl.MemorySink())
+    with pytest.raises(OptionError, match=r"replay\(\) takes a sink"):
+        replay(run, hl.MemorySink)

@@ -1,0 +1,178 @@
+"""Metrics as TensorBoard's event files, read back by TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hookline.errors import HooklineWarning
+from hookline.lifecycle.point import HookPoint
+from hookline.sinks.fan_out import FanOut
+from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.tensorboard import TensorBoardSink
+
+
+def load(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    found = load(folder)
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_steps_and_epochs_share_an_axis(tmp_path):
+    """Step metrics a point each, epoch metrics at the global step, the epoch and the time of the record beside."""
+    sink = TensorBoardSink()
+    sink.set_run_context(strategy="random", run_dir=tmp_path)
+    for epoch in range(2):
+        steps = [3 * epoch, 3 * epoch + 1, 3 * epoch + 2]
+        losses = {"train/loss": StepSeries([step * 0.5 for step in steps], steps)}
+        sink.write(Record(losses, epoch, HookPoint.POST_STEP, steps[-1], "random", 0, 100.0 + epoch))
+        sink.write(Record({"eval/accuracy": 0.25}, epoch, HookPoint.POST_EPOCH, steps[-1], "random", 0, 100.5 + epoch))
+    sink.close()
+    sink.close()
+    assert scalars(tmp_path / "tensorboard") == {
+        "train/loss": [(step, step * 0.5) for step in range(6)],
+        "eval/accuracy": [(2, 0.25), (5, 0.25)],
+        "epoch": [(2, 0.0), (5, 1.0)],
+    }
+    assert [e.wall_time for e in load(tmp_path / "tensorboard").Scalars("eval/accuracy")] == [100.5, 101.5]
+
+
+def test_every_kind_of_value_has_its_form(tmp_path):
+    """Lists as histograms with a mean, text as text, None as nothing, and numbers beyond single precision."""
+    sink = TensorBoardSink(tmp_path)
+    numbers = [0.0, 1.0, 1.0, 4.0, math.nan, math.inf]
+    metrics = {
+        "list": numbers[:4], "holes": numbers, "nothing": [math.nan], "nested": [[1, 2], [3]], "empty": [],
+        "text": "größe \udc80", "mixed": [1, "x"], "none": None, "dict": {"x": {"y": 1}}, "bool": True, "epoch": 9,
+        "nan": math.nan, "huge": 1e300, "huger": -(10**400), "array": np.ones(3), "größe/💥": 0.5, "long": "x" * 20_000,
+    }  # fmt: skip
+    sink.emit(metrics, 3, "SNAPSHOT")
+    sink.flush()
+    found = load(tmp_path)
+    values = {tag: found.Scalars(tag)[0].value for tag in found.Tags()["scalars"]}
+    assert math.isnan(values.pop("nan"))
+    assert math.isnan(values.pop("nothing_mean"))
+    assert math.isnan(values.pop("holes_mean"))
+    assert values == {
+        "list_mean": 1.5, "nested_mean": 2.0, "dict/x/y": 1.0, "bool": 1.0, "metric/epoch": 9.0, "huge": math.inf,
+        "huger": -math.inf, "array_mean": 1.0, "größe/💥": 0.5, "epoch": 3.0,
+    }  # fmt: skip
+    assert sorted(found.Tags()["histograms"]) == ["array", "holes", "list", "nested"]
+    for tag in ("list", "holes"):
+        histogram = found.Histograms(tag)[0].histogram_value
+        assert (histogram.min, histogram.max, histogram.num, histogram.sum) == (0.0, 4.0, 4.0, 6.0)
+        assert sum(histogram.bucket) == 4
+    texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
+    long = texts.pop("long")
+    assert len(long) < 10_100
+    assert long.endswith("(20,000 characters)")
+    assert texts == {"text": "größe \\udc80", "mixed": '[1,"x"]', "empty": "[]"}
+    assert found.SummaryMetadata("text").plugin_data.plugin_name == "text"
+    sink.close()
+
+
+def test_each_strategy_has_a_folder(tmp_path):
+    """So that TensorBoard shows them as runs."""
+    sink = TensorBoardSink(tmp_path)
+    for number, strategy in enumerate(("random", "sor/ted")):
+        sink.set_run_context(strategy=strategy)
+        sink.emit({"a": number}, 0, "SNAPSHOT")
+    sink.close()
+    assert scalars(tmp_path / "random")["a"] == [(0, 0.0)]
+    assert scalars(tmp_path / "sor_ted")["a"] == [(0, 1.0)]
+    sink = TensorBoardSink()
+    sink.set_run_context(strategy="random", output_dir=tmp_path, experiment_name="mod")
+    sink.emit({"a": 5}, 0, "SNAPSHOT")
+    sink.close()
+    assert scalars(tmp_path / "mod" / "random" / "tensorboard")["a"] == [(0, 5.0)]
+
+
+def test_a_replay_does_not_go_on_in_the_files_of_the_run(tmp_path):
+    """Else every point would be there twice."""
+    for number, replay in enumerate((False, True)):
+        sink = TensorBoardSink()
+        sink.set_run_context(strategy="random", run_dir=tmp_path, replay=replay)
+        sink.emit({"a": number}, 0, "SNAPSHOT")
+        sink.close()
+    assert scalars(tmp_path / "tensorboard")["a"] == [(0, 0.0)]
+    assert scalars(tmp_path / "tensorboard_1")["a"] == [(0, 1.0)]
+
+
+def test_a_resumed_run_repeats_no_step(tmp_path):
+    """It adds a file; what the killed run had written after its checkpoint is not seen any more."""
+
+    def emit(sink, steps, value):
+        for step in steps:
+            sink.write(Record({"a": value}, 0, HookPoint.POST_STEP, step))
+            sink.write(Record({"b": value}, 0, HookPoint.SNAPSHOT, step))
+
+    killed = TensorBoardSink()
+    killed.set_run_context(strategy="random", run_dir=tmp_path)
+    emit(killed, range(5), 1.0)
+    state = killed.state_dict()
+    emit(killed, range(5, 9), 2.0)
+    killed.flush()
+    resumed = TensorBoardSink()
+    resumed.load_state_dict(state)
+    resumed.set_run_context(strategy="random", run_dir=tmp_path)
+    emit(resumed, range(5, 12), 3.0)
+    resumed.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    found = scalars(tmp_path / "tensorboard")
+    expected = [(step, 1.0 if step < 5 else 3.0) for step in range(12)]
+    assert found["a"] == found["b"] == expected
+    killed.close()
+
+
+def test_a_killed_and_resumed_run_repeats_no_step_through_the_helper_process(tmp_path):
+    """There the sink is made anew, and given what it has not had: each point is written once."""
+
+    def run(steps, state=None, stop=None):
+        fan_out = FanOut([TensorBoardSink()], log=tmp_path / "records.jsonl")
+        if state is not None:
+            fan_out.load_state_dict(state)
+        fan_out.set_run_context({"strategy": "random", "run_dir": str(tmp_path)})
+        for step in steps:
+            if step == stop:
+                state = fan_out.state_dict()
+            fan_out.write(Record({"a": step * 0.5}, 0, HookPoint.POST_STEP, step, "random", 0, float(step)))
+        fan_out.close()
+        assert fan_out.errors == {}
+        return state
+
+    state = run(range(9), stop=5)
+    run(range(5, 12), state)
+    found = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("a")] == [(step, step * 0.5) for step in range(12)]
+
+
+def test_nothing_is_made_before_it_is_needed(tmp_path):
+    """No folder for no metrics; without any place they are dropped, which is said once."""
+    sink = TensorBoardSink(tmp_path / "tb")
+    sink.set_run_context(strategy="any")
+    sink.emit({}, 0, "SNAPSHOT")
+    sink.flush()
+    sink.close()
+    assert list(tmp_path.iterdir()) == []
+    sink = TensorBoardSink()
+    with pytest.warns(HooklineWarning, match="TensorBoardSink requires log_dir"):
+        sink.emit({"a": 1}, 0, "SNAPSHOT")
+    sink.emit({"a": 1}, 0, "SNAPSHOT")
+
+
+def test_options_make_the_same_sink_elsewhere(tmp_path, monkeypatch):
+    """Also in a process that is in another folder."""
+    monkeypatch.chdir(tmp_path)
+    assert TensorBoardSink.slow
+    assert TensorBoardSink("tb").options() == {"log_dir": str(tmp_path / "tb")}
+    assert TensorBoardSink().options() == {"log_dir": None}

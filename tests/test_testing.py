@@ -1,0 +1,441 @@
+"""check_hook: a good hook passes, and each thing that a hook can do wrong is found, by its name, and told in words."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline import HookPoint, MetricInfo
+from hookline.analyses import register_built_ins
+from hookline.errors import HookCheckError
+from hookline.testing import HookCheck, check_hook, small_experiment
+from hookline.testing.outcome import differences, left_by, same
+
+
+class Mean(hl.TrainingHook):
+    """The mean norm of a weight so far; keeps a tensor and a count."""
+
+    name = "mean"
+    hook_points = {HookPoint.POST_STEP, HookPoint.SNAPSHOT}
+
+    def __init__(self, first: float = 0.0) -> None:
+        self.first = first
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.count = torch.tensor(self.first), 0
+
+    def compute(self, ctx):
+        self.total, self.count = self.total + ctx.model.decoder.weight.detach().norm(), self.count + 1
+        return {"norm": self.total / self.count}
+
+    def get_state_tensors(self):
+        return {"total": self.total}
+
+    def set_state_tensors(self, tensors):
+        self.total = tensors["total"]
+
+    def state_dict(self):
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state):
+        self.total, self.count = state["total"], state["count"]
+
+    def describe_metrics(self):
+        return [MetricInfo("norm", "mean norm so far")]
+
+
+class Plain(hl.TrainingHook):
+    """Keeps nothing; the base of hooks with one fault each."""
+
+    name = "plain"
+    hook_points = {HookPoint.POST_EPOCH}
+
+    def value(self, ctx: Any) -> Any:
+        return ctx.model.decoder.weight.detach().norm()
+
+    def compute(self, ctx):
+        return {"x": self.value(ctx)}
+
+    def describe_metrics(self):
+        return [MetricInfo("x", "whatever")]
+
+
+class Ahead(hl.InterventionHook):
+    """Trains on, which is undone."""
+
+    name = "ahead"
+    hook_points = {HookPoint.SNAPSHOT}
+
+    def intervene(self, run_ctx, model_ctx):
+        gradients = model_ctx.run_training_epoch()
+        return {"norm/decoder": gradients["decoder.weight"].norm()}
+
+    def describe_metrics(self):
+        return [MetricInfo("norm/{layer}", "of the gradient of the epoch to come")]
+
+
+@cache
+def report_on(hook: Any) -> HookCheck:
+    """A check takes half a second to a second, so each hook has one."""
+    return check_hook(hook, raises=False)
+
+
+def faulty(hook: Any) -> set[str]:
+    """The checks that found something; the error lists each of them."""
+    report = report_on(hook)
+    with pytest.raises(HookCheckError) as raised:
+        report.raise_if_any()
+    for finding in report.findings:
+        assert f"{finding.check}: {finding.text}" in str(raised.value)
+        assert finding.text.endswith(".")
+        assert finding.check not in report.passed
+    return {finding.check for finding in report.findings}
+
+
+def text_of(hook: Any, check: str) -> str:
+    return " ".join(finding.text for finding in report_on(hook).findings if finding.check == check)
+
+
+def test_a_good_hook_passes_and_the_report_is_a_table():
+    """In both loops, with everything that was asked on a line of its own."""
+    report = check_hook(Mean, first=1.0)
+    assert report.ok
+    assert list(report.passed) == ["points", "inert", "reset", "order", "offload", "state", "names", "described"]
+    assert report.metrics == ("norm",)
+    lines = str(report).splitlines()
+    assert lines[0] == "hook 'mean', metrics: norm"
+    assert "ok  inert      the run is the same without it, in both loops" in lines
+    assert len(lines) == 1 + len(report.passed)
+
+
+@pytest.mark.parametrize("hook", [Plain, Plain(), Ahead], ids=["class", "object", "intervention"])
+def test_classes_objects_and_interventions_pass(hook):
+    """What takes part in one loop is checked there."""
+    report = check_hook(hook)
+    assert report.ok
+    assert ("step loop" in report.skipped) is (hook is not Ahead)
+
+
+def test_checking_leaves_the_random_streams_of_the_caller_alone():
+    """A test that checks a hook draws what it would have drawn."""
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    check_hook(Plain)
+    drawn = torch.rand(2).tolist(), np.random.rand(), random.random()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    assert drawn == (torch.rand(2).tolist(), np.random.rand(), random.random())
+
+
+# -- one fault each ------------------------------------------------------------------------------------------
+
+
+class Writes(Plain):
+    def value(self, ctx):
+        ctx.model.decoder.weight.data.mul_(1.0001)
+        return 1.0
+
+
+class Evaluates(Plain):
+    def value(self, ctx):
+        ctx.model.dropout.eval()
+        return 1.0
+
+
+class DrawsThoughPure(Plain):
+    pure = True
+
+    def value(self, ctx):
+        torch.rand(1)
+        return 1.0
+
+
+class Freezes(Plain):
+    def value(self, ctx):
+        if ctx.epoch == 3:  # the last: the weights are those of the other run
+            ctx.model.decoder.bias.requires_grad_(False)
+        return 1.0
+
+
+class LeavesHooks(Plain):
+    def start(self, model):
+        model.decoder.register_forward_hook(lambda module, args, output: None)
+
+
+@pytest.mark.parametrize("hook", [Writes, Evaluates, DrawsThoughPure, Freezes, LeavesHooks])
+def test_what_changes_the_run_is_not_inert(hook):
+    """Weights, modes, random streams, flags, hooks left on the model."""
+    assert faulty(hook) == {"inert"}
+
+
+def test_what_is_not_inert_is_told_what_changed():
+    """And what to do about it."""
+    assert "'weight embedding.weight', 'weight attention.in_proj_weight'" in text_of(Writes, "inert")
+    assert "make it an InterventionHook" in text_of(Writes, "inert")
+    assert "pure = True" in text_of(DrawsThoughPure, "inert")
+    assert "'requires_grad of decoder.bias' differ" in text_of(Freezes, "inert")
+    assert "remove them in finish()" in text_of(LeavesHooks, "inert")
+
+
+class Forgets(Mean):
+    """Saves its tensor, and not its count."""
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+class Remembers(Mean):
+    """Of the last run."""
+
+    def reset(self):
+        if not hasattr(self, "total"):
+            super().reset()
+
+
+class Unwritable(Mean):
+    def state_dict(self):
+        return {"total": self.total, "count": self.count, "function": lambda: None}
+
+
+def test_state_that_does_not_come_through_is_found():
+    """What is left out, and what no file can hold; and what is kept over a reset."""
+    assert faulty(Forgets) == {"state"}
+    assert "'norm' at epoch 2 is" in text_of(Forgets, "state")
+    assert faulty(Unwritable) == {"state"}
+    assert "raised CheckpointError" in text_of(Unwritable, "state")
+    assert faulty(Remembers) == {"reset"}
+
+
+class Aliases(Mean):
+    """Goes on with the tensor that it had, whatever it is given back."""
+
+    def set_state_tensors(self, tensors):
+        self.total = tensors["total"] * 2
+
+
+class Draws(Plain):
+    def value(self, ctx):
+        return float(torch.rand(()))
+
+
+def test_what_depends_on_offloading_or_on_neighbours_is_found():
+    """Random numbers come from a stream that other hooks draw from as well."""
+    assert faulty(Aliases) == {"offload"}
+    assert faulty(Draws) == {"order"}
+    assert "generator of its own" in text_of(Draws, "order")
+
+
+class NamesItself(Plain):
+    def compute(self, ctx):
+        return {"NamesItself/x": 1.0}
+
+    def describe_metrics(self):
+        return [MetricInfo("NamesItself/x")]
+
+
+class Blanks(Plain):
+    def compute(self, ctx):
+        return {" x": 1.0}
+
+    def describe_metrics(self):
+        return [MetricInfo(" x")]
+
+
+class Silent(Plain):
+    def describe_metrics(self):
+        return [MetricInfo("y", "another")]
+
+
+class Stranger(Plain):
+    def describe_metrics(self):
+        return ["x"]
+
+
+def test_names_and_descriptions_are_looked_at():
+    """The hook's own name in front, blanks, metrics that nobody explains, explanations that are none."""
+    assert faulty(NamesItself) == {"names"}
+    assert "would read 'NamesItself/NamesItself/x'. Next: return it as 'x'" in text_of(NamesItself, "names")
+    assert faulty(Blanks) == {"names"}
+    assert faulty(Silent) == {"described"}
+    assert "says nothing of 'x'" in text_of(Silent, "described")
+    assert faulty(Stranger) == {"described"}
+
+
+class NoPoints(Plain):
+    hook_points = frozenset()
+
+
+class WrongPoint(Plain):
+    hook_points = {"POST_EPOK"}
+
+
+class WrongLoop(Plain):
+    loop_points = {"epochs": {HookPoint.POST_EPOCH}}
+
+
+class SlashedName(Plain):
+    name = "a/b"
+
+
+class NoCompute(hl.TrainingHook):
+    hook_points = {HookPoint.POST_EPOCH}
+
+
+class TakesNoState(Plain):
+    def get_state_tensors(self):
+        return {"a": torch.zeros(())}
+
+
+class Shadows(Plain):
+    def __init__(self):
+        self.start = 3.0
+
+
+@pytest.mark.parametrize(
+    ("hook", "check", "text"),
+    [
+        (NoPoints, "points", "never fires"),
+        (WrongPoint, "points", "Did you mean POST_EPOCH"),
+        (WrongLoop, "points", "entry for 'epochs'"),
+        (SlashedName, "name", "'a/b'"),
+        (NoCompute, "signature", "define compute"),
+        (TakesNoState, "signature", "set_state_tensors"),
+        (Shadows, "signature", "'start' is a method of hooks"),
+    ],
+)
+def test_what_is_declared_is_checked_before_it_runs(hook, check, text):
+    """Points, loops, names, methods."""
+    assert faulty(hook) == {check}
+    assert text in text_of(hook, check)
+
+
+class Raises(Plain):
+    def value(self, ctx):
+        raise ZeroDivisionError("of course")
+
+
+class ReadsAndWrites(Ahead):
+    scope = "reads"
+
+
+def test_a_hook_that_raises_is_told_with_its_error():
+    """Its own, and the guard's when it breaks its promise."""
+    assert faulty(Raises) == {"runs"}
+    assert "ZeroDivisionError: of course" in text_of(Raises, "runs")
+    assert faulty(ReadsAndWrites) == {"runs"}
+
+
+class Late(Plain):
+    hook_points = {HookPoint.POST_STEP}
+    step_schedule = hl.StepSchedule("stride", stride=30, warmup=30)
+
+
+def test_a_hook_that_is_never_due_is_told_how_to_get_there():
+    """Nothing was checked, so nothing passes; with a longer run it does."""
+    assert faulty(Late) == {"fires"}
+    assert "num_steps=" in text_of(Late, "fires")
+    assert check_hook(Late, num_steps=36).ok
+
+
+class Timed(Plain):
+    def value(self, ctx):
+        return time.perf_counter()
+
+
+class Warns(Plain):
+    def value(self, ctx):
+        import warnings
+
+        warnings.warn("It found no embedding.", hl.HooklineWarning, stacklevel=2)
+        return 1.0
+
+
+def test_what_is_no_fault_is_a_note():
+    """Times differ from run to run; warnings are told once."""
+    report = check_hook(Timed)
+    assert report.ok
+    assert any("'x' differ from one run to the next" in note for note in report.notes)
+    report = check_hook(Warns)
+    assert report.notes == ["It found no embedding."]
+    assert "note" in str(report)
+
+
+def test_several_findings_come_in_one_error():
+    """A hook with three faults hears of three."""
+
+    class Three(Draws):
+        def compute(self, ctx):
+            ctx.model.decoder.weight.data.add_(1e-3)
+            return {"plain_x": float(torch.rand(()))}
+
+    with pytest.raises(AssertionError, match=r"Hook 'Three' has 3 findings\.") as raised:
+        check_hook(Three)
+    for check in ("inert", "order", "described"):
+        assert f"\n  {check}: " in str(raised.value)
+
+
+def test_what_is_no_hook_is_told():
+    """Functions, and objects that come with arguments."""
+    for wrong, options in ((len, {}), (Plain(), {"first": 1.0})):
+        with pytest.raises(HookCheckError, match=r"takes a class derived from TrainingHook"):
+            check_hook(wrong, **options)
+
+
+def test_a_model_of_ones_own_can_be_trained():
+    """For hooks that look for what the small model lacks."""
+
+    class ConvNorm(Plain):
+        def value(self, ctx):
+            return ctx.model[0].weight.detach().norm()
+
+    def make() -> hl.Experiment:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.LazyLinear(2))
+        data = [(torch.randn(4, 1, 8), torch.randint(2, (4,))) for _ in range(6)]
+        model(data[0][0])
+        return hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+
+    assert faulty(ConvNorm) == {"runs"}
+    assert check_hook(ConvNorm, make_experiment=make).ok
+
+
+def test_the_comparison_sees_one_bit_and_takes_nan_as_equal():
+    """A control for everything above."""
+    experiment = small_experiment()
+    left = left_by(experiment)
+    assert differences(left, left_by(experiment)) == []
+    experiment.model.decoder.bias.data[0] = torch.nextafter(experiment.model.decoder.bias.data[0], torch.tensor(9.0))
+    assert differences(left, left_by(experiment)) == ["weight decoder.bias"]
+    assert same([float("nan"), {"a": (1,)}], [float("nan"), {"a": (1,)}])
+    assert not same([1], [1.0])
+    assert not same({"a": 1}, {"b": 1})
+    assert HookCheck("x").ok
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("norms", {}),
+        ("path_length", {}),
+        ("variance", {"window_size": 2}),
+        ("adam_dynamics", {"every_n_steps": 4, "burst_length": 3}),
+    ],
+)
+def test_built_in_hooks_pass(name, options):
+    """Observers and an intervention, as their authors would check them."""
+    register_built_ins()
+    print(check_hook(name, **options))
