@@ -92,6 +92,25 @@ class Nested(Tiny):
     config_class = NestedConfig
 
 
+@dataclass
+class NeedyConfig:
+    """A configuration with a field that has to be given."""
+
+    width: int
+    """No default."""
+    epochs: int = 1
+
+
+class Needy(Tiny):
+    """Cannot be run without --width."""
+
+    name = "needy"
+    config_class = NeedyConfig
+
+    def __init__(self, config: NeedyConfig) -> None:
+        super().__init__(Config(sizes=(config.width,)), "forward")
+
+
 class Steps(Tiny):
     """The same in the step loop; its configuration says nothing of snapshots."""
 

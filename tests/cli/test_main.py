@@ -85,7 +85,7 @@ def test_an_unknown_command_is_told_with_what_was_meant(capsys):
         (["run", "5", "--hooks"], "EXPERIMENT comes before its flags"),
         (["run", "nothing.py:X"], "There is no file nothing.py."),
         (["run", f"{EXPERIMENTS}:Tinny"], "has no 'Tinny'. Did you mean 'Tiny'?"),
-        (["run", f"{EXPERIMENTS}"], f"write {EXPERIMENTS}:NAME. There are: Tiny, Nested, Steps"),
+        (["run", f"{EXPERIMENTS}"], f"write {EXPERIMENTS}:NAME. There are: Tiny, Nested, Needy"),
         (["run", f"{EXPERIMENTS}:NUMBER"], "is 3, and hookline run takes an Experiment"),
         (["run", f"{EXPERIMENTS}:make_nothing"], "gave 3, and hookline run takes an Experiment"),
         (["run", f"{EXPERIMENTS}:Config"], "is the class Config, which is no Experiment"),

@@ -79,6 +79,17 @@ def test_a_part_of_a_configuration_has_a_dot_and_a_switch_that_is_on_takes_both(
     assert (config["optimizer"], config["shuffle"], config["lr"], config["epochs"]) == ({"lr": lr}, shuffle, 2.0, 1)
 
 
+def test_a_field_without_a_default_has_to_be_given(capsys):
+    """By a flag, or by a run file."""
+    path = f"{EXPERIMENTS}:Needy"
+    assert run_here("run", path, *QUIET) == 2
+    assert "--width" in capsys.readouterr().err
+    assert run_here("run", path, "--width", "3", *QUIET) == 0
+    Path("run.yaml").write_text(f"experiment: {path}\nconfig: {{width: 5}}\n")
+    assert run_here("run", "run.yaml", *QUIET) == 0
+    assert facts_of(Path("runs/needy/forward_1"))["config"] == {"width": 5, "epochs": 1}
+
+
 def test_the_help_of_an_experiment_shows_its_own_options(capsys):
     """With the text under each field, or its metadata, and the default."""
     assert run_here("run", TINY, "--help") == 0

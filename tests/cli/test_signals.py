@@ -24,6 +24,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_hears_ctrl_c,
     )
     log = folder / "runs" / "tiny" / "forward" / "records.jsonl"
     deadline = time.monotonic() + 90
@@ -32,6 +33,11 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return process
+
+
+def _hears_ctrl_c() -> None:
+    """Also where whoever started the tests has it ignored, as a shell does in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")

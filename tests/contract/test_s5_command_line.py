@@ -25,6 +25,7 @@ FOLDER = Path("runs/tiny/forward")
 def alone(tmp_path, monkeypatch):
     """An empty current folder; files that are loaded, and hooks they register, are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("_classes", "_paths", "groups", "_broken"):
         monkeypatch.setattr(HookRegistry, name, dict(getattr(HookRegistry, name)))

@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 import pytest
 import torch
 from helpers_hooks import context, fire, observer
+from safetensors.torch import save_file
 from torch import nn
 
 from hookline.dispatch.choose import TrackerHook
@@ -375,13 +376,15 @@ def test_reference_weights_are_looked_for_when_a_hook_needs_them(tmp_path):
     """From a mapping, a function, or a file whose name depends on the run; once per run."""
     weights = {"_orig_mod.weight": torch.ones(2)}
     torch.save({"model": weights}, tmp_path / "stride_final.pt")
+    save_file(weights, tmp_path / "stride_final.safetensors")
     asked = []
 
     def find():
         asked.append(1)
         return weights
 
-    for source in (weights, find, str(tmp_path / "{strategy}_final.pt")):
+    paths = [str(tmp_path / f"{{strategy}}_final.{ending}") for ending in ("pt", "safetensors")]
+    for source in (weights, find, *paths):
         hook, other = observer("a", needs_reference_weights=True), observer("b", SNAPSHOT)
         manager = HookManager(hooks=[hook, other], reference_weights=source)
         manager.set_run_context(strategy="stride")

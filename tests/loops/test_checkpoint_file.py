@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -133,19 +134,50 @@ def test_tied_tensors_are_written_once_and_views_by_themselves(tmp_path):
     [
         (lambda: None, "function"),
         (object(), "object"),
-        (torch.eye(2).to_sparse(), "sparse"),
+        (torch.ones(2).as_subclass(type("Wrapped", (torch.Tensor,), {})), "Wrapped"),
         (torch.empty(2, device="meta"), "meta"),
         (np.array([object()]), "object"),
         (defaultdict(lambda: 1), "code"),
         (print, "builtin"),
     ],
-    ids=["function", "object", "sparse", "meta", "array of objects", "default that is code", "builtin"],
+    ids=[
+        "function",
+        "object",
+        "tensor of another class",
+        "meta",
+        "array of objects",
+        "default that is code",
+        "builtin",
+    ],
 )
 def test_what_cannot_be_saved_is_named_by_its_place(value, what, tmp_path):
     """And no file is left."""
     with pytest.raises(CheckpointError, match=rf"hooks\.mine\.3\.deep.*{what}"):
         write(tmp_path / "it.safetensors", {"hooks": {"mine": [1, 2, 3, {"deep": value}]}})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sparse_gradient_comes_back(tmp_path):
+    """As an embedding leaves it: some rows, one of them twice."""
+    gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), torch.randn(3, 2), (5, 2), check_invariants=True)
+    back = through(tmp_path, gradient)
+    assert torch.equal(back._indices(), gradient._indices())
+    assert torch.equal(back.to_dense(), gradient.to_dense())
+    assert not back.is_coalesced()
+
+
+def test_a_file_that_names_code_is_refused(tmp_path):
+    """With a checksum that fits: only the kinds that are known are made, whatever is asked for."""
+    from safetensors.torch import save_file
+
+    from hookline.loops.checkpoint_file import _checksum
+
+    for kind in (["object", "os.system"], ["system", "true"], ["dtype", "load"], ["tensor", "9", "cpu", "float32"]):
+        text = json.dumps(["dict", {"value": kind}])
+        about = {"hookline.checkpoint": text, "version": "1", "checksum": str(_checksum(text, {}))}
+        save_file({}, tmp_path / "it.safetensors", metadata=about)
+        with pytest.raises(CheckpointError, match="damaged: its tree does not fit"):
+            read(tmp_path / "it.safetensors")
 
 
 def test_what_contains_itself_is_refused(tmp_path):

@@ -576,3 +576,19 @@ def test_fewer_epochs_than_were_begun_leave_the_checkpoint_alone(tmp_path):
     with pytest.warns(hl.HooklineWarning, match="complete"):
         hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path, force=True), resume=True)
     assert Checkpoints(tmp_path).newest().read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own SparseAdam
+def test_sparse_gradients_go_on(tmp_path):
+    """Of an embedding, with a hook that may look at them."""
+
+    def make_experiment():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2).requires_grad_(False))
+        data = [(torch.randint(10, (6, 2)), torch.randint(2, (6,))) for _ in range(BATCHES)]
+        return hl.Experiment(model, torch.optim.SparseAdam([model[0].weight], lr=0.1), data)
+
+    expected, _ = uninterrupted(make_experiment)
+    experiment, _ = stop_and_go(make_experiment, tmp_path, (3, 7))
+    assert torch.equal(expected.model[0].weight, experiment.model[0].weight)
+    assert torch.equal(expected.model[0].weight.grad.to_dense(), experiment.model[0].weight.grad.to_dense())

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
 from hookline.hooks.metric_info import MetricInfo
@@ -87,7 +86,8 @@ class StatsHook(Analysis):
         """Put the watch on."""
         self.finish()
         self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
-        _restore(self._watch, self._waiting)
+        if self._waiting:
+            self._watch.load_state_dict(self._waiting)
         self._waiting = {}
 
     def finish(self) -> None:
@@ -115,14 +115,14 @@ class StatsHook(Analysis):
 
     def state_dict(self) -> dict[str, Any]:
         """What was counted since the last report."""
-        return dict(self._waiting) if self._watch is None else _rows_of(self._watch)
+        return dict(self._waiting) if self._watch is None else self._watch.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting, if need be when training starts."""
         if self._watch is None:
             self._waiting = dict(state)
-        else:
-            _restore(self._watch, state)
+        elif state:
+            self._watch.load_state_dict(state)
 
 
 def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -141,37 +141,3 @@ def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, An
         if largest:
             found[f"max_{kind}"] = float(torch.tensor(largest).max())  # NaN if one is
     return found
-
-
-# -- resuming ------------------------------------------------------------------------------------------------
-# A watch has no state_dict of its own: what it knows is one row of sums and extremes per place and device.
-
-
-def _rows_of(seen: Watch) -> dict[str, Any]:
-    engine = seen._engine
-    engine.flush()
-    rows = {
-        "\t".join((str(device), kind, name)): torch.cat((row.added, row.kept)).cpu()
-        for (name, kind), place in engine.places.items()
-        for device, row in place.rows.items()
-    }
-    return {"rows": rows, "steps": seen.steps}
-
-
-def _restore(seen: Watch, state: Mapping[str, Any]) -> None:
-    if not state:
-        return
-    engine = seen._engine
-    engine.reset()
-    rows: Mapping[str, Tensor] = state["rows"]
-    for label, numbers in rows.items():
-        device, kind, name = label.split("\t", 2)
-        row = engine.row(engine.place(name, kind), torch.device(device))
-        count = row.added.numel()
-        if numbers.numel() == count + row.kept.numel():  # the same statistics are asked for
-            row.added.copy_(numbers[:count])
-            row.kept.copy_(numbers[count:])
-    steps = seen._steps
-    steps.count = state["steps"]
-    steps.is_due = steps._schedule.is_active(steps.count)
-    seen._turn(steps.is_due or steps.keeps_hooks())

@@ -72,7 +72,7 @@ def _prepare(request: Request, arguments: Sequence[str]) -> Prepared:
         device=device_of(options.training.device),
         dtype=dtype_of(options.training.dtype),
         screen=Screen(options.output, found.live_metrics),
-        run_group=f"{found.name}_{time.strftime('%Y%m%d-%H%M%S')}",
+        run_group=settings.flags.get("run_group") or f"{found.name}_{time.strftime('%Y%m%d-%H%M%S')}",
         command=["hookline", "run", *arguments],
     )
 

@@ -6,18 +6,18 @@ modules, folder, manager, training, page.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hookline.cli import facts
+from hookline.cli.facts import model_facts
 from hookline.cli.failures import RunFailed
-from hookline.cli.folder import LOG, new_folder, newest_run, plain, read_run_file, write_run_file
+from hookline.cli.folder import LOG, new_folder, newest_run, plain
 from hookline.cli.made import Made, make_experiment
+from hookline.cli.notes import RunNotes
 from hookline.cli.progress import FigureSink, steps_counted, steps_in_all
 from hookline.cli.request import Request
 from hookline.cli.screen import Screen
@@ -71,9 +71,6 @@ class Session:
         self.request = prepared.request
         self._may_be_new = may_be_new
         self._figures = FigureSink()
-        self._facts: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}
-        """What ``run.json`` said before this run went on with another."""
         self._sinks: list[Any] = []
 
     def run(self) -> Ended:
@@ -88,8 +85,9 @@ class Session:
             manager = self._manager(made, folder)
             if manager is not None:
                 stack.callback(_close, manager)
-            self._begin(made, folder, manager)
-            return self._train(made, folder, manager, resume=resume)
+            notes = RunNotes(folder, manager, self._sinks)
+            notes.begin(self._facts(made))
+            return self._train(made, folder, manager, notes, resume=resume)
 
     def make(self) -> Made:
         """The experiment, seeded, on its device."""
@@ -168,25 +166,41 @@ class Session:
         found: dict[str, Any] = plain(values)
         return found
 
+    def _facts(self, made: Made) -> dict[str, Any]:
+        """What is known of the run before it begins."""
+        request = self.request
+        return {
+            "experiment": request.found.name,
+            "path": request.found.path,
+            "strategy": self.strategy,
+            "command": self.prepared.command,
+            "config": self._config(),
+            "options": request.saved(self.prepared.hook_config) | {"run_group": self.prepared.run_group},
+            "seed": request.options.training.seed,
+            "device": str(made.device),
+            "dtype": str(made.dtype).removeprefix("torch."),
+            "model": model_facts(made.experiment.model),
+        }
+
     # -- training --------------------------------------------------------------------------------------------
 
-    def _train(self, made: Made, folder: Path, manager: Any, *, resume: bool) -> Ended:
+    def _train(self, made: Made, folder: Path, manager: Any, notes: RunNotes, *, resume: bool) -> Ended:
         began = time.perf_counter()
         try:
             with self._bar(made, folder if resume else None):
                 result = self._loop(made, folder, manager, resume=resume)
         except ResumeError as error:  # nothing was begun: what the folder says of the run stays
-            write_run_file(folder, self._before)
+            notes.take_back()
             raise ResumeError(str(error).replace("Checkpoints(..., force=True)", "--force")) from error
         except Exception as error:
-            self._end(folder, manager, None, time.perf_counter() - began, "failed", error)
+            notes.end("failed", time.perf_counter() - began, error=error)
             raise RunFailed from error
         except BaseException as error:  # a second Ctrl-C
-            self._end(folder, manager, None, time.perf_counter() - began, "stopped", error)
+            notes.end("stopped", time.perf_counter() - began, error=error)
             raise
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
-        self._end(folder, manager, result, seconds, status)
+        notes.end(status, seconds, result=result)
         profile = str(manager.profiler) if manager is not None and manager.profiler.enabled else ""
         return Ended(folder, result, seconds, status, profile)
 
@@ -223,63 +237,6 @@ class Session:
         finally:
             bar.stop()
 
-    # -- what is written down --------------------------------------------------------------------------------
-
-    def _begin(self, made: Made, folder: Path, manager: Any) -> None:
-        from hookline import __version__
-
-        options, request = self.request.options, self.request
-        self._before = before = read_run_file(folder)
-        self._facts = {
-            "hookline": __version__,
-            "experiment": request.found.name,
-            "path": request.found.path,
-            "strategy": self.strategy,
-            "command": self.prepared.command,
-            "config": self._config(),
-            "options": request.saved(self.prepared.hook_config),
-            "seed": options.training.seed,
-            "device": str(made.device),
-            "dtype": str(made.dtype).removeprefix("torch."),
-            "versions": facts.versions(),
-            "git": facts.git_state(Path.cwd()),
-            "model": facts.model_facts(made.experiment.model),
-            "started": before.get("started", facts.now()),
-            "resumed": [*before.get("resumed", []), facts.now()] if before else [],
-            "seconds_before": before.get("seconds") or 0.0,
-        }
-        self._write(folder, manager, None, None, "running")
-
-    def _end(
-        self,
-        folder: Path,
-        manager: Any,
-        result: Any,
-        seconds: float,
-        status: str,
-        error: BaseException | None = None,
-    ) -> None:
-        if error is not None:
-            self._facts["error"] = f"{type(error).__name__}: {error}"
-        try:
-            self._write(folder, manager, result, seconds, status)
-        except OSError as trouble:  # a full disk has not kept the run from ending
-            print(f"hookline: run.json could not be written: {trouble}.", file=sys.stderr)
-
-    def _write(self, folder: Path, manager: Any, result: Any, seconds: float | None, status: str) -> None:
-        total = None if seconds is None else self._facts["seconds_before"] + seconds
-        found = {name: value for name, value in self._facts.items() if name != "seconds_before"}
-        found |= {
-            "finished": None if seconds is None else facts.now(),
-            "seconds": total,
-            "status": status,
-            "hooks": {} if manager is None else facts.hook_facts(manager),
-            "sinks": [type(sink).__name__ for sink in self._sinks],
-            "sink_errors": {} if manager is None else manager.sink_errors,
-            "result": None if result is None else _result(result),
-        }
-        write_run_file(folder, found)
-
 
 def _every(asked: tuple[int, ...] | None, loop: str) -> int | None:
     if asked is None:
@@ -289,10 +246,6 @@ def _every(asked: tuple[int, ...] | None, loop: str) -> int | None:
 
 def _close(manager: Any) -> None:
     manager.close()
-
-
-def _result(result: Any) -> Mapping[str, Any]:
-    return {"epochs": result.epochs, "steps": result.steps, "loss": result.loss, "metrics": dict(result.metrics)}
 
 
 def _steps_done(folder: Path | None) -> int:

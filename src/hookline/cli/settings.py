@@ -33,7 +33,7 @@ def seed_everything(seed: int) -> None:
 def process_settings(*, deterministic: bool, matmul_precision: str | None) -> Iterator[None]:
     """Kernels that give the same result each time, where torch has them; float32 products as exact as asked.
 
-    Costs nothing on the CPU. On a GPU some kernels are slower; an operation that has no such kernel warns and runs.
+    Costs nothing on the CPU; on a GPU some kernels are slower, and an operation without such a kernel warns and runs.
     """
     import torch
 
@@ -48,8 +48,7 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     )
     try:
         if deterministic:
-            # What cuBLAS needs for it, read when it starts.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
             memory.fill_uninitialized_memory = False  # it would write every new tensor twice

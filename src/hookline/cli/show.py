@@ -36,8 +36,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     from rich.text import Text
 
     made = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold")
+    for place, column in enumerate(columns):
+        made.add_column(column, overflow="fold", no_wrap=place == 0)  # a name is to be found and copied
     for row in rows:
         made.add_row(*[Text(cell) for cell in row])
     return made

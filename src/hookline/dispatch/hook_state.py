@@ -91,6 +91,14 @@ def copied(value: Any) -> Any:
     return mapped(value, lambda tensor: tensor.detach().clone(), copy.deepcopy)
 
 
+def _weights_in(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 Source = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | str | os.PathLike[str] | None
 
 
@@ -123,8 +131,7 @@ class Reference:
     def _look(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
         source: Any = self._source
         if isinstance(source, str | os.PathLike):
-            path = Path(os.fspath(source).format(**context))
-            source = torch.load(path, map_location="cpu", weights_only=True)
+            source = _weights_in(Path(os.fspath(source).format(**context)))
         elif callable(source):
             source = source()
         if isinstance(source, Mapping) and isinstance(source.get("model"), Mapping):

@@ -84,6 +84,9 @@ def tree_as_json(value: Any, tensors: Tensors, path: str, above: tuple[int, ...]
         return value
     if type(value) is float:
         return value if math.isfinite(value) else ["float", repr(value)]
+    if isinstance(value, Tensor) and value.layout is torch.sparse_coo:  # a gradient of an embedding
+        parts = [tree_as_json(part.detach(), tensors, path) for part in (value._indices(), value._values())]
+        return ["sparse", *parts, list(value.shape), value.is_coalesced()]
     if isinstance(value, Tensor):
         return ["tensor", tensors.add(value, path or "it"), str(value.device), str(value.dtype).removeprefix("torch.")]
     simple = _simple_as_json(value, tensors, path)
@@ -188,6 +191,11 @@ class Reader:
         kind, *parts = about
         if kind == "tensor":
             return self._tensor(*parts)
+        if kind == "sparse":
+            indices, values, size, coalesced = parts
+            return torch.sparse_coo_tensor(
+                self.value(indices), self.value(values), size, is_coalesced=coalesced, check_invariants=True
+            )
         if kind in _MAPPINGS:
             return self._mapping(kind, parts)
         if kind in _CONTAINERS:
@@ -207,7 +215,7 @@ class Reader:
         found = self._placed.get((number, device))
         if found is None:
             found = self._tensors[number]
-            if getattr(torch, dtype) in _IN_PAIRS:
+            if _dtype(dtype) in _IN_PAIRS:
                 found = torch.view_as_complex(found)
             found = self._placed[number, device] = found.to(self._home(torch.device(device)))
         return found
@@ -229,7 +237,7 @@ _CONTAINERS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
+    found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch.{name} is no type of numbers")
     return found

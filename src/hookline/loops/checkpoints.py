@@ -102,7 +102,7 @@ class Checkpoints:
         for old in self.paths()[: -self.keep]:
             with suppress(OSError):
                 old.unlink()
-        logger.info("Saved %s: %.1f MB in %.2f s", path, self.nbytes / 1e6, self.seconds)
+        logger.debug("Saved %s: %.1f MB in %.2f s", path, self.nbytes / 1e6, self.seconds)
         return path
 
     def read(self, home: Callable[[torch.device], torch.device]) -> tuple[Path, dict[str, Any]] | None:

@@ -5,7 +5,7 @@ Puts the hooks of `stats.hooks` on modules and has parameters read at steps; han
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -19,6 +19,7 @@ from hookline.observe.stats.engine import Engine
 from hookline.observe.stats.hooks import ModuleHook
 from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.parameters import Parameters
+from hookline.observe.stats.saved import counted, load_counted
 from hookline.observe.stats.steps import ByForward, ByHand, ByOptimizer, Steps
 from hookline.observe.stats.table import as_table
 from hookline.sites import _torch
@@ -210,6 +211,19 @@ class Watch:
         self._steps = ByHand(self._schedule)
         if self._parameters is not None:
             self._parameters.forget_gradients(self._engine)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to know: all that was counted, and which step it is in."""
+        by_hand = isinstance(self._steps, ByHand)
+        return {"counted": counted(self._engine), "steps": self._steps.state_dict(), "by_hand": by_hand}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        if state["by_hand"] and isinstance(self._steps, ByForward):
+            self._count_by_hand()  # or the first step from now on would begin the count anew
+        load_counted(self._engine, state["counted"])
+        self._steps.load_state_dict(state["steps"])
+        self._turn(self._steps.is_due or self._steps.keeps_hooks())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -19,11 +19,7 @@ from typing import Any, Final
 
 from hookline.sinks.delivery import Delivery
 from hookline.sinks.encode import dumps, loads
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from hookline.sinks.guard import Guard, taken_guard
 
 __all__ = ["main"]
 
@@ -64,6 +60,8 @@ class Helper:
                     progress = time.monotonic()
                     self._hurry()
         done = [delivery.close() for delivery in self._deliveries]
+        if self._turn is not None:
+            self._turn.release()
         if self._removes and all(done):
             shutil.rmtree(self._log.parent, ignore_errors=True)
 
@@ -106,20 +104,12 @@ class Helper:
             self._flushes.clear()
 
 
-def _taken_turn(log: Path, patience: float) -> int:
-    """Wait for the helper of a run that was killed to deliver the rest; the file that keeps the next one waiting."""
-    guard = os.open(log.with_name(".helper.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _taken_turn(log: Path, patience: float) -> Guard | None:
+    """Wait for the helper of a run that was killed to deliver the rest; what keeps the next one waiting."""
     deadline = time.monotonic() + patience
-    while fcntl is not None and time.monotonic() < deadline:
-        try:
-            fcntl.lockf(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            time.sleep(0.05)
-        except OSError:  # a file system without locks
-            break
-        else:
-            break
-    return guard
+    while (turn := taken_guard(log.with_name(".helper.lock"))) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return turn
 
 
 def main() -> None:

@@ -12,11 +12,7 @@ from typing import Final
 
 from hookline.errors import OptionError
 from hookline.sinks.encode import loads
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from hookline.sinks.guard import Guard, taken_guard
 
 __all__ = ["LineFile", "last_line", "size_of"]
 
@@ -27,12 +23,14 @@ class LineFile:
     """Appends lines; a last line that a killed process has left half-written is cut off when it is opened."""
 
     def __init__(self, path: str | Path, *, alone: bool = False) -> None:
-        self._guard = self._file = -1
+        self._guard: Guard | None = None
+        self._file = -1
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         try:
             if alone:
+                _check_regular(self.path)
                 self._guard = _locked(self.path)
             self._file = os.open(self.path, flags, 0o666)
             self.size = self._mend()
@@ -80,10 +78,11 @@ class LineFile:
 
     def close(self) -> None:
         """Let go of the file; once or more often."""
-        for file in (self._file, self._guard):
-            if file >= 0:
-                os.close(file)
-        self._file = self._guard = -1
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+        if self._guard is not None:
+            self._guard.release()
 
     def __del__(self) -> None:
         self.close()
@@ -97,22 +96,21 @@ class LineFile:
         return size
 
 
-def _locked(path: Path) -> int:
-    """An open file that says that this process writes to the path."""
-    # A file beside it, and a lock of the process: whoever reads the log and closes it does not give the lock up, and
-    # workers that were forked from a killed run do not hold it.
-    guard = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-    try:
-        if fcntl is not None:
-            fcntl.lockf(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        os.close(guard)
+def _check_regular(path: Path) -> None:
+    """A device or a pipe cannot be read back, and ``/dev/full`` has no end."""
+    if path.exists() and not path.is_file():
+        raise OptionError(f"The log is a file that is read again, and {path} is none; name another.")
+
+
+def _locked(path: Path) -> Guard:
+    """Says that this process alone writes to the path."""
+    # A file beside it: whoever reads the log and closes it does not give the lock up.
+    guard = taken_guard(path.with_name(f".{path.name}.lock"))
+    if guard is None:
         raise OptionError(
-            f"{path} is being written by another process, so records would be numbered twice. Give this run a folder "
-            "of its own, or end the other one."
-        ) from None
-    except OSError:
-        pass  # a file system without locks
+            f"{path} is being written already, here or by another process, so records would be numbered twice. Give "
+            "this run a folder of its own, or end the other one."
+        )
     return guard
 
 

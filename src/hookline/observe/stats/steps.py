@@ -5,7 +5,7 @@ Tells the watch when one is over: an optimizer's step, a forward of the model, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -46,6 +46,15 @@ class Steps:
     def keeps_hooks(self) -> bool:
         """Whether hooks stay on for steps that are not due."""
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to know."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self.count = state["count"]
+        self.is_due = self._schedule.is_active(self.count)
 
     def remove(self) -> None:
         """Count no more."""
@@ -106,6 +115,15 @@ class ByForward(Steps):
         self._trains = False
         self._over = over
         self._handles.add(attach(model, self._begin, on="forward_pre", observe=True, name="watch"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also whether a forward has begun, which is over when the next one begins."""
+        return super().state_dict() | {"begun": self._begun, "trains": self._trains}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        super().load_state_dict(state)
+        self._begun, self._trains = state.get("begun", False), state.get("trains", False)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if _torch.in_recomputation():

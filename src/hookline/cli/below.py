@@ -1,0 +1,123 @@
+"""What stands below the flags of ``hookline run``: a run file, or the options of a run that is resumed.
+
+Asked by `request`; hands back `Settings`, over which flags win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hookline.cli.experiments import Found
+from hookline.cli.folder import newest_run, read_run_file
+from hookline.cli.options import RunOptions
+from hookline.errors import ConfigError, OptionError
+
+__all__ = ["Settings", "settings_of_file", "settings_of_run"]
+
+
+@dataclass
+class Settings:
+    """What is said by something else than flags; flags win."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    hook_config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    specs: list[dict[str, Any]] = field(default_factory=list)
+    sinks: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    place: Callable[[Sequence[str | int]], str] = lambda path: ".".join(map(str, path))
+    """Where a value stands, for errors."""
+
+
+def settings_of_file(options: RunOptions) -> tuple[Settings, str]:
+    """The settings of a run file, if there is one, and what the experiment is."""
+    from hookline.config.read import ENDINGS, read_document
+
+    path = options.experiment
+    file = options.checkpoint.config
+    if file is not None and options.checkpoint.resume:
+        raise OptionError("--config and --resume do not go together: a run that is resumed has its own options.")
+    if file is None and path is not None and Path(path).suffix.lower() in ENDINGS:
+        file, path = path, None
+    if file is None:
+        return Settings(), path or ""
+    document = read_document(file)
+    settings, experiment = _of_run_file(document)
+    path = path or experiment
+    if path is None:
+        raise ConfigError(f"{file} does not say what to run: experiment: NAME, or path/file.py:Class.")
+    return settings, _beside(path, Path(file))
+
+
+def _of_run_file(document: Any) -> tuple[Settings, str | None]:
+    from hookline.config.run_file import RunFile
+
+    run = RunFile.of(document)
+    settings = Settings(_flags_of(run), dict(run.config), dict(run.hooks.config), place=document.place)
+    settings.specs = [entry.given() for entry in run.specs] if run.enable_hooks else []
+    for other in run.sinks.others:
+        settings.sinks.append((other, {}) if isinstance(other, str) else (other.sink, dict(other.options)))
+    return settings, run.experiment
+
+
+def _flags_of(run: Any) -> dict[str, Any]:
+    """What a run file says, by the names of the flags."""
+    found = {
+        "strategy": run.strategy,
+        "seed": run.seed,
+        "device": run.device,
+        "dtype": run.dtype,
+        "with_compile": run.with_compile,
+        "no_determinism": not run.determinism,
+        "matmul_precision": run.matmul_precision,
+        "output_dir": run.output_dir,
+        "live": run.console == "live",
+        "silent": run.console == "silent",
+        "no_console_output": run.console == "none",
+        "no_report": not run.report,
+        "with_hooks": run.hooks.with_hooks,
+        "hooks": None if run.hooks.names is None else tuple(run.hooks.names),
+        "hook_offload_state": run.hooks.offload_state,
+        "profile_hooks": run.hooks.profile,
+    }
+    found |= {f"hook_{name}": value for name, value in run.sinks if name != "others"}
+    if run.save_checkpoints is not False:
+        found["save_checkpoints"] = () if run.save_checkpoints is True else (run.save_checkpoints,)
+    return found
+
+
+def _beside(path: str, file: Path) -> str:
+    """The experiment's file may stand beside the run file."""
+    where, colon, name = path.rpartition(":")
+    where = where if colon else path
+    if where.endswith(".py") and not Path(where).exists() and (file.parent / where).exists():
+        return f"{file.parent / where}{colon}{name if colon else ''}"
+    return path
+
+
+def settings_of_run(options: RunOptions, found: Found) -> Settings | None:
+    """The options of the newest run that can be gone on with."""
+    strategies = found.chosen(options.training.strategy)
+    for strategy in strategies:
+        folder = newest_run(Path(options.output.output_dir), found.name, strategy)
+        if folder is not None:
+            facts = read_run_file(folder)
+            saved = facts.get("options", {})
+            flags = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.get("flags", {}).items()}
+            flags["strategy"] = options.training.strategy
+            return Settings(
+                flags | {"output_dir": options.output.output_dir, "loop": saved.get("loop", {})},
+                dict(facts.get("config") or {}),
+                saved.get("hook_config", {}),
+                saved.get("specs", []),
+                [(path, arguments) for path, arguments in saved.get("sinks", [])],
+                partial(_in_run, folder),
+            )
+    return None
+
+
+def _in_run(folder: Path, path: Sequence[str | int]) -> str:
+    return f"{folder / 'run.json'}, {'.'.join(map(str, path))}"
