@@ -451,6 +451,12 @@ def test_more_epochs_go_on_where_a_run_ended(tmp_path, capsys):
     assert facts["hooks"]["noted"]["metrics"] == []
     assert facts["options"]["hook_config"] == {"noted": {"scale": 3.0}}
     assert len(facts["resumed"]) == 1
+    contexts = [
+        json.loads(line)["context"]
+        for line in (folder / "records.jsonl").read_text().splitlines()
+        if '"n":' not in line
+    ]
+    assert len({context["run_group"] for context in contexts}) == 1
     assert sorted(one.name for one in (tmp_path / "runs" / "tiny").iterdir()) == ["forward"]
     assert "12/12 steps" in capsys.readouterr().out
 

@@ -107,9 +107,9 @@ def settings_of_run(options: RunOptions, found: Found) -> Settings | None:
             facts = read_run_file(folder)
             saved = facts.get("options", {})
             flags = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.get("flags", {}).items()}
-            flags["strategy"] = options.training.strategy
+            flags |= {"strategy": options.training.strategy, "output_dir": options.output.output_dir}
             return Settings(
-                flags | {"output_dir": options.output.output_dir, "loop": saved.get("loop", {})},
+                flags | {"loop": saved.get("loop", {}), "run_group": saved.get("run_group")},
                 dict(facts.get("config") or {}),
                 saved.get("hook_config", {}),
                 saved.get("specs", []),

@@ -5,16 +5,15 @@ Takes records from the fan-out, hands rows to a `TableFile`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import OptionError
 from hookline.sinks.flatten import clean, json_text, plain, renamed
 from hookline.sinks.paths import candidates
 from hookline.sinks.record import Record
-from hookline.sinks.run_sink import RunSink
+from hookline.sinks.row_sink import RowSink
 from hookline.sinks.table import TableFile
 
 __all__ = ["CSVSink"]
@@ -23,7 +22,7 @@ _FIRST: Final = ("epoch", "hook_point")
 _NOWHERE: Final = "CSVSink requires either filepath or (output_dir + experiment_name)"
 
 
-class CSVSink(RunSink):
+class CSVSink(RowSink[TableFile]):
     """One CSV file per strategy; its columns are ``epoch``, ``hook_point``, then metrics as they are first seen.
 
     Recipe::
@@ -38,6 +37,8 @@ class CSVSink(RunSink):
     ``metric/epoch``. The file is never overwritten: if there is one, this one gets ``_1``, ``_2``, …
     """
 
+    ending: ClassVar[str] = ".csv"
+
     def __init__(
         self,
         filepath: str | Path | None = None,
@@ -47,18 +48,11 @@ class CSVSink(RunSink):
     ) -> None:
         if filepath is None and (output_dir is None) != (experiment_name is None):
             raise OptionError(_NOWHERE + ".")
-        super().__init__(output_dir=output_dir, experiment_name=experiment_name)
-        self._filepath = None if filepath is None else Path(filepath)
-        self._table: TableFile | None = None
+        super().__init__(filepath, output_dir=output_dir, experiment_name=experiment_name)
         self._columns: dict[str, str] = {}
 
-    @property
-    def path(self) -> Path | None:
-        """The file that is being written; None before the first row."""
-        return None if self._table is None else self._table.path
-
     def _write(self, record: Record) -> None:
-        table = self._table or self._open()
+        table = self._rows or self._opened()
         if table is None:
             self._drop(f"{_NOWHERE}, or a run_dir or strategy told by set_run_context().")
             return
@@ -70,37 +64,11 @@ class CSVSink(RunSink):
             row[column] = value if type(value) is float else cell(value)
         table.append(row)
 
-    def _open(self) -> TableFile | None:
-        wanted = self._filepath or self._context.file(".csv")
-        if wanted is not None:
-            wanted.parent.mkdir(parents=True, exist_ok=True)
-            self._table = TableFile.create(candidates(wanted), _FIRST)
-        return self._table
+    def _new(self, wanted: Path) -> TableFile:
+        return TableFile.create(candidates(wanted), _FIRST)
 
-    def _end_run(self) -> None:
-        if self._table is not None:
-            self._table.close()
-            self._table = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Which file, and how many rows of it."""
-        return {} if self._table is None else {"path": str(self._table.path), "rows": self._table.rows}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with that file, after that many rows; later ones are cut off."""
-        self._end_run()
-        if not state:
-            return
-        path = self._kept(state["path"], self._filepath or self._context.file(".csv"))
-        rows = int(state["rows"])
-        if not path.is_file():
-            warnings.warn(f"{path} is gone; the rows from now on go to a new file.", HooklineWarning, stacklevel=2)
-            return
-        self._table = TableFile.open(path, rows)
-        self._resumed = True
-        if self._table.rows < rows:
-            message = f"{path} was to have {rows} rows and has {self._table.rows}; the rows from now on follow these."
-            warnings.warn(message, HooklineWarning, stacklevel=2)
+    def _again(self, path: Path, count: int) -> TableFile:
+        return TableFile.open(path, count)
 
 
 def cell(value: Any) -> Any:

@@ -108,8 +108,8 @@ def _locked(path: Path) -> Guard:
     guard = taken_guard(path.with_name(f".{path.name}.lock"))
     if guard is None:
         raise OptionError(
-            f"{path} is being written already, here or by another process, so records would be numbered twice. Give "
-            "this run a folder of its own, or end the other one."
+            f"{path} is being written already, here or by another process, so records would be numbered twice. Close "
+            "the manager that writes it, or give this run a folder of its own."
         )
     return guard
 

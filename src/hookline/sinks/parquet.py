@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.errors import HooklineWarning
 from hookline.sinks.flatten import clean, json_text, number, points
 from hookline.sinks.paths import candidates
 from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.run_sink import RunSink
+from hookline.sinks.row_sink import RowSink
 
 __all__ = ["ParquetSink"]
 
@@ -29,7 +27,7 @@ _EXACT: Final = 2**53
 _COLUMNS: Final = ("name", "value", "text", "step", "epoch", "point", "strategy", "rank", "time")
 
 
-class ParquetSink(RunSink):
+class ParquetSink(RowSink["Parts"]):
     """A folder of Parquet files per strategy, which readers take for one table, with a row for each value.
 
     Recipe::
@@ -48,58 +46,32 @@ class ParquetSink(RunSink):
     package: ClassVar[str | None] = "pyarrow"
     extra: ClassVar[str | None] = "parquet"
 
-    def __init__(self, path: str | Path | None = None) -> None:
-        super().__init__()
-        self._wanted = None if path is None else Path(path)
-        self._parts: _Parts | None = None
+    ending: ClassVar[str] = ".parquet"
 
-    @property
-    def path(self) -> Path | None:
-        """The folder that is being written; None before the first record."""
-        return None if self._parts is None else self._parts.folder
+    def __init__(self, path: str | Path | None = None) -> None:
+        super().__init__(path)
 
     def _write(self, record: Record) -> None:
-        parts = self._parts or self._open()
+        parts = self._rows or self._opened()
         if parts is None:
             self._drop("ParquetSink requires a path, or a run_dir told by set_run_context().")
             return
         parts.add(record)
 
-    def _open(self) -> _Parts | None:
-        wanted = self._wanted or self._context.file(".parquet")
-        if wanted is not None:
-            self._import("pyarrow.parquet")
-            self._parts = _Parts(_made(wanted))
-        return self._parts
+    def _new(self, wanted: Path) -> Parts:
+        self._import("pyarrow.parquet")
+        return Parts(_made(wanted))
+
+    def _again(self, path: Path, count: int) -> Parts:
+        self._import("pyarrow.parquet")
+        parts = Parts(path)
+        parts.cut(count)
+        return parts
 
     def flush(self) -> None:
         """Write the rows that wait."""
-        if self._parts is not None:
-            self._parts.flush()
-
-    def _end_run(self) -> None:
-        if self._parts is not None:
-            self._parts.flush()
-            self._parts = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Which folder, and how many rows of it."""
-        self.flush()
-        return {} if self._parts is None else {"path": str(self._parts.folder), "rows": self._parts.rows}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in that folder, after that many rows; later ones go."""
-        self._parts = None
-        if not state:
-            return
-        self._import("pyarrow.parquet")
-        folder = self._kept(state["path"], self._wanted or self._context.file(".parquet"))
-        count = int(state["rows"])
-        self._parts = _Parts(folder)
-        self._resumed = True
-        if (found := self._parts.cut(count)) < count:
-            message = f"{folder} was to have {count} rows and has {found}; the rows from now on follow these."
-            warnings.warn(message, HooklineWarning, stacklevel=2)
+        if self._rows is not None:
+            self._rows.flush()
 
 
 class _Columns:
@@ -148,7 +120,6 @@ def _value(value: Any) -> tuple[float | None, str | None]:
 
 def _made(wanted: Path) -> Path:
     """A new folder, at the first path where there is nothing."""
-    wanted.parent.mkdir(parents=True, exist_ok=True)
     for path in candidates(wanted):
         try:
             path.mkdir()
@@ -158,11 +129,11 @@ def _made(wanted: Path) -> Path:
     raise FileExistsError("No path is free.")
 
 
-class _Parts:
+class Parts:
     """Files ``part-00000.parquet``, … of which the last is written again until it is full."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.path = folder
         self.rows = 0
         """How many are in the files."""
         self._waiting = _Columns()
@@ -190,22 +161,25 @@ class _Parts:
         if sum(map(len, self._tables)) >= _PART:
             self._number, self._tables = self._number + 1, []
 
+    def close(self) -> None:
+        """No more will come."""
+        self.flush()
+
     def _save(self, tables: list[Any]) -> None:
         """Write the last file beside, then put it in its place. A name with a dot in front is skipped by readers."""
         import pyarrow
         from pyarrow import parquet
 
         name = f"part-{self._number:05d}.parquet"
-        beside = self.folder / f".{name}.tmp"
+        beside = self.path / f".{name}.tmp"
         parquet.write_table(pyarrow.concat_tables(tables), beside, compression="zstd")
-        os.replace(beside, self.folder / name)
+        os.replace(beside, self.path / name)
 
-    def cut(self, count: int) -> int:
-        """Keep that many rows; how many there are then."""
+    def cut(self, count: int) -> None:
+        """Keep that many rows, if there are as many."""
         from pyarrow import parquet
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(self.folder.glob("part-*.parquet")):
+        for file in sorted(self.path.glob("part-*.parquet")):
             there = parquet.read_metadata(file).num_rows
             keep = min(there, count - self.rows)
             if keep <= 0:
@@ -216,7 +190,6 @@ class _Parts:
                 self._tables = [parquet.read_table(file, partitioning=None).slice(0, keep)]
                 self._save(self._tables)
             self.rows += max(keep, 0)
-        return self.rows
 
 
 def _table(columns: Mapping[str, list[Any]]) -> Any:

@@ -44,6 +44,10 @@ class RunContext:
         """What tells this run from others."""
         return tuple(None if self.known.get(key) is None else str(self.known[key]) for key in _WHICH)
 
+    def adds_to(self, before: tuple[Any, ...]) -> bool:
+        """Whether what was known of the run before still holds."""
+        return all(old in (None, new) for old, new in zip(before, self.which(), strict=True))
+
     @property
     def strategy(self) -> str | None:
         """Which of the runs that an experiment makes."""

@@ -11,7 +11,6 @@ import importlib.util
 import time
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from hookline.errors import HooklineWarning, MissingPackageError
@@ -66,8 +65,9 @@ class RunSink(MetricSink):
 
     def set_run_context(self, **context: Any) -> None:
         """Another run may begin: then the one before is closed."""
+        before = self._context.which()
         begins = self._context.update(context)
-        if begins and not self._resumed:
+        if begins and not (self._resumed and self._context.adds_to(before)):
             self._end_run()
         self._resumed = False
 
@@ -83,11 +83,6 @@ class RunSink(MetricSink):
         """Whether this is a replay (a context with ``replay=True``): then nothing that the run itself has written to is
         gone on with."""
         return bool(self._context.known.get("replay"))
-
-    def _kept(self, path: str, place: Path | None) -> Path:
-        """What a checkpoint calls ``path``, in the folder where it is now: a run may have been moved, or copied."""
-        here = None if place is None else place.parent / Path(path).name
-        return here if here is not None and here.exists() else Path(path)
 
     def _drop(self, remedy: str) -> None:
         if not self._told:
