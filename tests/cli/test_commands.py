@@ -123,7 +123,7 @@ def test_a_file_of_hooks_is_matched_against_a_model(capsys):
     assert run_here("check", "hooks.json", "--model", f"{EXPERIMENTS}:make_model") == 0
     out = capsys.readouterr().out
     assert "1.0, 1.1" in out
-    assert "warning: hook 'lost': No module matches '2.*'" in out
+    assert "warning: hook 'lost' would go nowhere: nothing matches '2.*'." in out
     assert "nothing" in out
 
 

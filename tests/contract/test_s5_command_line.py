@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 from helpers_cli import TINY, facts_of, records_of, run_here
 
 from hookline.cli.choose import choose_hooks
-from hookline.cli.hooks import make_built_ins_known
 from hookline.cli.options import RunOptions, flat
-from hookline.hooks.registry import HookRegistry
+from hookline.dispatch.registry import HookRegistry
 
 QUIET = ("--silent", "--no-report", "--epochs", "1")
 FOLDER = Path("runs/tiny/forward")
@@ -29,7 +28,6 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("_classes", "_paths", "groups", "_broken"):
         monkeypatch.setattr(HookRegistry, name, dict(getattr(HookRegistry, name)))
-    make_built_ins_known()
     yield
     sys.modules.pop("experiments", None)
 

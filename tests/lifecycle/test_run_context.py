@@ -14,6 +14,7 @@ from hookline.lifecycle.run_context import RunDataContext
 FIELDS = [
     *("hook_point", "epoch", "step", "model", "config", "loader", "batch_idx", "batch_data"),
     *("loss", "train_acc", "val_acc", "lr", "accumulated_grads", "prev_step_grads", "target_grad", "profiler"),
+    "eval_metrics",
 ]
 
 

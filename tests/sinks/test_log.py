@@ -374,7 +374,7 @@ def test_two_processes_do_not_write_one_log(tmp_path):
     first.stdout.readline()
     list(read_log(path))  # who reads it does not set it free
     with pytest.raises(
-        OptionError, match=r"is being written by another process.*a folder of its own, or end the other"
+        OptionError, match=r"is being written already, here or by another process.*this run a folder of its own"
     ):
         RecordLog(path)
     first.kill()

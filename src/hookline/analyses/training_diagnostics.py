@@ -88,9 +88,9 @@ class TrainingDiagnosticsHook(Analysis):
 
     def _keep(self, numbers: tuple[Any, ...], like: Tensor) -> None:
         if self.values is None:
-            self.values = like.new_empty(len(numbers), _ROOM, dtype=like.dtype)
+            self.values = like.new_zeros(len(numbers), _ROOM, dtype=like.dtype)
         elif self.count == self.values.shape[1]:
-            self.values = torch.cat((self.values, torch.empty_like(self.values)), dim=1)
+            self.values = torch.cat((self.values, torch.zeros_like(self.values)), dim=1)
         for row, number in enumerate(numbers):  # a fill each, which is no transfer
             self.values[row, self.count] = number
         self.count += 1

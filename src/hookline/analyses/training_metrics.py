@@ -53,13 +53,14 @@ class TrainingMetricsHook(Analysis):
                 "val_acc", "accuracy on validation data, when it is of now", "", "higher is better", "validation"
             ),
             MetricInfo("learning_rate", "of the first group of the optimizer", "η", "", "learning rate"),
+            MetricInfo("{metric}", "whatever else the evaluation found, under its own name"),
         ]
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """What there is; tensors stay on their device."""
         loss = figure(ctx, "loss")
         found = {
-            **(getattr(ctx, "eval_metrics", None) or {}),
+            **(ctx.eval_metrics or {}),
             "loss": loss,
             "perplexity": None if loss is None else _exp(loss),
             "train_acc": figure(ctx, "train_acc"),

@@ -67,11 +67,9 @@ def _check_run(path: str) -> None:
     from hookline.cli.choose import choose_hooks
     from hookline.cli.destinations import destinations
     from hookline.cli.hook_config import read_hook_config
-    from hookline.cli.hooks import make_built_ins_known
     from hookline.cli.request import first_look, read_request
     from hookline.cli.screen import messages
 
-    make_built_ins_known()
     request = read_request(*first_look([path]))
     options, found, settings = request.options, request.found, request.settings
     with messages():
@@ -116,13 +114,10 @@ def _patterns(spec: Any) -> Sequence[str]:
 def _matches(model: Any, spec: Any) -> str:
     if model is None:
         return "(no --model given)"
-    from hookline.errors import NoMatchError
-    from hookline.sites.find import find
+    from hookline.hooks.apply_specs import find_for
 
-    found: dict[str, None] = {}
-    for pattern in _patterns(spec):
-        try:
-            found |= dict.fromkeys(name or "(the model)" for name in find(model, pattern, exclude=spec.exclude).names)
-        except NoMatchError as error:
-            tell(f"warning: hook {spec.name!r}: {error}")
-    return ", ".join(found) or "nothing"
+    places = find_for(model, spec)
+    if places is None:
+        tell(f"warning: hook {spec.name!r} would go nowhere: nothing matches {', '.join(map(repr, _patterns(spec)))}.")
+        return "nothing"
+    return ", ".join(name or "(the model)" for name in places.names)

@@ -27,7 +27,7 @@ def choose_hooks(
         hook_sets: The groups of the experiment.
         experiment: Its name, for messages.
     """
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry
 
     found = [] if group is None else _of_group(group, hook_sets, experiment)
     found += HookRegistry.resolve([known_name(name) for name in names or ()])
@@ -37,7 +37,7 @@ def choose_hooks(
 
 
 def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: str) -> list[str]:
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry
 
     if not hook_sets:
         raise HookNameError(
@@ -52,7 +52,7 @@ def known_name(name: str) -> str:
     """The name; of a hook in a file or a module, the name it is registered by from now on."""
     if ":" not in name:
         return name
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry
     from hookline.hooks.training_hook import TrainingHook
 
     found = load_object(name, wanted="a hook")

@@ -85,7 +85,7 @@ def _check_reference(name: str) -> None:
 
 def _parameter(hook: str, name: str, hooks: Sequence[str]) -> tuple[inspect.Parameter, Any]:
     """What the hook's signature says of an argument."""
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry
 
     known = HookRegistry.known()
     if hook not in known:

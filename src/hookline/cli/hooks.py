@@ -15,7 +15,7 @@ from hookline.cli.failures import DONE
 from hookline.cli.parse import parse
 from hookline.cli.show import print_table, tell
 
-__all__ = ["HooksOptions", "command", "describe_hooks", "list_hooks", "make_built_ins_known"]
+__all__ = ["HooksOptions", "command", "describe_hooks", "list_hooks"]
 
 
 @dataclass
@@ -37,19 +37,11 @@ def command(arguments: Sequence[str]) -> int:
     return describe_hooks(options.names) if options.names else list_hooks()
 
 
-def make_built_ins_known() -> None:
-    """Have the registry know the hooks that come with hookline."""
-    from hookline.analyses import register_built_ins
-
-    register_built_ins()
-
-
 def list_hooks() -> int:
     """All hooks, those for debugging included, and those that cannot be loaded passed over with a warning."""
     from hookline.cli.screen import messages
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry
 
-    make_built_ins_known()
     with messages():
         known = HookRegistry.get_all_info()
     rows = [
@@ -74,9 +66,8 @@ def describe_hooks(names: Sequence[str]) -> int:
     """What each hook is made of, and what its metrics mean; all but those for debugging if none is named."""
     from hookline.cli.choose import known_name
     from hookline.cli.screen import messages
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry
 
-    make_built_ins_known()
     with messages():
         found = HookRegistry.resolve([known_name(name) for name in names]) if names else HookRegistry.list_all()
         for name in found:
@@ -85,7 +76,7 @@ def describe_hooks(names: Sequence[str]) -> int:
 
 
 def _describe(name: str) -> None:
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry
 
     info = HookRegistry.get_all_info()[name]
     tell(f"{name}: {info['description']}")

@@ -57,9 +57,7 @@ def _show_hooks(options: Any) -> int:
 
 def _prepare(request: Request, arguments: Sequence[str]) -> Prepared:
     """Everything that can be wrong is found out here, before anything is trained or written."""
-    from hookline.cli.hooks import make_built_ins_known
 
-    make_built_ins_known()
     options, found, settings = request.options, request.found, request.settings
     names = choose_hooks(options.hook.with_hooks, options.hook.hooks, found.hook_sets, found.name)
     _check_every(options.checkpoint.save_checkpoints, options.checkpoint.validate_checkpoints)

@@ -100,6 +100,8 @@ class RunDataContext:
     """A gradient to compare with, if the experiment has one."""
     profiler: Any = None
     """For timing parts of a hook: ``with ctx.profiler.section("svd"):``."""
+    eval_metrics: Mapping[str, Any] | None = None
+    """All that the experiment's evaluation found, if it was made just now."""
 
     # By hand: figures may be given as more than they read as, and this takes 1 µs where the one of a frozen dataclass
     # takes 3.
@@ -121,6 +123,7 @@ class RunDataContext:
         prev_step_grads: Mapping[str, Tensor] | None = None,
         target_grad: Mapping[str, Tensor] | None = None,
         profiler: Any = None,
+        eval_metrics: Mapping[str, Any] | None = None,
     ) -> None:
         given = locals()
         del given["self"]

@@ -130,6 +130,7 @@ class Contexts:
             prev_step_grads=demand.previous,
             target_grad=_target_finder(self._belongings, run),  # type: ignore[arg-type]
             profiler=self._manager.profiler,
+            eval_metrics=of_now or None,
         )
 
     def _model_context(self) -> ModelDataContext:

@@ -129,7 +129,7 @@ class Run:
         if self.manager is None or self.demand is None:
             self.step += 1
             return
-        self.manager.advance_step()
+        self.manager.advance_step(self.epoch if self.in_epochs else None)
         self.step = self.manager.global_step
         self.demand.begin_step(self.position)
 

@@ -27,7 +27,7 @@ from hookline.loops.own_state import OwnState
 from hookline.loops.settings import differences, plain
 from hookline.loops.signals import Interruption
 from hookline.loops.streams import set_streams, streams
-from hookline.loops.watch_state import load_watches, uncountable, watches
+from hookline.loops.trackers import uncountable
 from hookline.sites.receipt import outside
 from hookline.sites.signature import a_or_an
 
@@ -127,7 +127,6 @@ class Saving:
         if run.manager is not None:
             no_hooks = {"global_step": saved["run"]["step"], "hooks": {}, "step_metrics": {}}
             run.manager.load_state_dict(saved["manager"] or no_hooks)
-            load_watches(run.manager, saved["watches"] or {})
         if run.demand is not None and saved["demand"] is not None:
             run.demand.load_state_dict(saved["demand"])
         run.load_state_dict(saved["run"])
@@ -276,7 +275,6 @@ class Saving:
             "before_epoch": self._before_epoch() if within else None,
             "loader": self._position.save(within=within, begun=run.num_epochs > 0),
             "manager": None if manager is None else manager.state_dict(),
-            "watches": None if manager is None else watches(manager),
             "demand": None if run.demand is None else run.demand.state_dict(),
         }
 

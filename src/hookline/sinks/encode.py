@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, Final
 
-__all__ = ["Clean", "dumps", "finite", "loads", "restored"]
+__all__ = ["Clean", "dumps", "finite", "fit_text", "loads", "restored"]
 
 DEEPEST: Final = 64
 """Lists in lists beyond that become text; orjson stops at 254, the standard library at the stack's end."""
@@ -66,7 +66,7 @@ class Clean:
         """All metrics, by name."""
         found = {}
         for key, value in metrics.items():
-            name = _text(key)
+            name = fit_text(key)
             before = self._changed
             self._changed = name != key
             found[name], flag = self._value(value, 0)
@@ -126,14 +126,14 @@ class Clean:
     def _dict(self, values: Mapping[Any, Any], depth: int) -> tuple[dict[str, Any], Any]:
         found, flags = {}, {}
         for key, value in values.items():
-            name = _text(key)
+            name = fit_text(key)
             found[name], flag = self._value(value, depth + 1)
             if flag is not None:
                 flags[name] = flag
         return found, flags or None
 
     def _string(self, value: str) -> str:
-        fit = _text(value)
+        fit = fit_text(value)
         self._changed = self._changed or fit != value
         return fit
 
@@ -148,7 +148,7 @@ class Clean:
     def _as_text(self, value: Any) -> str:
         self._changed = True
         try:
-            return _text(str(value)[:LONGEST])
+            return fit_text(str(value)[:LONGEST])
         except Exception:
             return f"({type(value).__name__})"
 
@@ -164,7 +164,7 @@ def _word(value: float) -> str:
     return "nan" if value != value else "inf" if value > 0 else "-inf"
 
 
-def _text(value: Any) -> str:
+def fit_text(value: Any) -> str:
     """A name, or text, as UTF-8 has it: half a surrogate pair is spelled out."""
     try:
         text = value if type(value) is str else str(value)

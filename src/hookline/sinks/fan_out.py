@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import HooklineWarning, MissingPackageError, OptionError
 from hookline.sinks.helper_process import HelperProcess, sink_spec
 from hookline.sinks.keeper import LogKeeper
 from hookline.sinks.log import RecordLog
+from hookline.sinks.quick import QuickSink
 from hookline.sinks.record import Record, own_rank
-from hookline.sinks.sink import MetricSink
+from hookline.sinks.sink import check_sink
 from hookline.sinks.tell import Teller, a_or_an
 
 __all__ = ["FanOut"]
@@ -51,7 +52,7 @@ class FanOut:
         self._helper: HelperProcess | None = None
         self.sinks: list[Any] = []
         """All of them, as given; those that are slow only say here what they are made of."""
-        self._quick: list[tuple[str, Any]] = []
+        self._quick: list[QuickSink] = []
         self._names: Counter[str] = Counter()
         self.is_empty = log is None
         """Whether there is nobody to hand a record to; looked at in every firing."""
@@ -72,11 +73,7 @@ class FanOut:
 
     def add(self, sink: Any) -> None:
         """One more sink, from now on."""
-        if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
-            raise OptionError(
-                f"sinks= takes objects with emit(metrics, epoch, hook_point), such as MemorySink(); got "
-                f"{a_or_an(sink)}."
-            )
+        check_sink(sink, "sinks= takes objects")
         name = self._named(sink)
         self.sinks.append(sink)
         self.is_empty = False
@@ -89,7 +86,7 @@ class FanOut:
                 f"here {name}",
                 f"{name} is slow, and runs in this process all the same, where it holds the training up: {spec}.",
             )
-        self._quick.append((name, sink))
+        self._quick.append(QuickSink(name, sink))
 
     def write(self, record: Record) -> None:
         """Hand a record to the log and to every sink, unless there is nothing in it."""
@@ -97,14 +94,11 @@ class FanOut:
             return
         if self._keeper is not None:
             record = self._keeper.append(record)
-        for name, sink in self._quick:
+        for sink in self._quick:
             try:
-                if isinstance(sink, MetricSink):
-                    sink.write(record)
-                else:
-                    sink.emit(dict(record.metrics), record.epoch, record.hook_point)
+                sink.give(record)
             except Exception as error:
-                self._note(name, "take metrics", error)
+                self._note(sink.name, "take metrics", error)
         if self._helper is not None:
             self._helper.go()
 
@@ -113,35 +107,44 @@ class FanOut:
         context = {**(context or {}), **more}
         if self._keeper is not None:
             self._keeper.append_context(context)
-        self._each("begin another run", lambda sink: _call(sink, "set_run_context", **context))
+        self._give_up()
+        self._each("begin another run", lambda sink: sink.call("set_run_context", **context))
 
     def flush(self) -> None:
         """Have everything written: the log on the disk, and what sinks hold back. Waits for slow sinks."""
-        if self._keeper is not None:
-            self._keeper.flush()
-        self._each("flush", lambda sink: _call(sink, "flush"))
+        self._flush_here()
         if self._helper is not None and self._keeper is not None:
             self._helper.flush(self._keeper.number)
 
+    def _flush_here(self) -> None:
+        if self._keeper is not None:
+            self._keeper.flush()
+        self._each("take metrics", QuickSink.hurry)
+        self._each("flush", lambda sink: sink.call("flush"))
+
     def close(self) -> None:
         """Flush, and let go of files and processes; once or more often."""
-        self.flush()
-        self._each("close", lambda sink: _call(sink, "close"))
-        if self._keeper is not None:
-            self._keeper.close()
-        used = self._helper is not None and self._helper.close()
-        if self._keeper is not None and not used:
+        # Slow sinks come last: whoever does not want to wait for them and interrupts has everything else closed.
+        self._flush_here()
+        self._give_up()
+        self._each("close", lambda sink: sink.call("close"))
+        if self._keeper is None:
+            return
+        self._keeper.close()
+        if self._helper is not None:
+            self._helper.flush(self._keeper.number)
+        if self._helper is None or not self._helper.close():
             self._keeper.remove()  # else the helper process takes a temporary log away, when everything is delivered
 
     def state_dict(self) -> dict[str, Any]:
         """What to go back to when a run is resumed from now: of the log, and of each sink of this process."""
         states: dict[str, Any] = {}
-        for name, sink in self._quick:
+        for quick in self._quick:
             try:
-                if hasattr(sink, "state_dict"):
-                    states[name] = sink.state_dict()
+                if hasattr(quick.sink, "state_dict"):
+                    states[quick.name] = quick.sink.state_dict()
             except Exception as error:
-                self._note(name, "say how far it is", error)
+                self._note(quick.name, "say how far it is", error)
         return {"log": {} if self._keeper is None else self._keeper.state_dict(), "sinks": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -149,12 +152,14 @@ class FanOut:
         if self._keeper is not None:
             self._keeper.load_state_dict(state.get("log", {}))
         states = state.get("sinks", {})
-        for name, sink in self._quick:
-            if name in states and hasattr(sink, "load_state_dict"):
+        for sink in self._quick:
+            sink.give_up()
+            if sink.name in states:
                 try:
-                    sink.load_state_dict(states[name])
+                    if hasattr(sink.sink, "load_state_dict"):
+                        sink.sink.load_state_dict(states[sink.name])
                 except Exception as error:
-                    self._note(name, "go back to where it was", error)
+                    self._note(sink.name, "go back to where it was", error)
         if self._helper is not None:
             self._helper.seek()
 
@@ -187,12 +192,22 @@ class FanOut:
             self._helper = HelperProcess(self._keeper, self._teller, self._patience)
         self._helper.add(spec)
 
-    def _each(self, what: str, act: Callable[[Any], None]) -> None:
-        for name, sink in self._quick:
+    def _each(self, what: str, act: Callable[[QuickSink], None]) -> None:
+        for sink in self._quick:
             try:
                 act(sink)
             except Exception as error:
-                self._note(name, what, error)
+                self._note(sink.name, what, error)
+
+    def _give_up(self) -> None:
+        """What sinks could not take of the run that is over; once more at once."""
+        self._each("take metrics", QuickSink.hurry)
+        for sink in self._quick:
+            if lost := sink.give_up():
+                where = "the log has them: hookline replay" if self._keeper is not None else "there is no log"
+                self._teller.once(
+                    f"lost {sink.name} {lost}", f"{sink.name} could not take {lost:,} records of the run; {where}."
+                )
 
     def _note(self, name: str, what: str, error: Exception) -> None:
         self._teller.counts[name] += 1
@@ -201,7 +216,11 @@ class FanOut:
             "Further failures are counted in manager.sink_errors."
         )
         if self._teller.once(name, sentence):
-            logger.exception("%s could not %s; the run goes on", name, what)
+            # Of a full disk or a missing package the sentence says it all; of a mistake in a sink, the place is wanted.
+            told = isinstance(error, OSError | OptionError | MissingPackageError)
+            logger.log(
+                logging.INFO if told else logging.ERROR, "%s could not %s; the run goes on", name, what, exc_info=error
+            )
 
 
 def _of_rank(log: str | Path | RecordLog) -> Path | RecordLog:
@@ -210,8 +229,3 @@ def _of_rank(log: str | Path | RecordLog) -> Path | RecordLog:
         return log
     path, rank = Path(log), own_rank()
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
-
-
-def _call(sink: Any, method: str, **arguments: Any) -> None:
-    if hasattr(sink, method):
-        getattr(sink, method)(**arguments)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hookline.sinks.encode import DEEPEST, Clean, dumps
+from hookline.sinks.encode import fit_text as clean
 from hookline.sinks.record import Record, StepSeries
 
 __all__ = ["Point", "axis", "clean", "json_text", "number", "numbers", "plain", "points", "renamed", "summary"]
@@ -70,11 +71,6 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def clean(text: str) -> str:
-    """A text that UTF-8 can hold: half a surrogate pair is escaped."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def number(value: Any) -> float | None:
     """A number as a float (an int beyond all floats is infinite), None for what is none."""
     if not isinstance(value, (bool, int, float)):
@@ -120,9 +116,9 @@ def _finite(values: list[float]) -> bool:
 
 def json_text(value: Any) -> str:
     """A value as strict JSON, with NaN and infinities as the strings "nan", "inf", "-inf"."""
-    clean = Clean()
-    found = clean.mapping({"": value})[""]
-    return dumps(_spelled(found, clean.flags.get(""))).decode("utf-8")
+    fit = Clean()
+    found = fit.mapping({"": value})[""]
+    return dumps(_spelled(found, fit.flags.get(""))).decode("utf-8")
 
 
 def _spelled(value: Any, flag: Any) -> Any:

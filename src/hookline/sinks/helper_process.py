@@ -18,12 +18,14 @@ from typing import IO, Any, Final
 from hookline.sinks.encode import Clean, dumps, loads
 from hookline.sinks.keeper import BackOff, LogKeeper
 from hookline.sinks.position import read_position
-from hookline.sinks.tell import Teller
+from hookline.sinks.tell import Teller, say
 
 __all__ = ["HelperProcess", "sink_spec"]
 
 _LOOK_EVERY: Final = 0.25
 """Seconds between looks at what the process says: a look costs two system calls."""
+_QUIET: Final = 1.5
+"""Seconds of waiting before it is said what for: MLflow alone takes ten to import."""
 _HASTY: Final = 1.0
 """Seconds to wait for sinks that have made the run wait in vain before."""
 
@@ -127,9 +129,7 @@ class HelperProcess:
         self._say({"end": True})
         if process.stdin is not None:
             process.stdin.close()
-        try:
-            process.wait(_HASTY if self._kept_waiting else self._patience)
-        except subprocess.TimeoutExpired:
+        if not self._has_ended(process):
             self._teller.once(
                 "ending",
                 f"The process of the slow sinks (pid {process.pid}) is still at work; it goes on by itself, and ends "
@@ -138,6 +138,17 @@ class HelperProcess:
         self.look()
         self._let_go()
         return True
+
+    def _has_ended(self, process: subprocess.Popen[bytes]) -> bool:
+        """Wait for its end; not for ever."""
+        patience = _HASTY if self._kept_waiting else self._patience
+        for seconds in (min(_QUIET, patience), max(patience - _QUIET, 0.0)):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+                return True
+            if seconds == _QUIET:
+                say(f"{', '.join(self._names())} let go of what they hold; waiting for that {self._at_most(patience)}.")
+        return False
 
     # -- the process ---------------------------------------------------------------------------------------------
 
@@ -227,6 +238,7 @@ class HelperProcess:
 
     def _wait_for(self, number: int, patience: float) -> bool:
         deadline = time.monotonic() + patience
+        quiet_until: float | None = time.monotonic() + _QUIET
         asked_of = None
         while True:
             if self._process is not None and asked_of is not self._process:
@@ -238,11 +250,25 @@ class HelperProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
+            if quiet_until is not None and time.monotonic() > quiet_until:
+                quiet_until = None
+                self._say_who_is_awaited(number, left)
             if self._process is None or self._process.poll() is not None:
                 self._begin()
                 time.sleep(min(left, 0.05))
             else:
                 time.sleep(min(left, 0.005))
+
+    def _say_who_is_awaited(self, number: int, left: float) -> None:
+        behind = self._behind(number)
+        words = ", ".join(f"{name} ({count:,} of {number:,} records to go)" for name, count in behind.items())
+        say(f"waiting {self._at_most(left)} for {words or 'slow sinks'}.")
+
+    def _at_most(self, seconds: float) -> str:
+        return f"up to {seconds:.0f} s (Ctrl-C: they go on by themselves)"
+
+    def _names(self) -> list[str]:
+        return [spec["name"] for spec in self._specs]
 
     def _behind(self, number: int) -> dict[str, int]:
         found = {}

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from hookline.sinks.encode import Clean, dumps, finite
 from hookline.sinks.lines import LineFile, size_of
+from hookline.sinks.paths import candidates
 from hookline.sinks.record import Record, StepSeries
 from hookline.sinks.run_sink import RunSink
 
@@ -54,6 +55,8 @@ class JSONLSink(RunSink):
     def _opened(self) -> LineFile | None:
         if self._file is None:
             path = self.path or self._context.file(".jsonl")
+            if path is not None and self._is_copy:  # not after what the run itself has written
+                path = next(free for free in candidates(path) if not free.exists())
             self._file = None if path is None else LineFile(path)
         return self._file
 

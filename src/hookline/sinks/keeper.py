@@ -152,7 +152,9 @@ class LogKeeper:
 
     def state_dict(self) -> dict[str, Any]:
         """What to go back to when a run is resumed from now."""
-        return self._ready.state_dict() if self._is_ready() else {}
+        self._is_ready()
+        # On a full disk too: what is written later must go, or it is there twice.
+        return {} if self._log is None else self._log.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cut the log back."""

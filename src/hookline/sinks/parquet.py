@@ -143,11 +143,12 @@ class Parts:
 
     def add(self, record: Record) -> None:
         """Rows that wait, and are written if there are many or they have waited long."""
+        # Written first, then taken in: a record that comes again, as the disk was full, must not be there twice.
+        if len(self._waiting) >= _PART or time.monotonic() - self._since >= _SECONDS:
+            self.flush()
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting.add(record)
-        if len(self._waiting) >= _PART or time.monotonic() - self._since >= _SECONDS:
-            self.flush()
 
     def flush(self) -> None:
         """Write what waits."""

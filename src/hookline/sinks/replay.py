@@ -9,11 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hookline.errors import OptionError
 from hookline.sinks.log import Context, read_log
-from hookline.sinks.record import Record
-from hookline.sinks.sink import MetricSink
-from hookline.sinks.tell import a_or_an
+from hookline.sinks.sink import check_sink, hand
 
 __all__ = ["replay"]
 
@@ -39,7 +36,7 @@ def replay(
         context: What the sink is told of the run besides, or instead: ``{"run_dir": elsewhere}``.
         progress: Called after each record with how many there have been.
     """
-    _check(sink)
+    check_sink(sink, "replay() takes a sink, an object")
     count = 0
     tells = getattr(sink, "set_run_context", None)
     given = {"replay": True, **(context or {})}  # some sinks would go on with the run itself otherwise
@@ -50,7 +47,7 @@ def replay(
             if tells is not None:
                 tells(**{**found.context, **given})
             continue
-        _hand(sink, found)
+        hand(sink, found)
         count += 1
         if progress is not None:
             progress(count)
@@ -58,17 +55,3 @@ def replay(
         if hasattr(sink, method):
             getattr(sink, method)()
     return count
-
-
-def _check(sink: Any) -> None:
-    if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
-        raise OptionError(
-            f"replay() takes a sink, an object with emit(metrics, epoch, hook_point); got {a_or_an(sink)}."
-        )
-
-
-def _hand(sink: Any, record: Record) -> None:
-    if isinstance(sink, MetricSink):
-        sink.write(record)
-    else:
-        sink.emit(dict(record.metrics), record.epoch, record.hook_point)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -66,13 +67,14 @@ class RowSink(RunSink, Generic[Kind]):
 
     def state_dict(self) -> dict[str, Any]:
         """Which file, and how many rows of it; before the first row the file is made, so that it is known later."""
-        self.flush()
+        with suppress(OSError):  # on a full disk, as many as there are; that it is full is said by the next record
+            self.flush()
         rows = self._rows if self._left else self._opened()
         return dict(self._left) if rows is None else {"path": str(rows.path), "rows": rows.rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with that file, after that many rows; later ones are cut off."""
-        self._rows, self._left = None, {}
+        self._end_run()
         if not state:
             return
         path, count = self._kept(state["path"], self._place()), int(state["rows"])
@@ -91,7 +93,11 @@ class RowSink(RunSink, Generic[Kind]):
         return here if here is not None and here.exists() else Path(path)
 
     def _end_run(self) -> None:
-        rows, self._rows, self._left = self._rows, None, {}  # also if closing fails: rows of another run must not follow
+        rows, self._rows, self._left = (
+            self._rows,
+            None,
+            {},
+        )  # also if closing fails: rows of another run must not follow
         if rows is not None:
             rows.close()
 

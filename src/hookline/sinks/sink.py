@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hookline.errors import OptionError
+from hookline.sinks.tell import a_or_an
+
 if TYPE_CHECKING:
     from hookline.sinks.record import Record
 
-__all__ = ["MetricSink"]
+__all__ = ["MetricSink", "check_sink", "hand"]
 
 
 class MetricSink:
@@ -58,3 +61,17 @@ class MetricSink:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave: what was written after that goes."""
+
+
+def check_sink(sink: Any, asked: str) -> None:
+    """Raise unless this is an object with ``emit``; ``asked`` says who takes one."""
+    if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
+        raise OptionError(f"{asked} with emit(metrics, epoch, hook_point), such as MemorySink(); got {a_or_an(sink)}.")
+
+
+def hand(sink: Any, record: Record) -> None:
+    """Give a record to a sink, which may be one that knows ``emit`` alone."""
+    if isinstance(sink, MetricSink):
+        sink.write(record)
+    else:
+        sink.emit(dict(record.metrics), record.epoch, record.hook_point)

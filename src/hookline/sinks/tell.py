@@ -6,12 +6,14 @@ Takes sentences from the fan-out and its helper process, warns the user in ``tel
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections import Counter
+from contextlib import suppress
 
 from hookline.errors import HooklineWarning
 
-__all__ = ["Teller", "a_or_an"]
+__all__ = ["Teller", "a_or_an", "say"]
 
 
 class Teller:
@@ -35,6 +37,13 @@ class Teller:
         """Warn of what is new."""
         while self._untold:
             warnings.warn(self._untold.pop(0), HooklineWarning, stacklevel=_outside())
+
+
+def say(sentence: str) -> None:
+    """A line for who sits before the screen: no warning, as nothing is wrong."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # closed
+            print(f"hookline: {sentence}", file=sys.stderr, flush=True)
 
 
 def _outside() -> int:

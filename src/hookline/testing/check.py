@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from hookline.dispatch.registry import HookRegistry
 from hookline.errors import HookCheckError, HooklineError, HooksLeftError
 from hookline.hooks.check import make_hook
-from hookline.hooks.registry import HookRegistry
 from hookline.hooks.training_hook import InterventionHook, TrainingHook
 from hookline.lifecycle.point import HookPoint
 from hookline.loops import checkpoint_file

@@ -59,7 +59,7 @@ def test_a_watch_goes_on_from_its_state(name: str) -> None:
 
 def test_steps_counted_by_hand_stay_so() -> None:
     """``watch.step()`` was called before, so a forward is none."""
-    model, _, watch = _made({"every": 2})
+    _, _, watch = _made({"every": 2})
     watch.step()
     watch.step()
     _, _, resumed = _made({"every": 2})
