@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from attaching import attaching, importing, twelve
 from capturing import capturing
 from compiled import compiled
+from csv_columns import csv_columns
 from emitting import emitting, emitting_five
 from firing import backward, capture, everywhere, forward, removed, single
 from functions import functions, operators, profiling
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "managing": managing,
     "emitting": emitting,
     "emitting_five": emitting_five,
+    "csv_columns": csv_columns,
     "guarding": guarding,
     "guarding_large": guarding_large,
     "attaching": attaching,

@@ -27,12 +27,24 @@ __all__ = [
     "token_experiment",
 ]
 
-OBSERVERS = [
-    name
-    for name in analyses.BUILT_IN
-    if name not in ("hessian", "adam_dynamics", "counterfactual", "counterfactual_validator")
-]
+INTERVENTIONS = (
+    "hessian",
+    "hessian_spectrum",
+    "loss_landscape",
+    "paired_step",
+    "adam_dynamics",
+    "counterfactual",
+    "counterfactual_validator",
+)
+OBSERVERS = [name for name in analyses.BUILT_IN if name not in INTERVENTIONS]
 P, WIDTH = 11, 8
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradient_noise_scale": {"steps": 2},
+    "relu_activations": {"targets": "hidden"},
+    "saturated_activations": {"targets": "out", "saturation_threshold": 0.2},
+    "relu_gradient_flow": {"targets": "hidden"},
+}
+"""For hooks that would find nothing in the model, whose ReLU is a function, or not report in a few steps."""
 
 
 class TokenModel(nn.Module):
@@ -94,7 +106,8 @@ def left_by(experiment: hl.Experiment) -> dict[str, Tensor]:
 
 
 def made(name: str, **options: Any) -> Any:
-    """A built-in hook by its name."""
+    """A built-in hook by its name, with options that give it something to do in `TokenModel`."""
+    options = OPTIONS.get(name, {}) | options
     return getattr(analyses, analyses.BUILT_IN[name].partition(":")[2])(**options)
 
 

@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from helpers_analyses import OBSERVERS, context, left_by, made, new_manager, random_grads, token_experiment
+from helpers_analyses import OBSERVERS, OPTIONS, context, left_by, made, new_manager, random_grads, token_experiment
 from helpers_training import differences
 from torch import nn
 
@@ -126,7 +126,7 @@ def test_state_is_all_that_a_hook_knows(name):
         found.append(numbers(again.compute(report(again, twin, 13)) or {}))
         again.finish()
     assert found[0] == found[1] != {}
-    if name not in (*STATELESS, "fourier"):  # which has found no frequency here
+    if name not in (*STATELESS, "fourier", "relu_gradient_flow"):  # no frequency; a gradient through every unit
         assert found[2] != found[0]
 
 
@@ -208,6 +208,7 @@ GRADIENT_METRICS = {
     "batch_dynamics": "effective_rank",
     "weight_tracking": "mean_grad_weight_align",
     "training_diagnostics": "grad_norm_mean",
+    "gradient_noise_scale": "signal",
     "gradient_projection": "overall_grad_cossim_to_solution",
     "subspace_gradient_info": "participation_ratio",
     "token_gradient": "gradient_gini",
@@ -282,7 +283,7 @@ def test_every_observer_takes_any_model(label):
         model = MODELS[label]()
         real = {key: p for key, p in model.named_parameters() if not isinstance(p, nn.UninitializedParameter)}
         grads = {key: torch.randn_like(p) for key, p in real.items() if p.requires_grad}
-        hook = made(name)
+        hook = made(name, targets=None) if "targets" in OPTIONS.get(name, {}) else made(name)
         hook.set_reference_weights({key: p.detach() + 1 for key, p in real.items()})
         told[name] = 0
         for _ in range(2):
@@ -314,7 +315,11 @@ def test_every_metric_is_described_and_every_hook_says_what_it_is(run):
         assert infos
         assert all(info.description and not info.name.startswith(f"{name}/") for info in infos)
         patterns = [re.sub(r"\\\{\w+\\\}", ".+", re.escape(info.name)) for info in infos]
-        emitted = [metric.partition("/")[2] for metric in sink.latest if metric.startswith(f"{name}/")]
+        others = tuple(root for other in manager.hooks.values() if other is not hook for root in other.roots)
+        mine = [metric for metric in sink.latest if metric.startswith(f"{name}/") and not metric.startswith(others)]
+        rooted = [metric for metric in sink.latest if hook.roots and metric.startswith(hook.roots)]
+        assert rooted or not hook.roots
+        emitted = [metric.removeprefix(f"{name}/") for metric in mine] + rooted
         undescribed = [metric for metric in emitted if not any(re.fullmatch(pattern, metric) for pattern in patterns)]
         assert emitted and undescribed == [] if name != "stats" else emitted
 
@@ -378,5 +383,10 @@ def test_all_built_ins_are_known_by_name(own_registry):
 
 def test_listing_the_built_ins_takes_no_torch():
     """In a process of its own."""
-    code = "import sys, hookline.analyses as a; assert len(a.BUILT_IN) == 20; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, hookline.analyses as a; a.register_built_ins()\n"
+        "from hookline.hooks.registry import HookRegistry\n"
+        "assert set(HookRegistry.known()) >= set(a.BUILT_IN) and len(a.BUILT_IN) >= 25\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

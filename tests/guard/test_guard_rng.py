@@ -7,8 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from hookline.guard.rng import RandomStates, kept_rng
+import hookline as hl
+from hookline.guard.rng import RandomStates, hook_stream, kept_rng, set_hook_stream
 
 
 def _draw_all(generators=()) -> list[float]:
@@ -139,3 +141,41 @@ def test_what_has_moved_is_named():
     np.random.rand()
     generators[1].random()
     assert states.changed() == ["random stream of NumPy", "generator 1 (Generator)"]
+
+
+def test_hooks_of_equal_runs_in_one_process_draw_the_same():
+    """The stream that NumPy is lent begins anew with each run, also for blocks inside blocks; not within one."""
+
+    class Draws(hl.TrainingHook):
+        name = "draws"
+        hook_points = {hl.HookPoint.POST_STEP}
+
+        def compute(self, ctx):
+            with kept_rng():
+                inner = np.random.rand()
+            return {"outer": np.random.rand(), "inner": inner}
+
+    def drawn() -> dict[str, list[float]]:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model, sink = nn.Linear(2, 1), hl.MemorySink()
+        experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(4, 2)] * 3)
+        experiment.loss_fn = lambda model, batch: model(batch).mean()
+        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Draws()], sinks=[sink]))
+        return {name: list(sink.latest[name]) for name in ("draws/outer", "draws/inner")}
+
+    first = drawn()
+    assert drawn() == first
+    assert len({value for values in first.values() for value in values}) == 6
+
+
+def test_the_stream_that_hooks_draw_from_can_be_put_back():
+    """For checkpoints."""
+    with kept_rng():
+        np.random.rand()
+    state = hook_stream()
+    with kept_rng():
+        first = np.random.rand()
+    set_hook_stream(state)
+    with kept_rng():
+        assert np.random.rand() == first

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers_guard import Run, differing, portrait
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from hookline.errors import GuardError, NoMatchError, OptionError
 from hookline.guard.guard import Guard
@@ -440,3 +440,17 @@ def test_a_list_of_batches_is_data_too():
     context = ModelDataContext(nn.ReLU(), loader=list(range(20)))
     assert sorted(context.get_shuffled_loader()) == list(range(20))
     assert list(context.get_shuffled_loader()) != list(range(20))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loader_that_was_handed_a_batch_sampler_is_read_in_batches(drop_last):
+    """Such a loader has no batch size of its own; the generator of the sampler inside stays where it is."""
+    data = TensorDataset(torch.arange(10.0).reshape(10, 1))
+    generator = torch.Generator().manual_seed(4)
+    batches = BatchSampler(RandomSampler(data, generator=generator), 4, drop_last)
+    before = generator.get_state()
+    _, context = _small(loader=DataLoader(data, batch_sampler=batches))
+    read = [batch[0].flatten().tolist() for batch in context.get_shuffled_loader()]
+    assert [len(batch) for batch in read] == ([4, 4] if drop_last else [4, 4, 2])
+    assert len({value for batch in read for value in batch}) == sum(map(len, read))
+    assert torch.equal(generator.get_state(), before)

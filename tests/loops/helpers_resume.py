@@ -21,9 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
-from hookline.guard import rng
 from hookline.lifecycle.phase import phase
-from hookline.loops import loader_position, saving
+from hookline.loops import core_state, loader_position, saving
 from hookline.loops.checkpoints import Checkpoints
 
 __all__ = ["Sampled", "all_hooks", "make", "outcome", "read_points", "read_records", "train"]
@@ -170,7 +169,6 @@ class Everything(hl.Experiment):
 
 def make(folder: Path | None, workers: int = 0, **options: Any) -> tuple[Everything, hl.HookManager]:
     """The run; its log is in the folder."""
-    rng._Lent.stream = None  # what NumPy gives to hooks goes on through a process, and begins anew in another
     experiment = Everything(workers, **options)
     manager = hl.HookManager(hooks=all_hooks(experiment), log=None if folder is None else folder / "records.jsonl")
     return experiment, manager
@@ -227,7 +225,7 @@ def main(
     experiment, manager = make(folder, workers)
     experiment.pause, experiment.progress = pause, progress
     if forget:  # the negative control: streams are not put back
-        saving.set_streams = loader_position.set_streams = lambda *args: None
+        saving.set_streams = core_state.set_streams = loader_position.set_streams = lambda *args: None
     checkpoints = Checkpoints(folder / "checkpoints", every_steps=2)
     result = train(loop, experiment, manager, checkpoints=checkpoints, resume=True)
     manager.close()

@@ -18,6 +18,7 @@ from torch import nn
 import hookline as hl
 from hookline.errors import CheckpointError, ResumeError
 from hookline.loops import checkpoints as module
+from hookline.loops.checkpoint_file import write
 from hookline.loops.checkpoints import Checkpoints
 from hookline.loops.lock import FolderLock
 from hookline.loops.settings import differences as changed
@@ -229,11 +230,45 @@ def test_another_optimizer_or_loop_is_refused(tmp_path):
     with pytest.raises(ResumeError, match=r"groups of 2 and 4 parameters, and had groups of 6"):
         hl.epoch_loop(experiment, epochs=1, **options)
     experiment = rich_experiment()
+    experiment.optimizer = torch.optim.SGD(experiment.model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ResumeError, match=r"The optimizer is another one.*was AdamW and is SGD.*Nothing was"):
+        hl.epoch_loop(experiment, epochs=1, **options)
+    assert not experiment.optimizer.state
+    experiment = rich_experiment()
+    experiment.scheduler = torch.optim.lr_scheduler.ConstantLR(experiment.optimizer)
+    with pytest.raises(ResumeError, match=r"The scheduler is another one.*and is ConstantLR"):
+        hl.epoch_loop(experiment, epochs=1, **options)
+    experiment = rich_experiment()
     experiment.scheduler = None
     with pytest.raises(ResumeError, match="has one for scheduler"):
         hl.epoch_loop(experiment, epochs=1, **options)
     with pytest.raises(ResumeError, match=r"epoch loop.*step loop"):
         hl.step_loop(rich_experiment(), steps=1, **options)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    """A file is in the way; a lock cannot be made there, as in a folder that is read-only."""
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"go to .*file, and that folder cannot be made"):
+        hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path / "file"))
+    (tmp_path / "folder" / "lock").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"go to .*folder, and nothing can be written there"):
+        hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path / "folder"))
+
+
+def test_a_lazy_model_has_to_be_run_once_before(tmp_path):
+    """Said at the start."""
+    experiment = linear_experiment()
+    experiment.model = nn.LazyLinear(1)
+    with pytest.raises(CheckpointError, match=r"core\.model\.tensors\.weight: it has no numbers yet\. Next: run the"):
+        hl.epoch_loop(experiment, epochs=1, checkpoints=Checkpoints(tmp_path))
+
+
+def test_a_whole_file_that_is_no_run_is_refused(tmp_path):
+    """The format may hold any tree."""
+    write(tmp_path / "step_00000001.safetensors", {"made": {}, "loop": "epoch"})
+    with pytest.raises(ResumeError, match=r"no checkpoint of a run: it has no settings, run, core"):
+        hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path), resume=True)
 
 
 def test_another_torch_is_warned_of(tmp_path, monkeypatch):
@@ -283,7 +318,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
 def test_a_file_in_place_of_the_folder_is_an_error_at_the_start(tmp_path):
     """The system's own words."""
     (tmp_path / "run").write_text("")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(CheckpointError, match="cannot be made"):
         hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path / "run"))
 
 

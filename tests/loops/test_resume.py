@@ -5,18 +5,20 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_loops import differences, left_by, linear_experiment, rich_experiment
+from helpers_loops import differences, left_by, linear_experiment, rich_experiment, seed_everything
 from helpers_resume import Sampled, make, outcome, read_records, train
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 import hookline as hl
+from hookline.dispatch import recording
 from hookline.errors import ResumeError
 from hookline.loops.checkpoints import Checkpoints
 
@@ -346,6 +348,104 @@ def test_an_experiment_that_tells_its_own_state_is_asked(tmp_path):
 
     experiment, _ = stop_and_go(Own, tmp_path, (6,))
     assert (experiment.told, experiment.untold) == (15, 8)
+
+
+class Drifts(nn.Module):
+    """Draws from a generator of its own, and counts its calls in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.generator = torch.Generator().manual_seed(8)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return self.layer(x) * (1 + self.calls * 0.1) + torch.randn(3, generator=self.generator)
+
+
+class Counts(Sampled):
+    """Counts what is read of it."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads = self.reads + 1
+        x, y = super().__getitem__(index)
+        return x * (1 + self.reads * 0.01), y
+
+
+@pytest.mark.parametrize("stops", [(1,), (7, 11)])
+def test_what_modules_and_datasets_keep_besides_goes_on(stops, tmp_path):
+    """Generators and counters that are in no state dict."""
+
+    def make_experiment():
+        seed_everything()
+        model = Drifts()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return hl.Experiment(model, optimizer, DataLoader(Counts(8 * BATCHES), batch_size=8, shuffle=True))
+
+    expected, _ = uninterrupted(make_experiment)
+    experiment, _ = stop_and_go(make_experiment, tmp_path, stops)
+    assert differences(left_by(expected), left_by(experiment)) == []
+    assert experiment.model.calls == expected.model.calls == 15
+    assert torch.equal(experiment.model.generator.get_state(), expected.model.generator.get_state())
+
+
+def test_a_plain_object_that_is_written_to_goes_on(tmp_path):
+    """A dataclass on the experiment, in place; one that was exchanged for another cannot be, and is named."""
+
+    @dataclass
+    class Progress:
+        steps: int = 0
+        best: list[float] = field(default_factory=list)
+
+    class Own(hl.Experiment):
+        def __init__(self):
+            like = linear_experiment(batches=BATCHES)
+            super().__init__(like.model, like.optimizer, like.loader)
+            self.progress = self.same = Progress()
+
+        def train_step(self, batch):
+            result = super().train_step(batch)
+            self.progress.steps += 1
+            self.progress.best.append(float(result.loss))
+            return result
+
+    expected, _ = uninterrupted(Own)
+    experiment, _ = stop_and_go(Own, tmp_path / "in place", (6, 8))
+    assert experiment.progress == expected.progress
+    assert experiment.same is experiment.progress
+
+    class Exchanged(Own):
+        def train_step(self, batch):
+            self.progress = Progress(self.progress.steps + 1)
+            return hl.Experiment.train_step(self, batch)
+
+    with pytest.warns(hl.HooklineWarning, match=r"experiment\.progress has changed.*Progress"):
+        hl.epoch_loop(Exchanged(), epochs=1, checkpoints=Checkpoints(tmp_path / "exchanged"))
+
+
+def test_modules_may_record_in_an_evaluation_that_a_resumed_run_begins_with(tmp_path):
+    """Before its first step: the manager is in the step that was made last."""
+
+    class Evaluates(hl.Experiment):
+        def evaluate(self, model):
+            return {"mean": model(torch.ones(2, 2)).mean()}
+
+    def go_on(press: bool) -> hl.MemorySink:
+        like, sink = linear_experiment(batches=BATCHES), hl.MemorySink()
+        experiment = Evaluates(like.model, like.optimizer, like.loader)
+        experiment.model.register_forward_hook(lambda module, args, output: hl.record("seen", output.detach().mean()))
+        manager = hl.HookManager(hooks=[StopAt(BATCHES - 1 if press else -1)], sinks=[sink])
+        options = {"checkpoints": Checkpoints(tmp_path), "resume": True}
+        result = hl.epoch_loop(experiment, epochs=2, manager=manager, **options)
+        assert (result.interrupted is not None) is press
+        return sink
+
+    go_on(press=True)
+    recording.now(None)  # as in another process
+    assert "seen" in go_on(press=False).latest
 
 
 def test_what_was_not_changed_is_not_saved_and_what_cannot_be_is_named(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 from helpers_sinks import Slow, delivered, record, wait_until
 
 from hookline.errors import HooklineWarning
+from hookline.sinks import helper_process
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.log import read_log
 from hookline.sinks.position import position_path, read_position
@@ -353,3 +356,52 @@ def test_the_helper_imports_neither_torch_nor_numpy():
         assert not {"torch", "numpy"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_who_is_waited_for_is_said(tmp_path, capsys, monkeypatch):
+    """A run that waits for its slow sinks must not look as if it hung; a wait that is short is none to speak of."""
+    monkeypatch.setattr(helper_process, "_QUIET", 0.05)
+    down = tmp_path / "slow.txt.down"
+    down.write_text("OSError")
+    fan_out = FanOut([Slow(str(tmp_path / "slow.txt"))], log=tmp_path / "records.jsonl", patience=1.0)
+    fan_out.write(record(0))
+    fan_out.flush()
+    said = capsys.readouterr().err
+    assert re.search(r"hookline: waiting up to 1 s \(Ctrl-C: .*\) for Slow \(1 of 1 records to go\)\.\n", said)
+    down.unlink()
+    fan_out.close()
+    monkeypatch.setattr(helper_process, "_QUIET", 30.0)
+    capsys.readouterr()
+    with FanOut([Slow(str(tmp_path / "quick.txt"))], log=tmp_path / "quick.jsonl") as fan_out:
+        fan_out.write(record(0))
+    assert capsys.readouterr().err == ""
+
+
+def test_who_does_not_want_to_wait_loses_nothing(tmp_path, monkeypatch):
+    """Ctrl-C while slow sinks are waited for: everything else is closed by then, and the process goes on by itself."""
+    slow = tmp_path / "slow.txt"
+    memory = Closing()
+    fan_out = FanOut([memory, Slow(str(slow), delay=0.2)], log=tmp_path / "records.jsonl")
+    fan_out.write(record(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(helper_process.HelperProcess, "_wait_for", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fan_out.close()
+    assert memory.closed
+    assert not (tmp_path / ".records.jsonl.lock").exists()
+    del fan_out
+    gc.collect()
+    wait_until(lambda: any("closed" in line for line in delivered(slow)))
+    assert numbers(slow) == [0]
+
+
+class Closing(MetricSink):
+    """Knows whether it was closed."""
+
+    closed = False
+
+    def emit(self, metrics, epoch, hook_point) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        self.closed = True

@@ -83,3 +83,12 @@ def test_what_a_sink_raises_is_raised_and_no_log_is_an_error(run, tmp_path):
         replay(tmp_path / "nowhere", hl.MemorySink())
     with pytest.raises(OptionError, match=r"replay\(\) takes a sink"):
         replay(run, hl.MemorySink)
+
+
+def test_a_replay_into_the_folder_of_the_run_adds_nothing_to_its_files(run):
+    """A second one neither: each has a file of its own."""
+    for _ in range(2):
+        replay(run, hl.JSONLSink(), context={"run_dir": run, "strategy": "a"})
+        replay(run, hl.CSVSink(), context={"run_dir": run, "strategy": "a"})
+    assert [len((run / name).read_text().splitlines()) for name in ("a.jsonl", "a_1.jsonl")] == [3, 3]
+    assert (run / "a.csv").read_text() == (run / "a_1.csv").read_text()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.analyses._shared import Work, flatten, is_bias
+from hookline.analyses._shared import Work, flatten, is_bias, wide
 from hookline.guard.rng import kept_rng
 from hookline.hooks.training_hook import InterventionHook
 from hookline.lifecycle.schedule import StepSchedule
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.guard.model_context import ModelDataContext
+    from hookline.lifecycle.run_context import RunDataContext
 
 __all__ = [
     "Compared",
@@ -31,11 +32,13 @@ __all__ = [
     "by_parameter",
     "cosine",
     "joined",
+    "loss_on_batch",
     "norm",
     "numbers_of",
     "parameters_of",
     "ratio",
     "shuffled_epochs",
+    "step_of",
     "way_to_solution",
     "weight_names",
 ]
@@ -117,7 +120,7 @@ def way_to_solution(reference: Mapping[str, Tensor] | None, model: nn.Module) ->
         target = reference.get(name, reference.get(f"module.{name}"))
         if target is None or target.shape != parameter.shape:
             continue
-        way = target.detach().to(parameter.device, parameter.dtype) - parameter.detach()
+        way = wide(target).to(parameter.device) - wide(parameter)
         if bool((way != 0).any()):
             ways[name] = way
     return ways
@@ -128,6 +131,18 @@ def shuffled_epochs(model_ctx: ModelDataContext, count: int) -> Iterator[dict[st
     for _ in range(count):
         model_ctx.restore_pre_epoch()
         yield model_ctx.run_training_epoch(model_ctx.get_shuffled_loader(), step=True)
+
+
+def step_of(ctx: RunDataContext, hook: InterventionHook) -> int:
+    """Which step it is; in a loop of one's own that does not say so in the context, by the manager's count."""
+    return ctx.step if ctx.step is not None else int(getattr(hook.manager, "global_step", 0))
+
+
+def loss_on_batch(model_ctx: ModelDataContext, step: int) -> Tensor:
+    """The loss on the batch of the step in the mode that the model trains in, always with the same random numbers."""
+    loss_fn, batch = model_ctx._loss_of("loss_on_batch"), model_ctx._batch_for(None, "loss_on_batch")
+    with numbers_of(step), model_ctx._training(), torch.no_grad():
+        return loss_fn(model_ctx.model, batch).detach().float().reshape(())
 
 
 @contextmanager

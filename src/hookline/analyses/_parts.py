@@ -60,25 +60,36 @@ def embedding_or_off(hook: Analysis, model: nn.Module | None, name: str | None) 
 def decoder_of(model: nn.Module, embedding: nn.Parameter, num_tokens: int) -> tuple[str, Tensor] | None:
     """The last linear layer with an output for every token; none if it is the embedding itself."""
     found = None
-    for path, linear in _linears(model):
-        if linear.weight.shape[0] in (num_tokens, embedding.shape[0]) and linear.weight is not embedding:
-            found = f"{path}.weight", linear.weight
+    for path, linear in clean_modules(model):
+        weight = _matrix(linear)
+        if weight is not None and weight.shape[0] in (num_tokens, embedding.shape[0]) and weight is not embedding:
+            found = f"{path}.weight", weight
     return found
 
 
 def hidden_layers_of(model: nn.Module, embedding: nn.Parameter, decoder: Tensor | None) -> Iterator[Tensor]:
-    """First layers of MLPs: linear, from the width of the embedding to something wider, and no attention."""
+    """First layers of MLPs: linear, from the width of the embedding to something wider, and no attention.
+
+    A decoder that is tied to the embedding is none of them.
+    """
     width = embedding.shape[1]
-    for path, linear in _linears(model):
-        wider = linear.in_features == width and linear.out_features > width
-        if wider and linear.weight is not decoder and not any(part in path.lower() for part in _ATTENTION):
-            yield linear.weight
+    for path, linear in clean_modules(model):
+        weight = _matrix(linear)
+        if weight is None or weight is decoder or weight is embedding:
+            continue
+        if weight.shape[1] == width < weight.shape[0] and not any(part in path.lower() for part in _ATTENTION):
+            yield weight
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for path, module in clean_modules(model):
-        if isinstance(module, nn.Linear) and not _is_lazy(module.weight):
-            yield path, module
+def _matrix(module: nn.Module | None) -> Tensor | None:
+    """The weight of a linear layer, (outputs, inputs); None of all else."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or _is_lazy(weight):
+        return None
+    if isinstance(module, nn.Linear):
+        return weight
+    # The linear layer of Hugging Face's GPT-2, by its name: it has its weight the other way round.
+    return weight.T if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
 def _is_lazy(parameter: Tensor) -> bool:
@@ -120,15 +131,14 @@ def _of_multihead(prefix: str, module: nn.MultiheadAttention) -> Iterator[Projec
 def _of_children(prefix: str, module: nn.Module) -> Iterator[Projection]:
     children = dict(module.named_children())
     for names in _SEPARATE:
-        layers = [children.get(name) for name in names]
-        if all(isinstance(layer, nn.Linear) and not _is_lazy(layer.weight) for layer in layers):
-            for name in names:
-                yield Projection(f"{prefix}{name}.weight", children[name].weight)  # type: ignore[arg-type]
+        weights = {name: _matrix(children.get(name)) for name in names}
+        if all(weight is not None for weight in weights.values()):
+            yield from (Projection(f"{prefix}{name}.weight", w) for name, w in weights.items() if w is not None)
             return
     for name in _TOGETHER:
-        layer = children.get(name)
-        if isinstance(layer, nn.Linear) and layer.out_features == 3 * layer.in_features:
-            yield from _thirds(f"{prefix}{name}.weight", layer.weight)
+        weight = _matrix(children.get(name))
+        if weight is not None and weight.shape[0] == 3 * weight.shape[1]:
+            yield from _thirds(f"{prefix}{name}.weight", weight)
 
 
 def _thirds(name: str, weight: Tensor) -> Iterator[Projection]:

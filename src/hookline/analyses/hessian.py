@@ -24,6 +24,7 @@ from hookline.analyses._interventions import (
     norm,
     numbers_of,
     ratio,
+    step_of,
     way_to_solution,
     weight_names,
 )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["HessianHook"]
 
 _METHODS: Final = ("difference", "exact")
+_HALF: Final = (torch.float16, torch.bfloat16)
 _NO_ENERGY: Final = 1e-12
 """Added to the squared length of a gradient before dividing by it."""
 
@@ -73,7 +75,8 @@ class HessianHook(Compared):
             1e-2, and 0.08 exactly.
         every_n_steps: How many steps from one burst to the next; the first begins at that step.
         burst_length: How many steps in a row are looked at.
-        method: ``"difference"`` of two gradients, or ``"exact"``, which needs a loss that has second derivatives.
+        method: ``"difference"`` of two gradients, or ``"exact"``, which needs a loss that has second derivatives. A
+            model with parameters in half precision, which such a move rounds away, is always looked at exactly.
         per_parameter: Report each parameter that is no bias as well.
     """
 
@@ -139,11 +142,11 @@ class HessianHook(Compared):
 
     def compute(self, ctx: RunDataContext) -> None:
         """A step is about to be made: keep the model as it is."""
-        self._keep(_step(ctx, self), ctx, seen_after=False)
+        self._keep(step_of(ctx, self), ctx, seen_after=False)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
         """A step was made: go back to before the last one and look at the curvature there."""
-        step = _step(run_ctx, self)
+        step = step_of(run_ctx, self)
         before, now = self._before.get(step - 1), self._before.get(step)
         way = way_to_solution(self.reference, model_ctx.model)  # from here, before going anywhere
         if now is None or now.seen_after:
@@ -183,7 +186,7 @@ class HessianHook(Compared):
         whole = flatten(last.values())
         if whole is None or float(norm(whole)) == 0.0:
             return None  # a step that went nowhere
-        gradient, product = self._gradient_and_product(_step(run_ctx, self), model_ctx, last, norm(whole))
+        gradient, product = self._gradient_and_product(step_of(run_ctx, self), model_ctx, last, norm(whole))
         groups = model_ctx.param_groups
         rate = before.rate if before.rate is not None else float(groups[0]["lr"]) if groups else 0.0
         look = _Look(last, gradient, product, rate, way)
@@ -200,7 +203,7 @@ class HessianHook(Compared):
         """The gradient of this batch, and its Hessian times the gradient of the last one."""
         with numbers_of(step):
             gradient = model_ctx.compute_batch_gradients()
-        if self.method == "exact":
+        if self.method == "exact" or any(part.dtype in _HALF for part in last.values()):
             with numbers_of(step):
                 return gradient, model_ctx.hvp(last)
         model_ctx.apply_perturbation({name: part / length.to(part.device) for name, part in last.items()}, self.epsilon)
@@ -283,11 +286,6 @@ class _Look(NamedTuple):
             "amplification_ratio": stretch,
             "edge_of_stability": 2 * self.rate * stretch,
         }
-
-
-def _step(ctx: RunDataContext, hook: HessianHook) -> int:
-    """Which step it is; in a loop of one's own that does not say so in the context, by the manager's count."""
-    return ctx.step if ctx.step is not None else int(getattr(hook.manager, "global_step", 0))
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -49,7 +49,7 @@ class SubspaceGradientInfoHook(Analysis):
     kept = ("window",)
 
     def __init__(self, window_size: int = 50, n_components: int = 20, max_gib: float = 8.0) -> None:
-        self.window = GradientWindow(whole_number(self.name, "window_size", window_size, 2))
+        self.window = GradientWindow(whole_number(self.name, "window_size", window_size, 2), exact=True)
         self.n_components = whole_number(self.name, "n_components", n_components, 1)
         self.max_gib = max_gib
         self.reference_weights: Mapping[str, Tensor] = {}

@@ -37,7 +37,7 @@ class VarianceHook(Analysis):
     kept = ("window",)
 
     def __init__(self, window_size: int = 10, max_gib: float = 8.0) -> None:
-        self.window = GradientWindow(whole_number(self.name, "window_size", window_size, 2))
+        self.window = GradientWindow(whole_number(self.name, "window_size", window_size, 2), exact=True)
         self.max_gib = max_gib
 
     def describe_metrics(self) -> list[MetricInfo]:

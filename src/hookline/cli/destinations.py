@@ -15,7 +15,7 @@ from hookline.cli.load import load_object, nearest_text
 from hookline.cli.options import SinkOptions
 from hookline.errors import OptionError
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "destinations", "sink_class", "sink_files"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "FILES", "destinations", "sink_class", "sink_files"]
 
 ENTRY_POINTS: Final = "hookline.sinks"
 BUILT_IN: Final = {
@@ -28,7 +28,7 @@ BUILT_IN: Final = {
     "prometheus": "hookline.sinks.prometheus:PrometheusSink",
 }
 """The sinks that have flags."""
-_FILES: Final = {
+FILES: Final = {
     "csv": "{strategy}.csv",
     "jsonl": "{strategy}.jsonl",
     "parquet": "{strategy}.parquet",
@@ -36,6 +36,8 @@ _FILES: Final = {
     "mlflow": "mlflow.db",
     "wandb": "wandb",
 }
+"""What each leaves in the folder of the run."""
+_LAST_PORT: Final = 65535
 
 
 def destinations(options: SinkOptions, others: Iterable[tuple[str, dict[str, Any]]]) -> Callable[[], list[Any]]:
@@ -45,12 +47,18 @@ def destinations(options: SinkOptions, others: Iterable[tuple[str, dict[str, Any
         chosen = getattr(options, f"hook_{name}")
         if chosen is not None and chosen is not False:
             made.append((sink_class(name), _arguments(name, chosen)))
+    _check_port(options.hook_prometheus)
     for path, arguments in [*((path, {}) for path in options.hook_sink), *others]:
         made.append((sink_class(path), arguments))
     for cls, _ in made:
         if hasattr(cls, "check"):
             cls.check()
     return lambda: [_make(cls, arguments) for cls, arguments in made]
+
+
+def _check_port(port: int | None) -> None:
+    if port is not None and not 0 <= port <= _LAST_PORT:
+        raise OptionError(f"--hook-prometheus takes a port from 0 (one that is free) to {_LAST_PORT}, got {port}.")
 
 
 def _arguments(name: str, chosen: Any) -> dict[str, Any]:
@@ -89,4 +97,4 @@ def _make(cls: Any, arguments: dict[str, Any]) -> Any:
 
 def sink_files(options: SinkOptions, strategy: str) -> dict[str, str]:
     """What the chosen sinks will write into the folder of the run."""
-    return {name: text.format(strategy=strategy) for name, text in _FILES.items() if getattr(options, f"hook_{name}")}
+    return {name: text.format(strategy=strategy) for name, text in FILES.items() if getattr(options, f"hook_{name}")}

@@ -68,9 +68,18 @@ def _is_theirs(filename: str) -> bool:
 
 def _print_own(error: BaseException) -> None:
     frames = own_frames(error.__traceback__)
-    if not frames:
-        traceback.print_exception(error)
-        return
-    print("Traceback (your code; all of it: --debug):", file=sys.stderr)
-    print("".join(frames.format()).rstrip(), file=sys.stderr)
+    if frames:
+        print("Traceback (your code; all of it: --debug):", file=sys.stderr)
+    elif not (isinstance(error, SyntaxError) and _is_theirs(error.filename or "<")):  # that names its place itself
+        frames = _last_call(error.__traceback__)
+        print("Traceback (none of it is your code; from hookline's last call on; all of it: --debug):", file=sys.stderr)
+    if frames:
+        print("".join(frames.format()).rstrip(), file=sys.stderr)
     print("".join(traceback.format_exception_only(error)).rstrip(), file=sys.stderr)
+
+
+def _last_call(trace: TracebackType | None) -> traceback.StackSummary:
+    """From the last frame of hookline on: a loss that is torch's own function is called there, with what it got."""
+    frames = traceback.extract_tb(trace)
+    ours = [place for place, frame in enumerate(frames) if Path(frame.filename).resolve().is_relative_to(_PACKAGE)]
+    return traceback.StackSummary.from_list(frames[ours[-1] if ours else 0 :])

@@ -132,9 +132,10 @@ def make_experiment(request: Request, strategy: str) -> Made:
             "(model, optimizer, loader, …), or a TrainTool."
         )
     loop = _loop(made, request)
-    return Made(
-        made, loop, _length(request, loop, made), _said(request, "snapshot_every"), _said(request, "eval_every")
-    )
+    length = _length(request, loop, made)
+    every, evaluated = _said(request, "snapshot_every"), _said(request, "eval_every")
+    _check_lengths(**{f"{loop}s": length}, snapshot_every=every)
+    return Made(made, loop, length, every, evaluated)
 
 
 def _of_tool(tool: Any, request: Request) -> Made:
@@ -142,7 +143,15 @@ def _of_tool(tool: Any, request: Request) -> Made:
     trainer = tool._initialize_trainer(policy)
     length = _said(request, "epochs")
     every, evaluated = _said(request, "snapshot_every"), _said(request, "eval_every")
+    _check_lengths(epochs=length, snapshot_every=every)
     return Made(trainer, "epoch", tool.epochs if length is None else length, every, evaluated, tool, list(tool.hooks))
+
+
+def _check_lengths(**lengths: Any) -> None:
+    """Before there is a folder: the loop would say the same, but of a run that has begun."""
+    for name, value in lengths.items():
+        if isinstance(value, int) and value < 0:
+            raise OptionError(f"--{name.replace('_', '-')} takes a number of at least 0, got {value}.")
 
 
 def _loop(made: Any, request: Request) -> str:

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    _print_anything()
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         return _dispatch(arguments)
@@ -69,6 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     except Exception as error:
         return explain(error, debug=debug)
+
+
+def _print_anything() -> None:
+    """A screen without the letters of a formula or a layer's name shows question marks for them."""
+    for stream in (sys.stdout, sys.stderr):
+        encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
+        if hasattr(stream, "reconfigure") and encoding not in ("", "utf8"):
+            stream.reconfigure(errors="replace")
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.resources
 import keyword
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,9 @@ from hookline.errors import OptionError
 __all__ = ["NewOptions", "command", "write_new"]
 
 _NEXT: Final = {
-    "experiment": "hookline run {file}:{cls} --hooks norms --hook-csv",
-    "hook": "hookline run mod_arithmetic --epochs 3 --hooks {file}:{cls}",
-    "sink": "hookline run mod_arithmetic --epochs 3 --hooks --hook-sink {file}:{cls}",
+    "experiment": "hookline run {named} --hooks norms --hook-csv",
+    "hook": "hookline run mod_arithmetic --epochs 3 --hooks {named}",
+    "sink": "hookline run mod_arithmetic --epochs 3 --hooks --hook-sink {named}",
 }
 
 
@@ -52,7 +53,7 @@ def command(arguments: Sequence[str]) -> int:
     options = parse(NewOptions, arguments, "new")
     path, cls = write_new(options.kind, options.file, force=options.force)
     tell(f"{path} has the {options.kind} {cls}. Try it:")
-    tell(f"  {_NEXT[options.kind].format(file=path, cls=cls)}")
+    tell(f"  {_NEXT[options.kind].format(named=shlex.quote(f'{path}:{cls}'))}")
     return DONE
 
 

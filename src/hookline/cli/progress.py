@@ -1,13 +1,14 @@
-"""The progress bar of a run: moved on by the optimizer's steps, with the newest loss beside it.
+"""The progress bar of a run: moved on by the steps of training, with the newest loss beside it.
 
 Takes the experiment and a bar from `session`; draws nothing itself. Steps of interventions are not counted.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 from hookline.sinks.sink import MetricSink
@@ -51,22 +52,51 @@ def steps_in_all(experiment: Any, loop: str, length: int) -> int | None:
 
 @contextmanager
 def steps_counted(experiment: Any, bar: Any, figures: Mapping[str, float]) -> Iterator[None]:
-    """Have the bar move on with every step of the experiment's optimizer, about a microsecond each."""
+    """Have the bar move on with every step of the experiment's optimizer, about a microsecond each; without one of
+    torch, with its ``train_step``. At the end it has the newest figures."""
     from torch.optim import Optimizer
 
     from hookline.lifecycle.phase import phase
-
-    optimizer = getattr(experiment, "optimizer", None)
-    if not isinstance(optimizer, Optimizer):
-        yield
-        return
 
     def count(*_: Any) -> None:
         if phase() == "train":
             bar.advance(1, **figures)
 
-    handle = optimizer.register_step_post_hook(count)
+    optimizer = getattr(experiment, "optimizer", None)
+    with _after_each(experiment, count) if not isinstance(optimizer, Optimizer) else nullcontext():
+        handle = optimizer.register_step_post_hook(count) if isinstance(optimizer, Optimizer) else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+            bar.note(**figures)
+
+
+@contextmanager
+def _after_each(experiment: Any, count: Callable[[], None]) -> Iterator[None]:
+    """Call it after each ``train_step`` of the experiment's own, while the block lasts."""
+    from hookline.loops.experiment import Experiment
+
+    train_step = getattr(experiment, "train_step", None)
+    inherited = getattr(train_step, "__func__", None) is Experiment.train_step
+    # What `Experiment` brings is left alone: the loops tell by it that there is no step of its own.
+    if train_step is None or inherited or not hasattr(experiment, "__dict__"):
+        yield
+        return
+    own = vars(experiment).get("train_step")
+
+    @functools.wraps(train_step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found = train_step(*args, **kwargs)
+        count()
+        return found
+
+    experiment.train_step = counted
     try:
         yield
     finally:
-        handle.remove()
+        if own is None:
+            del experiment.train_step
+        else:
+            experiment.train_step = own

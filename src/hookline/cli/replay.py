@@ -6,14 +6,14 @@ Takes the folder of a run, hands its log to `hookline.sinks.replay`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from tyro.conf import Positional, arg
 
-from hookline.cli.destinations import sink_class
+from hookline.cli.destinations import FILES, sink_class
 from hookline.cli.failures import DONE
 from hookline.cli.folder import LOG, read_run_file, run_folder
 from hookline.cli.parse import parse
@@ -65,8 +65,15 @@ def command(arguments: Sequence[str]) -> int:
     close = getattr(sink, "close", None)
     if close is not None:
         close()
-    tell(f"{folder / LOG} is replayed to {options.to}{'' if options.into is None else f', into {options.into}'}.")
+    into = options.into or _usual_place(options.to, folder, context)
+    tell(f"{folder / LOG} is replayed to {options.to}{f', into {into}' if into else ''}.")
     return DONE
+
+
+def _usual_place(to: str, folder: Path, context: Mapping[str, Any]) -> Path | None:
+    """Where a sink that was told no place has written."""
+    name = FILES.get(to, "").format(strategy=context.get("strategy", folder.name))
+    return folder / name if name and (folder / name).exists() else None
 
 
 def _arguments(cls: Any, options: ReplayOptions, folder: Path) -> dict[str, Any]:
@@ -76,12 +83,20 @@ def _arguments(cls: Any, options: ReplayOptions, folder: Path) -> dict[str, Any]
         name = next((name for name in _PATHS if name in takes), None)
         if name is None:
             raise OptionError(f"--into: {cls.__name__} does not write to a path; leave it out.")
-        found[name] = options.into
+        found[name] = _store(options.into) if name == "tracking_uri" else options.into
     if "project" in takes:
         found["project"] = options.project or read_run_file(folder).get("experiment", "hookline")
     elif options.project is not None:
         raise OptionError(f"--project goes with --to wandb, not with {options.to}.")
     return found
+
+
+def _store(into: str) -> str:
+    """Of a folder, the file in it: MLflow keeps its newer stores in a database."""
+    if "://" in into or into.endswith(".db"):
+        return into
+    Path(into).mkdir(parents=True, exist_ok=True)
+    return str(Path(into) / "mlflow.db")
 
 
 def _context(folder: Path) -> dict[str, Any]:

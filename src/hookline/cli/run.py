@@ -100,8 +100,8 @@ def _run_all(prepared: Prepared) -> int:
             prepared.screen.say(f"{prepared.request.found.name}: {strategy}")
         session = Session(prepared, strategy, may_be_new=len(strategies) > 1)
         ended.append(session.run())
-        _report(prepared, [ended[-1]])
-        _say_where(prepared, session, ended[-1])
+        has_page = _report(prepared, [ended[-1]])
+        _say_where(prepared, session, ended[-1], has_page=has_page)
         if ended[-1].interrupted is not None:
             return _stopped(prepared, ended[-1])
     return DONE
@@ -123,26 +123,33 @@ def _where(prepared: Prepared) -> list[str]:
 # -- closing lines ---------------------------------------------------------------------------------------------
 
 
-def _report(prepared: Prepared, ended: Sequence[Ended]) -> None:
-    """The page; that it cannot be made does not make the run fail."""
+def _report(prepared: Prepared, ended: Sequence[Ended]) -> bool:
+    """The page, and whether it is there; that it cannot be made does not make the run fail."""
     if prepared.request.options.output.no_report or not prepared.hooks:
-        return
+        return False
     try:
         from hookline.report.page import write_report
 
         write_report([one.folder for one in ended])
+        return True
+    except KeyboardInterrupt:
+        print(f"hookline: no report.html: stopped. Later: hookline report {ended[0].folder}", file=sys.stderr)
+        raise
     except ImportError as error:  # says what to install
         print(f"hookline: no report.html: {error}", file=sys.stderr)
     except Exception as error:
         print(f"hookline: report.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+    return False
 
 
-def _say_where(prepared: Prepared, session: Session, ended: Ended) -> None:
+def _say_where(prepared: Prepared, session: Session, ended: Ended, *, has_page: bool) -> None:
     say = prepared.screen.say
     if ended.profile:
         say(ended.profile)
     say(f"{prepared.request.found.name}/{session.strategy} {ended.status}: {_figures(ended)}")
-    names = {"report": "report.html", "records": LOG, **sink_files(prepared.request.options.sink, session.strategy)}
+    names = {"records": LOG, **sink_files(prepared.request.options.sink, session.strategy)}
+    if has_page:  # one that an earlier part of the run has left is out of date
+        names = {"report": "report.html", **names}
     for label, name in {**names, "checkpoints": "checkpoints"}.items():
         if (ended.folder / name).exists():
             say(f"  {label:<13}{ended.folder / name}")

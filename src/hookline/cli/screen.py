@@ -59,8 +59,10 @@ class Screen:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """That a checkpoint was saved is none: there may be one every second."""
-    return record.levelno > logging.INFO or not record.name.startswith("hookline.loops.checkpoint")
+    """That a checkpoint was saved is none: there may be one every second. Nor is where an error came from, if it is
+    logged for information: a warning has told it in a sentence."""
+    is_known = record.name.startswith("hookline.loops.checkpoint") or record.exc_info is not None
+    return record.levelno > logging.INFO or not is_known
 
 
 class _Lines(logging.Handler):

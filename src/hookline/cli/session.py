@@ -7,6 +7,7 @@ modules, folder, manager, training, page.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -22,7 +23,7 @@ from hookline.cli.progress import FigureSink, steps_counted, steps_in_all
 from hookline.cli.request import Request
 from hookline.cli.screen import Screen
 from hookline.cli.settings import seed_everything
-from hookline.errors import OptionError, ResumeError
+from hookline.errors import HooklineWarning, OptionError, ResumeError
 
 __all__ = ["Ended", "Prepared", "Session"]
 
@@ -121,6 +122,7 @@ class Session:
         prepared = self.prepared
         own = self._own_hooks(made)
         if not prepared.hook_names and not own and not prepared.hooks:
+            _warn_of_unused(self.request)
             return None
         from hookline.dispatch.manager import HookManager
         from hookline.sinks.fan_out import FanOut
@@ -197,6 +199,7 @@ class Session:
             raise RunFailed from error
         except BaseException as error:  # a second Ctrl-C
             notes.end("stopped", time.perf_counter() - began, error=error)
+            self.prepared.screen.say(_left_at_once(folder))
             raise
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
@@ -244,12 +247,33 @@ def _every(asked: tuple[int, ...] | None, loop: str) -> int | None:
     return asked[0] if asked else (1 if loop == "epoch" else 100)
 
 
+def _warn_of_unused(request: Request) -> None:
+    """Sinks that were asked for, and have nothing to take."""
+    chosen = [name for name, value in vars(request.options.sink).items() if value not in (None, False, ())]
+    if chosen or request.settings.sinks:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen) or "The sinks of the run file"
+        warnings.warn(
+            f"{flags} will write nothing: no hooks are on, so there are no metrics. Next: turn some on, --hooks norms "
+            "or --with-hooks GROUP.",
+            HooklineWarning,
+            stacklevel=2,
+        )
+
+
 def _close(manager: Any) -> None:
     manager.close()
 
 
 def _steps_done(folder: Path | None) -> int:
-    if folder is None:
-        return 0
-    newest = max((folder / "checkpoints").glob("step_*.safetensors"), default=None)
+    newest = None if folder is None else _newest_checkpoint(folder)
     return 0 if newest is None else int(newest.stem.removeprefix("step_"))
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    return max((folder / "checkpoints").glob("step_*.safetensors"), default=None)
+
+
+def _left_at_once(folder: Path) -> str:
+    newest = _newest_checkpoint(folder)
+    there = "there is no checkpoint to go on from" if newest is None else f"--resume goes on from {newest}"
+    return f"Stopped at once, without saving; {there}."

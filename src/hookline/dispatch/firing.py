@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from hookline.dispatch.metrics import checked
 from hookline.errors import GuardError, HooklineWarning, OptionError
 from hookline.guard.guard import Guard
-from hookline.guard.rng import GENERATOR_TYPES, kept_rng
+from hookline.guard.loaders import generators_of_loader
+from hookline.guard.rng import kept_rng
 from hookline.lifecycle.phase import in_phase
 from hookline.sites.receipt import outside
 
@@ -97,7 +98,7 @@ class Firing:
             if not may_draw:
                 self._observe_all(observers, model_ctx)
                 return
-            with kept_rng(generators=_generators(self.ctx.loader)):
+            with kept_rng(generators=generators_of_loader(self.ctx.loader)):
                 self._observe_all(observers, model_ctx)
                 if interventions:
                     self._intervene_all(interventions, model_ctx)
@@ -116,13 +117,24 @@ class Firing:
             start = time.perf_counter()
             try:
                 found = entry.hook.compute(self.ctx) if is_plain else self._looked_after(entry, model_ctx)
-                checked(entry.name, found, self.metrics)
+                self._take(entry, found)
             except BaseException as error:
                 if not self._goes_on_after(error, entry, time.perf_counter() - start):
                     raise
             else:
                 self.done.append((entry, time.perf_counter() - start, None, ""))
             self.current = None
+
+    def _take(self, entry: Entry, found: Any) -> None:
+        """What a hook returned goes to the metrics: by its name in front, unless a name begins with a root of its."""
+        roots = entry.hook.roots
+        if not roots:
+            checked(entry.name, found, self.metrics)
+            return
+        own: dict[str, Any] = {}
+        checked(entry.name, found, own)
+        start = len(entry.name) + 1
+        self.metrics |= {key[start:] if key.startswith(roots, start) else key: value for key, value in own.items()}
 
     def _looked_after(self, entry: Entry, model_ctx: Any) -> Any:
         check = _NOTHING if self._check is None else self._check.around(entry, self.ctx.model, model_ctx)
@@ -148,7 +160,7 @@ class Firing:
                 try:
                     with self._profiler.section(entry.name):
                         # Taken in before the state goes back: a metric may be a view of a weight.
-                        checked(entry.name, hook.intervene(self.ctx, model_ctx), self.metrics)
+                        self._take(entry, hook.intervene(self.ctx, model_ctx))
                 finally:
                     seconds = time.perf_counter() - start
         except BaseException as error:
@@ -177,17 +189,6 @@ def receipt_of(entry: Entry, seconds: float, receipt: Any, error: str) -> Firing
 
 def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _generators(loader: Any) -> tuple[Any, ...]:
-    """The generators of a loader and its samplers: an observer that goes through the data moves them."""
-    if loader is None:
-        return ()
-    sampler = getattr(loader, "sampler", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return tuple({id(one): one for one in found if isinstance(one, GENERATOR_TYPES)}.values())
 
 
 class ObserverCheck:

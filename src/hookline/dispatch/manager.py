@@ -25,7 +25,7 @@ from hookline.dispatch.records import Records, fan_out_of
 from hookline.dispatch.registry import HookRegistry
 from hookline.dispatch.reporting import Reporting
 from hookline.errors import HooklineWarning, HookNameError, OptionError
-from hookline.guard.rng import kept_rng
+from hookline.guard.rng import kept_rng, restart_hook_stream
 from hookline.lifecycle.point import HookPoint
 from hookline.sites.receipt import outside
 
@@ -212,6 +212,7 @@ class HookManager(Dispatcher, Reporting):
 
     def reset_all(self) -> None:
         """Another run begins: steps count from 0, buffers are empty, every hook is reset."""
+        restart_hook_stream()
         self._step_is(-1)
         self._records.clear()
         self._done = ()
@@ -279,6 +280,8 @@ class HookManager(Dispatcher, Reporting):
         self._troubles.disabled = set(state.get("disabled", ())) & set(self.hooks)
         self._make_plan()
         self._step_is(state["global_step"])
+        if self._global_step >= 0:  # a run that goes on before its next step may evaluate, and record
+            recording.now(self._self)
 
     def __repr__(self) -> str:
         return f"<HookManager of {len(self.hooks)} hooks, step {self._global_step}>"

@@ -1,4 +1,4 @@
-"""Loaders for interventions: the training data again, through another loader.
+"""Loaders: what one is made of, and for interventions the training data again, through another loader.
 
 Takes the run's loader from `ModelDataContext`, and never iterates it: that would move its generator, cut a running
 epoch short where workers persist, and use up what can be read only once. Hands back loaders over the same dataset that
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -28,15 +28,83 @@ from torch.utils.data import (
 from hookline.errors import GuardError
 from hookline.guard.rng import GENERATOR_TYPES, kept_rng
 
-__all__ = ["again", "by_callback", "private_generator"]
+__all__ = [
+    "again",
+    "by_callback",
+    "datasets_of",
+    "generators_of_dataset",
+    "generators_of_loader",
+    "generators_on",
+    "num_shuffles",
+    "private_generator",
+    "samplers_of",
+    "set_num_shuffles",
+]
 
-_DRAWN: Final[WeakKeyDictionary[nn.Module, Iterator[int]]] = WeakKeyDictionary()
+# -- what a loader is made of --------------------------------------------------------------------------------------
+
+
+def samplers_of(loader: Any) -> dict[str, Any]:
+    """The samplers of a loader by what they are called in messages, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    named = {
+        "loader.sampler": getattr(loader, "sampler", None),
+        "loader.batch_sampler": batches,
+        "loader.batch_sampler.sampler": getattr(batches, "sampler", None),
+    }
+    first = {id(sampler): name for name, sampler in reversed(named.items())}
+    return {name: sampler for name, sampler in named.items() if sampler is not None and first[id(sampler)] == name}
+
+
+def generators_on(thing: Any) -> list[Any]:
+    """Those that something has for attributes."""
+    return [value for value in getattr(thing, "__dict__", {}).values() if isinstance(value, GENERATOR_TYPES)]
+
+
+def datasets_of(dataset: Any) -> list[Any]:
+    """A dataset and those it is made of (subsets, concatenations)."""
+    parts = [dataset]
+    for part in parts:
+        held = getattr(part, "__dict__", {})
+        several = held.get("datasets")
+        below = [held.get("dataset"), *(several if isinstance(several, list | tuple) else ())]
+        parts += [one for one in below if hasattr(one, "__dict__") and not any(one is known for known in parts)]
+    return parts
+
+
+def generators_of_dataset(dataset: Any) -> list[Any]:
+    """Of a dataset that draws random numbers as it is read, and of those it is made of."""
+    return [generator for part in datasets_of(dataset) for generator in generators_on(part)]
+
+
+def generators_of_loader(loader: Any) -> list[Any]:
+    """Those of a loader, its samplers and its dataset, in an order that is the same in every process."""
+    found = [one for part in (loader, *samplers_of(loader).values()) for one in generators_on(part)]
+    if isinstance(loader, DataLoader):
+        found += generators_of_dataset(loader.dataset)
+    return list({id(generator): generator for generator in found}.values())
+
+
+# -- for interventions ---------------------------------------------------------------------------------------------
+
+_SHUFFLES: Final[WeakKeyDictionary[nn.Module, int]] = WeakKeyDictionary()
 """How many generators each model's interventions have had: every shuffle is another one, and the same in a rerun."""
+
+
+def num_shuffles(model: nn.Module) -> int:
+    """How many generators the interventions of a model have had."""
+    return _SHUFFLES.get(model, 0)
+
+
+def set_num_shuffles(model: nn.Module, number: int) -> None:
+    """Go on counting from there."""
+    _SHUFFLES[model] = number
 
 
 def private_generator(model: nn.Module) -> torch.Generator:
     """A stream that no training draws from, another one each time."""
-    number = next(_DRAWN.setdefault(model, itertools.count()))
+    number = num_shuffles(model)
+    set_num_shuffles(model, number + 1)
     return torch.Generator().manual_seed((torch.initial_seed() * 1_000_003 + number) % 2**63)
 
 
@@ -50,7 +118,8 @@ def again(loader: Any, generator: torch.Generator, *, shuffle: bool, num_workers
     indices, sizes = _reading(loader)
     if shuffle:
         indices = [indices[place] for place in torch.randperm(len(indices), generator=generator).tolist()]
-    batches: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": indices, "drop_last": loader.drop_last}
+    source = _batching(loader)
+    batches: dict[str, Any] = {"batch_size": source.batch_size, "sampler": indices, "drop_last": source.drop_last}
     if sizes is not None:
         rest = iter(indices)
         batches = {"batch_sampler": [list(itertools.islice(rest, size)) for size in sizes]}
@@ -75,13 +144,18 @@ def _opaque(loader: Any) -> str:
     )
 
 
+def _batching(loader: DataLoader[Any]) -> Any:
+    """Who makes batches of what a sampler gives; a loader that was handed a batch sampler knows of neither."""
+    return loader.batch_sampler if type(loader.batch_sampler) is BatchSampler else loader
+
+
 def _reading(loader: DataLoader[Any]) -> tuple[Sequence[Any], list[int] | None]:
     """What of the dataset a loader reads, and how much at once where that is not always the same."""
     batches: Any = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         read = [list(batch) for batch in _read(batches)]
         return list(itertools.chain.from_iterable(read)), list(map(len, read))
-    sampler: Any = loader.sampler
+    sampler: Any = _batching(loader).sampler
     whole = (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
@@ -99,8 +173,8 @@ def _read(sampler: Any) -> list[Any]:
             f"The training data is asked for again, and {type(sampler).__name__!r} has no length: it may have no end. "
             "Next: give it a __len__, or pass shuffled_loader=."
         )
-    generators = [value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, GENERATOR_TYPES)]
-    with kept_rng(generators=generators):
+    inner = getattr(sampler, "sampler", None)  # of a batch sampler; the copy shares it
+    with kept_rng(generators=[*generators_on(sampler), *generators_on(inner)]):
         return list(itertools.islice(copy.copy(sampler), len(sampler)))
 
 

@@ -10,15 +10,28 @@ The streams of torch on the CPU and on every CUDA device in use, of NumPy, of Py
 from __future__ import annotations
 
 import ctypes
-import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
-__all__ = ["GENERATOR_TYPES", "Generator", "RandomStates", "kept_rng"]
+__all__ = [
+    "GENERATOR_TYPES",
+    "Generator",
+    "RandomStates",
+    "cuda_states",
+    "hook_stream",
+    "kept_rng",
+    "numpy_state",
+    "restart_hook_stream",
+    "set_cuda_states",
+    "set_hook_stream",
+    "set_numpy_state",
+    "set_state",
+    "state_of",
+]
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
@@ -55,8 +68,8 @@ class kept_rng:
     def __enter__(self) -> None:
         python, numpy, cuda = self._wants
         self._torch = torch.default_generator.get_state()
-        self._cuda = _cuda_states() if cuda else None
-        self._states = [_state_of(generator) for generator in self._generators]
+        self._cuda = cuda_states() if cuda else None
+        self._states = [state_of(generator) for generator in self._generators]
         self._python = random.getstate() if python else None
         self._numpy = _lend_numpy() if numpy else None
 
@@ -65,11 +78,11 @@ class kept_rng:
             _take_numpy_back(*self._numpy)
         torch.default_generator.set_state(self._torch)
         if self._cuda is not None:
-            _set_cuda_states(self._cuda)
+            set_cuda_states(self._cuda)
         if self._python is not None:
             random.setstate(self._python)
         for generator, state in zip(self._generators, self._states, strict=True):
-            _set_state(generator, state)
+            set_state(generator, state)
 
 
 class RandomStates:
@@ -79,22 +92,22 @@ class RandomStates:
 
     def __init__(self, generators: Iterable[Generator] = ()) -> None:
         self._torch = torch.default_generator.get_state()
-        self._cuda = _cuda_states()
+        self._cuda = cuda_states()
         self._bits: Any = _NUMPY.get_bit_generator()
         self._numpy: Any = np.random.get_state(legacy=False)
         self._python = random.getstate()
-        self._generators = [(generator, _state_of(generator)) for generator in generators]
+        self._generators = [(generator, state_of(generator)) for generator in generators]
 
     def restore(self) -> None:
         """Have every stream stand where it stood."""
         torch.default_generator.set_state(self._torch)
-        _set_cuda_states(self._cuda)
+        set_cuda_states(self._cuda)
         if _NUMPY.get_bit_generator() is not self._bits:
             _NUMPY.set_bit_generator(self._bits)
         _set_numpy(self._numpy)
         random.setstate(self._python)
         for generator, state in self._generators:
-            _set_state(generator, state)
+            set_state(generator, state)
 
     def changed(self) -> list[str]:
         """The streams that have moved since."""
@@ -103,25 +116,26 @@ class RandomStates:
             "random stream of NumPy": not _same(np.random.get_state(legacy=False), self._numpy),
             "random stream of Python": random.getstate() != self._python,
         }
-        for index, state in enumerate(_cuda_states() or ()):
+        for index, state in enumerate(cuda_states() or ()):
             before = self._cuda[index] if self._cuda else None
             moved[f"random stream of cuda:{index}"] = before is None or not torch.equal(state, before)
         for number, (generator, state) in enumerate(self._generators):
-            moved[f"generator {number} ({type(generator).__name__})"] = not _same(_state_of(generator), state)
+            moved[f"generator {number} ({type(generator).__name__})"] = not _same(state_of(generator), state)
         return [name for name, has_moved in moved.items() if has_moved]
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------
 
 
-def _cuda_states() -> list[torch.Tensor] | None:
+def cuda_states() -> list[torch.Tensor] | None:
     """Of every device, without waiting for it; None where CUDA is not in use, which asking does not change."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return [generator.get_state() for generator in torch.cuda.default_generators]
 
 
-def _set_cuda_states(states: list[torch.Tensor] | None) -> None:
+def set_cuda_states(states: list[torch.Tensor] | None) -> None:
+    """Have every device's stream stand there."""
     # A stream that was begun since it was None was never part of the run: nobody had drawn from it.
     for generator, state in zip(torch.cuda.default_generators, states or (), strict=False):
         generator.set_state(state)
@@ -133,8 +147,32 @@ def _set_cuda_states(states: list[torch.Tensor] | None) -> None:
 class _Lent:
     stream: np.random.MT19937 | None = None
     """What NumPy's global functions draw from inside `kept_rng`; goes on from one block to the next."""
-    seeds = itertools.count(1)
-    """For blocks inside blocks, which must not move the stream of the outer one."""
+    others = 0
+    """How many more were made for blocks inside blocks, which must not move the stream of the outer one."""
+
+
+def hook_stream() -> dict[str, Any]:
+    """Where the stream stands that NumPy is lent; plain values."""
+    return {"numpy": None if _Lent.stream is None else _Lent.stream.state, "others": _Lent.others}
+
+
+def set_hook_stream(state: Mapping[str, Any]) -> None:
+    """Have it stand there."""
+    _Lent.stream, _Lent.others = None, state["others"]
+    if state["numpy"] is not None:
+        _Lent.stream = np.random.MT19937(0)
+        _Lent.stream.state = state["numpy"]
+
+
+def restart_hook_stream() -> None:
+    """Another run begins: its hooks draw what those of an equal run have drawn before in this process."""
+    if _NUMPY.get_bit_generator() is not _Lent.stream:  # a hook that trains a run of its own draws on
+        set_hook_stream({"numpy": None, "others": 0})
+
+
+def _another_stream() -> np.random.MT19937:
+    _Lent.others += 1
+    return np.random.MT19937(_Lent.others)
 
 
 def _lend_numpy() -> tuple[Any, float | None]:
@@ -147,7 +185,7 @@ def _lend_numpy() -> tuple[Any, float | None]:
         _Lent.stream = np.random.MT19937(0)
     own = _NUMPY.get_bit_generator()
     if type(own) is not np.random.MT19937:
-        _NUMPY.set_bit_generator(np.random.MT19937(next(_Lent.seeds)))
+        _NUMPY.set_bit_generator(_another_stream())
         return own, None
     address = own.ctypes.state_address
     before = ctypes.string_at(address, _MT19937_BYTES)
@@ -155,7 +193,7 @@ def _lend_numpy() -> tuple[Any, float | None]:
     in_store = ctypes.string_at(address, _MT19937_BYTES) == before
     if not in_store:
         ctypes.memmove(address, before, _MT19937_BYTES)
-    _NUMPY.set_bit_generator(_Lent.stream if own is not _Lent.stream else np.random.MT19937(next(_Lent.seeds)))
+    _NUMPY.set_bit_generator(_Lent.stream if own is not _Lent.stream else _another_stream())
     return own, drawn if in_store else None
 
 
@@ -164,6 +202,20 @@ def _take_numpy_back(own: Any, in_store: float | None) -> None:
     if in_store is not None:
         state: Any = np.random.get_state(legacy=False)
         np.random.set_state({**state, "has_gauss": 1, "gauss": in_store})
+
+
+def numpy_state() -> Any:
+    """Where NumPy's global stream stands."""
+    state: Any = np.random.get_state(legacy=False)
+    return state
+
+
+def set_numpy_state(state: Any) -> None:
+    """Have it stand there, also if it is a stream of another kind now."""
+    kind = state["bit_generator"]
+    if _NUMPY.get_bit_generator().state["bit_generator"] != kind:
+        _NUMPY.set_bit_generator(getattr(np.random, kind)())
+    _set_numpy(state)
 
 
 def _set_numpy(state: Any) -> None:
@@ -176,7 +228,8 @@ def _set_numpy(state: Any) -> None:
 # -- generators ------------------------------------------------------------------------------------------------
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """Where a generator stands."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -186,7 +239,8 @@ def _state_of(generator: Any) -> Any:
     return generator.getstate()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
+    """Have it stand there."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from hookline.errors import GuardError
 from hookline.guard.copies import Where
+from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.part import Change, Part
-from hookline.guard.rng import GENERATOR_TYPES, RandomStates
+from hookline.guard.rng import RandomStates
 from hookline.guard.tensors import Tensors
 from hookline.sites import _torch
 from hookline.sites.entry import next_order
@@ -45,32 +46,10 @@ def roots_of(
 def _roots_of_loader(loader: Any) -> dict[str, object]:
     """A loader's samplers. Of other iterables only the generators: what else they have may be the data."""
     if not isinstance(loader, DataLoader):
-        return {"loader": _Holder(_generators_on(loader))} if hasattr(loader, "__dict__") else {}
-    batches = loader.batch_sampler
-    found = {
-        "loader": loader,
-        "loader.dataset": _Holder(_generators_of_data(loader.dataset)),
-        "loader.sampler": loader.sampler,
-        "loader.batch_sampler": batches,
-        "loader.batch_sampler.sampler": getattr(batches, "sampler", None),
-    }
+        return {"loader": _Holder(generators_on(loader))} if hasattr(loader, "__dict__") else {}
+    data = _Holder(generators_of_dataset(loader.dataset))
+    found = {"loader": loader, "loader.dataset": data, **samplers_of(loader)}
     return {name: part for name, part in found.items() if hasattr(part, "__dict__")}
-
-
-def _generators_on(loader: Any) -> list[Any]:
-    return [value for value in vars(loader).values() if isinstance(value, GENERATOR_TYPES)]
-
-
-def _generators_of_data(dataset: Any) -> list[Any]:
-    """Of a dataset that draws random numbers as it is read, and of those it is made of (subsets, concatenations)."""
-    parts, generators = [dataset], []
-    for part in parts:
-        held = getattr(part, "__dict__", {})
-        generators += [value for value in held.values() if isinstance(value, GENERATOR_TYPES)]
-        several = held.get("datasets")
-        below = [held.get("dataset"), *(several if isinstance(several, list | tuple) else ())]
-        parts += [one for one in below if hasattr(one, "__dict__") and not any(one is known for known in parts)]
-    return generators
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from hookline.errors import OptionError
-from hookline.guard.loaders import again, by_callback
+from hookline.guard.loaders import again, by_callback, samplers_of
 from hookline.guard.rng import RandomStates
 from hookline.lifecycle.phase import in_phase
 from hookline.loops.experiment import Experiment
@@ -145,13 +145,7 @@ class Blocks:
         self.current_loader = self.loader if get_loader is None else get_loader(epoch)
         if self.current_loader is None:
             raise OptionError(f"The experiment has no loader to take the batches of epoch {epoch} from: give it one.")
-        batches = getattr(self.current_loader, "batch_sampler", None)
-        samplers: tuple[Any, ...] = (
-            getattr(self.current_loader, "sampler", None),
-            batches,
-            getattr(batches, "sampler", None),
-        )
-        for sampler in {id(sampler): sampler for sampler in samplers}.values():
+        for sampler in samplers_of(self.current_loader).values():
             if hasattr(sampler, "set_epoch"):  # a DistributedSampler gives out the same order until it is told
                 sampler.set_epoch(epoch)
 

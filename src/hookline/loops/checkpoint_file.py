@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hookline.errors import CheckpointError
 from hookline.loops.checkpoint_tree import Reader, Tensors, tree_as_json
+from hookline.sites.signature import a_or_an
 
 __all__ = ["read", "write"]
 
@@ -77,9 +78,11 @@ def read(path: Path, home: Callable[[torch.device], torch.device] | None = None)
     if str(_checksum(text, tensors)) != about.get("checksum"):
         raise CheckpointError(f"{path} is damaged: its checksum is another one than it was written with.")
     try:
-        tree: dict[str, Any] = Reader(tensors, home or (lambda device: device)).value(json.loads(text))
+        tree = Reader(tensors, home or (lambda device: device)).value(json.loads(text))
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise CheckpointError(f"{path} is damaged: its tree does not fit its tensors ({error!r}).") from error
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} is damaged: its tree is {a_or_an(tree)}, and not a dictionary.")
     return tree
 
 

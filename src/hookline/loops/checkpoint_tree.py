@@ -68,6 +68,8 @@ class Tensors:
 
 def _check(tensor: Tensor, path: str) -> None:
     kind = ""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise CheckpointError(f"A checkpoint cannot hold {path}: it has no numbers yet. Next: run the model once.")
     if tensor.is_meta:
         kind = "a tensor on the meta device"
     elif type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):

@@ -130,7 +130,13 @@ class Checkpoints:
 
     def begin(self) -> None:
         """Make the folder; what a killed process has left half written goes."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoints are to go to {self.folder}, and that folder cannot be made ({error}). Next: give one "
+                "that can be written to."
+            ) from error
         for part in self.folder.glob("step_*.part"):
             with suppress(OSError):
                 part.unlink()

@@ -12,10 +12,11 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.errors import ResumeError
+from hookline.guard.loaders import datasets_of, generators_of_loader, samplers_of
 from hookline.guard.rng import RandomStates
 from hookline.loops.blocks import Blocks
 from hookline.loops.own_state import OwnState
-from hookline.loops.streams import generator_states, generators_of_loader, set_generators, set_streams, streams
+from hookline.loops.streams import generator_states, set_generators, set_streams, streams
 from hookline.loops.training_step import Grouped
 
 __all__ = ["LoaderPosition"]
@@ -135,32 +136,34 @@ def _is_warm(loader: Any) -> bool:
     return getattr(loader, "_iterator", None) is not None
 
 
-def _samplers(loader: Any) -> list[Any]:
-    """Those of the user's own; torch's keep nothing from one pass to the next but generators. Also such a loader."""
-    batches = getattr(loader, "batch_sampler", None)
-    itself = None if isinstance(loader, DataLoader) or has_state(loader) else loader
-    found = (itself, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    several = {id(sampler): sampler for sampler in found if hasattr(sampler, "__dict__")}
-    return [sampler for sampler in several.values() if not type(sampler).__module__.startswith("torch.")]
+def _counting(loader: Any) -> list[Any]:
+    """Samplers and datasets of the user's own; torch's keep nothing between passes but generators. Also such a loader.
+
+    In workers there are copies of the dataset, which are made anew.
+    """
+    itself = [] if isinstance(loader, DataLoader) or has_state(loader) else [loader]
+    data = datasets_of(loader.dataset) if isinstance(loader, DataLoader) else []
+    found = [part for part in (*itself, *samplers_of(loader).values(), *data) if hasattr(part, "__dict__")]
+    return [part for part in found if not type(part).__module__.startswith("torch.")]
 
 
 def _parts(loader: Any) -> dict[str, Any]:
-    """Where generators stand, and the numbers that samplers keep (an epoch that they count themselves)."""
-    samplers = [sampler.state_dict() if has_state(sampler) else _scalars_of(sampler) for sampler in _samplers(loader)]
-    return {"generators": generator_states(generators_of_loader(loader)), "samplers": samplers}
+    """Where generators stand, and the numbers that samplers and datasets keep (an epoch that they count themselves)."""
+    counts = [part.state_dict() if has_state(part) else _scalars_of(part) for part in _counting(loader)]
+    return {"generators": generator_states(generators_of_loader(loader)), "counts": counts}
 
 
-def _scalars_of(sampler: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(sampler).items() if type(value) in _SCALARS}
+def _scalars_of(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if type(value) in _SCALARS}
 
 
 def _set_parts(loader: Any, parts: Mapping[str, Any]) -> None:
     set_generators(generators_of_loader(loader), parts["generators"], "the loader")
-    samplers = _samplers(loader)
-    if len(samplers) != len(parts["samplers"]):
-        raise ResumeError(f"The loader has {len(samplers)} samplers of your own, and had {len(parts['samplers'])}.")
-    for sampler, state in zip(samplers, parts["samplers"], strict=True):
-        if has_state(sampler):
-            sampler.load_state_dict(state)
+    counting, counts = _counting(loader), parts["counts"]
+    if len(counting) != len(counts):
+        raise ResumeError(f"The loader has {len(counting)} samplers and datasets of your own, and had {len(counts)}.")
+    for part, state in zip(counting, counts, strict=True):
+        if has_state(part):
+            part.load_state_dict(state)
         else:
-            vars(sampler).update(state)
+            vars(part).update(state)

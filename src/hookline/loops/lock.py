@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Final, Self
 
-from hookline.errors import ResumeError
+from hookline.errors import CheckpointError, ResumeError
 
 try:
     import fcntl
@@ -36,7 +36,13 @@ class FolderLock:
             raise self._taken(os.getpid())
         # A lock of this kind is not shared with processes that are forked: a worker that outlives a killed run does
         # not hold it.
-        self._file = self._path.open("a+", encoding="ascii")
+        try:
+            self._file = self._path.open("a+", encoding="ascii")
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoints are to go to {self._folder}, and nothing can be written there ({error}). Next: give "
+                "another folder."
+            ) from error
         try:
             self._lock()
         except BaseException:

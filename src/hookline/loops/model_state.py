@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import CheckpointError, ResumeError
+from hookline.guard.loaders import generators_on
+from hookline.loops.streams import generator_states, set_generators
 from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import inner_key
 
-__all__ = ["ModelState", "check_optimizer", "load_optimizer", "state_of"]
+__all__ = ["ModelState", "check_state", "load_state", "scalars_of", "state_of"]
 
 _AROUND = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Wrappers that add nothing of their own; a run may be compiled before it is killed, and not when it goes on."""
 
 
-_STEPPED = "hookline.stepped"
-"""Whether it has made a step: a scheduler that comes first in a resumed run would be warned of otherwise."""
+_SCALARS = (bool, int, float, str, type(None))
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""What every module has."""
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -40,8 +43,11 @@ class ModelState:
         self._module = _unwrapped(module)
         self._name = name
 
-    def save(self, *, gradients: bool = False) -> dict[str, Any]:
-        """Parameters, buffers (those that a state dict leaves out, too), modes; aliases of what is there."""
+    def save(self, *, gradients: bool = False, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Parameters, buffers (those that a state dict leaves out, too), modes, generators; aliases of what is there.
+
+        Of the numbers that modules keep as attributes, those that are not what `scalars_of` gave ``before``.
+        """
         module = self._module
         tensors = dict(module.state_dict())
         hidden = {name: buffer for name, buffer in module.named_buffers() if name not in tensors}
@@ -51,6 +57,8 @@ class ModelState:
             "hidden": hidden,
             "evaluating": [name for name, part in module.named_modules() if not part.training],
             "frozen": [name for name, parameter in parameters.items() if not parameter.requires_grad],
+            "generators": generator_states(self._generators()),
+            "scalars": {} if before is None else _changed(before, scalars_of(module)),
         }
         if gradients:
             saved["gradients"] = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -86,6 +94,15 @@ class ModelState:
             if "gradients" in saved:
                 gradient = saved["gradients"].get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        set_generators(self._generators(), saved["generators"], f"the {self._name}")
+        parts = dict(module.named_modules())
+        for place, value in saved["scalars"].items():
+            path, _, key = place.rpartition(".")
+            if path in parts:
+                parts[path].__dict__[key] = value
+
+    def _generators(self) -> list[Any]:
+        return [generator for part in self._module.modules() for generator in generators_on(part)]
 
     def _load_hidden(self, name: str, buffer: Tensor) -> None:
         """A buffer that is in no state dict; it may have grown on the way, as tables of positions do."""
@@ -101,6 +118,20 @@ class ModelState:
         else:
             with torch.no_grad():
                 live.copy_(buffer)
+
+
+def scalars_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers and texts that modules keep as attributes, by their place: a counter of calls is in no state dict."""
+    return {
+        f"{path}.{name}": value
+        for path, part in _unwrapped(module).named_modules()
+        for name, value in vars(part).items()
+        if type(value) in _SCALARS and name not in _OF_TORCH
+    }
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    return {place: value for place, value in now.items() if place not in before or before[place] != value}
 
 
 def _differ(one: Tensor, other: Tensor, *, force: bool) -> bool:
@@ -127,25 +158,38 @@ def state_of(thing: Any, name: str) -> Any:
             f"A checkpoint holds the state of {name}, and {a_or_an(thing)} has no state_dict() and load_state_dict(). "
             "Give it both, or leave checkpoints= out."
         )
-    state = thing.state_dict()
+    saved = {"kind": type(thing).__name__, "state": thing.state_dict()}
     if isinstance(thing, torch.optim.Optimizer):
-        state = {**state, _STEPPED: getattr(thing, "_opt_called", False)}
-    return state
+        # Whether it has made a step: a scheduler that comes first in a resumed run would be warned of otherwise.
+        saved["stepped"] = getattr(thing, "_opt_called", False)
+    return saved
 
 
-def check_optimizer(optimizer: Any, saved: Any, name: str = "optimizer") -> None:
-    """Refuse the state of another optimizer; nothing is loaded."""
-    if (optimizer is None) is not (saved is None):
+def check_state(thing: Any, saved: Any, name: str, *, force: bool = False) -> None:
+    """Refuse the state of another optimizer, scheduler or scaler; nothing is loaded."""
+    if (thing is None) is not (saved is None):
         found = "has none" if saved is None else "has one"
-        raise ResumeError(f"The checkpoint {found} for {name}, and here it is {a_or_an(optimizer)}.")
-    groups = getattr(optimizer, "param_groups", None)
-    if groups is None or not isinstance(saved, Mapping) or "param_groups" not in saved:
+        raise ResumeError(f"The checkpoint {found} for {name}, and here it is {a_or_an(thing)}.")
+    if thing is None:
         return
-    here, there = ([len(group["params"]) for group in some] for some in (groups, saved["param_groups"]))
+    kind, was = type(thing).__name__, saved["kind"]
+    if kind != was and not force:
+        raise ResumeError(
+            f"The {name} is another one than was saved: it was {was} and is {kind}. Nothing was loaded. "
+            "Next: make it as it was, or begin a run in another folder."
+        )
+    if isinstance(thing, torch.optim.Optimizer):
+        _check_groups(thing, saved["state"], name)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], name: str) -> None:
+    groups, saved = optimizer.param_groups, state.get("param_groups", ())
+    here, there = ([len(group["params"]) for group in some] for some in (groups, saved))
     if here != there:
         raise ResumeError(
             f"The {name} is another one than was saved: it has groups of {_counts(here)} parameters, and had groups of "
-            f"{_counts(there)}. Nothing was loaded."
+            f"{_counts(there)}. Nothing was loaded. Next: make it as it was; groups that were added on the way have to "
+            "be there before the run goes on."
         )
 
 
@@ -153,14 +197,17 @@ def _counts(numbers: Iterable[int]) -> str:
     return " and ".join(map(str, numbers)) or "no"
 
 
-def load_optimizer(optimizer: Any, saved: Any) -> None:
+def load_state(thing: Any, saved: Any) -> None:
     """Have it go on; state that is wider than its parameter stays so, where torch would make it as narrow."""
-    if optimizer is None:
+    if thing is None:
         return
-    optimizer.load_state_dict(saved)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    optimizer._opt_called = saved.get(_STEPPED, False)  # type: ignore[attr-defined]
+    thing.load_state_dict(saved["state"])
+    if isinstance(thing, torch.optim.Optimizer):
+        thing._opt_called = saved["stepped"]  # type: ignore[attr-defined]
+        _widen(thing, saved["state"])
+
+
+def _widen(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, state in saved.get("state", {}).items():
         live = optimizer.state[parameters[index]] if isinstance(index, int) else {}

@@ -7,26 +7,29 @@ those plain attributes (counters, lists, tensors) that are not what they were wh
 
 from __future__ import annotations
 
+import enum
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from hookline.dispatch.manager import HookManager
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.guard import rng
+from hookline.guard.loaders import generators_of_loader
 from hookline.hooks.training_hook import TrainingHook
 from hookline.loops.belongings import Belongings
 from hookline.loops.blocks import Blocks
 from hookline.loops.checkpoint_tree import Tensors, tree_as_json
-from hookline.loops.model_state import ModelState, check_optimizer, load_optimizer, state_of
-from hookline.loops.streams import generator_states, generators_of_loader, set_generators
+from hookline.loops.model_state import ModelState, check_state, load_state, state_of
+from hookline.loops.streams import generator_states, set_generators
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.sink import MetricSink
 from hookline.sites.receipt import outside
@@ -38,6 +41,9 @@ _OF_MANAGERS: Final = (HookManager, TrainingHook, MetricSink, FanOut)
 """What a manager saves."""
 _LARGEST: Final = 100_000
 """Items of a list or dictionary that is looked through; more are likely data, told by their number alone."""
+_DEEPEST: Final = 20
+_OTHERS: Final = (*_OF_MANAGERS, Tensor, np.ndarray, DataLoader, Dataset, type, enum.Enum, ModuleType)
+"""What has attributes, and is not a user's plain object."""
 _BLOCKS: Final = frozenset({"model", "optimizer", "scheduler", "scaler", "loader", "config"})
 
 
@@ -82,8 +88,17 @@ class OwnState:
             for place, thing in _stateful(value)
             if self._is_own(thing)
         }
-        plain = {name: value for name, value in self._attributes() if self._is_changed(name, value)}
-        return {"stateful": stateful, "plain": {name: v for name, v in plain.items() if self._can_be_saved(name, v)}}
+        changed = {name: value for name, value in self._attributes() if self._is_changed(name, value)}
+        objects = {name: dict(vars(value)) for name, value in changed.items() if self._is_same_object(name, value)}
+        plain = {name: value for name, value in changed.items() if name not in objects}
+        return {"stateful": stateful, "plain": self._savable(plain), "objects": self._savable(objects)}
+
+    def _savable(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if self._can_be_saved(name, value)}
+
+    def _is_same_object(self, name: str, value: Any) -> bool:
+        """Whether it is the one that was there when the run began, so that its contents can be put into it again."""
+        return _is_object(value) and name in self._marks and self._marks[name][0] == _Same(value)
 
     def _is_own(self, thing: Any) -> bool:
         """Whether it is not saved anyway, and may have changed."""
@@ -135,8 +150,8 @@ class OwnState:
         for name, state in saved.get("stateful", {}).items():
             if isinstance(live[name], nn.Module):
                 ModelState(live[name], f"module experiment.{name}").check(state["module"], force=force)
-            elif isinstance(live[name], torch.optim.Optimizer):
-                check_optimizer(live[name], state["state"], f"optimizer experiment.{name}")
+            elif "state" in state:
+                check_state(live[name], state["state"], f"experiment.{name}", force=force)
 
     def _live(self) -> dict[str, Any]:
         if self._asked:
@@ -154,6 +169,10 @@ class OwnState:
         for name, value in saved["plain"].items():
             if not _put_in_place(vars(self._experiment).get(name), value):
                 setattr(self._experiment, name, value)
+        for name, value in saved["objects"].items():
+            live = vars(self._experiment).get(name)
+            if _is_object(live):
+                vars(live).update(value)
 
 
 def _has_state(thing: Any) -> bool:
@@ -198,7 +217,7 @@ def _load(thing: Any, state: Mapping[str, Any], name: str) -> None:
     elif "generator" in state:
         set_generators([thing], [state["generator"]], f"experiment.{name}")
     else:
-        load_optimizer(thing, state["state"])
+        load_state(thing, state["state"])
 
 
 def _put_in_place(live: Any, value: Any) -> bool:
@@ -236,6 +255,13 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _is_object(value: Any) -> bool:
+    """An instance with attributes (a dataclass, a namespace) that nobody else looks after."""
+    if isinstance(value, (*_OTHERS, *_CONTAINERS, tuple)) or not hasattr(value, "__dict__") or callable(value):
+        return False
+    return not _has_state(value) and not type(value).__module__.startswith("hookline.")
+
+
 def _mark(value: Any, depth: int = 0) -> Any:
     """Something that is equal to another mark as long as the value has not changed."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -244,7 +270,10 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return (_Same(value), None if value.is_inference() else value._version)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return (_Same(value), zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data) if value.size else 0)
-    if not isinstance(value, (*_CONTAINERS, tuple)) or depth > 20:
+    if _is_object(value) and depth <= _DEEPEST:
+        inside = {name: _mark(item, depth + _DEEPEST // 2) for name, item in vars(value).items()}
+        return (_Same(value), inside)
+    if not isinstance(value, (*_CONTAINERS, tuple)) or depth > _DEEPEST:
         return _Same(value)
     if len(value) > _LARGEST:
         return (_Same(value), len(value))

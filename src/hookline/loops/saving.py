@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hookline.dispatch.hook_state import copied
 from hookline.errors import CheckpointError, HooklineWarning, OptionError, ResumeError
-from hookline.guard.rollback import rollback
-from hookline.loops.belongings import Attributes
 from hookline.loops.checkpoints import Checkpoints
+from hookline.loops.core_state import CoreState
 from hookline.loops.loader_position import LoaderPosition
 from hookline.loops.lock import FolderLock
-from hookline.loops.model_state import ModelState, check_optimizer, load_optimizer, state_of
 from hookline.loops.own_state import OwnState
 from hookline.loops.settings import differences, plain
 from hookline.loops.signals import Interruption
-from hookline.loops.streams import set_streams, streams
+from hookline.loops.streams import set_streams
 from hookline.loops.trackers import uncountable
 from hookline.sites.receipt import outside
 from hookline.sites.signature import a_or_an
@@ -36,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Saving"]
 
-_STATES: Final = ("optimizer", "scheduler", "scaler")
+_PARTS: Final = ("made", "loop", "settings", "run", "core", "before_epoch", "loader", "manager", "demand")
+"""What a checkpoint of a run has."""
 
 
 class Saving:
@@ -48,6 +46,7 @@ class Saving:
         self._blocks = blocks = run.blocks
         self._checkpoints = checkpoints
         self._own = OwnState(blocks)
+        self._core = CoreState(blocks, self._own)
         self._position = LoaderPosition(blocks, self._own, replay=checkpoints.replay)
         config = blocks.config if checkpoints.config is None else checkpoints.config
         self._settings = {
@@ -84,9 +83,9 @@ class Saving:
         path, saved = found
         self._check(path, saved)
         if saved["before_epoch"] is not None and self._run.demand is not None:
-            self._load_core(saved["before_epoch"])
+            self._core.load(saved["before_epoch"])
             self._run.demand.take_pre_epoch()
-        self._load_core(saved["core"])
+        self._core.load(saved["core"])
         self._loaded = saved
 
     def _home(self, device: torch.device) -> torch.device:
@@ -97,6 +96,9 @@ class Saving:
 
     def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
         """Refuse what does not fit, before anything is loaded."""
+        missing = [name for name in _PARTS if name not in saved]
+        if missing:
+            raise ResumeError(f"{path} is whole, but no checkpoint of a run: it has no {', '.join(missing)}.")
         if saved["loop"] != self._blocks.loop:
             raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._blocks.loop} loop is to go on.")
         changed = differences(saved["settings"], self._settings)
@@ -106,11 +108,7 @@ class Saving:
                 f"The run in {path.parent} was saved with other settings (saved → now):\n{lines}\nNext: set them back, "
                 "begin a run in another folder, or go on all the same: Checkpoints(..., force=True)."
             )
-        core, force = saved["core"], self._checkpoints.force
-        ModelState(self._blocks.model).check(core["model"], force=force)
-        for name in _STATES:
-            check_optimizer(getattr(self._blocks, name), core[name], name)
-        self._own.check(core["own"], force=force)
+        self._core.check(saved["core"], force=self._checkpoints.force)
         if saved["made"]["torch"] != str(torch.__version__):
             self._tell(
                 f"The run was saved with torch {saved['made']['torch']} and goes on with {torch.__version__}: numbers "
@@ -271,46 +269,12 @@ class Saving:
             "loop": self._blocks.loop,
             "settings": self._settings,
             "run": run.state_dict(within=within),
-            "core": self._core(),
-            "before_epoch": self._before_epoch() if within else None,
+            "core": self._core.save(run.manager),
+            "before_epoch": self._core.before_epoch(run.demand, run.manager) if within else None,
             "loader": self._position.save(within=within, begun=run.num_epochs > 0),
             "manager": None if manager is None else manager.state_dict(),
             "demand": None if run.demand is None else run.demand.state_dict(),
         }
-
-    def _core(self) -> dict[str, Any]:
-        """What training itself goes by."""
-        blocks, manager = self._blocks, self._run.manager
-        # The usual step sets gradients to zero first; hooks, and a step of one's own, may look at those of before.
-        looked_at = blocks.has_own_step or (manager is not None and bool(manager.hooks))
-        return {
-            "model": ModelState(blocks.model).save(gradients=looked_at),
-            **{name: state_of(getattr(blocks, name), name) for name in _STATES},
-            "own": self._own.save(),
-            "streams": streams(blocks.model),
-        }
-
-    def _before_epoch(self) -> dict[str, Any] | None:
-        """The run as it was before the epoch, where a hook may go back to it: by going there, and coming back."""
-        demand, blocks = self._run.demand, self._blocks
-        if demand is None or demand.pre_epoch is None:
-            return None
-        attributes = Attributes(blocks)
-        try:
-            with rollback(blocks.model, blocks.optimizer, demand.belongings.all_but_optimizer, blocks.scaler):
-                demand.pre_epoch.restore()
-                core: dict[str, Any] = copied(self._core())
-                return core
-        finally:
-            attributes.put_back()
-
-    def _load_core(self, core: Mapping[str, Any]) -> None:
-        blocks = self._blocks
-        ModelState(blocks.model).load(core["model"])
-        for name in _STATES:
-            load_optimizer(getattr(blocks, name), core[name])
-        self._own.load(core["own"])
-        set_streams(core["streams"], blocks.model)
 
     def _tell(self, text: str, once: str | None = None) -> None:
         key = once or text

@@ -41,8 +41,9 @@ class ConsoleSink(MetricSink):
 
     Args:
         mode: ``"normal"`` keeps the newest value of every metric and prints a table when a SNAPSHOT has come, and at
-            the end. ``"live"`` shows a column with chosen metrics and whether they rise or fall, always up to date; on
-            what is no terminal it says so once, and prints tables.
+            the end; while `progress_bar` moves, when the snapshot is over, so that what hooks and the evaluation say
+            of it is in one. ``"live"`` shows a column with chosen metrics and whether they rise or fall, always up to
+            date; on what is no terminal it says so once, and prints tables.
         live_metrics: What is in the column: ``{group: {label: metric}}``. If left out: what comes, by hook.
         console: A rich console to print to. If left out, one is made on ``file``.
         file: Where to print to; the standard output if left out.
@@ -73,6 +74,9 @@ class ConsoleSink(MetricSink):
         self._column: LiveColumn | None = None
         self._latest: dict[str, Any] = {}
         self._last: Record | None = None
+        self._bar: RunProgress | None = None
+        self._is_due = False
+        """Whether a snapshot waits for what else is told of it."""
         self._strategy: str | None = None
 
     # -- the screen ------------------------------------------------------------------------------------------
@@ -104,7 +108,8 @@ class ConsoleSink(MetricSink):
         """A bar for the progress of the run that shares the screen with the metrics."""
         from hookline.sinks.console_progress import RunProgress
 
-        return RunProgress(self.console, self.live, clock=self._clock)
+        self._bar = RunProgress(self.console, self.live, clock=self._clock, on_advance=self._settle)
+        return self._bar
 
     # -- metrics ---------------------------------------------------------------------------------------------
 
@@ -119,14 +124,24 @@ class ConsoleSink(MetricSink):
         if self.live is not None:
             self.live.update(record, self._strategy)
             return
+        if self._last is not None and (record.point, record.step) != (self._last.point, self._last.step):
+            self._settle()
         self._latest |= record.metrics
         self._last = record
         if record.point == "SNAPSHOT":
+            self._is_due = True
+            if self._bar is None or not self._bar.is_running:
+                self._settle()
+
+    def _settle(self) -> None:
+        """A snapshot is over: the next step is made, or something else is told."""
+        if self._is_due:
             self._print_table()
 
     def set_run_context(self, **context: Any) -> None:
         """Another run begins: what was kept of the last one is forgotten; ``flush`` is what prints it."""
         self._latest.clear()
+        self._is_due = False
         self._strategy = context.get("strategy", self._strategy)
         if self._column is not None:
             self._column.clear(self._strategy)
@@ -146,7 +161,7 @@ class ConsoleSink(MetricSink):
     # -- the table -------------------------------------------------------------------------------------------
 
     def _print_table(self) -> None:
-        latest, self._latest = self._latest, {}
+        latest, self._latest, self._is_due = self._latest, {}, False
         if latest and self._last is not None:
             shown = {key: latest[key] for key in sorted(latest) if key.count("/") <= _MOST_SLASHES}
             num_hidden = len(latest) - len(shown)

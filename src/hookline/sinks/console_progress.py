@@ -43,6 +43,7 @@ class RunProgress:
         console: A rich console; one on the standard output if left out.
         live: The column of a `ConsoleSink` in live mode, which then draws the bar as well.
         clock: What tells the time, in seconds.
+        on_advance: Called whenever it moves on, before that.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RunProgress:
         live: LiveColumn | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_advance: Callable[[], None] = lambda: None,
     ) -> None:
         if console is None:
             from rich.console import Console
@@ -59,6 +61,9 @@ class RunProgress:
         self._console = console
         self._column = live
         self._clock = clock
+        self._on_advance = on_advance
+        self.is_running = False
+        """Between `start` and `stop`."""
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total = self._done = self._before = 0
@@ -73,11 +78,13 @@ class RunProgress:
         self._done = self._before = done
         self._figures = {}
         self._began = self._drawn = self._told = self._clock()
+        self.is_running = True
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._start_bar()
 
     def advance(self, n: int = 1, **figures: float) -> None:
         """So many more are done; figures such as the loss are shown beside."""
+        self._on_advance()
         self._done += n
         if figures:
             self._figures |= figures
@@ -89,6 +96,10 @@ class RunProgress:
             self._told = now
             self._print_line()
 
+    def note(self, **figures: float) -> None:
+        """Newer figures, to be shown when it is drawn next."""
+        self._figures |= figures
+
     def stop(self) -> None:
         """The run is over, wherever it is; the bar stays as it is. More than once is no matter."""
         if self._bar is not None:
@@ -98,6 +109,7 @@ class RunProgress:
         elif self._done > self._before:
             self._print_line()  # short runs have told nothing yet, and a log has to show where a run ended
         self._bar = None
+        self.is_running = False
         self._before = self._done
 
     # -- on a terminal ---------------------------------------------------------------------------------------

@@ -101,8 +101,10 @@ class Delivery:
             return
         if self._tail.is_cut():
             self.seek()
+        sought = False
         while not self._next and (lines := self._tail.read(BATCH)):
-            if self._has_lost_its_place(lines[0]):
+            if not sought and self._has_lost_its_place(lines[0]):
+                sought = True  # once: a number may also be missing in the log itself
                 self.seek()
                 continue
             for line in lines:

@@ -6,6 +6,7 @@ it is on the disk after ``sync``.
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Final
@@ -33,33 +34,37 @@ class LineFile:
                 _check_regular(self.path)
                 self._guard = _locked(self.path)
             self._file = os.open(self.path, flags, 0o666)
-            self.size = self._mend()
-            """Bytes so far."""
+            self._mend()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def size(self) -> int:
+        """Bytes so far; asked of the system, as Ctrl-C may come between the writing of a line and any counting."""
+        return os.fstat(self._file).st_size
 
     def write(self, line: bytes) -> None:
         """Append a line, which ends with its newline: wholly, or not at all and an `OSError`."""
         done = os.write(self._file, line)
         if done != len(line):
             self._write_rest(line, done)
-        self.size += len(line)
 
     def _write_rest(self, line: bytes, done: int) -> None:
         """The disk is full, or a signal came in between."""
+        before = self.size - done
         try:
             while done < len(line):
                 done += os.write(self._file, line[done:])
-        except OSError:
-            os.ftruncate(self._file, self.size)
+        except BaseException:
+            os.ftruncate(self._file, before)
             raise
 
     def cut(self, size: int) -> None:
         """Drop what was written after that many bytes; more than there are is all of them."""
         if size < self.size:
             os.ftruncate(self._file, size)
-            self.size = self._mend()
+            self._mend()
 
     def sync(self) -> None:
         """Have the system write what it holds to the disk."""
@@ -87,13 +92,12 @@ class LineFile:
     def __del__(self) -> None:
         self.close()
 
-    def _mend(self) -> int:
-        size = there = os.fstat(self._file).st_size
+    def _mend(self) -> None:
+        size = there = self.size
         while (last := last_line(self._file, size)) and not _is_whole(last):
             size -= len(last)
         if size < there:
             os.ftruncate(self._file, size)
-        return size
 
 
 def _check_regular(path: Path) -> None:
@@ -105,7 +109,11 @@ def _check_regular(path: Path) -> None:
 def _locked(path: Path) -> Guard:
     """Says that this process alone writes to the path."""
     # A file beside it: whoever reads the log and closes it does not give the lock up.
-    guard = taken_guard(path.with_name(f".{path.name}.lock"))
+    beside = path.with_name(f".{path.name}.lock")
+    guard = taken_guard(beside)
+    if guard is None:
+        gc.collect()  # a manager that was not closed and that nobody has any more
+        guard = taken_guard(beside)
     if guard is None:
         raise OptionError(
             f"{path} is being written already, here or by another process, so records would be numbered twice. Close "

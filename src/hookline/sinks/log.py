@@ -70,11 +70,16 @@ class RecordLog:
 
     def append(self, record: Record) -> Record:
         """Write a record; the same with its number."""
-        line, altered = encoded(record, self.number)
-        self._file.write(line)
+        number = self.number
+        line, altered = encoded(record, number)
+        self.number += 1  # first: Ctrl-C may leave a number out, and must not give one twice
+        try:
+            self._file.write(line)
+        except Exception:
+            self.number = number
+            raise
         for name in altered:
             self.altered[name] = None
-        number, self.number = self.number, self.number + 1
         return Record(
             record.metrics, record.epoch, record.hook_point, record.step, record.strategy, record.rank, record.time,
             number,

@@ -93,11 +93,8 @@ class RowSink(RunSink, Generic[Kind]):
         return here if here is not None and here.exists() else Path(path)
 
     def _end_run(self) -> None:
-        rows, self._rows, self._left = (
-            self._rows,
-            None,
-            {},
-        )  # also if closing fails: rows of another run must not follow
+        # Forgotten also if closing fails: the rows of another run must not follow.
+        rows, self._rows, self._left = self._rows, None, {}
         if rows is not None:
             rows.close()
 

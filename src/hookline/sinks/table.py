@@ -84,8 +84,13 @@ class TableFile:
         cells = [""] * len(place)
         for name, value in row.items():
             cells[place[name]] = repr(value) if type(value) is float else _cell(value)
-        self._write(_line(cells))
+        line = _line(cells)
         self.rows += 1
+        try:
+            self._write(line)
+        except Exception:
+            self.rows -= 1
+            raise
 
     def tidy(self) -> None:
         """Fill short rows up and take the room away, if there are any."""
@@ -106,7 +111,7 @@ class TableFile:
     def _widen(self, new: Sequence[str]) -> None:
         """Name columns before the first row that has them."""
         more = b"," + _line([*map(_cell, new)])[:-1]
-        known = dict(self._place)
+        known, header = dict(self._place), self._header
         for name in new:
             self._place[name] = len(self._place)
         try:
@@ -117,20 +122,25 @@ class TableFile:
             else:
                 self._replace(max(_ROOM, 2 * self._header), pad=False)
         except BaseException:
-            self._place = known
+            if self._header == header:  # else Ctrl-C came when it was done already
+                self._place = known
             raise
         self._ragged = self._ragged or self._end > _SMALL
 
     def _write_over(self, more: bytes) -> None:
-        # The newline behind is there already: it was the room's.
-        os.pwrite(self._file, more, self._header)
-        self._header += len(more)
-        self._room -= len(more)
+        # The newline behind is there already: it was the room's. Counted first, as Ctrl-C may come after the writing.
+        place, self._header, self._room = self._header, self._header + len(more), self._room - len(more)
+        try:
+            os.pwrite(self._file, more, place)
+        except OSError:
+            self._header, self._room = place, self._room + len(more)
+            raise
 
     def _replace(self, room: int, *, pad: bool) -> None:
         """Write the file anew beside it, then put it in its place: a reader sees the old one or the new one."""
         beside = self.path.with_name(self.path.name + ".tmp")
         header = _line([*map(_cell, self._place)])
+        file = -1
         try:
             with beside.open("wb", buffering=1 << 18) as new, self.path.open("rb", buffering=1 << 18) as old:
                 new.write(header + b"\n" * room)
@@ -139,26 +149,29 @@ class TableFile:
                 end = new.tell()
             file = os.open(beside, _FLAGS)
             os.replace(beside, self.path)
-        except BaseException:
+        finally:
+            if file >= 0 and not beside.exists():  # it is in its place, also if Ctrl-C came just then
+                # Before the old one is closed: its number may soon be that of somebody else's file.
+                file, self._file, self._end, self._header, self._room = self._file, file, end, len(header) - 1, room
+                self._ragged = self._ragged and not pad
             beside.unlink(missing_ok=True)
-            raise
-        os.close(self._file)
-        self._file, self._end, self._header, self._room = file, end, len(header) - 1, room
-        self._ragged = self._ragged and not pad
+            if file >= 0:
+                os.close(file)
 
     # -- bytes ------------------------------------------------------------------------------------------------
 
     def _write(self, line: bytes) -> None:
         """All of it, or an `OSError` and nothing: a disk that is full leaves no half row."""
-        done = 0
+        # Asked of the system: Ctrl-C may have come between the writing of the row before and any counting.
+        end, done = os.fstat(self._file).st_size, 0
         try:
             while done < len(line):
-                done += os.pwrite(self._file, line[done:] if done else line, self._end + done)
+                done += os.pwrite(self._file, line[done:] if done else line, end + done)
         except OSError:
             if done:
-                os.ftruncate(self._file, self._end)
+                os.ftruncate(self._file, end)
             raise
-        self._end += len(line)
+        self._end = end + len(line)
 
 
 _SPECIAL: Final = frozenset(',"\r\n')

@@ -1,0 +1,137 @@
+"""``hessian_spectrum``: the largest and smallest curvatures of the loss, and their sum.
+
+Eigenvalues by Lanczos, the trace by Hutchinson's random signs, both from products of the Hessian with vectors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.analyses._analysis import whole_number
+from hookline.analyses._interventions import bursts, norm, numbers_of, parameters_of, step_of
+from hookline.analyses._shared import flatten
+from hookline.hooks.metric_info import MetricInfo
+from hookline.hooks.training_hook import InterventionHook, LoopPoints
+from hookline.lifecycle.point import HookPoint
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hookline.guard.model_context import ModelDataContext
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["HessianSpectrumHook"]
+
+_Product = Callable[[Tensor], Tensor]
+
+
+class HessianSpectrumHook(InterventionHook):
+    """Extreme eigenvalues and trace of the Hessian of the loss on the batch of the step, at the weights after it.
+
+    Recipe: ``hookline.HookManager(["hessian_spectrum"], sinks=[...])``.
+
+    Over all parameters that are trained, biases too. Each firing takes ``iterations + probes`` products of Hessian and
+    vector, each about two backward passes, and holds ``iterations`` copies of the parameters. Dropout is the same in
+    all of them, so that there is one Hessian; random vectors are its own.
+
+    Args:
+        every_n_steps: How many steps from one look to the next; the first is at that step.
+        iterations: Steps of Lanczos. More make ``top_eigenvalue`` right where eigenvalues lie close together;
+            ``top_eigenvalue_error`` tells how far it may be off.
+        top: How many of the largest eigenvalues to tell.
+        probes: Random vectors for the trace; 0 leaves it out.
+    """
+
+    name = "hessian_spectrum"
+    description = "largest and smallest curvatures of the loss, and their sum"
+    hook_points = frozenset({HookPoint.POST_STEP})
+    loop_points: LoopPoints = MappingProxyType({"epoch": {HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}})
+    scope = "trains"
+
+    def __init__(self, every_n_steps: int = 500, iterations: int = 20, top: int = 3, probes: int = 4) -> None:
+        self.step_schedule = bursts(whole_number(self.name, "every_n_steps", every_n_steps, 1), 1)
+        self.iterations = whole_number(self.name, "iterations", iterations, 2)
+        self.top = whole_number(self.name, "top", top, 1)
+        self.probes = whole_number(self.name, "probes", probes, 0)
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean; λ are eigenvalues of the Hessian H, descending."""
+        return [
+            MetricInfo("top_eigenvalue", "sharpness: the largest curvature", "λ₁", "high: a sharp valley"),
+            MetricInfo("top_eigenvalue_error", "how far it may be off", "‖H·v − λ₁·v‖", "small against λ₁: right"),
+            MetricInfo("eigenvalue_{number}", "the largest ones in turn", "λ₁, λ₂, …"),
+            MetricInfo("smallest_eigenvalue", "the most negative curvature", "λ_min", "below 0: a saddle"),
+            MetricInfo("lr_times_sharpness", "whether plain gradient descent is stable", "η·λ₁", "over 2: it is not"),
+            MetricInfo("trace", "sum of all curvatures", "mean of z·H·z, z of random signs"),
+            MetricInfo("trace_error", "standard error of that", "std/√probes", "small against the trace: right"),
+        ]
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
+        """Multiply, and take apart."""
+        trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
+        like = flatten(trained.values())
+        step = step_of(run_ctx, self)
+        if like is None:
+            return None
+
+        def product(vector: Tensor) -> Tensor:
+            parts = torch.split(vector, [p.numel() for p in trained.values()])
+            named = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
+            with numbers_of(step):
+                found = model_ctx.hvp(named)
+            flat = flatten(found[name] for name in trained)
+            assert flat is not None
+            return flat
+
+        draw = torch.Generator().manual_seed(step)
+        values, error = _lanczos(product, _normal(like, draw), min(self.iterations, like.numel()))
+        metrics = self._figures(values, error, run_ctx.lr)
+        return metrics | (_trace(product, like, draw, self.probes) if self.probes else {})
+
+    def _figures(self, values: NDArray[Any], error: float, rate: float | None) -> dict[str, float]:
+        found = {f"eigenvalue_{number}": float(value) for number, value in enumerate(values[: self.top], start=1)}
+        found |= {"top_eigenvalue": float(values[0]), "top_eigenvalue_error": error}
+        found["smallest_eigenvalue"] = float(values[-1])
+        return found if rate is None else {**found, "lr_times_sharpness": rate * float(values[0])}
+
+
+def _normal(like: Tensor, draw: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=draw, dtype=like.dtype).to(like.device)
+
+
+def _lanczos(product: _Product, start: Tensor, count: int) -> tuple[NDArray[Any], float]:
+    """Eigenvalues of the Hessian in the space of the first products, descending; and the error of the largest."""
+    basis = [start / norm(start)]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    for _ in range(count):
+        vector = product(basis[-1])
+        diagonal.append(float(torch.dot(vector, basis[-1])))
+        for _twice in range(2):  # against all before: rounding would bring eigenvalues up again that were found
+            for before in basis:
+                vector = vector - torch.dot(vector, before) * before
+        beside.append(float(norm(vector)))
+        if not beside[-1] > 1e-6 * max(map(abs, diagonal)):
+            break  # the space is closed (or not a number): there is nothing more to find
+        basis.append(vector / norm(vector))
+    if not np.isfinite([*diagonal, *beside]).all():
+        return np.full(len(diagonal), np.nan), float("nan")
+    size = len(diagonal)
+    matrix = np.diag(diagonal) + np.diag(beside[: size - 1], 1) + np.diag(beside[: size - 1], -1)
+    values, vectors = np.linalg.eigh(matrix)
+    return values[::-1], abs(beside[-1] * float(vectors[-1, -1]))
+
+
+def _trace(product: _Product, like: Tensor, draw: torch.Generator, probes: int) -> dict[str, float]:
+    found = []
+    for _ in range(probes):
+        signs = torch.randint(2, like.shape, generator=draw).to(like.device, like.dtype) * 2 - 1
+        found.append(float(torch.dot(signs, product(signs))))
+    error = {"trace_error": float(np.std(found, ddof=1)) / probes**0.5} if probes > 1 else {}
+    return {"trace": float(np.mean(found)), **error}

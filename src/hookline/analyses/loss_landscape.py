@@ -1,0 +1,123 @@
+"""``loss_landscape``: the loss along a straight line through the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.analyses._analysis import whole_number
+from hookline.analyses._interventions import bursts, loss_on_batch, norm, parameters_of, ratio, step_of
+from hookline.analyses._shared import flatten
+from hookline.errors import OptionError
+from hookline.hooks.metric_info import MetricInfo
+from hookline.hooks.training_hook import InterventionHook, LoopPoints
+from hookline.lifecycle.point import HookPoint
+
+if TYPE_CHECKING:
+    from hookline.guard.model_context import ModelDataContext
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["LossLandscapeHook"]
+
+_DIRECTIONS: Final = ("gradient", "random")
+
+
+class LossLandscapeHook(InterventionHook):
+    """The loss on the batch of the step, at weights along a line through those after it.
+
+    Recipe: ``hookline.HookManager(["loss_landscape"], hook_config={"loss_landscape": {"radius": 0.05}}, sinks=[...])``.
+
+    The line goes ``radius`` times the length of all trained parameters to either side. Dropout is the same at each
+    point. A firing costs ``points`` forwards, and a backward for the gradient.
+
+    Args:
+        every_n_steps: How many steps from one look to the next; the first is at that step.
+        points: How many places on the line, an odd number, so that one is where the weights are.
+        radius: How far it goes, as a share of the length of the parameters.
+        direction: ``"gradient"``, of which the positive side is downhill; or ``"random"``, of as many parts as there
+            are parameters, each as long as its parameter.
+    """
+
+    name = "loss_landscape"
+    description = "the loss along a line through the weights"
+    hook_points = frozenset({HookPoint.POST_STEP})
+    loop_points: LoopPoints = MappingProxyType({"epoch": {HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}})
+    scope = "trains"
+
+    def __init__(
+        self, every_n_steps: int = 500, points: int = 11, radius: float = 0.1, direction: str = "gradient"
+    ) -> None:
+        self.step_schedule = bursts(whole_number(self.name, "every_n_steps", every_n_steps, 1), 1)
+        self.points = whole_number(self.name, "points", points, 3)
+        if points % 2 == 0:
+            raise OptionError(f"points= of hook 'loss_landscape' is an odd number, got {points}; take {points + 1}.")
+        if not radius > 0:
+            raise OptionError(f"radius= of hook 'loss_landscape' is over 0, got {radius!r}.")
+        if direction not in _DIRECTIONS:
+            raise OptionError(f"direction= of hook 'loss_landscape' is 'gradient' or 'random', got {direction!r}.")
+        self.radius, self.direction = float(radius), direction
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """What its metrics mean; a goes from −radius to radius, ‖θ‖·d is the direction."""
+        return [
+            MetricInfo("losses", "along the line, from one end to the other", "L(θ + a·‖θ‖·d)"),
+            MetricInfo("loss", "in the middle, where the weights are", "L(θ)"),
+            MetricInfo("lowest", "the smallest on the line", "min L"),
+            MetricInfo("lowest_at", "where that is", "a of min L", "0: here; radius: still falling at the end"),
+            MetricInfo("curvature", "how the line bends at the weights", "(L(h) − 2·L(0) + L(−h))/h²", ">0: a valley"),
+        ]
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
+        """Go along, and come back."""
+        step = step_of(run_ctx, self)
+        trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
+        line = self._line(step, model_ctx, trained)
+        if line is None:
+            return None
+        here = {name: p.detach().clone() for name, p in trained.items()}
+        places = np.linspace(-self.radius, self.radius, self.points)
+        found = []
+        for place in places:
+            with torch.no_grad():
+                for name, parameter in trained.items():
+                    parameter.copy_(here[name] + float(place) * line[name])
+            found.append(loss_on_batch(model_ctx, step))
+        losses, middle = torch.stack(found).tolist(), self.points // 2
+        width = self.radius / middle
+        lowest = int(np.nanargmin(losses)) if not np.isnan(losses).all() else middle
+        return {
+            "losses": losses,
+            "loss": losses[middle],
+            "lowest": losses[lowest],
+            "lowest_at": float(places[lowest]) if lowest != middle else 0.0,
+            "curvature": (losses[middle + 1] - 2 * losses[middle] + losses[middle - 1]) / width**2,
+        }
+
+    def _line(self, step: int, model_ctx: ModelDataContext, trained: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """By parameter, as long as all of them together; None if there is no direction."""
+        length = flatten(trained.values())
+        if length is None:
+            return None
+        if self.direction == "random":
+            draw = torch.Generator().manual_seed(step)
+            drawn = {n: torch.randn(p.shape, generator=draw).to(p.device, p.dtype) for n, p in trained.items()}
+            return {name: each * _fit(trained[name], each) for name, each in drawn.items()}
+        gradients = model_ctx.gradients
+        whole = flatten(gradients[name] for name in trained if name in gradients)
+        if whole is None or float(norm(whole)) == 0.0:
+            return None
+        scale = norm(length) / norm(whole)
+        return {
+            name: -gradients[name] * scale.to(p.device, p.dtype) if name in gradients else torch.zeros_like(p)
+            for name, p in trained.items()
+        }
+
+
+def _fit(parameter: Tensor, direction: Tensor) -> Tensor:
+    """What makes a direction as long as its parameter."""
+    return ratio(norm(parameter.detach().flatten()), norm(direction.flatten()))

@@ -1,0 +1,242 @@
+"""The trackers of components as hooks over time: names, numbers against numpy, layers found, what is left behind."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers_training import differences, plain_step, train
+from torch import nn
+
+import hookline as hl
+from hookline.analyses import (
+    FisherInformationHook,
+    GradientFlowHook,
+    ReLUActivationsHook,
+    ReLUGradientFlowHook,
+    SaturatedActivationsHook,
+)
+from hookline.dispatch.hook_state import copied
+from hookline.errors import HooklineWarning, OptionError
+
+ALL = {
+    "relu_activations": ReLUActivationsHook,
+    "saturated_activations": SaturatedActivationsHook,
+    "fisher_information": FisherInformationHook,
+    "gradient_flow": GradientFlowHook,
+    "relu_gradient_flow": ReLUGradientFlowHook,
+}
+
+
+class Small(nn.Module):
+    """Linear, ReLU, linear, tanh; what each gave is kept, with its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.relu = nn.Linear(4, 6), nn.ReLU()
+        self.second, self.tanh = nn.Linear(6, 3), nn.Tanh()
+        self.seen = []
+
+    def forward(self, x):
+        before = self.first(x)
+        rectified = self.relu(before)
+        after = self.second(rectified)
+        self.seen.append((before, rectified, after, self.tanh(after)))
+        for tensor in self.seen[-1]:
+            if tensor.requires_grad:
+                tensor.retain_grad()
+        return self.seen[-1][-1]
+
+
+def small_run(hooks, epochs=1, **options):
+    torch.manual_seed(3)
+    model = Small()
+    model.seen.clear()
+    with torch.no_grad():
+        model.first.bias[2] = -100.0  # a unit that is never on
+        model.second.weight.mul_(4)
+    data = [torch.randn(5, 4) for _ in range(4)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sink = hl.MemorySink()
+    manager = hl.HookManager(hooks=hooks, sinks=[sink], **options)
+    experiment = hl.Experiment(
+        model,
+        optimizer,
+        data,
+        lambda model, x: model(x).square().mean(),
+        evaluate=lambda model: {"e": model(data[0]).sum()},
+    )
+    hl.epoch_loop(experiment, epochs=epochs, manager=manager)
+    trained = [seen for seen in model.seen if seen[0].grad is not None]  # an evaluation has none
+    assert len(trained) == 4 * epochs < len(model.seen)
+    return (
+        model,
+        sink.latest,
+        [[x.detach().double().numpy() for x in seen] for seen in trained],
+        [[x.grad.double().numpy() for x in seen] for seen in trained],
+    )
+
+
+def test_names_and_numbers_are_those_of_the_trackers():
+    """Under the names of the source, without a hook's name in front; evaluation does not count."""
+    _, got, values, grads = small_run([kind() for kind in ALL.values()])
+    on = np.concatenate([rectified for _, rectified, _, _ in values]) > 0
+    for unit in range(6):
+        assert got[f"activations/relu/relu/{unit}"] == pytest.approx(on.mean(0)[unit])
+    assert got["relu_activations/active_fraction"] == pytest.approx(on.mean())
+    dead = int((~on).all(0).sum())
+    assert dead >= 1
+    assert got["relu_activations/dead_units"] == dead
+    assert got["relu_activations/dead_fraction"] == pytest.approx(dead / 6)
+
+    far = np.abs(np.concatenate([tanh for *_, tanh in values])) > 0.95
+    assert 0 < far.mean() < 1
+    for unit in range(3):
+        assert got[f"activations/tanh/saturated_fraction/tanh/{unit}"] == pytest.approx(far.mean(0)[unit])
+    for place in ("activations/tanh/saturation", "activations/tanh/saturation/tanh"):
+        assert got[f"{place}/total_neurons"] == far.size
+        assert got[f"{place}/saturated_neurons"] == far.sum()
+        assert got[f"{place}/fraction"] == pytest.approx(far.mean())
+        assert got[f"{place}/active_fraction"] == pytest.approx(1 - far.mean())
+    assert got["saturated_activations/fraction"] == pytest.approx(far.mean())
+
+    passed = np.abs(np.concatenate([before for before, *_ in grads])) > 1e-8
+    for unit in range(6):
+        assert got[f"gradient_flow/relu/relu/{unit}"] == pytest.approx(passed.mean(0)[unit])
+    assert got["relu_gradient_flow/passed_fraction"] == pytest.approx(passed.mean())
+    assert got["relu_gradient_flow/blocked_units"] >= dead
+
+    flows = {}
+    for place, layer in ((0, "first"), (2, "second")):
+        flow = np.zeros(grads[0][place].shape[1])
+        for grad in grads:
+            flow = 0.95 * flow + 0.05 * np.sqrt((grad[place] ** 2).mean(0))
+        assert got[f"gradient_flow/{layer}/mean"] == pytest.approx(flow.mean(), rel=1e-5)
+        assert got[f"gradient_flow/{layer}/blocked_fraction"] == pytest.approx((flow < 1e-8).mean())
+        flows[layer] = flow
+    assert got["gradient_flow/first/unit_0"] == pytest.approx(flows["first"][0], rel=1e-5)
+    assert "gradient_flow/first/unit_2" not in got  # nothing gets there
+    assert got["gradient_flow/smallest"] == pytest.approx(min(flow.mean() for flow in flows.values()), rel=1e-5)
+
+
+def test_fisher_information_is_the_running_mean_of_squared_gradients():
+    """By numpy, for each parameter; the sums go over all of them."""
+    _, got, values, grads = small_run([FisherInformationHook(beta=0.5)])
+    fisher = np.zeros((3, 6))
+    for (_, rectified, _, _), (_, _, after, _) in zip(values, grads, strict=True):
+        fisher = 0.5 * fisher + 0.5 * (after.T @ rectified) ** 2
+    prefix = "fisher_info/second/second.weight"
+    assert got[f"{prefix}/mean"] == pytest.approx(fisher.mean(), rel=1e-5)
+    assert got[f"{prefix}/trace"] == pytest.approx(fisher.sum(), rel=1e-5)
+    assert got[f"{prefix}/max"] == pytest.approx(fisher.max(), rel=1e-5)
+    assert got[f"{prefix}/dead"] == 0.0
+    traces = [
+        got[f"fisher_info/{layer}/{layer}.{key}/trace"] for layer in ("first", "second") for key in ("weight", "bias")
+    ]
+    assert got["fisher_information/trace"] == pytest.approx(sum(traces))
+    assert got["fisher_information/dead_count"] == 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_begins_anew_at_each_report_and_leaves_nothing_on_the_model(name):
+    """Weights stand still here, so each epoch says what the first said; in the end the model is as it was."""
+    _, once, *_ = small_run([ALL[name]()])
+    model, twice, *_ = small_run([ALL[name]()], epochs=2)
+    assert once == twice
+    assert once
+    hl.assert_no_hooks(model)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_training_with_it_is_training_without(name):
+    """Bit for bit, through an in-place ReLU, dropout and BatchNorm."""
+    hook, started = ALL[name](**({"targets": "4"} if name == "saturated_activations" else {})), []
+
+    def step(model, x, target):
+        if not started:
+            hook.start(model)
+            started.append(model)
+        plain_step(model, x, target)
+
+    plain = train(plain_step)
+    assert differences(plain, train(step)) == []
+    found = hook.compute(hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=started[0]))
+    hook.finish()
+    assert found
+    assert all(math.isfinite(value) for value in found.values())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_counts_go_on_after_a_checkpoint(name):
+    """Half of the batches, saved, the other half with another hook: as if one had seen all."""
+    torch.manual_seed(0)
+    model, batches = Small(), [torch.randn(5, 4) for _ in range(6)]
+
+    def told(hook, some, ask=True):
+        hook.start(model)
+        for x in some:
+            model.zero_grad()
+            model(x).square().mean().backward()
+        hook.finish()
+        ctx = hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)
+        return (dict(hook.compute(ctx)), hook.finish())[0] if ask else None
+
+    options = {"saturation_threshold": 0.3} if name == "saturated_activations" else {}
+    whole = told(ALL[name](**options), batches)
+    first, second = ALL[name](**options), ALL[name](**options)
+    told(first, batches[:3], ask=False)
+    second.load_state_dict(copied(first.state_dict()))
+    assert told(second, batches[3:]) == whole
+    assert told(ALL[name](**options), batches[3:]) != whole  # the negative control
+
+
+def test_without_units_there_are_sums_alone():
+    """For wide layers; the sums are of all units nevertheless."""
+    _, full, *_ = small_run([GradientFlowHook(), ReLUActivationsHook(), SaturatedActivationsHook()])
+    _, few, *_ = small_run(
+        [kind(per_unit=False) for kind in (GradientFlowHook, ReLUActivationsHook, SaturatedActivationsHook)]
+    )
+    assert few.items() < full.items()
+    assert {name for name in few if name.startswith("activations/relu")} == set()
+    assert "gradient_flow/first/mean" in few
+    assert "gradient_flow/first/unit_0" not in few
+
+
+def test_layers_are_found_or_named():
+    """By their kind, by name, without some; a model that has none of the kind is told once."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    hook = ReLUActivationsHook()
+    with pytest.warns(HooklineWarning, match=r"'relu_activations' looked for nn\.ReLU.*found none, so it stays silent"):
+        hook.start(model)
+    ctx = hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)
+    assert hook.compute(ctx) is None
+    named = ReLUActivationsHook(targets="0,1", exclude="0")
+    named.start(model)
+    model(torch.ones(3, 2))
+    assert {key for key in named.compute(ctx) if "/" in key} == {"activations/relu/1/0", "activations/relu/1/1"}
+    named.finish()
+    hl.assert_no_hooks(model)
+    with pytest.raises(OptionError, match="beta"):
+        FisherInformationHook(beta=1.0)
+
+
+def test_only_a_hook_with_roots_reports_names_of_its_own():
+    """Another hook that returns such a name has its own in front, as ever."""
+
+    class Plain(hl.TrainingHook):
+        name = "plain"
+        hook_points = frozenset({hl.HookPoint.POST_EPOCH})
+
+        def compute(self, ctx):
+            return {"activations/relu/x": 1.0, "b": 2.0}
+
+    class Rooted(Plain):
+        name = "rooted"
+        roots = ("activations/",)
+
+    sink = hl.MemorySink()
+    manager = hl.HookManager(hooks=[Plain(), Rooted()], sinks=[sink])
+    manager.fire(hl.HookPoint.POST_EPOCH, hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0))
+    assert sink.latest == {"plain/activations/relu/x": 1.0, "plain/b": 2.0, "activations/relu/x": 1.0, "rooted/b": 2.0}

@@ -1,0 +1,226 @@
+"""What goes wrong on the first day: each mistake has its sentence, its exit code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_cli import TINY, records_of, run_here
+
+QUIET = ("--silent", "--no-report")
+OWN = """
+import torch
+from torch import nn
+import hookline
+
+class Own(hookline.Experiment):
+    name = "own"
+
+    def __init__(self, config=None, strategy="default"):
+        model = nn.Linear(4, 2)
+        batches = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(5)]
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+
+class ByItself(Own):
+    def __init__(self, config=None, strategy="default"):
+        super().__init__()
+        self.optimizer = None
+
+    def train_step(self, batch):
+        self.model.zero_grad()
+        loss = self.loss_fn(self.model, batch)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter -= 0.1 * parameter.grad
+        return loss.detach()
+
+class TorchLoss(Own):
+    loss_fn = staticmethod(nn.functional.cross_entropy)
+
+class Steps(Own):
+    loop = "step"
+
+    def evaluate(self, model):
+        return {"val_acc": 0.5}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_syntax_error_shows_its_line_and_nothing_of_hookline(capsys, tmp_path):
+    """The error names the place itself."""
+    (tmp_path / "wrong.py").write_text("class A(:\n    pass\n")
+    assert run_here("run", "wrong.py:A") == 1
+    err = capsys.readouterr().err
+    assert "class A(:" in err
+    assert "SyntaxError: invalid syntax" in err
+    assert "Traceback" not in err
+    assert "cli/" not in err
+
+
+def test_an_error_without_a_frame_of_the_user_begins_where_hookline_called(capsys, own):
+    """A loss of torch's own, taken for one of a model and a batch: the call shows what it was given."""
+    assert run_here("run", f"{own}:TorchLoss", "--epochs", "1", *QUIET) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (none of it is your code")
+    assert "return loss(model, batch)" in err
+    assert "TypeError: cross_entropy_loss()" in err
+    assert "session.py" not in err
+    assert run_here("--debug", "run", f"{own}:TorchLoss", "--epochs", "1", *QUIET) == 1
+    assert "session.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--epochs", "--snapshot-every"])
+def test_a_negative_length_is_wrong_use_and_makes_no_folder(capsys, own, tmp_path, flag):
+    """It is found out before anything is written."""
+    assert run_here("run", f"{own}:Own", flag, "-3", *QUIET) == 2
+    assert f"{flag} takes a number of at least 0, got -3." in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
+def test_sinks_without_hooks_are_not_passed_over_in_silence(capsys, own):
+    """Nothing would be written; with a hook there is no warning."""
+    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hook-csv", *QUIET) == 0
+    err = capsys.readouterr().err
+    assert "--hook-csv will write nothing: no hooks are on" in err
+    assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 0
+    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", "norms", "--hook-csv", *QUIET) == 0
+    assert "will write nothing" not in capsys.readouterr().err
+
+
+def test_a_port_that_there_is_not_is_told_before_training(capsys, own, tmp_path):
+    """Not by a sink that fails in the run."""
+    assert run_here("run", f"{own}:Own", "--hooks", "norms", "--hook-prometheus", "99999999") == 2
+    assert "--hook-prometheus takes a port from 0" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
+def test_a_sink_that_cannot_begin_is_told_in_a_sentence(capsys, own, tmp_path):
+    """A failure that its warning explains has no traceback; the run goes on."""
+    (tmp_path / "sinks.py").write_text(
+        "import hookline\n\n\nclass Full(hookline.MetricSink):\n"
+        "    def emit(self, metrics, epoch, hook_point):\n        raise OSError(28, 'No space left on device')\n"
+    )
+    flags = ("--hooks", "norms", "--hook-sink", "sinks.py:Full", "--epochs", "1")
+    assert run_here("run", f"{own}:Own", *flags, *QUIET) == 0
+    err = capsys.readouterr().err
+    assert err.count("No space left on device") == 1
+    assert "Traceback" not in err
+
+
+def test_the_bar_moves_without_an_optimizer_of_torch(capsys, own):
+    """It counts the experiment's own steps, and leaves the experiment as it was."""
+    assert run_here("run", f"{own}:ByItself", "--epochs", "2", *QUIET) == 0
+    assert "10/10 steps" in capsys.readouterr().out
+    made = sys.modules["own"].ByItself()
+    from hookline.cli.progress import steps_counted
+    from hookline.sinks.console_progress import RunProgress
+
+    with steps_counted(made, RunProgress(), {}):
+        assert "train_step" in vars(made)
+    assert "train_step" not in vars(made)
+
+
+def test_the_bar_ends_with_the_figures_of_the_end(capsys):
+    """Not with those of the epoch before."""
+    assert run_here("run", TINY, "--epochs", "3", "--hooks", *QUIET) == 0
+    out = capsys.readouterr().out
+    shown = re.search(r"9/9 steps.*loss (\S+)", out)
+    ended = re.search(r"finished: 9 steps.*?loss ([^,\s]+)", out)
+    assert shown is not None
+    assert ended is not None
+    assert shown[1] == ended[1]
+
+
+def test_a_snapshot_of_the_step_loop_is_one_table(capsys, own):
+    """What hooks say and what the evaluation says."""
+    flags = ("--steps", "5", "--snapshot-every", "2", "--hooks", "norms", "--no-report")
+    assert run_here("run", f"{own}:Steps", *flags) == 0
+    out = capsys.readouterr().out
+    for step in (0, 2, 4):
+        assert out.count(f"Hook Metrics · step {step} ·") == 1
+        table = out.split(f"Hook Metrics · step {step} ·")[1].split("Hook Metrics")[0]
+        assert "val_acc" in table
+        assert "total_norm" in table
+
+
+def test_a_page_of_before_is_not_named_as_one_of_now(capsys, own, tmp_path):
+    """``--resume --no-report`` leaves the old one, which is out of date."""
+    flags = (f"{own}:Own", "--hooks", "norms", "--silent")
+    assert run_here("run", *flags, "--epochs", "1") == 0
+    assert "report.html" in capsys.readouterr().out
+    assert run_here("run", *flags, "--epochs", "2", "--resume", "--no-report") == 0
+    assert (tmp_path / "runs" / "own" / "default" / "report.html").exists()
+    assert "report.html" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_the_experiment_to_start_from_runs_in_any_precision(tmp_path, dtype):
+    """Its data follow its parameters."""
+    assert run_here("new", "experiment", "parity.py") == 0
+    assert run_here("run", "parity.py:Parity", "--dtype", dtype, "--epochs", "1", "--hooks", *QUIET) == 0
+    assert records_of(tmp_path / "runs" / "parity" / "shuffled")
+
+
+def test_a_file_with_a_blank_in_its_name_is_quoted(capsys):
+    """The line that is printed can be pasted."""
+    assert run_here("new", "hook", "my hook.py") == 0
+    assert "--hooks 'my hook.py:MyHook'" in capsys.readouterr().out
+
+
+def test_replay_says_where_it_went_and_mlflow_takes_a_folder(capsys, own, tmp_path):
+    """MLflow's stores of files are no more: in a folder there is a database."""
+    pytest.importorskip("mlflow")
+    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", *QUIET) == 0
+    assert run_here("replay", "runs/own/default", "--to", "csv") == 0
+    assert "into runs/own/default/default.csv." in capsys.readouterr().out
+    from hookline.cli.replay import _store
+
+    assert _store("kept") == "kept/mlflow.db"
+    assert (tmp_path / "kept").is_dir()
+    assert _store("sqlite:///a.db") == "sqlite:///a.db"
+
+
+def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monkeypatch):
+    """The run itself is over and saved."""
+    from hookline.report import page
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(page, "write_report", interrupted)
+    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", "norms", "--silent") == 130
+    assert "Later: hookline report runs/own/default" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypatch):
+    """Nothing is saved then."""
+    from hookline.cli.made import Made
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Made, "train", interrupted)
+    assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 130
+    assert "Stopped at once, without saving; there is no checkpoint to go on from." in capsys.readouterr().out
+
+
+def test_a_screen_of_few_letters_gets_question_marks(monkeypatch):
+    """Not an error in the middle of a table."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert run_here("hooks", "parameter_delta") == 0
+    sys.stdout.flush()
+    assert b"?" in raw.getvalue()
+    assert b"relative_delta" in raw.getvalue()
