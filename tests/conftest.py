@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry
+
+
+def pytest_configure() -> None:
+    """Ctrl-C raises, also where whoever started the tests has it ignored, as a shell does in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -25,17 +30,9 @@ def compiling_has_been_said() -> None:
 
 
 @pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises, also where whoever started the tests has it ignored, as a shell does in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
     """A registry with nothing in it, without the entry points of this machine; the real one is back afterwards."""
-    from hookline.hooks.registry import HookRegistry
+    from hookline.dispatch.registry import HookRegistry  # before it is emptied: built-in hooks are registered once
 
     for name in ("_classes", "_paths", "groups", "_entry_points", "_broken"):
         monkeypatch.setattr(HookRegistry, name, {})

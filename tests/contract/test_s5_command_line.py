@@ -123,6 +123,7 @@ def test_an_experiment_without_groups_says_so(capsys):
     assert "steps names no groups of hooks (hook_sets)" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:--hook-csv will write nothing")
 @pytest.mark.parametrize("flags", [(), ("--with-hooks", "none")])
 def test_no_hooks_no_manager(flags):
     """Neither flag, or an empty group alone: no log, no sinks."""

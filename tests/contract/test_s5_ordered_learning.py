@@ -380,11 +380,11 @@ def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
 
     class Broken(hl.MetricSink):
         def emit(self, metrics, epoch, hook_point):
-            raise OSError("disk full")
+            raise RuntimeError("no such place")
 
     sink = hl.MemorySink()
     manager = hl.HookManager(hooks=[Observer(HookPoint.POST_EPOCH)], sinks=[Broken(), sink])
-    with pytest.warns(hl.HooklineWarning, match="Broken could not take metrics .*disk full"):
+    with pytest.warns(hl.HooklineWarning, match="Broken could not take metrics .*no such place"):
         hl.epoch_loop(make_experiment(), epochs=3, manager=manager)
     assert sink.series("observer/count") == [(0, 1), (1, 2), (2, 3)]
     assert manager.sink_errors == {"Broken": 3}

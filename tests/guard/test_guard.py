@@ -501,7 +501,6 @@ def test_no_memory_is_an_error_before_anything_is_touched(monkeypatch):
     assert differing(before, portrait(run)) == []
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("moment", ["save", "restore"])
 def test_an_interrupt_while_saving_or_restoring_waits(monkeypatch, moment):
     """It arrives afterwards, with the state whole, and the handler of before is in place again."""

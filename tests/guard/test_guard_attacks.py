@@ -459,7 +459,6 @@ def test_memory_of_an_epoch_is_used_again_with_a_loader_of_ones_own():
     assert PreEpochState.take(model, loader=Loader(), into=first)._snapshot is not first._snapshot
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_a_receipt_is_whole_though_an_interrupt_came(monkeypatch):
     """While everything was put back; it is not done twice."""
     model, original, times = nn.Linear(2, 2), copies.Copies.back, []
