@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then "$$python" -m venv --clear $(VENV); fi; \
 	echo "installing into $(VENV) (the first time takes a few minutes)"; \
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[dev]'
 	@# A CUDA build of torch brings a Triton of its own. Beside a CPU build it runs our kernels in its interpreter.
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -c constraints.txt triton \
 	    || echo "no Triton for this machine: the tests of the CUDA kernels are skipped"
