@@ -15,7 +15,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.sites.kinds import MODULE, Kind
-from hookline.sites.signature import a_or_an, check_hook, hook_name, may_return_value, what_it_reads
+from hookline.sites.signature import check_hook, hook_name, may_return_value, what_it_reads
+from hookline.wording import a_or_an
 
 # -- what it can take ----------------------------------------------------------------------------------------
 

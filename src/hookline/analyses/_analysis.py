@@ -13,7 +13,7 @@ from hookline.analyses._window import GradientWindow
 from hookline.errors import HooklineWarning, OptionError
 from hookline.hooks.training_hook import LoopPoints, TrainingHook
 from hookline.lifecycle.point import HookPoint
-from hookline.sites.receipt import outside
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,7 @@ from hookline.errors import HooklineWarning, HookNameError, OptionError
 from hookline.hooks.check import check_hook, make_hook
 from hookline.hooks.training_hook import TrainingHook
 from hookline.lifecycle.point import HookPoint
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an, outside
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

@@ -18,7 +18,7 @@ from hookline.errors import LifecycleError, OptionError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.point import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.dispatch.firing import ObserverCheck, Troubles

@@ -21,7 +21,7 @@ from hookline.guard.guard import Guard
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.phase import in_phase
-from hookline.sites.receipt import outside
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from hookline.dispatch.profiler import CheckpointProfiler

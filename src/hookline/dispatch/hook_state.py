@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import HooklineWarning
-from hookline.sites.receipt import outside
 from hookline.sites.tree import rebuilt_tuple
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from hookline.hooks.training_hook import TrainingHook

@@ -27,7 +27,7 @@ from hookline.dispatch.reporting import Reporting
 from hookline.errors import HooklineWarning, HookNameError, OptionError
 from hookline.guard.rng import kept_rng, restart_hook_stream
 from hookline.lifecycle.point import HookPoint
-from hookline.sites.receipt import outside
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import MetricError
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 __all__ = ["PLAIN", "checked", "on_host", "settled"]
 

@@ -24,8 +24,9 @@ from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.parameters import fasten_parameters, select_parameters
 from hookline.sites.select import check_model, select, without_scripted
-from hookline.sites.signature import a_or_an, check_hook, hook_name
+from hookline.sites.signature import check_hook, hook_name
 from hookline.sites.wrappers import clean_modules
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Attachment

@@ -16,8 +16,9 @@ from hookline.errors import NoMatchError, OptionError, TargetError
 from hookline.hooks.live_components import ChildComponents, ModelComponents
 from hookline.sites.attach import attach
 from hookline.sites.nearest import nearest
-from hookline.sites.signature import a_or_an, hook_name
+from hookline.sites.signature import hook_name
 from hookline.sites.wrappers import unwrap
+from hookline.wording import a_or_an
 
 __all__ = ["AttachesItself", "ComponentContext", "PolicyAutoBuilder"]
 

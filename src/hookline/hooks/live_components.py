@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import nn
 
 from hookline.errors import OptionError
-from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import clean_modules, submodule
+from hookline.wording import a_or_an
 
 __all__ = ["ChildComponents", "Components", "ModelComponents"]
 

@@ -17,6 +17,7 @@ from hookline.errors import HooklineWarning, HookNameError, HookSignatureError
 from hookline.hooks.check import check_hook, make_hook
 from hookline.hooks.training_hook import InterventionHook, TrainingHook
 from hookline.lifecycle.point import HookPoint, checked_points
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from hookline.hooks.metric_info import MetricInfo
@@ -244,8 +245,6 @@ class HookRegistry:
     @classmethod
     def _give_up(cls, name: str, error: Exception) -> None:
         """A package whose hook cannot be imported does not keep the others from being listed."""
-        from hookline.sites.receipt import outside  # which needs torch, and listing names does not
-
         cls._paths.pop(name, None)
         cls._found_entry_points().pop(name, None)
         cls._broken[name] = f"{type(error).__name__}: {error}"

@@ -18,8 +18,8 @@ from hookline.lifecycle.phase import Phases, phase
 from hookline.observe.trackers.counting import CountingTracker
 from hookline.observe.trackers.gradient_flow import GradientFlowState, ReLUGradientFlowState
 from hookline.sites.main_tensor import main_tensor
-from hookline.sites.receipt import outside
 from hookline.sites.site import Site
+from hookline.wording import outside
 
 __all__ = ["ActivationHook", "GradientFlowHook", "ReLUGradientFlowHook"]
 

@@ -19,7 +19,7 @@ from hookline.guard.rng import RandomStates
 from hookline.lifecycle.phase import in_phase
 from hookline.loops.experiment import Experiment
 from hookline.loops.training_step import Grouped, MicroBatches, StepResult, as_result, optimizer_step, usual_loss
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hookline.errors import CheckpointError
 from hookline.loops.checkpoint_tree import Reader, Tensors, tree_as_json
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 __all__ = ["read", "write"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hookline.errors import CheckpointError
 from hookline.lifecycle.point import HookPoint
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 __all__ = ["Reader", "Tensors", "tree_as_json"]
 

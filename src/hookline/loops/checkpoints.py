@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.loops.blocks import whole_number
 from hookline.loops.checkpoint_file import read, write
-from hookline.sites.receipt import outside
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     import os

@@ -16,8 +16,8 @@ from hookline.errors import HooklineWarning
 from hookline.guard.pre_epoch import PreEpochState
 from hookline.lifecycle.point import HookPoint
 from hookline.loops.belongings import Belongings
-from hookline.sites.receipt import outside
 from hookline.sites.wrappers import clean_modules
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from hookline.dispatch.manager import HookManager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hookline.errors import OptionError
 from hookline.loops.training_step import optimizer_step, usual_loss
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

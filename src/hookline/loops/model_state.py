@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hookline.errors import CheckpointError, ResumeError
 from hookline.guard.loaders import generators_on
 from hookline.loops.streams import generator_states, set_generators
-from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import inner_key
+from hookline.wording import a_or_an
 
 __all__ = ["ModelState", "check_state", "load_state", "scalars_of", "state_of"]
 

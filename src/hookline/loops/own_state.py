@@ -32,7 +32,7 @@ from hookline.loops.model_state import ModelState, check_state, load_state, stat
 from hookline.loops.streams import generator_states, set_generators
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.sink import MetricSink
-from hookline.sites.receipt import outside
+from hookline.wording import outside
 
 __all__ = ["OwnState"]
 

@@ -25,8 +25,7 @@ from hookline.loops.settings import differences, plain
 from hookline.loops.signals import Interruption
 from hookline.loops.streams import set_streams
 from hookline.loops.trackers import uncountable
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an, outside
 
 if TYPE_CHECKING:
     from hookline.loops.run import Run

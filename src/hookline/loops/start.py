@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hookline.dispatch.manager import HookManager
 from hookline.errors import HooklineWarning, OptionError
 from hookline.loops.run import Run
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an, outside
 
 if TYPE_CHECKING:
     from hookline.lifecycle.point import HookPoint

@@ -17,7 +17,7 @@ from torch import nn
 
 from hookline.errors import HooklineWarning, ResumeError
 from hookline.guard import loaders, rng
-from hookline.sites.receipt import outside
+from hookline.wording import outside
 
 __all__ = ["generator_states", "set_generators", "set_streams", "streams"]
 

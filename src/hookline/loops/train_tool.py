@@ -17,9 +17,8 @@ from hookline.dispatch.manager import HookManager
 from hookline.errors import HooklineWarning, OptionError
 from hookline.hooks.components import PolicyAutoBuilder
 from hookline.loops.trainer import Trainer, made_up_data, made_up_policy
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import unwrap
+from hookline.wording import a_or_an, outside
 
 if TYPE_CHECKING:
     from torch import Tensor

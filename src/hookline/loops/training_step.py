@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -28,8 +28,8 @@ from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.parameters import select_parameters
 from hookline.sites.select import Named, check_model, select, without_scripted
-from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import unwrap
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,8 @@ from hookline.sinks.log import RecordLog
 from hookline.sinks.quick import QuickSink
 from hookline.sinks.record import Record, own_rank
 from hookline.sinks.sink import check_sink
-from hookline.sinks.tell import Teller, a_or_an
+from hookline.sinks.tell import Teller
+from hookline.wording import a_or_an
 
 __all__ = ["FanOut"]
 

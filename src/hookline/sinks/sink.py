@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hookline.errors import OptionError
-from hookline.sinks.tell import a_or_an
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sinks.record import Record

@@ -5,15 +5,15 @@ Takes sentences from the fan-out and its helper process, warns the user in ``tel
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 from collections import Counter
 from contextlib import suppress
 
 from hookline.errors import HooklineWarning
+from hookline.wording import outside
 
-__all__ = ["Teller", "a_or_an", "say"]
+__all__ = ["Teller", "say"]
 
 
 class Teller:
@@ -36,7 +36,7 @@ class Teller:
     def tell(self) -> None:
         """Warn of what is new."""
         while self._untold:
-            warnings.warn(self._untold.pop(0), HooklineWarning, stacklevel=_outside())
+            warnings.warn(self._untold.pop(0), HooklineWarning, stacklevel=outside())
 
 
 def say(sentence: str) -> None:
@@ -44,19 +44,3 @@ def say(sentence: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError, ValueError):  # closed
             print(f"hookline: {sentence}", file=sys.stderr, flush=True)
-
-
-def _outside() -> int:
-    """The stack level of the first frame that is not ours, seen from our caller."""
-    level = 1
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
-        frame = frame.f_back
-        level += 1
-    return max(level - 1, 1)
-
-
-def a_or_an(value: object) -> str:
-    """The class of a value, in a sentence: "an int", "a Linear"."""
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

@@ -29,9 +29,9 @@ from hookline.sites.parameters import fasten_parameters, select_parameters
 from hookline.sites.ports import Port, PreBack, PreFront
 from hookline.sites.registration import hook_registrations_everywhere
 from hookline.sites.select import select, without_scripted
-from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK, existing_table, sweep, table_of
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

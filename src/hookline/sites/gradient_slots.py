@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.errors import HookReturnError
 from hookline.sites import tree
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Entry

@@ -19,8 +19,8 @@ from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.entry import Attachment, Entry, Holder, Phase
 from hookline.sites.root import Root
-from hookline.sites.signature import a_or_an
 from hookline.sites.site import Site
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -24,8 +24,8 @@ from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import OPTIMIZER, Kind
 from hookline.sites.ports import StalePort
 from hookline.sites.root import Root
-from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -18,13 +18,14 @@ from hookline.errors import HookNeverFired
 from hookline.sites import _torch
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
 from hookline.sites.wrappers import submodule
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hookline.sites.entry import Attachment, Entry
 
-__all__ = ["NOT_CALLED", "Receipt", "SiteReceipt", "likely_cause", "outside", "receipt_of", "warn_if_never_fired"]
+__all__ = ["NOT_CALLED", "Receipt", "SiteReceipt", "likely_cause", "receipt_of", "warn_if_never_fired"]
 
 NOT_CALLED: Final = -2
 """Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
@@ -138,16 +139,6 @@ def _silent(attachment: Attachment) -> list[Entry]:
         return []  # of all the functions that a glob matches, a model uses a few
     # In a glob over everything, containers come along; nobody means them.
     return [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
-
-
-def outside() -> int:
-    """The stack level of the first frame that is not ours, seen from our caller."""
-    level = 1
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
-        frame = frame.f_back
-        level += 1
-    return max(level - 1, 1)
 
 
 def _site_receipt(entry: Entry) -> SiteReceipt:

@@ -19,8 +19,8 @@ from hookline.sites.entry import Entry, Holder, Phase
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
 from hookline.sites.root import Root
-from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK, ON_SWEEP, existing_table, sweep
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -20,8 +20,9 @@ from hookline.sites.entry import Holder
 from hookline.sites.graph_ports import GraphEntry
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import SAVED, Kind, Subject
-from hookline.sites.signature import a_or_an, check_hook, hook_name
+from hookline.sites.signature import check_hook, hook_name
 from hookline.sites.table import LOCK
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Attachment, Entry

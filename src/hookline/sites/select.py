@@ -23,9 +23,8 @@ from torch import nn
 
 from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
 from hookline.sites.nearest import nearest
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
 from hookline.sites.wrappers import Place, inner_key, is_wrapper_type, spellings, unwrap, walk
+from hookline.wording import a_or_an, outside
 
 if TYPE_CHECKING:
     from hookline.types import Target

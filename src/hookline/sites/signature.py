@@ -15,11 +15,12 @@ from torch import Tensor
 
 from hookline.errors import HookSignatureError
 from hookline.sites.kinds import MODULE, Kind, Subject
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.types import Hook
 
-__all__ = ["a_or_an", "changes_in_place", "check_hook", "hook_name", "may_return_value", "what_it_reads"]
+__all__ = ["changes_in_place", "check_hook", "hook_name", "may_return_value", "what_it_reads"]
 
 
 def check_hook(hook: Any, kind: Kind, *, subject: Subject = MODULE, with_kwargs: bool = False) -> bool:
@@ -48,12 +49,6 @@ def hook_name(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__qualname__", None) or type(hook).__name__
-
-
-def a_or_an(value: Any) -> str:
-    """The class of a value, in a sentence: "an int", "a Linear"."""
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def may_return_value(hook: Hook) -> bool:

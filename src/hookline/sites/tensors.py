@@ -18,8 +18,8 @@ from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import TENSOR, Kind
 from hookline.sites.leaves import hook_leaf
 from hookline.sites.root import Root
-from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from collections.abc import Callable

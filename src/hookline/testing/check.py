@@ -24,7 +24,6 @@ from hookline.lifecycle.point import HookPoint
 from hookline.loops import checkpoint_file
 from hookline.loops.experiment import Experiment
 from hookline.sites.find import assert_no_hooks
-from hookline.sites.signature import a_or_an
 from hookline.testing import words
 from hookline.testing.declared import check_declaration
 from hookline.testing.metric_names import check_names
@@ -32,6 +31,7 @@ from hookline.testing.neighbours import Drawing, Shaking, Stirring
 from hookline.testing.outcome import Outcome, Trial, differences, kept_streams
 from hookline.testing.report import Finding, HookCheck
 from hookline.testing.small_run import SmallRun, small_experiment
+from hookline.wording import a_or_an
 
 __all__ = ["check_hook"]
 

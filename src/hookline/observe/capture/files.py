@@ -22,7 +22,7 @@ from hookline.errors import CaptureError
 from hookline.observe.capture.calls import NOT_ASKED, CapturedCall
 from hookline.observe.capture.store import Kept, tensors_of
 from hookline.sites.compiled.layout import Unseen
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 __all__ = ["read", "write"]
 

@@ -18,7 +18,7 @@ from hookline.observe.patch.edit import Edit, broadcasts, dtype_name
 from hookline.observe.patch.fit import Held, as_tensor
 from hookline.observe.patch.lookup import check_cache, mean_of, tensors_of
 from hookline.observe.patch.misfits import misfit, place_of, shape_of
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.observe.patch.index import IndexLike

@@ -18,7 +18,8 @@ from hookline.observe.patch.edit import Edit
 from hookline.observe.patch.misfits import misfit, place_of, shape_of
 from hookline.sites import _torch
 from hookline.sites.select import describe
-from hookline.sites.signature import a_or_an, hook_name
+from hookline.sites.signature import hook_name
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sites.site import Site

@@ -16,7 +16,7 @@ from hookline.sites.attach import check_request, fasten
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.select import Named, check_model, choose, named_modules
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

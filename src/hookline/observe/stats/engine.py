@@ -26,8 +26,7 @@ from hookline.observe.stats.reduce import add, measure
 from hookline.observe.stats.state import Row, State
 from hookline.observe.stats.vector import add_up, as_columns, as_numbers, summarize
 from hookline.sites import _torch
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an, outside
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,8 +19,7 @@ from hookline.observe.stats.rows import find_in
 from hookline.sites import _torch
 from hookline.sites.entry import Summary
 from hookline.sites.main_tensor import main_of, main_tensor
-from hookline.sites.receipt import outside
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an, outside
 
 if TYPE_CHECKING:
     from hookline.observe.stats.engine import Engine, Watched

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
-from hookline.sites.receipt import outside
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from hookline.observe.stats.engine import Watched

@@ -25,9 +25,9 @@ from hookline.sites.gradients import GradientCall
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.receipt import NOT_CALLED
-from hookline.sites.signature import a_or_an
 from hookline.sites.table import LOCK, root_of, sweep, table_of
 from hookline.sites.wrappers import unwrap
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Attachment

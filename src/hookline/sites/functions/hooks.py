@@ -23,8 +23,8 @@ from hookline.sites.gradient_lanes import GradientLanes
 from hookline.sites.gradients import GradientCall
 from hookline.sites.kinds import Kind
 from hookline.sites.root import NOWHERE
-from hookline.sites.signature import a_or_an
 from hookline.sites.site import Site
+from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Attachment, Entry

@@ -22,7 +22,7 @@ from hookline.sites.functions.hooks import why_left_alone
 from hookline.sites.functions.mode import not_called
 from hookline.sites.functions.overrides import Override, Overrides
 from hookline.sites.functions.quiet import QUIET, undisturbed
-from hookline.sites.receipt import outside
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Entry

@@ -24,9 +24,10 @@ from hookline.sites import _torch
 from hookline.sites.entry import Holder
 from hookline.sites.functions.hooks import FunctionHooks, why_left_alone
 from hookline.sites.functions.names import spellings
-from hookline.sites.receipt import NOT_CALLED, outside
+from hookline.sites.receipt import NOT_CALLED
 from hookline.sites.root import NOWHERE
 from hookline.sites.table import LOCK
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,7 +22,7 @@ from torch.overrides import get_overridable_functions, resolve_name
 from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.select import as_list, describe, name_matcher
-from hookline.sites.signature import a_or_an
+from hookline.wording import a_or_an
 
 __all__ = ["Place", "find_places", "spellings"]
 

@@ -1,0 +1,23 @@
+"""Words that errors and warnings of every folder use, and where a warning points to; without torch."""
+
+from __future__ import annotations
+
+import inspect
+
+__all__ = ["a_or_an", "outside"]
+
+
+def a_or_an(value: object) -> str:
+    """The class of a value, in a sentence: "an int", "a Linear"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def outside() -> int:
+    """The stack level of the first frame that is not ours, seen from our caller."""
+    level = 1
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+        frame = frame.f_back
+        level += 1
+    return max(level - 1, 1)
