@@ -50,7 +50,7 @@ run: setup ## set up, then train the embedded experiment with hooks; leaves reco
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/hookline run mod_arithmetic --with-hooks observers --hook-csv --hook-jsonl
 
 test: check docs ## set up, then lint, types, layers, links and all tests
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: setup ## lint, format, types, layers
 	@$(BIN)/python -m ruff check .
@@ -65,5 +65,5 @@ docs: setup ## check every link of the pages
 	@$(BIN)/python docs/check.py
 
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

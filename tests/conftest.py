@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +17,24 @@ def pytest_configure() -> None:
     """Ctrl-C raises, also where whoever started the tests has it ignored, as a shell does in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_left_alone() -> None:
+    """What was there before a file of tests is not looked through at each of its collections.
+
+    Ten thousand collected tests, torch and transformers are 760,000 objects: 0.37 s for every ``gc.collect()``, of
+    which there are thousands, and as much for each that the interpreter makes of its own accord.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def old_objects_go_at_the_end() -> Iterator[None]:
+    """So that the process ends like any other: a library that looks for what was never freed finds nothing."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

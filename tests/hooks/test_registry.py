@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -269,6 +271,27 @@ def test_a_path_is_imported_when_the_hook_is_asked_for(registry, monkeypatch):
     module.Norms = Norms
     monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", module)
     assert registry.get("elsewhere") is Norms
+
+
+def test_two_threads_may_ask_for_a_hook_at_once(registry, monkeypatch):
+    """While one imports the module, which takes a while, the other waits for the same class."""
+    inside, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(types.ModuleType):
+        def __getattr__(self, name):
+            inside.set()
+            assert may_go_on.wait(10)
+            return Norms
+
+    monkeypatch.setitem(sys.modules, "my_slow_hooks", Slow("my_slow_hooks"))
+    registry.register_path("norms", "my_slow_hooks:Norms")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(registry.get, "norms")
+        assert inside.wait(10)
+        second = pool.submit(registry.get, "norms")
+        wait([second], timeout=0.2)  # on the old code it has failed by now
+        may_go_on.set()
+        assert first.result() is second.result() is Norms
 
 
 def test_a_name_that_is_taken_by_a_path_or_a_word_is_refused(registry):

@@ -326,7 +326,7 @@ def test_finding_the_target_gradient_leaves_no_trace():
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_a_long_run_does_not_grow(loop):
-    """Objects and tensors alive after 1,000 steps are those after 500; negative control: a hook that keeps losses."""
+    """Objects and tensors alive after 400 steps are those after 200; negative control: a hook that keeps losses."""
 
     class Asks(hl.InterventionHook):
         name = "asks"
@@ -348,22 +348,22 @@ def test_a_long_run_does_not_grow(loop):
         alive = []
 
         def count(position, metrics):
-            if position + 1 in ((50, 100) if loop == "epoch" else (500, 1000)):
+            if position + 1 in ((50, 100) if loop == "epoch" else (200, 400)):
                 gc.collect()
                 objects = gc.get_objects()
                 alive.append((len(objects), sum(issubclass(type(each), Tensor) for each in objects)))
 
-        experiment, hook = linear_experiment(10, lr=1e-3, should_stop=count), Asks()
+        experiment, hook = linear_experiment(4, lr=1e-3, should_stop=count), Asks()
         hook.kept = kept
         manager = hl.HookManager(hooks=[hook])
         if loop == "epoch":
             hl.epoch_loop(experiment, epochs=100, manager=manager, snapshot_every=5)
         else:
-            hl.step_loop(experiment, steps=1000, manager=manager, snapshot_every=50)
+            hl.step_loop(experiment, steps=400, manager=manager, snapshot_every=20)
         (objects, tensors), (later_objects, later_tensors) = alive
         return later_objects - objects, later_tensors - tensors
 
     objects, tensors = growth(None)
     assert objects <= 20
     assert tensors <= 0
-    assert min(growth([])) >= 490
+    assert min(growth([])) >= 190

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.sites.entry import Attachment
 
 
 def _model() -> nn.Sequential:
@@ -77,3 +78,28 @@ def test_an_observer_removed_in_a_call_that_raised_does_not_come_back() -> None:
         module(torch.ones(1))
     module(torch.ones(1))
     assert events == ["second"]
+
+
+def test_many_hooks_on_one_module_are_put_in_order_without_sorting_all_of_them_each_time(monkeypatch):
+    """Two hundred of them: some twenty comparisons for each, not two hundred; and in the order that is promised."""
+    asked = []
+    rank = Attachment.rank.fget
+    monkeypatch.setattr(Attachment, "rank", property(lambda self: asked.append(1) or rank(self)))
+    module, order = nn.Linear(2, 2), []
+
+    def note(number):
+        return lambda module, args, output: order.append(number)
+
+    handles = hl.HandleSet()
+    for number in range(200):
+        options = {"observe": number % 3 == 0, "prepend": number % 2 == 0}
+        handles.add(hl.attach(module, "", note(number), **options))
+    assert len(asked) < 200 * 20
+    module(torch.ones(1, 2))
+    handles.remove()
+
+    def promised(numbers):
+        return [n for n in reversed(numbers) if n % 2 == 0] + [n for n in numbers if n % 2]
+
+    edits, observers = ([n for n in range(200) if (n % 3 == 0) is late] for late in (False, True))
+    assert order == promised(edits) + promised(observers)

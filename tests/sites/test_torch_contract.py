@@ -16,12 +16,14 @@ import threading
 import types
 import weakref
 from collections import OrderedDict
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 import hookline
@@ -1140,3 +1142,36 @@ def test_calls_under_way_are_counted():
     module(2)
     assert counts == [1, 2, 3]
     assert _torch.times_running(module) == 0
+
+
+def test_changes_can_be_counted_behind_a_dispatch_mode_in_inference_mode():
+    """There torch counts none (the control), and a copy of what inference mode made does not begin at 0."""
+    counts = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            for counting in (nullcontext, _torch.counting_changes):
+                before = copied._version
+                with counting():
+                    copied.add_(1)
+                    assert torch.is_inference_mode_enabled()
+                counts.append(copied._version - before)
+            return function(*args, **(kwargs or {}))
+
+    copied = torch.ones(2).clone()
+    with torch.inference_mode():
+        with Mode():
+            torch.neg(torch.ones(2))
+        made = torch.ones(2)
+        with torch.inference_mode(False):
+            counts.append(made.detach().clone()._version)
+    assert counts == [0, 1, 0, 1, 1]
+
+
+def test_tensors_end_to_end_are_a_vector_of_their_own():
+    """Whatever their shapes and strides; kinds of numbers are brought together."""
+    given = [torch.arange(6.0).view(2, 3).t(), torch.ones(2, dtype=torch.float64), torch.tensor(7.0)]
+    found = _torch.flat(given)
+    assert found.tolist() == [0, 3, 1, 4, 2, 5, 1, 1, 7]
+    found.zero_()
+    assert given[0].sum() == 15

@@ -7,6 +7,7 @@ them to `HookManager` and to listings. Classes are kept; a hook is made when it 
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -55,6 +56,8 @@ class HookRegistry:
     _entry_points: ClassVar[dict[str, EntryPoint] | None] = None
     _broken: ClassVar[dict[str, str]] = {}
     """Those that could not be loaded, and why."""
+    _loading: ClassVar[threading.RLock] = threading.RLock()
+    """One thread at a time; it may load one hook while it loads another."""
 
     # -- making known ------------------------------------------------------------------------------------
 
@@ -118,7 +121,9 @@ class HookRegistry:
     def get(cls, name: str) -> type[TrainingHook]:
         """The class of that name."""
         if name not in cls._classes:
-            cls._load(name)
+            with cls._loading:
+                if name not in cls._classes:  # while this thread waited, another may have loaded it
+                    cls._load(name)
         return cls._classes[name]
 
     @classmethod
@@ -208,13 +213,14 @@ class HookRegistry:
 
     @classmethod
     def _all(cls) -> dict[str, type[TrainingHook]]:
-        for name in cls.known():
-            if name not in cls._classes:
-                try:
-                    cls._load(name)
-                except Exception as error:
-                    cls._give_up(name, error)
-        return cls._classes
+        with cls._loading:
+            for name in cls.known():
+                if name not in cls._classes:
+                    try:
+                        cls._load(name)
+                    except Exception as error:
+                        cls._give_up(name, error)
+            return cls._classes
 
     @classmethod
     def _load(cls, name: str) -> None:

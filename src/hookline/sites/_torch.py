@@ -54,10 +54,12 @@ __all__ = [
     "compiled_code",
     "constant_while_tracing",
     "copy_all",
+    "counting_changes",
     "current_stream_of",
     "drop_hook",
     "exporting",
     "factories",
+    "flat",
     "forget_compiled",
     "fsdp_shards",
     "graph_task_id",
@@ -1011,6 +1013,15 @@ def below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
 
 
 @contextmanager
+def counting_changes() -> Iterator[None]:
+    """In-place changes raise ``_version`` in here, also behind an operator that was called in inference mode."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    outside = torch._C._dispatch_tls_local_exclude_set() - key
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), outside):
+        yield
+
+
+@contextmanager
 def never_recomputed() -> Iterator[None]:
     """Operators called in here while the compiler traces are saved for the backward, also under checkpointing."""
     from torch.fx import traceback
@@ -1137,6 +1148,10 @@ def vectorizing() -> bool:
 
 copy_all: Final[Callable[..., None]] = torch._foreach_copy_
 """Copy a list of tensors into another; on a CUDA device a few launches for all of them."""
+
+
+flat: Final[Callable[[list[Tensor]], Tensor]] = torch._utils._flatten_dense_tensors
+"""Several tensors end to end, as one vector of its own; by hand it takes thrice as long."""
 
 
 def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:

@@ -102,6 +102,9 @@ class Attachment:
     """Told when the hook comes off."""
     retired: int = 0
     """Firings on modules that are gone, and whose entries were let go."""
+    turns: dict[str, tuple[int, int]] | None = None
+    """For a hook that is called at each firing and runs at some: how often it ran at each site, and in which forward
+    last."""
 
     @property
     def rank(self) -> tuple[int, bool, int]:

@@ -102,9 +102,8 @@ class Port:
             self.steps, self.groups, self.reads = _ONE_GROUP, (entries,), entries[0].attachment.reads
         else:
             self.steps, self.groups = _in_steps(entries)
-            self.reads = "".join(
-                sorted({letter for group in self.groups for entry in group for letter in entry.attachment.reads})
-            )
+            watching = [entry for group in self.groups for entry in group]
+            self.reads = "".join(sorted(set().union(*[entry.attachment.reads for entry in watching])))
         self.write_recipe()
 
     def write_recipe(self) -> None:
@@ -158,17 +157,17 @@ def _is_called(entry: Entry) -> bool:
 
 def _in_steps(entries: tuple[Entry, ...]) -> tuple[_Steps, _Groups]:
     steps: list[Entry | None] = []
-    groups: list[tuple[Entry, ...]] = []
+    groups: list[list[Entry]] = []
     for entry in entries:
         if not _is_called(entry):
             steps.append(entry)
-            groups.append(())
+            groups.append([])
         elif steps and steps[-1] is None:
-            groups[-1] = (*groups[-1], entry)
+            groups[-1].append(entry)
         else:
             steps.append(None)
-            groups.append((entry,))
-    return tuple(steps), tuple(groups)
+            groups.append([entry])
+    return tuple(steps), tuple(map(tuple, groups))
 
 
 class StalePort:

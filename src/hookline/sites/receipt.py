@@ -5,12 +5,13 @@ Takes the entries of an `Attachment`, hands a `Receipt` to ``handle.report()`` a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
@@ -143,10 +144,12 @@ def _silent(attachment: Attachment) -> list[Entry]:
 
 def _site_receipt(entry: Entry) -> SiteReceipt:
     profiled = entry.attachment.profile and entry.fired
+    turns = entry.attachment.turns
+    fired, last_step = (entry.fired, entry.last_step) if turns is None else turns.get(entry.name, (0, -1))
     return SiteReceipt(
         name=entry.name,
-        fired=entry.fired,
-        last_step=entry.last_step if entry.fired and entry.last_step >= 0 else None,
+        fired=fired,
+        last_step=last_step if fired and last_step >= 0 else None,
         cost_us=entry.seconds / entry.fired * 1e6 if profiled else None,
     )
 
@@ -193,12 +196,13 @@ def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:
 
 def _cause_in_parent(parent: nn.Module, child: str) -> str | None:
     """What the parent's own code does with the child, read from its source."""
-    kind = type(parent).__name__
+    cls: Any = type(parent)  # mypy takes the hash of a class for that of its objects
+    kind = cls.__name__
     if _torch.replays_graph(parent):
         return f"{kind} replays a CUDA graph, which calls no module; hook {kind} itself, or run it without the graph"
     if isinstance(parent, nn.MultiheadAttention):
         return f"{kind} uses its weights in a function and never calls it; hook {kind} itself"
-    source = _source_of(type(parent))
+    source = _source_of(cls)
     if re.search(rf"\b{re.escape(child)}(\[[^\]]*\])?\.forward\(", source):
         return f"{kind} calls its .forward() directly, which no hook sees; have it call the module"
     if re.search(rf"\b{re.escape(child)}\.(weight|bias)\b", source):
@@ -208,6 +212,8 @@ def _cause_in_parent(parent: nn.Module, child: str) -> str | None:
     return None
 
 
+# Python parses the whole file for it: 50 ms for a large one, and models repeat classes.
+@functools.lru_cache(maxsize=64)
 def _source_of(cls: type) -> str:
     try:
         return inspect.getsource(cls)

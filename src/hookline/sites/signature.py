@@ -28,6 +28,11 @@ def check_hook(hook: Any, kind: Kind, *, subject: Subject = MODULE, with_kwargs:
     if not callable(hook):
         shown = a_or_an(hook) if isinstance(hook, Tensor) else repr(hook)  # without its numbers
         raise HookSignatureError(f"A hook has to be callable, got {shown}.")
+    if _runs_later(_code_of(hook)):
+        raise HookSignatureError(
+            f"{hook_name(hook)} is async or a generator: a call of it runs nothing, and nobody would wait for it or go "
+            "through it. Make it a plain function."
+        )
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):
@@ -58,7 +63,7 @@ def may_return_value(hook: Hook) -> bool:
     autograd forms keep their order and the run stays the same to the last bit.
     """
     code = _code_of(hook)
-    if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+    if code is None or _runs_later(code):
         return True
     steps = _instructions(code)
     for index, step in enumerate(steps):
@@ -95,6 +100,12 @@ def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
 
 
 _SEES_ALL = frozenset({"locals", "vars", "eval", "exec", "_getframe", "currentframe"})
+
+
+def _runs_later(code: CodeType | None) -> bool:
+    """Whether a call gives a coroutine or a generator, and nothing more."""
+    flags = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return code is not None and bool(code.co_flags & flags)
 
 
 def _is_bound(hook: Any) -> bool:

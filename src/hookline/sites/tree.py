@@ -15,14 +15,18 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
-__all__ = ["Swapped", "children", "leaves", "rebuilt_tuple", "replace", "swap_back"]
+__all__ = ["Swapped", "children", "inside", "leaves", "rebuilt_tuple", "replace", "swap_back"]
 
 Swapped: TypeAlias = tuple[Any, Any, Any, Any]
 """A list or dict, a key of it, what stands there now, and what stood there before."""
+
+_DEEPEST: Final = 16
+"""Containers in containers that are looked into while the compiler traces."""
 
 
 def leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -33,10 +37,19 @@ def leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[
     parts = None if isinstance(value, Tensor) else children(value)
     if parts is None:
         yield path, value
-    elif id(value) not in above:
-        above = (*above, id(value))
+    elif (within := inside(value, above)) is not None:
         for key, child in parts:
-            yield from leaves(child, f"{path}.{key}" if path else str(key), above)
+            yield from leaves(child, f"{path}.{key}" if path else str(key), within)
+
+
+def inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...] | None:
+    """What is above the children of a container, whose own ``above`` is given; None if it is among those itself.
+
+    The compiler of torch 2.11 has no id of a tuple that is made in the graph: there, depth has to do.
+    """
+    if torch.compiler.is_compiling():
+        return (*above, 0) if len(above) < _DEEPEST else None
+    return (*above, id(value)) if id(value) not in above else None
 
 
 def replace(
@@ -53,12 +66,11 @@ def replace(
     if isinstance(value, Tensor):
         return swap(value)
     parts = children(value)
-    if parts is None or id(value) in above:
+    if parts is None or (within := inside(value, above)) is None:
         return value
     changed = {}
-    above = (*above, id(value))
     for key, child in parts:
-        new = replace(child, swap, swapped, above)
+        new = replace(child, swap, swapped, within)
         if new is not child:
             changed[key] = new
     if not changed:

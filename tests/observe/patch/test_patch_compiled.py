@@ -78,6 +78,7 @@ _CUTS = ("ablate", "replace", "swap", "mean")
 
 
 @pytest.mark.parametrize("index", INDICES)
+@torch.no_grad()  # half of what compiling takes is the backward, which the test before this one compares
 def test_parts_are_edited_in_compiled_code(index):
     """Attached before the first call; every kind of index stays in the graph."""
     model, x = made()
@@ -88,6 +89,25 @@ def test_parts_are_edited_in_compiled_code(index):
     assert torch.equal(compiled(x), model(x))
 
 
+def test_gradients_go_through_masks_and_lists_of_places():
+    """Both kinds of index in one graph, by edits that leave a gradient and by one that cuts it; as in eager code."""
+    model, x = made()
+    vector = V.clone().requires_grad_()
+    edits = {
+        "layers.0": hl.scale(3.0, index=INDICES["mask"]),
+        "layers.1": hl.steer(vector, 2.0, index=INDICES["places"]),
+        "layers.2": hl.ablate(index=INDICES["places"]),
+    }
+    compiled, inputs = _compiled(model), [vector, *model.parameters()]
+    with hl.patch(model, edits):
+        found, expected = (torch.autograd.grad(run(x).square().sum(), inputs) for run in (compiled, model))
+    plain = torch.autograd.grad(model(x).square().sum(), inputs[1:])
+    assert all(map(torch.equal, found, expected))
+    assert not any(map(torch.equal, found[1:3], plain[:2]))  # they do go through the edits
+    assert _graphs() == 1
+
+
+@torch.no_grad()
 def test_sweeps_need_no_graph_of_their_own():
     """Other vectors, strengths, positions and masks run in the graph of the first, or of the second."""
     model, _ = made()

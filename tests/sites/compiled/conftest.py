@@ -22,8 +22,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
     """The compiler starts anew and counts from zero."""
-    gc.collect()
     torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()  # the compiler and what it keeps: collected twice for each test, they take longer than many tests
     counters.clear()
     torch.manual_seed(0)
     yield

@@ -53,8 +53,14 @@ def _close(one: list[Tensor], other: list[Tensor]) -> bool:
 # -- every way to compile ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before the first call", "after it"])
-@pytest.mark.parametrize("way", WAYS)
+# Every way after the first call, when there is compiled code to find; before it a way differs in nothing but the one.
+_MOMENTS = [
+    *((way, True) for way in WAYS),
+    *((way, False) for way in ("torch.compile(model)", "block.compile()", "another instance before")),
+]
+
+
+@pytest.mark.parametrize(("way", "late"), _MOMENTS)
 def test_hooks_of_all_kinds_fire_as_in_eager_code(way: str, late: bool) -> None:
     """The same moments and values, in one graph each, without a break; twelve times on and off compile nothing."""
     model, x = Blocks(), torch.randn(3, 4)
@@ -162,12 +168,12 @@ _TEXT: dict[str, Any] = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0,
 
 
 def _gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=8, **_TEXT))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, **_TEXT))
 
 
 def _llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
         hidden_size=16,
@@ -289,8 +295,14 @@ EDITS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["torch.compile(model)", "block.compile()"])
-@pytest.mark.parametrize("edit", EDITS)
+# Whole, each of them; block by block, one that takes each way into the graph.
+_EDITS = [
+    *((edit, "torch.compile(model)") for edit in EDITS),
+    *((edit, "block.compile()") for edit in ("forward with site", "forward_pre with_kwargs", "backward")),
+]
+
+
+@pytest.mark.parametrize(("edit", "way"), _EDITS)
 def test_an_edit_gives_the_gradients_of_eager_code_and_goes_when_removed(edit: str, way: str) -> None:
     """Edits are part of the graph, so autograd sees them."""
     hook, options = EDITS[edit]
@@ -725,6 +737,33 @@ def test_modes_of_torch_are_the_same_for_hooks(mode: Any) -> None:
         assert [getattr(v, "dtype", v) for v in one.values] == [getattr(v, "dtype", v) for v in other.values]
 
 
+def test_a_plain_hook_that_only_looks_fires_in_inference_mode() -> None:
+    """Tensors of inference mode do not tell whether they were changed; the hook is shown a copy that does."""
+    model, x = Blocks(1).eval(), torch.randn(3, 4)
+    sums: list[float] = []
+
+    def looks(module: nn.Module, args: Any, output: Tensor) -> None:
+        sums.append(float(output.sum()))
+
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode(), hl.attach(model, "layers.0", looks) as handle:
+        expected = model(x)
+        for given in (x, x.clone()):  # the second is itself one of inference mode
+            assert torch.equal(run(given), expected)
+    assert handle.report().fired == len(sums) == 3
+    assert len(set(sums)) == 1
+
+
+def test_an_in_place_change_that_would_be_lost_is_an_error_in_inference_mode_too() -> None:
+    """In the same words as outside of it; without the hook the next call is as ever."""
+    model, x = Blocks(1).eval(), torch.randn(3, 4)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        with hl.attach(model, "layers.0", _fill), pytest.raises(hl.HookReturnError, match=r"'_fill' on 'layers\.0'"):
+            run(x)
+        assert torch.equal(run(x), model(x))
+
+
 def test_training_and_evaluation_mode_have_a_graph_each() -> None:
     """Switching to and fro compiles once per mode, and hooks fire in both."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(3, 4)
@@ -836,8 +875,14 @@ class PrintingInside(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it traces an autograd.Function
-@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
-@pytest.mark.parametrize("make", [Blocks, Cubing, Printing, PrintingInside])
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [
+        *((make, "aot_eager") for make in (Cubing, Printing, PrintingInside)),
+        (Blocks, "eager"),
+        (PrintingInside, "eager"),
+    ],
+)
 def test_custom_functions_and_graph_breaks_change_nothing(make: Any, backend: str) -> None:
     """The same firings and values, whatever the backend, and where the compiler had to stop in between."""
     model, x = make(), torch.randn(3, 4)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hookline.observe.patch.misfits import misfit
 from hookline.sites import _torch
 from hookline.sites.main_tensor import main_tensor
-from hookline.sites.tree import children, rebuilt_tuple
+from hookline.sites.tree import children, inside, rebuilt_tuple
 
 __all__ = ["find_main_input", "main_input", "main_output", "rebuilt"]
 
@@ -68,15 +68,15 @@ def _rebuilt(value: Any, old: Tensor, new: Tensor, where: str, above: tuple[int,
 
     ``above`` are the containers it is in: one that contains itself ends there.
     """
-    if isinstance(value, Tensor) or id(value) in above:
+    if isinstance(value, Tensor):
         return (new, True) if value is old else (value, False)
     parts = children(value)
-    if parts is None:
+    if parts is None or (within := inside(value, above)) is None:
         return value, False
     changed = False
     items: dict[Any, Any] = {}
     for key, part in parts:
-        items[key], differs = _rebuilt(part, old, new, where, (*above, id(value)))
+        items[key], differs = _rebuilt(part, old, new, where, within)
         changed = changed or differs
     return (_with_parts(value, items, where), True) if changed else (value, False)
 

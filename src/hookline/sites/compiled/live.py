@@ -129,7 +129,23 @@ def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[
     module = table.module() if table is not None else None
     if not entries or module is None:
         return
-    copies = [tensor.detach().clone() for tensor in tensors]
+    if not torch.is_inference_mode_enabled() or all(entry.attachment.phase is not _EDIT for entry in entries):
+        _show(shown, entries, module, [tensor.detach().clone() for tensor in tensors], numbers, reals)
+        return
+    with torch.inference_mode(False):  # what is made in it does not know whether it was changed
+        copies = [tensor.detach().clone() for tensor in tensors]
+    with _torch.counting_changes():
+        _show(shown, entries, module, copies, numbers, reals)
+
+
+def _show(
+    shown: _Shown,
+    entries: tuple[Entry, ...],
+    module: nn.Module,
+    copies: list[Tensor],
+    numbers: Sequence[int],
+    reals: Sequence[Tensor],
+) -> None:
     values = shown.values(copies, numbers, reals)
     grad = torch.is_grad_enabled()
     if grad is shown.grad:
@@ -144,11 +160,13 @@ def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[
 
 def _run_all(entries: tuple[Entry, ...], module: nn.Module, values: tuple[Any, ...], copies: list[Tensor]) -> None:
     for entry in entries:
+        watched = copies if entry.attachment.phase is _EDIT else ()
+        versions = [copy._version for copy in watched]  # 1 to begin with, if what was copied is of inference mode
         if len(values) == 3:
             run_one_post(entry, module, *values)
         else:
             run_one_pre(entry, module, *values)
-        if copies and entry.attachment.phase is _EDIT and any(copy._version for copy in copies):
+        if watched and [copy._version for copy in watched] != versions:
             raise _changed_in_place(entry)
 
 
