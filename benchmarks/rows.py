@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from analyses import analyses, hessian_products
 from attaching import attaching, importing, twelve
 from capturing import capturing
 from compiled import compiled
@@ -19,6 +20,7 @@ from guarding import guarding, guarding_large
 from managing import managing
 from measure import Row
 from peers import peers
+from serving import serving
 from subject import Setting
 from threads import threads
 from watching import watching
@@ -39,6 +41,8 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "csv_columns": csv_columns,
     "guarding": guarding,
     "guarding_large": guarding_large,
+    "analyses": analyses,
+    "hessian_products": hessian_products,
     "attaching": attaching,
     "importing": importing,
     "compiled": compiled,
@@ -48,6 +52,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "twelve": twelve,
     "profiling": profiling,
     "threads": threads,
+    "serving": serving,
     "peers": peers,
     "gpu_kernel": gpu_kernel,
     "gpu_eager": gpu_eager,
@@ -67,5 +72,6 @@ ON_GPU = (
     "operators",
     "compiled",
     "profiling",
+    "serving",
 )
 """What a GPU can change: there the host runs ahead, and a hook costs only what it delays the launches."""

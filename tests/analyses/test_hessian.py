@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import numpy as np
@@ -54,15 +55,20 @@ def run(hook: hl.TrainingHook, dtype: torch.dtype, steps: int = 12, *, loop: str
     return by_step(sink, "hessian")
 
 
-def expected(step: int, reference: np.ndarray | None = None) -> dict[str, float]:
-    """By the formulas, at the weights before the last step."""
+def descent() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The matrices, and the weights before each step and after the last."""
     data = [matrix.numpy() for matrix in matrices(12)]
     torch.manual_seed(0)
     path = [torch.randn(6, dtype=torch.float64).numpy()]
     for matrix in data:
         path.append(path[-1] - ETA * matrix @ path[-1])
-    x = path[step - 1]
-    g_a, g_b = data[step - 1] @ x, data[step] @ x
+    return data, path
+
+
+def expected(step: int, reference: np.ndarray | None = None) -> dict[str, float]:
+    """By the formulas: the product at the weights before the last step, the gradient at those of this one."""
+    data, path = descent()
+    g_a, g_b = data[step - 1] @ path[step - 1], data[step] @ path[step]
     product = data[step] @ g_a
     bent = ETA * product
     content = g_b + bent
@@ -70,7 +76,7 @@ def expected(step: int, reference: np.ndarray | None = None) -> dict[str, float]
         "entanglement_norm": np.linalg.norm(bent),
         "content_norm": np.linalg.norm(content),
         "observed_grad_norm": np.linalg.norm(g_b),
-        "entanglement_energy_ratio": (bent @ bent) / (g_b @ g_b + 1e-12),
+        "entanglement_energy_ratio": (bent @ bent) / (g_b @ g_b),
         "entanglement_content_cossim": cosine(bent, content),
         "rayleigh_quotient": g_a @ product / (g_a @ g_a),
         "amplification_ratio": np.linalg.norm(product) / np.linalg.norm(g_a),
@@ -79,7 +85,7 @@ def expected(step: int, reference: np.ndarray | None = None) -> dict[str, float]
     for name, part in (("head", slice(0, 2)), ("tail", slice(2, 6))):
         found[f"entanglement_norm/{name}"] = np.linalg.norm(bent[part])
         found[f"content_norm/{name}"] = np.linalg.norm(content[part])
-        found[f"entanglement_energy_ratio/{name}"] = (bent[part] @ bent[part]) / (g_b[part] @ g_b[part] + 1e-12)
+        found[f"entanglement_energy_ratio/{name}"] = (bent[part] @ bent[part]) / (g_b[part] @ g_b[part])
         if reference is not None:
             way = (reference - path[step + 1])[part]  # seen from where the run is
             found[f"entanglement_cossim_to_solution/{name}"] = cosine(-bent[part], way)
@@ -91,11 +97,7 @@ def expected(step: int, reference: np.ndarray | None = None) -> dict[str, float]
 
 
 def coherence(step: int) -> float:
-    data = [matrix.numpy() for matrix in matrices(12)]
-    torch.manual_seed(0)
-    path = [torch.randn(6, dtype=torch.float64).numpy()]
-    for matrix in data:
-        path.append(path[-1] - ETA * matrix @ path[-1])
+    data, path = descent()
     now, last = (data[n] @ data[n - 1] @ path[n - 1] for n in (step, step - 1))
     return cosine(now, last)
 
@@ -126,10 +128,12 @@ def test_every_figure_against_numpy(method, dtype, tolerance):
 @pytest.mark.parametrize(
     ("options", "worst"),
     [
-        ({"dtype": torch.float64}, 1e-6),
-        ({"dtype": torch.float32, "method": "exact"}, 1e-5),
-        ({"dtype": torch.float32, "epsilon": 1e-2}, 1e-3),
-        ({"dtype": torch.float32}, 1e-2),  # rounding: gradients of length 20 have 1e-6 of it, over an epsilon of 1e-4
+        ({"dtype": torch.float64}, 1e-12),
+        ({"dtype": torch.float32}, 1e-5),
+        ({"dtype": torch.float64, "method": "difference"}, 1e-6),
+        ({"dtype": torch.float32, "method": "difference", "epsilon": 1e-2}, 1e-3),
+        # rounding: gradients of length 20 have 1e-6 of it, over an epsilon of 1e-4
+        ({"dtype": torch.float32, "method": "difference"}, 1e-2),
     ],
 )
 def test_how_far_off_the_rayleigh_quotient_is(options, worst):
@@ -138,6 +142,101 @@ def test_how_far_off_the_rayleigh_quotient_is(options, worst):
     assert sorted(found) == list(range(3, 12))  # bursts without a pause
     errors = [abs(found[step]["rayleigh_quotient"] - expected(step)["rayleigh_quotient"]) for step in found]
     assert max(errors) < worst
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_content_is_the_gradient_of_the_batch_before_the_step_before(loop):
+    """On a quadratic loss exactly: adding what A's step took off B's gradient gives back the one before it."""
+    data, path = descent()
+    hook = HessianHook(every_n_steps=3, burst_length=3)
+    weights = {"head": torch.ones(2, dtype=torch.float64), "tail": torch.ones(4, dtype=torch.float64)}
+    found = run(hook, torch.float64, loop=loop, reference_weights=weights)
+    assert len(found) >= 3
+    for step, metrics in found.items():
+        before, seen = data[step] @ path[step - 1], data[step] @ path[step]
+        assert metrics["content_norm"] == pytest.approx(np.linalg.norm(before), rel=1e-10)
+        assert metrics["content_norm/tail"] == pytest.approx(np.linalg.norm(before[2:]), rel=1e-10)
+        way = 1.0 - path[step + 1]
+        assert metrics["content_cossim_to_solution"] == pytest.approx(cosine(-before, way), rel=1e-8)
+        assert metrics["observed_grad_norm"] == pytest.approx(np.linalg.norm(seen), rel=1e-10)
+        assert abs(np.linalg.norm(seen) / np.linalg.norm(before) - 1) > 1e-2  # the control: they are not the same
+
+
+def test_the_gradient_observed_is_the_one_that_training_saw():
+    """As it lies in ``.grad``: with its dropout, its clipping, its micro-batches."""
+    experiment = rich_experiment(accumulate=2, clip_norm=0.5)
+    seen = {}
+
+    class Note(hl.TrainingHook):
+        hook_points = frozenset({hl.HookPoint.POST_STEP})
+
+        def compute(self, ctx):
+            named = ctx.model.named_parameters()
+            parts = [p.grad.double().flatten().numpy() for name, p in named if "bias" not in name]
+            seen[ctx.step] = float(np.linalg.norm(np.concatenate(parts)))
+
+    sink = hl.MemorySink()
+    hooks = [Note(), HessianHook(every_n_steps=1, burst_length=1)]
+    hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=hooks, sinks=[sink]))
+    found = by_step(sink, "hessian")
+    assert len(found) >= 4
+    for step, metrics in found.items():
+        assert metrics["observed_grad_norm"] == pytest.approx(seen[step], rel=1e-6)
+
+
+class OnceOnly(torch.autograd.Function):
+    """x², of which torch is told not to differentiate the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def _twice(model: nn.Module, start: dict[str, torch.Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model as it was at first, and its optimizer."""
+    again = copy.deepcopy(model)
+    again.load_state_dict(start)
+    return again, torch.optim.SGD(again.parameters(), lr=1e-3)
+
+
+def test_a_loss_without_second_derivatives_gets_the_difference_and_one_warning():
+    """Another error is raised as it is."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, bias=False).double()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [torch.randn(4, 3, dtype=torch.float64) for _ in range(8)]
+    sink, hook = hl.MemorySink(), HessianHook(every_n_steps=2, burst_length=2)
+    experiment = hl.Experiment(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        batches,
+        lambda model, x: OnceOnly.apply(model(x)).square().sum(),
+    )
+    with pytest.warns(hl.HooklineWarning, match="no second derivative") as told:
+        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    assert len(told) == 1
+    found = by_step(sink, "hessian")
+    twin = hl.MemorySink()
+    exact = hl.Experiment(*_twice(model, start), batches, lambda model, x: model(x).square().square().sum())
+    hl.epoch_loop(exact, epochs=1, manager=hl.HookManager(hooks=[HessianHook(2.0**-20, 2, 2)], sinks=[twin]))
+    assert sorted(found) == list(range(3, 8))
+    for step, metrics in by_step(twin, "hessian").items():
+        assert found[step]["rayleigh_quotient"] == pytest.approx(metrics["rayleigh_quotient"], rel=1e-3)
+
+    def fails(vector, batch=None):
+        raise RuntimeError("out of memory")
+
+    context = hl.ModelDataContext(model, loss_fn=experiment.loss_fn, batch=batches[0])
+    context.hvp = fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        HessianHook()._exactly(0, context, {})
 
 
 def test_a_wrong_hessian_would_be_noticed():
@@ -276,7 +375,7 @@ def test_a_burst_goes_on_after_a_checkpoint():
     [
         ({"epsilon": 0}, "epsilon="),
         ({"epsilon": "small"}, "epsilon="),
-        ({"method": "forward"}, "'difference' or 'exact'"),
+        ({"method": "forward"}, "'exact' or 'difference'"),
         ({"burst_length": 0}, "burst_length="),
         ({"every_n_steps": 2.5}, "every_n_steps="),
     ],

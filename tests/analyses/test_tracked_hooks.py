@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers_analyses import TokenModel, token_experiment
 from helpers_training import differences, plain_step, train
 from torch import nn
 
@@ -240,3 +241,15 @@ def test_only_a_hook_with_roots_reports_names_of_its_own():
     manager = hl.HookManager(hooks=[Plain(), Rooted()], sinks=[sink])
     manager.fire(hl.HookPoint.POST_EPOCH, hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0))
     assert sink.latest == {"plain/activations/relu/x": 1.0, "plain/b": 2.0, "activations/relu/x": 1.0, "rooted/b": 2.0}
+
+
+def test_in_a_run_every_parameter_is_in_it_once():
+    """In the loop, with an evaluation in between, and the names that trackers have."""
+    sink = hl.MemorySink()
+    manager = hl.HookManager(["fisher_information", "gradient_flow"], sinks=[sink])
+    hl.epoch_loop(token_experiment(), epochs=2, manager=manager)
+    parameters = dict(TokenModel().named_parameters())
+    traces = [name for name in sink.latest if name.startswith("fisher_info/") and name.endswith("/trace")]
+    assert len(traces) == len(parameters)
+    assert sink.latest["fisher_information/trace"] == pytest.approx(sum(sink.latest[name] for name in traces))
+    assert sink.latest["gradient_flow/attention.out_proj/mean"] > 0

@@ -11,7 +11,7 @@ from helpers_analyses import P, TokenModel, context, cos, made, random_grads, to
 from torch import nn
 
 import hookline as hl
-from hookline.analyses._spectrum import singular_values
+from hookline.analyses._spectrum import singular_values, singular_values_of
 from hookline.errors import HooklineWarning, OptionError
 
 
@@ -83,13 +83,26 @@ def test_one_decomposition_serves_all_that_need_it(monkeypatch):
             self.q_proj, self.k_proj, self.v_proj = (nn.Linear(4, 4) for _ in range(3))
 
     asked = []
-    real = singular_values
-    monkeypatch.setattr("hookline.analyses._shared.singular_values", lambda m: asked.append(m.shape) or real(m))
+    real = singular_values_of
+    monkeypatch.setattr("hookline.analyses._shared.singular_values_of", lambda some: asked.extend(some) or real(some))
     projected = Projected()
     ctx = context(projected, accumulated_grads=random_grads(projected, 1))
     made("weight_tracking").compute(ctx)
     assert "effective_rank" in made("attention").compute(ctx)
-    assert len(asked) == 3
+    assert sorted(asked) == ["k_proj.weight", "q_proj.weight", "v_proj.weight"]
+
+
+def test_matrices_taken_apart_together_are_as_if_each_were_alone():
+    """More than one call takes, of two sizes, complex ones among them; one that is not finite spoils no other."""
+    draw = torch.Generator().manual_seed(0)
+    matrices = {f"m{number}": torch.randn(5, 3 + number % 2, generator=draw) for number in range(40)}
+    matrices["m7"][0, 0] = torch.inf
+    matrices["m9"] = torch.randn(3, 5, generator=draw, dtype=torch.complex64)
+    found = singular_values_of(matrices)
+    assert list(found) == list(matrices)
+    for name, matrix in matrices.items():
+        wanted = np.linalg.svd(matrix.numpy().astype(np.complex128), compute_uv=False) if name != "m7" else np.nan
+        assert found[name] == pytest.approx(wanted, rel=1e-5, nan_ok=True)
 
 
 # -- attention -----------------------------------------------------------------------------------------------
@@ -199,6 +212,14 @@ def test_fourier_finds_a_planted_frequency():
     assert found["stride_harmonic_power"] == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.parametrize(("p", "highest"), [(97, 48), (61, 30), (60, 29), (5, 2), (4, 1)])
+def test_fourier_finds_the_highest_frequency_that_has_a_mirror_image(p, highest):
+    """For odd p that is p//2; for even p, p/2 has none and is never the peak."""
+    assert made("fourier").compute(context(Table(waves(p, highest))))["peak_frequency"] == highest
+    if p == 60:
+        assert made("fourier").compute(context(Table(waves(p, 30))))["peak_frequency"] != 30
+
+
 def test_fourier_counts_what_came_and_when():
     """A frequency that came stays known, with the power that it has by now."""
     hook = made("fourier")
@@ -226,12 +247,12 @@ def test_fourier_against_numpy_on_random_weights(model):
     power, decoder = spectrum(table), spectrum(model.decoder.weight.detach().double().numpy())
     assert found["low_freq_power"] == pytest.approx(power[:10].sum(), rel=1e-5)
     assert found["spectral_entropy"] == pytest.approx(-(power * np.log(power)).sum() / np.log(P), rel=1e-5)
-    assert found["peak_frequency"] == 1 + power[1 : P // 2].argmax()
+    assert found["peak_frequency"] == 1 + power[1 : P // 2 + 1].argmax()  # P is odd
     assert found["n_significant_freqs"] == (power > 1.2 / P).sum()
     assert found["stride_harmonic_power"] == pytest.approx(power[[3, 6, 9]].sum(), rel=1e-5)
     entropy = -(decoder * np.log(decoder)).sum() / np.log(P)
     assert found["decoder_spectral_entropy"] == pytest.approx(entropy, rel=1e-5)
-    assert found["decoder_peak_frequency"] == 1 + decoder[1 : P // 2].argmax()
+    assert found["decoder_peak_frequency"] == 1 + decoder[1 : P // 2 + 1].argmax()
     assert found["decoder_n_significant_freqs"] == (decoder > 1.2 / P).sum()
     responses = model.hidden.weight.detach().double().numpy() @ table.T
     tuned = np.abs(np.fft.fft(responses, axis=1)[:, 1 : P // 2 + 1]) ** 2

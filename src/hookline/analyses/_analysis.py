@@ -1,6 +1,6 @@
 """What the built-in observers have in common: state by attribute, and a way to bow out.
 
-`Analysis` is the base of the hooks of this folder; everything else about a hook is in `TrainingHook`.
+`Analysis` is the base of the observers of this folder; everything else about a hook is in `TrainingHook`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from hookline.analyses._series import Series
 from hookline.analyses._window import GradientWindow
 from hookline.errors import HooklineWarning, OptionError
 from hookline.hooks.training_hook import LoopPoints, TrainingHook
@@ -18,7 +19,7 @@ from hookline.wording import outside
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AT_REPORTS", "EACH_STEP", "Analysis", "whole_number"]
+__all__ = ["AT_REPORTS", "EACH_STEP", "Analysis", "BowsOut", "whole_number"]
 
 AT_REPORTS: Final[LoopPoints] = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.SNAPSHOT}}
 """Points of a hook that looks when an epoch is over; in the step loop, at snapshots."""
@@ -28,13 +29,13 @@ EACH_STEP: Final[LoopPoints] = {
 }
 """Points of a hook that looks at every step and reports at those."""
 
+_OWN_STATE: Final = (GradientWindow, Series)
+"""What is kept and tells its state itself."""
 
-class Analysis(TrainingHook):
-    """A built-in observer: draws no random numbers, and keeps its state in the attributes that it names."""
 
-    pure = True
-    kept: ClassVar[tuple[str, ...]] = ()
-    """Attributes that a resumed run has to know: tensors, windows, numbers and lists; None is nothing yet."""
+class BowsOut(TrainingHook):
+    """A hook that may find that it can do nothing in a run."""
+
     off = ""
     """Why it has switched itself off, if it has."""
     _has_told = False
@@ -46,6 +47,18 @@ class Analysis(TrainingHook):
             self._has_told = True
             warnings.warn(f"Hook {self.name!r} {why}, so it stays silent.", HooklineWarning, stacklevel=outside())
 
+    def reset(self) -> None:
+        """Another run begins: it may have what this one lacked."""
+        self.off = ""
+
+
+class Analysis(BowsOut):
+    """A built-in observer: draws no random numbers, and keeps its state in the attributes that it names."""
+
+    pure = True
+    kept: ClassVar[tuple[str, ...]] = ()
+    """Attributes that a resumed run has to know: tensors, windows, series, numbers and lists; None is nothing yet."""
+
     def fits(self, window: GradientWindow, vector: Tensor, option: str, limit: float) -> bool:
         """Whether the vectors that it would keep are within the limit; if not, it is off."""
         if window.count == 0 and window.gib(vector) > limit:
@@ -55,20 +68,16 @@ class Analysis(TrainingHook):
             )
         return not self.off
 
-    def reset(self) -> None:
-        """Another run begins: it may have what this one lacked."""
-        self.off = ""
-
     def get_state_tensors(self) -> dict[str, Any]:
         """What it keeps between firings."""
         values = {name: getattr(self, name) for name in self.kept}
-        states = {name: v.state() if isinstance(v, GradientWindow) else v for name, v in values.items()}
+        states = {name: v.state() if isinstance(v, _OWN_STATE) else v for name, v in values.items()}
         return {name: state for name, state in states.items() if state is not None}
 
     def set_state_tensors(self, tensors: dict[str, Any]) -> None:
         """Take it back."""
         for name, value in tensors.items():
-            if isinstance(getattr(self, name, None), GradientWindow):
+            if isinstance(getattr(self, name, None), _OWN_STATE):
                 getattr(self, name).load(value)
             elif name in self.kept:
                 setattr(self, name, value)

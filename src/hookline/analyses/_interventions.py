@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.analyses._shared import Work, flatten, is_bias, wide
+from hookline.analyses._shared import Work, flatten, is_bias, ratio, wide
 from hookline.guard.rng import kept_rng
 from hookline.hooks.training_hook import InterventionHook
 from hookline.lifecycle.schedule import StepSchedule
@@ -91,11 +91,6 @@ def norm(vector: Tensor) -> Tensor:
     return length
 
 
-def ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """One over the other; 0 of nothing, and NaN of NaN."""
-    return torch.where(whole == 0, torch.zeros_like(whole), part / whole)
-
-
 def cosine(one: Tensor, other: Tensor) -> Tensor:
     """Of the angle between two vectors; 0 if one of them is zero.
 
@@ -140,9 +135,8 @@ def step_of(ctx: RunDataContext, hook: InterventionHook) -> int:
 
 def loss_on_batch(model_ctx: ModelDataContext, step: int) -> Tensor:
     """The loss on the batch of the step in the mode that the model trains in, always with the same random numbers."""
-    loss_fn, batch = model_ctx._loss_of("loss_on_batch"), model_ctx._batch_for(None, "loss_on_batch")
-    with numbers_of(step), model_ctx._training(), torch.no_grad():
-        return loss_fn(model_ctx.model, batch).detach().float().reshape(())
+    with numbers_of(step):
+        return model_ctx.batch_loss().float().reshape(())
 
 
 @contextmanager

@@ -1,22 +1,33 @@
 """Finding the parts of a model that some analyses are about: embedding, decoder, hidden layers, attention.
 
-Takes a model, hands back parameters by name. Types decide first, names only where types do not.
+Takes the modules of a model (`Work.modules`), hands back parameters by name. Types decide first, names only where types
+do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from hookline.sites.wrappers import clean_modules
+from hookline.analyses._shared import work_of
 
 if TYPE_CHECKING:
     from hookline.analyses._analysis import Analysis
+    from hookline.lifecycle.run_context import RunDataContext
 
-__all__ = ["Projection", "decoder_of", "embedding_of", "embedding_or_off", "hidden_layers_of", "projections_of"]
+__all__ = [
+    "Modules",
+    "Projection",
+    "decoder_of",
+    "embedding_of",
+    "embedding_or_off",
+    "hidden_layers_of",
+    "projections_of",
+]
 
+Modules: TypeAlias = "Sequence[tuple[str, nn.Module]]"
 _ATTENTION: Final = ("attn", "attention", "qkv")
 _SEPARATE: Final = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v"))
 """What the three projections of an attention are called, where they are modules of their own."""
@@ -24,14 +35,14 @@ _TOGETHER: Final = ("in_proj", "qkv", "qkv_proj", "c_attn", "query_key_value", "
 """What one that makes all three is called."""
 
 
-def embedding_of(model: nn.Module, name: str | None = None) -> tuple[str, nn.Parameter] | None:
+def embedding_of(modules: Modules, name: str | None = None) -> tuple[str, nn.Parameter] | None:
     """The table of token embeddings, and its name: the one asked for, or the first `nn.Embedding`.
 
     Without one: the first matrix with "embed" in its name that is not of positions.
     """
     tables: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
-    for path, module in clean_modules(model):
+    for path, module in modules:
         for key, parameter in module._parameters.items():
             if parameter is None or _is_lazy(parameter) or parameter.dim() != 2:
                 continue
@@ -46,34 +57,34 @@ def embedding_of(model: nn.Module, name: str | None = None) -> tuple[str, nn.Par
     return None if name is not None else next(iter([*tables, *others]), None)
 
 
-def embedding_or_off(hook: Analysis, model: nn.Module | None, name: str | None) -> tuple[str, nn.Parameter] | None:
+def embedding_or_off(hook: Analysis, ctx: RunDataContext, name: str | None) -> tuple[str, nn.Parameter] | None:
     """The embedding for a hook that has nothing to do without one: if there is none, the hook is off."""
-    if hook.off or model is None:
+    if hook.off or ctx.model is None:
         return None
-    found = embedding_of(model, name)
+    found = embedding_of(work_of(ctx).modules, name)
     if found is None:
         wanted = "an nn.Embedding" if name is None else f"an embedding {name!r}"
         hook.turn_off(f"looked for {wanted} (say which table it is by embedding='name') and found none")
     return found
 
 
-def decoder_of(model: nn.Module, embedding: nn.Parameter, num_tokens: int) -> tuple[str, Tensor] | None:
+def decoder_of(modules: Modules, embedding: nn.Parameter, num_tokens: int) -> tuple[str, Tensor] | None:
     """The last linear layer with an output for every token; none if it is the embedding itself."""
     found = None
-    for path, linear in clean_modules(model):
+    for path, linear in modules:
         weight = _matrix(linear)
         if weight is not None and weight.shape[0] in (num_tokens, embedding.shape[0]) and weight is not embedding:
             found = f"{path}.weight", weight
     return found
 
 
-def hidden_layers_of(model: nn.Module, embedding: nn.Parameter, decoder: Tensor | None) -> Iterator[Tensor]:
+def hidden_layers_of(modules: Modules, embedding: nn.Parameter, decoder: Tensor | None) -> Iterator[Tensor]:
     """First layers of MLPs: linear, from the width of the embedding to something wider, and no attention.
 
     A decoder that is tied to the embedding is none of them.
     """
     width = embedding.shape[1]
-    for path, linear in clean_modules(model):
+    for path, linear in modules:
         weight = _matrix(linear)
         if weight is None or weight is decoder or weight is embedding:
             continue
@@ -106,10 +117,10 @@ class Projection(NamedTuple):
     """(outputs, inputs)"""
 
 
-def projections_of(model: nn.Module) -> list[Projection]:
+def projections_of(modules: Modules) -> list[Projection]:
     """Every query, key and value matrix of a model."""
     found: list[Projection] = []
-    for path, module in clean_modules(model):
+    for path, module in modules:
         prefix = f"{path}." if path else ""
         if isinstance(module, nn.MultiheadAttention):
             found += _of_multihead(prefix, module)
@@ -129,7 +140,9 @@ def _of_multihead(prefix: str, module: nn.MultiheadAttention) -> Iterator[Projec
 
 
 def _of_children(prefix: str, module: nn.Module) -> Iterator[Projection]:
-    children = dict(module.named_children())
+    children = module._modules
+    if not children:
+        return
     for names in _SEPARATE:
         weights = {name: _matrix(children.get(name)) for name in names}
         if all(weight is not None for weight in weights.values()):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._counts import load_counts, saved_counts
 from hookline.hooks.components import AttachesItself
 from hookline.hooks.metric_info import MetricInfo
 from hookline.lifecycle.phase import checked_phases
@@ -26,10 +25,13 @@ if TYPE_CHECKING:
 
     from hookline.lifecycle.run_context import RunDataContext
 
-__all__ = ["TRAINING", "Tracked", "described", "mean_of", "units_of"]
+__all__ = ["NEXT_TO_NONE", "TRAINING", "Tracked", "described", "mean_of", "units_of"]
 
 TRAINING: Final = checked_phases("train")
 """Forwards of evaluations and of other hooks do not count."""
+NEXT_TO_NONE: Final = 1e-6
+"""Sums over all layers count a gradient as none below this share of the mean. The bound of a tracker itself, 1e-8, is
+absolute: a model that has learnt has gradients below it everywhere."""
 
 
 class Tracked(Analysis):
@@ -73,7 +75,7 @@ class Tracked(Analysis):
         raise NotImplementedError
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """A few figures over all layers."""
+        """A few figures over all layers; what the tracker has counted is still there."""
         raise NotImplementedError
 
     # -- going along ---------------------------------------------------------------------------------------------
@@ -114,11 +116,12 @@ class Tracked(Analysis):
         if not self._is_on:  # in a loop that does not start hooks: from now on
             self.start(ctx.model)
         metrics = self._counter.to_metrics()
-        self._counter.reset()
         if not metrics:
             return None
+        summary = self.summary(metrics)
+        self._counter.reset()
         shown = {name: value for name, value in metrics.items() if self.per_unit or not self.is_of_unit(name)}
-        return {**self.summary(metrics), **{name.removeprefix(f"{self.name}/"): v for name, v in shown.items()}}
+        return {**summary, **{name.removeprefix(f"{self.name}/"): v for name, v in shown.items()}}
 
     def reset(self) -> None:
         """Another run begins."""
@@ -127,12 +130,12 @@ class Tracked(Analysis):
 
     def get_state_tensors(self) -> dict[str, Any]:
         """What was counted since the last report."""
-        found = saved_counts(self._counter)
+        found = self._counter.counted()
         return {"counts": found} if found else {}
 
     def set_state_tensors(self, tensors: dict[str, Any]) -> None:
         """Take it back."""
-        load_counts(self._counter, tensors.get("counts", {}))
+        self._counter.load_counted(tensors.get("counts", {}))
 
 
 def units_of(metrics: Mapping[str, float], is_unit: Callable[[str], bool]) -> list[float]:

@@ -99,7 +99,7 @@ class AttentionHook(Analysis):
             return None
         if self._handle is None and not self._layers:  # in a loop that does not start hooks: from now on
             self.start(ctx.model)
-        metrics = {**_spectra(work_of(ctx), ctx.model), **self._patterns()}
+        metrics = {**_spectra(work_of(ctx)), **self._patterns()}
         if not metrics and not self._layers:
             self.turn_off(
                 "looked for nn.MultiheadAttention, or modules with q_proj, k_proj and v_proj (or query, key and "
@@ -130,12 +130,9 @@ def _mean(values: Any) -> Tensor | None:
     return torch.stack(found).mean() if found else None
 
 
-def _spectra(work: Work, model: nn.Module) -> dict[str, float]:
-    spectra = []
-    for projection in projections_of(model):
-        values = work.singular_values(projection.key, lambda weight=projection.weight: weight)  # type: ignore[misc]
-        if values.any():  # a matrix of zeros has no direction
-            spectra.append(values)
+def _spectra(work: Work) -> dict[str, float]:
+    found = work.singular_values(dict(projections_of(work.modules)))
+    spectra = [values for values in found.values() if values.any()]  # a matrix of zeros has no direction
     if not spectra:
         return {}
     squares = [np.square(values) for values in spectra]

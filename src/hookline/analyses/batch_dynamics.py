@@ -140,17 +140,33 @@ class BatchDynamicsHook(Analysis):
     def _report(self) -> dict[str, Any] | None:
         if self.window.count == 0:
             return None
-        self._compare()
-        metrics: dict[str, float] = {}
-        if self.sums is not None and self.counts is not None:
-            sums, counts = torch.stack((self.sums, self.counts)).tolist()
-            found = zip(self.lags, sums, counts, strict=True)
-            metrics = {f"lag_{lag}": total / count for lag, total, count in found if count}
+        fresh = self.window.places(self.window.fresh)
+        products = self.window.products().double().cpu().numpy()
+        found = zip(self.lags, *self._means_over(products, np.array(fresh, dtype=np.int64)), strict=True)
+        metrics = {f"lag_{lag}": float(total / count) for lag, total, count in found if count}
         if metrics:
             metrics["autocorrelation_mean"] = sum(metrics.values()) / len(metrics)
         self.sums = self.counts = None
-        gram = self.window.gram()
+        newest = self.window.places(self.window.count)
+        gram = products[np.ix_(newest, newest)]
         return {**metrics, **self._efficiencies(gram), **_directions(gram)}
+
+    def _means_over(self, products: NDArray[Any], rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Sums and counts of the cosines since the last report: those of the newest steps, and what `_compare` added.
+
+        As there, but on the host, where the products are about to be read anyway.
+        """
+        squares = np.diagonal(products)
+        others = rows - np.array(self.lags, dtype=np.int64)[:, None]  # below 0 is counted from the end, as in a ring
+        is_one = ~((squares[rows] < _NONE**2) | (squares[others] < _NONE**2))  # NaN is one
+        with np.errstate(all="ignore"):  # what overflows has no angle: NaN
+            cosines = products[rows, others] / np.sqrt(squares[rows] * squares[others])
+        sums = np.where(is_one, cosines, 0.0).sum(axis=1)
+        counts = is_one.sum(axis=1)
+        if self.sums is not None and self.counts is not None:
+            before = torch.stack((self.sums, self.counts)).double().cpu().numpy()
+            return sums + before[0], counts + before[1]
+        return sums, counts
 
     def _efficiencies(self, gram: NDArray[Any]) -> dict[str, float]:
         lengths = np.sqrt(np.diag(gram))
@@ -175,7 +191,7 @@ def _directions(gram: NDArray[Any]) -> dict[str, float]:
         return {"effective_rank": math.nan, "top1_variance": math.nan}
     if (np.diag(gram) >= _NONE**2).sum() < 2:
         return {}
-    shares = np.linalg.eigvalsh(gram).clip(min=0)[::-1]
+    shares = torch.linalg.eigvalsh(torch.from_numpy(gram)).numpy().clip(min=0)[::-1]
     shares = shares / shares.sum()
     there = shares[shares > 0]
     return {"effective_rank": float(np.exp(-(there * np.log(there)).sum())), "top1_variance": float(shares[0])}

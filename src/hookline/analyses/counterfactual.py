@@ -73,9 +73,11 @@ class CounterfactualHook(Compared):
             MetricInfo("counterfactual_mean_norm", "mean gradient of shuffled epochs", "‖g_cf‖"),
             MetricInfo("content_component_norm", "what any order gives", "‖c‖, c = (g·g_cf/‖g_cf‖²)·g_cf"),
             MetricInfo("ordering_component_norm", "what this order adds", "‖o‖, o = g − c"),
-            MetricInfo("ordering_fraction", "share of the order", "‖o‖²/‖g‖²", "0: none; 1: all of the gradient"),
-            MetricInfo("ordering_alignment", "gradient and shuffled one", "cos(g, g_cf)", "1: the order does nothing"),
-        ]
+            MetricInfo("ordering_fraction", "share of the order", "‖o‖²/‖g‖²",
+                       "by chance 1 − c for large k, more for small (c: mean cosine of two random epochs); 1: all"),
+            MetricInfo("ordering_alignment", "gradient and shuffled one", "cos(g, g_cf)",
+                       "by chance √c for large k, less for small; 1: the order does nothing; below 0: turned round"),
+        ]  # fmt: skip
         aims = [
             MetricInfo(f"{part}_grad_cossim_to_solution", f"{part} and the way to the reference",
                        f"cos(−{symbol}, θ_ref − θ_before)", "above 0: leads there")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._parts import decoder_of, embedding_or_off, hidden_layers_of
-from hookline.analyses._shared import wide
+from hookline.analyses._parts import Modules, decoder_of, embedding_or_off, hidden_layers_of
+from hookline.analyses._shared import wide, work_of
 from hookline.errors import OptionError
 from hookline.hooks.metric_info import MetricInfo
 from hookline.lifecycle.point import HookPoint
@@ -65,7 +65,7 @@ class FourierHook(Analysis):
         return [
             MetricInfo("low_freq_power", "share of the lowest frequencies", "Σ P[k], k < max(p//20, 10)"),
             MetricInfo("spectral_entropy", "how spread the power is", "−Σ P ln P / ln p", sharp),
-            MetricInfo("peak_frequency", "the strongest frequency", "argmax P[k], 1 ≤ k < p//2"),
+            MetricInfo("peak_frequency", "the strongest frequency", "argmax P[k], 1 ≤ k < p/2"),
             MetricInfo("peak_power", "its share", "P[peak]", "near 1/2: a pure wave (the other half is at p − k)"),
             MetricInfo("n_significant_freqs", "frequencies far over the even share, mirror images too", over),
             MetricInfo("stride_harmonic_power", "share of multiples of the stride ⌊√p⌋", "Σ P[k⌊√p⌋], k ≤ 9"),
@@ -90,19 +90,20 @@ class FourierHook(Analysis):
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """The spectra as they are now."""
-        found = embedding_or_off(self, ctx.model, self.embedding)
-        if found is None or ctx.model is None:
+        found = embedding_or_off(self, ctx, self.embedding)
+        if found is None:
             return None
+        modules = work_of(ctx).modules
         table = found[1]
         p = self._number_of_tokens(table.shape[0], ctx.config)
         if p < 4:  # there is no frequency between none and the highest
             return None
-        rows = wide(table)[:p]
-        metrics = self._of_embedding(_spectrum(rows), p)
-        decoder = decoder_of(ctx.model, table, p)
+        waves = torch.fft.rfft(wide(table)[:p], dim=0)  # (frequencies, width)
+        metrics = self._of_embedding(_shares(waves, p), p)
+        decoder = decoder_of(modules, table, p)
         if decoder is not None:
-            metrics |= self._of_decoder(_spectrum(wide(decoder[1])[:p]), p)
-        return metrics | _of_neurons(ctx.model, rows, table, None if decoder is None else decoder[1], p)
+            metrics |= self._of_decoder(_shares(torch.fft.rfft(wide(decoder[1])[:p], dim=0), p), p)
+        return metrics | _of_neurons(modules, waves, table, None if decoder is None else decoder[1], p)
 
     def _number_of_tokens(self, rows: int, config: Any) -> int:
         wanted = self.num_tokens if self.num_tokens is not None else getattr(config, "p", None)
@@ -116,7 +117,7 @@ class FourierHook(Analysis):
         now = [k for k in range(1, p // 2 + 1) if power[k] > threshold]
         new = sorted(set(now) - set(self.tracked))
         self.tracked = sorted({*self.tracked, *now})
-        peak = int(power[1 : p // 2].argmax()) + 1
+        peak = _peak(power, p)
         metrics: dict[str, Any] = {
             "low_freq_power": float(power[: max(p // 20, 10)].sum()),
             "spectral_entropy": _entropy(power) / math.log(p),
@@ -133,7 +134,7 @@ class FourierHook(Analysis):
     def _of_decoder(self, power: NDArray[Any], p: int) -> dict[str, Any]:
         return {
             "decoder_spectral_entropy": _entropy(power) / math.log(p),
-            "decoder_peak_frequency": int(power[1 : p // 2].argmax()) + 1,
+            "decoder_peak_frequency": _peak(power, p),
             "decoder_n_significant_freqs": int((power > self.significance_multiplier / p).sum()),
         }
 
@@ -143,11 +144,17 @@ class FourierHook(Analysis):
         self.tracked = []
 
 
-def _spectrum(rows: Tensor) -> NDArray[Any]:
-    """The share of each frequency in the power of all columns together; zeros of a zero table."""
-    power: NDArray[Any] = torch.fft.fft(rows, dim=0).abs().square().mean(dim=1).double().cpu().numpy()
+def _shares(waves: Tensor, p: int) -> NDArray[Any]:
+    """The share of each of p frequencies in the power of all columns together; zeros of a zero table."""
+    half = (waves.real.square() + waves.imag.square()).mean(dim=1).double().cpu().numpy()
+    power: NDArray[Any] = np.concatenate((half, half[1 : (p + 1) // 2][::-1]))  # of real rows, p − k is as strong as k
     total = power.sum()
     return power / total if total != 0 else power
+
+
+def _peak(power: NDArray[Any], p: int) -> int:
+    """The strongest of the frequencies that have a mirror image: for even p, p/2 has none, and a cosine alone."""
+    return int(power[1 : (p + 1) // 2].argmax()) + 1
 
 
 def _entropy(power: NDArray[Any]) -> float:
@@ -155,11 +162,13 @@ def _entropy(power: NDArray[Any]) -> float:
     return float(-(there * np.log(there)).sum())
 
 
-def _of_neurons(model: nn.Module, rows: Tensor, table: nn.Parameter, decoder: Tensor | None, p: int) -> dict[str, Any]:
+def _of_neurons(modules: Modules, waves: Tensor, table: nn.Parameter, decoder: Tensor | None, p: int) -> dict[str, Any]:
+    # The spectrum of a neuron's responses to all tokens is its response to the waves in the table: no further FFT.
+    cosines, sines = waves.real[1:].T, waves.imag[1:].T
     tops, entropies = [], []
-    for weight in hidden_layers_of(model, table, decoder):
-        responses = wide(weight).to(rows.device) @ rows.T  # (neurons, tokens)
-        power = torch.fft.rfft(responses, dim=1)[:, 1 : p // 2 + 1].abs().square()
+    for weight in hidden_layers_of(modules, table, decoder):
+        wider = wide(weight).to(waves.device)
+        power = (wider @ cosines).square() + (wider @ sines).square()  # (neurons, frequencies)
         total = power.sum(dim=1, keepdim=True)
         power = torch.where(total != 0, power / total, 0.0)
         tops.append(power.amax(dim=1).mean())

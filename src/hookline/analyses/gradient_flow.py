@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
-from hookline.analyses._tracked import TRAINING, Tracked, described, mean_of
+from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, Tracked, described, mean_of
 from hookline.hooks.metric_info import MetricInfo
 from hookline.hooks.tracker_hooks import GradientFlowHook as _OnLayer
 from hookline.observe.trackers.gradient_flow import GradientFlowState
+from hookline.observe.trackers.values import fetch
+from hookline.sites.wrappers import clean_modules
 
 __all__ = ["GradientFlowHook"]
 
@@ -21,7 +24,8 @@ class GradientFlowHook(Tracked):
     Recipe: ``hookline.HookManager(["gradient_flow"], sinks=[...])``.
 
     The mean starts at zero and is not corrected: after n passes it has 1 − betaⁿ of its height. Gradients of outputs
-    are as large as a GradScaler has made them.
+    are as large as a GradScaler has made them. ``out_proj`` of an ``nn.MultiheadAttention``, which nobody calls, is
+    looked at where the attention as a whole gives it out.
 
     Args:
         beta: The share of what was that stays at each backward pass.
@@ -48,10 +52,20 @@ class GradientFlowHook(Tracked):
                 ("mean", "over layers", "mean of a layer's mean G", ""),
                 ("smallest", "of the layer that gets least", "min of a layer's mean G", "near 0: it does not learn"),
                 ("largest", "of the layer that gets most", "max of a layer's mean G", "far over the mean: explodes"),
-                ("blocked_fraction", "units that get none, over layers", "mean of a layer's", "0 is healthy"),
+                (
+                    "blocked_fraction",
+                    "units that get next to none beside the others, over layers",
+                    "mean of a layer's share of G ≤ 1e-6·mean",
+                    "0 is healthy",
+                ),
                 ("{layer}/mean", "over the units of a layer", "mean G", ""),
                 ("{layer}/unit_{unit}", "of one unit, where it is not blocked", "G", ""),
-                ("{layer}/blocked_fraction", "units of a layer that get none", "share of G < 1e-8", "0 is healthy"),
+                (
+                    "{layer}/blocked_fraction",
+                    "units of a layer that get none",
+                    "share of G < 1e-8",
+                    "absolute: see above",
+                ),
                 ("{layer}/active_fraction", "the others", "1 less that", "1 is healthy"),
             ]
         )
@@ -64,6 +78,12 @@ class GradientFlowHook(Tracked):
         """On the gradient of a layer's output."""
         self._counter.register_component(component)
         return _OnLayer(self._counter, component, TRAINING)
+
+    def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        attentions = [module for _, module in clean_modules(model) if isinstance(module, nn.MultiheadAttention)]
+        # It multiplies with the weight of its out_proj itself; the gradient of its output is that of out_proj's.
+        callers: dict[int, nn.Module] = {id(attention.out_proj): attention for attention in attentions}
+        return [(name, callers.get(id(module), module)) for name, module in super()._layers(model)]
 
     def is_wanted(self, module: nn.Module) -> bool:
         """What multiplies with a matrix; an embedding does not."""
@@ -85,5 +105,11 @@ class GradientFlowHook(Tracked):
             "mean": mean_of(means),
             "smallest": math.nan if bad else min(means),
             "largest": math.nan if bad else max(means),
-            "blocked_fraction": mean_of([v for name, v in metrics.items() if name.endswith("/blocked_fraction")]),
+            "blocked_fraction": self._blocked(mean_of([value for value in means if math.isfinite(value)] or [0.0])),
         }
+
+    def _blocked(self, mean: float) -> float:
+        """The share of units that get next to nothing of the mean, over layers; a NaN is not blocked."""
+        sizes: list[torch.Tensor] = list(self._counter.counted().values())
+        shares = fetch((each <= NEXT_TO_NONE * mean).float().mean() for each in sizes)
+        return mean_of([share for (share,) in shares])

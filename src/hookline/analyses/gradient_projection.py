@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._shared import SMALL, is_bias, norm_of_all, wide, work_of
+from hookline.analyses._shared import is_bias, norm_of_all, wide, work_of
 from hookline.hooks.metric_info import MetricInfo
 from hookline.lifecycle.point import HookPoint
 
@@ -148,7 +148,8 @@ def _cosines(kind: str, dots: Mapping[str, list[float]], goal: Mapping[str, Tens
         for name, value in cosines.items()
         if goal[name].dim() >= 2 and not is_bias(name)
     }
-    found[f"overall_{kind}_cossim_to_solution"] = product / ((way * vector) ** 0.5 + SMALL)
+    lengths = (way * vector) ** 0.5
+    found[f"overall_{kind}_cossim_to_solution"] = 0.0 if lengths == 0 else product / lengths
     if cosines:  # none of them has a direction if all gradients, or all moves, are zero
         found[f"mean_layer_{kind}_cossim_to_solution"] = sum(cosines.values()) / len(cosines)
     return found

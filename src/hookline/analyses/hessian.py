@@ -1,11 +1,13 @@
 """``hessian``: how the step before bends the gradient of this one, by the curvature along its gradient.
 
-With A the batch before and B the present one, the gradient of B after A's step is about its gradient before that step
-less η·H_B·g_A: that product is what A and B have to do with each other, and depends on their order.
+With A the batch before and B the present one, the gradient that training saw at B's step is about the one that B would
+have had before A's step, less η·H_B·g_A: that product is what A and B have to do with each other, and depends on their
+order. Adding it to the gradient that was seen gives the other one back.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,10 +31,11 @@ from hookline.analyses._interventions import (
     weight_names,
 )
 from hookline.analyses._shared import flatten
-from hookline.errors import OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.hooks.metric_info import MetricInfo
 from hookline.hooks.training_hook import LoopPoints
 from hookline.lifecycle.point import HookPoint
+from hookline.wording import outside
 
 if TYPE_CHECKING:
     from hookline.guard.model_context import ModelDataContext
@@ -40,10 +43,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HessianHook"]
 
-_METHODS: Final = ("difference", "exact")
+_METHODS: Final = ("exact", "difference")
 _HALF: Final = (torch.float16, torch.bfloat16)
-_NO_ENERGY: Final = 1e-12
-"""Added to the squared length of a gradient before dividing by it."""
+_NO_SECOND: Final = ("not implemented", "double backward", "differentiate twice", "not differentiable")
+"""What torch says, in one way or another, of an operation that has no second derivative."""
 
 
 @dataclass
@@ -63,20 +66,22 @@ class HessianHook(Compared):
 
     Recipe: ``hookline.HookManager(["hessian"], hook_config={"hessian": {"every_n_steps": 200}}, sinks=[...])``.
 
-    It goes back to the weights before the last step, and takes the gradient of the present batch there twice (by
-    ``"difference"``), or once and a second derivative (``"exact"``), with the same random numbers of its own, so that
-    dropout does not count as curvature. During a burst it keeps two copies of the model. The first step of a burst
-    yields nothing (in the step loop: the first two).
+    It takes the gradients of this step and of the one before as they lie in ``.grad``, goes back to the weights before
+    the last step, and takes a second derivative of the present batch there (``"exact"``), or its gradient twice
+    (``"difference"``), with the same random numbers, so that dropout does not count as curvature. During a burst it
+    keeps two copies of the model. The first step of a burst yields nothing (in the step loop: the first two).
 
     Args:
-        epsilon: How far the weights are moved for the difference. In float32 rounding adds an error of about 1e-7 of
-            the gradient's length over epsilon. With kinks (ReLU) the difference counts the units that switch on the
-            way, which ``"exact"`` does not see: on ``mod_arithmetic`` ``amplification_ratio`` is 0.28 at 1e-4, 0.11 at
-            1e-2, and 0.08 exactly.
+        epsilon: How far the weights are moved for a difference. In float32 rounding adds an error of about 1e-7 of the
+            gradient's length over epsilon: at 1e-4 the Rayleigh quotient of a quadratic loss is off by up to 1e-2,
+            exactly by 1e-5. With kinks (ReLU) the difference counts the units that switch on the way as well, which
+            ``"exact"`` does not see: in epoch 13 of ``mod_arithmetic`` (seed 199) ``amplification_ratio`` is 7.1 at
+            1e-4, 1.4 at 1e-2, and 0.6 exactly.
         every_n_steps: How many steps from one burst to the next; the first begins at that step.
         burst_length: How many steps in a row are looked at.
-        method: ``"difference"`` of two gradients, or ``"exact"``, which needs a loss that has second derivatives. A
-            model with parameters in half precision, which such a move rounds away, is always looked at exactly.
+        method: ``"exact"``, or the ``"difference"`` of two gradients. A loss without second derivatives (a compiled
+            model, say) gets the difference in any case, and one warning; parameters in half precision, of which such
+            a move is rounded away, never get it by being asked for.
         per_parameter: Report each parameter that is no bias as well.
     """
 
@@ -95,13 +100,13 @@ class HessianHook(Compared):
         epsilon: float = 1e-4,
         every_n_steps: int = 1000,
         burst_length: int = 11,
-        method: str = "difference",
+        method: str = "exact",
         per_parameter: bool = True,
     ) -> None:
         if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not epsilon > 0:
             raise OptionError(f"epsilon= of hook 'hessian' must be a number over 0, got {epsilon!r}.")
         if method not in _METHODS:
-            raise OptionError(f"method= of hook 'hessian' is 'difference' or 'exact', got {method!r}.")
+            raise OptionError(f"method= of hook 'hessian' is 'exact' or 'difference', got {method!r}.")
         self.epsilon = float(epsilon)
         self.method = method
         self.per_parameter = per_parameter
@@ -114,27 +119,32 @@ class HessianHook(Compared):
         self._last_step = -1
 
     def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; e = η·H_B·g_A, c = g_B + e."""
+        """What its metrics mean; g_B is the gradient of the step, e = η·H_B·g_A, c = g_B + e."""
         own = [
-            MetricInfo("entanglement_norm", "what the step before takes off this gradient", "‖e‖", "0: no effect"),
-            MetricInfo("content_norm", "this gradient without the step before", "‖c‖"),
-            MetricInfo(
-                "entanglement_energy_ratio", "the one over the other", "‖e‖²/(‖g_B‖²+1e-12)", ">1: longer than g_B"
-            ),
-        ]
+            MetricInfo("entanglement_norm", "what the step before took off this gradient", "‖e‖, e = η·H_B·g_A",
+                       "0: no effect"),
+            MetricInfo("content_norm", "this batch's gradient had there been no step before, to first order",
+                       "‖c‖, c = g_B + e"),
+            MetricInfo("entanglement_energy_ratio", "what was taken off over what is left", "‖e‖²/‖g_B‖²",
+                       ">1: longer than g_B"),
+        ]  # fmt: skip
         aims = [
-            MetricInfo(f"{part}_cossim_to_solution", "and the way to the reference", f"cos(−{symbol}, θ_ref − θ)",
-                       "above 0: leads there")
-            for part, symbol in (("entanglement", "e"), ("content", "c"))
+            MetricInfo(f"{part}_cossim_to_solution", f"{part} and the way to the reference",
+                       f"cos(−{symbol}, θ_ref − θ)", sign)
+            for part, symbol, sign in (
+                ("entanglement", "e", "below 0: what it did to the step, +e, leads there"),
+                ("content", "c", "above 0: leads there"),
+            )
         ]  # fmt: skip
         whole = [
-            MetricInfo("observed_grad_norm", "gradient of this batch before the last step", "‖g_B‖"),
-            MetricInfo("entanglement_content_cossim", "do they agree", "cos(e, c)", "above 0: it adds to the content"),
+            MetricInfo("observed_grad_norm", "gradient of this step, as training saw it", "‖g_B‖"),
+            MetricInfo("entanglement_content_cossim", "entanglement and content", "cos(e, c)",
+                       "above 0: the step before did some of this one's work; below 0: it made more"),
             MetricInfo("rayleigh_quotient", "curvature along g_A", "g_A·H_B·g_A/‖g_A‖²", "below 0: a saddle"),
             MetricInfo("amplification_ratio", "how far H_B stretches g_A", "‖H_B·g_A‖/‖g_A‖"),
             MetricInfo("edge_of_stability", "is the rate too large for it", "2·η·‖H_B·g_A‖/‖g_A‖", "above 4: it is"),
             MetricInfo("entanglement_coherence", "this and the last one in the burst", "cos(e, e_before)", "1: steady"),
-        ]
+        ]  # fmt: skip
         single = [MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in own + aims]
         return own + whole + aims + (single if self.per_parameter else [])
 
@@ -186,10 +196,10 @@ class HessianHook(Compared):
         whole = flatten(last.values())
         if whole is None or float(norm(whole)) == 0.0:
             return None  # a step that went nowhere
-        gradient, product = self._gradient_and_product(step_of(run_ctx, self), model_ctx, last, norm(whole))
+        product = self._product(step_of(run_ctx, self), model_ctx, last, norm(whole))
         groups = model_ctx.param_groups
         rate = before.rate if before.rate is not None else float(groups[0]["lr"]) if groups else 0.0
-        look = _Look(last, gradient, product, rate, way)
+        look = _Look(last, model_ctx.gradients, product, rate, way)
         if not look.names:
             return None
         figures = look.whole(look.names)
@@ -197,21 +207,39 @@ class HessianHook(Compared):
             figures |= by_parameter(look.names, lambda name: look.parts([name]))
         return figures, joined(product, look.names)
 
-    def _gradient_and_product(
+    def _product(
         self, step: int, model_ctx: ModelDataContext, last: Mapping[str, Tensor], length: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradient of this batch, and its Hessian times the gradient of the last one."""
-        with numbers_of(step):
-            gradient = model_ctx.compute_batch_gradients()
+    ) -> dict[str, Tensor]:
+        """The Hessian of this batch times the gradient of the last one, at the weights as they are."""
         if self.method == "exact" or any(part.dtype in _HALF for part in last.values()):
-            with numbers_of(step):
-                return gradient, model_ctx.hvp(last)
+            product = self._exactly(step, model_ctx, last)
+            if product is not None:
+                return product
+        with numbers_of(step):
+            here = model_ctx.compute_batch_gradients()
         model_ctx.apply_perturbation({name: part / length.to(part.device) for name, part in last.items()}, self.epsilon)
         with numbers_of(step):
             moved = model_ctx.compute_batch_gradients()
         scale = length / self.epsilon
-        shared = gradient.keys() & moved.keys()
-        return gradient, {name: (moved[name] - gradient[name]) * scale.to(moved[name].device) for name in shared}
+        return {name: (moved[name] - here[name]) * scale.to(moved[name].device) for name in here.keys() & moved.keys()}
+
+    def _exactly(self, step: int, model_ctx: ModelDataContext, last: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The product; None if the loss has no second derivative, which is warned of once."""
+        try:
+            with numbers_of(step):
+                return model_ctx.hvp(last)
+        except RuntimeError as error:  # NotImplementedError and GuardError are some
+            if not any(words in str(error) for words in _NO_SECOND):
+                raise
+            self.method = "difference"
+            warnings.warn(
+                f"Hook 'hessian' found no second derivative of the loss ({str(error).splitlines()[0][:120]}); it takes "
+                f"the difference of two gradients over epsilon={self.epsilon:g} instead. To have that said once and "
+                "for all: method='difference'.",
+                HooklineWarning,
+                stacklevel=outside(),
+            )
+            return None
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -249,7 +277,9 @@ class _Look(NamedTuple):
     """What was found at one step, each by parameter."""
 
     last: Mapping[str, Tensor]
+    """The gradient of the step before."""
     gradient: Mapping[str, Tensor]
+    """That of this step, at the weights after the one before."""
     product: Mapping[str, Tensor]
     rate: float
     way: Mapping[str, Tensor]
@@ -265,7 +295,7 @@ class _Look(NamedTuple):
         return {
             "entanglement_norm": norm(e),
             "content_norm": norm(g + e),
-            "entanglement_energy_ratio": norm(e).square() / (norm(g).square() + _NO_ENERGY),
+            "entanglement_energy_ratio": ratio(norm(e), norm(g)).square(),
             **self._aims([name for name in names if name in self.way]),
         }
 

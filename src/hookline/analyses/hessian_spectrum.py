@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import whole_number
+from hookline.analyses._analysis import BowsOut, whole_number
 from hookline.analyses._interventions import bursts, norm, numbers_of, parameters_of, step_of
 from hookline.analyses._shared import flatten
+from hookline.analyses._window import GIB
 from hookline.hooks.metric_info import MetricInfo
 from hookline.hooks.training_hook import InterventionHook, LoopPoints
 from hookline.lifecycle.point import HookPoint
@@ -31,14 +32,14 @@ __all__ = ["HessianSpectrumHook"]
 _Product = Callable[[Tensor], Tensor]
 
 
-class HessianSpectrumHook(InterventionHook):
+class HessianSpectrumHook(BowsOut, InterventionHook):
     """Extreme eigenvalues and trace of the Hessian of the loss on the batch of the step, at the weights after it.
 
     Recipe: ``hookline.HookManager(["hessian_spectrum"], sinks=[...])``.
 
     Over all parameters that are trained, biases too. Each firing takes ``iterations + probes`` products of Hessian and
-    vector, each about two backward passes, and holds ``iterations`` copies of the parameters. Dropout is the same in
-    all of them, so that there is one Hessian; random vectors are its own.
+    vector, each about two backward passes, and holds ``iterations`` + 1 copies of the parameters. Dropout is the same
+    in all of them, so that there is one Hessian; random vectors are its own.
 
     Args:
         every_n_steps: How many steps from one look to the next; the first is at that step.
@@ -46,6 +47,7 @@ class HessianSpectrumHook(InterventionHook):
             ``top_eigenvalue_error`` tells how far it may be off.
         top: How many of the largest eigenvalues to tell.
         probes: Random vectors for the trace; 0 leaves it out.
+        max_gib: The most memory that the copies may take; over it, the hook says so and stays silent.
     """
 
     name = "hessian_spectrum"
@@ -54,11 +56,14 @@ class HessianSpectrumHook(InterventionHook):
     loop_points: LoopPoints = MappingProxyType({"epoch": {HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}})
     scope = "trains"
 
-    def __init__(self, every_n_steps: int = 500, iterations: int = 20, top: int = 3, probes: int = 4) -> None:
+    def __init__(
+        self, every_n_steps: int = 500, iterations: int = 20, top: int = 3, probes: int = 4, max_gib: float = 8.0
+    ) -> None:
         self.step_schedule = bursts(whole_number(self.name, "every_n_steps", every_n_steps, 1), 1)
         self.iterations = whole_number(self.name, "iterations", iterations, 2)
         self.top = whole_number(self.name, "top", top, 1)
         self.probes = whole_number(self.name, "probes", probes, 0)
+        self.max_gib = max_gib
 
     def describe_metrics(self) -> list[MetricInfo]:
         """What its metrics mean; λ are eigenvalues of the Hessian H, descending."""
@@ -75,10 +80,11 @@ class HessianSpectrumHook(InterventionHook):
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
         """Multiply, and take apart."""
         trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
-        like = flatten(trained.values())
-        step = step_of(run_ctx, self)
-        if like is None:
+        if self.off or not trained or not self._fits(sum(p.numel() for p in trained.values())):
             return None
+        like = flatten(trained.values())
+        assert like is not None
+        step = step_of(run_ctx, self)
 
         def product(vector: Tensor) -> Tensor:
             parts = torch.split(vector, [p.numel() for p in trained.values()])
@@ -93,6 +99,16 @@ class HessianSpectrumHook(InterventionHook):
         values, error = _lanczos(product, _normal(like, draw), min(self.iterations, like.numel()))
         metrics = self._figures(values, error, run_ctx.lr)
         return metrics | (_trace(product, like, draw, self.probes) if self.probes else {})
+
+    def _fits(self, count: int) -> bool:
+        """Whether as many vectors of so many numbers as Lanczos keeps are within the limit; if not, it is off."""
+        gib = min(self.iterations + 1, count) * count * torch.float32.itemsize / GIB
+        if gib > self.max_gib:
+            self.turn_off(
+                f"would keep {self.iterations + 1} copies of the parameters in {gib:.1f} GiB, and max_gib="
+                f"{self.max_gib:g} (give it fewer iterations=, or a larger max_gib=)"
+            )
+        return not self.off
 
     def _figures(self, values: NDArray[Any], error: float, rate: float | None) -> dict[str, float]:
         found = {f"eigenvalue_{number}": float(value) for number, value in enumerate(values[: self.top], start=1)}

@@ -73,8 +73,7 @@ class PairedStepHook(InterventionHook):
 
     def change(self, model_ctx: ModelDataContext) -> None:
         """What is different in the second step: the learning rates, unless defined otherwise. It is undone."""
-        for group in model_ctx._optimizer.param_groups:
-            group["lr"] = group["lr"] * self.lr_factor
+        model_ctx.scale_learning_rates(self.lr_factor)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
         """Step, go back, change, step."""
@@ -101,7 +100,7 @@ class PairedStepHook(InterventionHook):
     def _stepped(self, step: int, model_ctx: ModelDataContext, start: Tensor) -> tuple[Tensor, Tensor]:
         """The way of the weights in one step, and the loss there."""
         with numbers_of(step):
-            model_ctx.run_training_epoch([model_ctx._batch_for(None, "paired_step")], step=True)
+            model_ctx.run_training_epoch([model_ctx.current_batch()], step=True)
         end = flatten(parameters_of(model_ctx.model).values())
         assert end is not None
         return end - start, loss_on_batch(model_ctx, step)

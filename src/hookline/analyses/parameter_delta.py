@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._shared import work_of
+from hookline.analyses._shared import Work, ratio
+from hookline.analyses._since_last import SinceLast
 from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.point import HookPoint
-
-if TYPE_CHECKING:
-    from hookline.lifecycle.run_context import RunDataContext
 
 __all__ = ["ParameterDeltaHook"]
 
 
-class ParameterDeltaHook(Analysis):
+class ParameterDeltaHook(SinceLast):
     """The length of the change of all parameters, biases included; nothing the first time.
 
     Recipe: ``hookline.HookManager(["parameter_delta"], sinks=[...])``. Keeps one copy of the parameters.
@@ -27,13 +22,6 @@ class ParameterDeltaHook(Analysis):
 
     name = "parameter_delta"
     description = "how far the parameters have moved since the last epoch"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
-    loop_points = AT_REPORTS
-    kept = ("previous",)
-    previous: Tensor | None
-
-    def __init__(self) -> None:
-        self.reset()
 
     def describe_metrics(self) -> list[MetricInfo]:
         """What its metrics mean."""
@@ -49,21 +37,15 @@ class ParameterDeltaHook(Analysis):
             MetricInfo("param_norm", "length of the parameters", "‖θ‖", "grows without weight decay", "‖θ‖"),
         ]
 
-    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """The move since the last time."""
-        flat = work_of(ctx).flat_parameters
-        previous, self.previous = self.previous, flat
-        if flat is None or previous is None or previous.shape != flat.shape:
-            return None
-        previous = previous.to(flat.device)
-        move, length = torch.linalg.vector_norm(flat - previous), torch.linalg.vector_norm(previous)
-        return {
-            "relative_delta": torch.where(length > 0, move / length, 0.0),
-            "absolute_delta": move,
-            "param_norm": torch.linalg.vector_norm(flat),
-        }
+    def vector(self, work: Work) -> Tensor | None:
+        """The parameters."""
+        return work.flat_parameters
 
-    def reset(self) -> None:
-        """Another run begins."""
-        super().reset()
-        self.previous = None
+    def compared(self, now: Tensor, before: Tensor) -> dict[str, Any]:
+        """The move from one to the other."""
+        move, length = torch.linalg.vector_norm(now - before), torch.linalg.vector_norm(before)
+        return {
+            "relative_delta": ratio(move, length),
+            "absolute_delta": move,
+            "param_norm": torch.linalg.vector_norm(now),
+        }

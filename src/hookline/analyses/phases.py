@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._parts import embedding_of
-from hookline.analyses._shared import SMALL, flatten, work_of
+from hookline.analyses._shared import flatten, ratio, work_of
 from hookline.errors import OptionError
 from hookline.hooks.metric_info import MetricInfo
 from hookline.lifecycle.point import HookPoint
@@ -60,7 +60,7 @@ class PhasesHook(Analysis):
             MetricInfo("grad_velocity", "change of the gradient's length", "‖g‖ − ‖g_prev‖", "above 0: it grows"),
             MetricInfo("grad_acceleration", "change of that change", "v − v_prev", "above 0: it grows faster"),
             MetricInfo("embedding_change", "how far the embedding has moved", "‖E − E_prev‖"),
-            MetricInfo("embedding_change_normalized", "the same as a share", "‖E − E_prev‖ / (‖E_prev‖ + 1e-8)"),
+            MetricInfo("embedding_change_normalized", "the same as a share", "‖E − E_prev‖ / ‖E_prev‖; 0 if that is 0"),
             MetricInfo(
                 "phase_code",
                 "0 not learning yet, 1 early, 2 rapid, 3 refining, 4 done; absent without a val_acc",
@@ -84,7 +84,7 @@ class PhasesHook(Analysis):
         return {"grad_velocity": velocity, "grad_acceleration": change}
 
     def _of_embedding(self, ctx: RunDataContext) -> dict[str, Any]:
-        found = None if ctx.model is None else embedding_of(ctx.model, self.embedding)
+        found = embedding_of(work_of(ctx).modules, self.embedding)
         table = None if found is None else flatten([found[1]])
         before, self.table = self.table, table
         if table is None:
@@ -93,7 +93,7 @@ class PhasesHook(Analysis):
             return {"embedding_change": 0.0, "embedding_change_normalized": 0.0}
         before = before.to(table.device)
         change = torch.linalg.vector_norm(table - before)
-        share = change / (torch.linalg.vector_norm(before) + SMALL)
+        share = ratio(change, torch.linalg.vector_norm(before))
         return {"embedding_change": change, "embedding_change_normalized": share}
 
     def _of_accuracy(self, accuracy: float | None) -> dict[str, Any]:

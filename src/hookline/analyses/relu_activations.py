@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import nn
-
-from hookline.analyses._tracked import TRAINING, Tracked, described, mean_of, units_of
+from hookline.analyses._relus import OnReLUs
+from hookline.analyses._tracked import TRAINING, described
 from hookline.hooks.metric_info import MetricInfo
 from hookline.hooks.tracker_hooks import ActivationHook
 from hookline.observe.trackers.relu import ReLUActivationState
@@ -15,7 +12,7 @@ from hookline.sites.main_tensor import main_tensor
 __all__ = ["ReLUActivationsHook"]
 
 
-class ReLUActivationsHook(Tracked):
+class ReLUActivationsHook(OnReLUs):
     """The share of samples in which each unit is above zero, since the last report.
 
     Recipe: ``hookline.HookManager(["relu_activations"], sinks=[...])``.
@@ -32,10 +29,8 @@ class ReLUActivationsHook(Tracked):
     name = "relu_activations"
     description = "how often units behind ReLUs are on, and which never are"
     roots = ("activations/relu/",)
-    looks_for = "nn.ReLU, nn.ReLU6 or nn.LeakyReLU"
-
-    def __init__(self, targets: str | None = None, exclude: str | None = None, per_unit: bool = True) -> None:
-        super().__init__(targets, exclude, per_unit)
+    happens = "active"
+    never = "dead"
 
     def describe_metrics(self) -> list[MetricInfo]:
         """What its metrics mean."""
@@ -56,17 +51,3 @@ class ReLUActivationsHook(Tracked):
         """On the output of a layer."""
         self._counter.register_component(component)
         return ActivationHook(self._counter, component, main_tensor, TRAINING)
-
-    def is_wanted(self, module: nn.Module) -> bool:
-        """ReLUs."""
-        return isinstance(module, nn.ReLU | nn.ReLU6 | nn.LeakyReLU)
-
-    def is_of_unit(self, name: str) -> bool:
-        """All of them are."""
-        return True
-
-    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Over all units."""
-        values = units_of(metrics, self.is_of_unit)
-        dead = sum(value == 0 for value in values)
-        return {"active_fraction": mean_of(values), "dead_units": dead, "dead_fraction": dead / len(values)}

@@ -132,12 +132,16 @@ def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
 
 def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """A few figures over everything, with names short enough for a console."""
-    found: dict[str, Any] = {}
-    bad = [value for name, value in metrics.items() if name.endswith("/nonfinite")]
-    if bad:
-        found["nonfinite"] = int(sum(bad))
+    bad: list[Any] = []
+    largest: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for name, value in metrics.items():
+        rest, _, stat = name.rpartition("/")
+        if stat == "nonfinite":
+            bad.append(value)
+        elif stat == "absmax":
+            largest.setdefault(rest.rpartition("/")[2], []).append(value)
+    found: dict[str, Any] = {"nonfinite": int(sum(bad))} if bad else {}
     for kind in kinds:
-        largest = [value for name, value in metrics.items() if name.endswith(f"{kind}/absmax")]
-        if largest:
-            found[f"max_{kind}"] = float(torch.tensor(largest).max())  # NaN if one is
+        if largest[kind]:
+            found[f"max_{kind}"] = float(torch.tensor(largest[kind]).max())  # NaN if one is
     return found

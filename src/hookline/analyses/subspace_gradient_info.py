@@ -93,21 +93,27 @@ class SubspaceGradientInfoHook(Analysis):
         gram = self.window.gram()
         if not np.isfinite(gram).all():
             return dict.fromkeys(_NAMES, float("nan"))
-        centring = np.eye(count) - 1.0 / count
-        squares, vectors = np.linalg.eigh(centring @ gram @ centring)
-        squares, vectors = squares[::-1].clip(min=0), vectors[:, ::-1]
-        total = float(squares.sum())
-        if total == 0:  # the gradient did not change at all
-            return {"svd_total_variance": 0.0}
-        return _figures(squares, total) | self._toward_solution(work, centring @ vectors, total)
+        centred = gram - gram.mean(axis=0) - gram.mean(axis=1, keepdims=True) + gram.mean()
+        along = self._along_the_way(work)
+        if along is None:  # directions take thrice as long as their sizes
+            found = torch.linalg.eigvalsh(torch.from_numpy(centred)).numpy()
+            return _figures(found[::-1].clip(min=0))
+        found, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(centred)))
+        squares = found[::-1].clip(min=0)
+        return _figures(squares) | self._toward_solution(squares, vectors[:, ::-1].T @ (along - along.mean()))
 
-    def _toward_solution(self, work: Work, vectors: NDArray[Any], total: float) -> dict[str, float]:
-        """``vectors``: of each direction the share of every gradient, in columns."""
+    def _along_the_way(self, work: Work) -> NDArray[Any] | None:
+        """How far each gradient of the window goes along the way to the reference; None if there is no such way."""
         way = self._way(work)
         length = 0.0 if way is None else float(torch.linalg.vector_norm(way))
-        if way is None or not length > 1e-12:
+        return self.window.times(way) / length if way is not None and length > 1e-12 else None
+
+    def _toward_solution(self, squares: NDArray[Any], along: NDArray[Any]) -> dict[str, float]:
+        """``along``: how far each direction goes along the way, as long as it is strong."""
+        total = float(squares.sum())
+        if total == 0:
             return {}
-        energies = np.square(vectors.T @ (self.window.times(way) / length))[: self.n_components]
+        energies = np.square(along)[: self.n_components]
         found = {"grad_energy_fraction_toward_solution": float(energies.sum()) / total}
         for k in _TOP:
             if k <= energies.size:
@@ -134,7 +140,10 @@ _EXPLAINED: Final = ("top1_explained", "top5_explained", "top10_explained")
 _NAMES: Final = ("dims_for_90pct", "participation_ratio", "top_sv_ratio", "svd_total_variance", *_EXPLAINED)
 
 
-def _figures(squares: NDArray[Any], total: float) -> dict[str, Any]:
+def _figures(squares: NDArray[Any]) -> dict[str, Any]:
+    total = float(squares.sum())
+    if total == 0:  # the gradient did not change at all
+        return {"svd_total_variance": 0.0}
     shares = np.cumsum(squares) / total
     values = np.sqrt(squares)
     return {

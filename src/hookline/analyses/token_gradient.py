@@ -69,7 +69,7 @@ class TokenGradientHook(Analysis):
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Over the rows of the mean gradient."""
-        found = embedding_or_off(self, ctx.model, self.embedding)
+        found = embedding_or_off(self, ctx, self.embedding)
         if found is None:
             return None
         grad = (ctx.accumulated_grads or {}).get(found[0])

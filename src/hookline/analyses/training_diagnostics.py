@@ -1,19 +1,16 @@
 """``training_diagnostics``: what a careful operator of training runs watches, from three numbers a step.
 
-Keeps loss, gradient norm and weight norm of every step on the device; at a report they cross to the host at once.
+Keeps loss, gradient norm and weight norm of every step on the device; at a report they cross to the host.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
-
 from hookline.analyses._analysis import EACH_STEP, Analysis
-from hookline.analyses._shared import figure, norm_of_all, work_of
+from hookline.analyses._series import Series
+from hookline.analyses._shared import figure, work_of
 from hookline.hooks.metric_info import MetricInfo
 from hookline.lifecycle.point import HookPoint
 
@@ -24,10 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingDiagnosticsHook"]
 
-_ROOM: Final = 64
 _NONE: Final = 1e-12
 """A mean or a weight norm this small is zero: nothing is divided by it."""
-_LOSS, _GRAD, _WEIGHT, _RATE = range(4)
 
 
 class TrainingDiagnosticsHook(Analysis):
@@ -40,14 +35,10 @@ class TrainingDiagnosticsHook(Analysis):
     description = "volatility of the loss, noise of the gradient norm, size of updates"
     hook_points = frozenset({HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = EACH_STEP
-    kept = ("values", "count", "has_loss", "has_grad")
-    count: int
-    has_loss: bool
-    has_grad: bool
-    values: Tensor | None
+    kept = ("losses", "grads", "weights", "rates")
 
     def __init__(self) -> None:
-        self.reset()
+        self._all = self.losses, self.grads, self.weights, self.rates = Series(), Series(), Series(), Series()
 
     def describe_metrics(self) -> list[MetricInfo]:
         """What its metrics mean."""
@@ -76,46 +67,35 @@ class TrainingDiagnosticsHook(Analysis):
         if ctx.hook_point is not HookPoint.POST_STEP:
             return self._report()
         work = work_of(ctx)
-        weight = norm_of_all(work.parameters.values())
+        weight = work.parameters_length
         if weight is None:
             return None
-        loss, grad = figure(ctx, "loss"), norm_of_all(work.step_gradients)
-        self.has_loss, self.has_grad = self.has_loss or loss is not None, self.has_grad or grad is not None
-        nothing = math.nan
-        numbers = (nothing if loss is None else loss, nothing if grad is None else grad, weight, ctx.lr or 0.0)
-        self._keep(numbers, weight)
+        self.losses.add(figure(ctx, "loss"))
+        self.grads.add(work.step_gradient_length, own=True)
+        self.weights.add(weight, own=True)
+        rate = ctx.raw("lr")  # not read: of a capturable optimizer it is on the device
+        self.rates.add(0.0 if rate is None else rate)
         return None
 
-    def _keep(self, numbers: tuple[Any, ...], like: Tensor) -> None:
-        if self.values is None:
-            self.values = like.new_zeros(len(numbers), _ROOM, dtype=like.dtype)
-        elif self.count == self.values.shape[1]:
-            self.values = torch.cat((self.values, torch.zeros_like(self.values)), dim=1)
-        for row, number in enumerate(numbers):  # a fill each, which is no transfer
-            self.values[row, self.count] = number
-        self.count += 1
-
     def _report(self) -> dict[str, float] | None:
-        if self.values is None or self.count == 0:
+        has_loss, has_grad = self.losses.has_any, self.grads.has_any
+        losses, grads, weights, rates = (series.take() for series in self._all)
+        if not weights.size:
             return None
-        steps: NDArray[Any] = self.values[:, : self.count].double().cpu().numpy()
-        has_loss, has_grad = self.has_loss, self.has_grad
-        self.count, self.has_loss, self.has_grad = 0, False, False
-        moving = steps[_WEIGHT] > _NONE
-        ratios = steps[_RATE, moving] * steps[_GRAD, moving] / steps[_WEIGHT, moving]
+        moving = weights > _NONE
+        ratios = rates[moving] * grads[moving] / weights[moving]
         return {
-            **(_of_losses(steps[_LOSS]) if has_loss else {}),
-            **(_of_gradients(steps[_GRAD]) if has_grad else {}),
+            **(_of_losses(losses) if has_loss else {}),
+            **(_of_gradients(grads) if has_grad else {}),
             **(_mean_and_std("update_ratio", ratios) if has_grad else {}),
-            "weight_norm": float(steps[_WEIGHT, -1]),
+            "weight_norm": float(weights[-1]),
         }
 
     def reset(self) -> None:
         """Another run begins."""
         super().reset()
-        self.values = None
-        self.count = 0
-        self.has_loss = self.has_grad = False
+        for series in self._all:
+            series.clear()
 
 
 def _mean_and_std(name: str, values: NDArray[Any]) -> dict[str, float]:

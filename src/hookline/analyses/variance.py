@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis, whole_number
-from hookline.analyses._shared import SMALL, work_of
+from hookline.analyses._shared import work_of
 from hookline.analyses._window import GradientWindow
 from hookline.hooks.metric_info import MetricInfo
 from hookline.lifecycle.point import HookPoint
@@ -49,15 +50,15 @@ class VarianceHook(Analysis):
             MetricInfo(
                 "mean_pairwise_cos",
                 "mean cosine between any two gradients of the window",
-                "mean of gᵢ·gⱼ / (‖gᵢ‖‖gⱼ‖ + 1e-8), i < j",
+                "mean of gᵢ·gⱼ / (‖gᵢ‖‖gⱼ‖), i < j; 0 where one is 0",
                 "1: all agree; 0: unrelated; below 0: they undo each other",
                 "agreement",
             ),
             MetricInfo(
                 "signal_to_noise",
                 "length of the mean over length of the standard deviation (n − 1)",
-                "‖ḡ‖ / (‖std‖ + 1e-8)",
-                "over 1: the common direction outweighs the changes",
+                "‖ḡ‖ / ‖std‖",
+                "over 1: the common direction outweighs the changes; 1/√n: unrelated; infinite: nothing changed",
                 "signal to noise",
             ),
             MetricInfo("window_mean_norm", "length of the mean over the window", "‖ḡ‖", "", "‖ḡ‖"),
@@ -76,11 +77,12 @@ class VarianceHook(Analysis):
         mean_square = max(float(gram.sum()), 0.0) / count**2 if np.isfinite(gram).all() else float("nan")
         spread = max(float(np.trace(gram)) - count * mean_square, 0.0) if np.isfinite(mean_square) else mean_square
         lengths = np.sqrt(np.diag(gram))
-        cosines = gram / (np.outer(lengths, lengths) + SMALL)
+        both = np.outer(lengths, lengths)
+        cosines = np.divide(gram, both, out=np.zeros_like(gram), where=both != 0)
         return {
             "gradient_variance": spread / (count * flat.numel()),
-            "mean_pairwise_cos": float(cosines[np.triu_indices(count, 1)].mean()),
-            "signal_to_noise": mean_square**0.5 / ((spread / (count - 1)) ** 0.5 + SMALL),
+            "mean_pairwise_cos": float(cosines.sum() - np.trace(cosines)) / (count * (count - 1)),
+            "signal_to_noise": _over(mean_square**0.5, (spread / (count - 1)) ** 0.5),
             "window_mean_norm": mean_square**0.5,
         }
 
@@ -88,3 +90,8 @@ class VarianceHook(Analysis):
         """Another run begins."""
         super().reset()
         self.window.clear()
+
+
+def _over(signal: float, noise: float) -> float:
+    """One over the other: infinite without noise, 0 if there is nothing at all."""
+    return signal / noise if noise != 0 else math.inf if signal else 0.0

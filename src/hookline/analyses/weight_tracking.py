@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._shared import Work, cosine, is_bias, on_host, wide, work_of
+from hookline.analyses._shared import Work, cosines, is_bias, on_host, wide, work_of
 from hookline.analyses._spectrum import effective_rank
 from hookline.hooks.metric_info import MetricInfo
 from hookline.lifecycle.point import HookPoint
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from hookline.lifecycle.run_context import RunDataContext
 
 __all__ = ["WeightTrackingHook"]
@@ -60,25 +61,33 @@ class WeightTrackingHook(Analysis):
         names = [name for name, weight in work.parameters.items() if weight.dim() >= 2 and not is_bias(name)]
         if not names:
             return None
-        values = {name: work.singular_values(name, partial(work.parameters.__getitem__, name)) for name in names}
-        norms = {name: torch.linalg.vector_norm(wide(work.parameters[name])) for name in names}
+        values = work.singular_values({name: work.parameters[name] for name in names})
         columns = {
-            "weight_norm": on_host(norms),
+            "weight_norm": _lengths(work, values),
             "top_sv": {name: float(found[0]) for name, found in values.items() if found.size},
             "effective_rank": {name: effective_rank(found) for name, found in values.items() if found.any()},
-            "grad_weight_align": on_host(_alignments(work, names)),
+            "grad_weight_align": _alignments(work, names),
         }
         metrics = {f"{column}/{name}": value for column, found in columns.items() for name, value in found.items()}
         return metrics | _over_all(columns)
 
 
-def _alignments(work: Work, names: list[str]) -> dict[str, Tensor]:
-    found = {}
+def _lengths(work: Work, values: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+    """Of each weight, √Σσ² where all singular values are there."""
+    weights = {name: work.parameters[name] for name in values}
+    whole = {name for name, weight in weights.items() if values[name].size == min(weight.flatten(1).shape)}
+    rest = {name: torch.linalg.vector_norm(wide(weight)) for name, weight in weights.items() if name not in whole}
+    others = on_host(rest) if rest else {}
+    return {name: others[name] if name in rest else float(np.sqrt(np.square(values[name]).sum())) for name in weights}
+
+
+def _alignments(work: Work, names: list[str]) -> dict[str, float]:
+    pairs = {}
     for name in names:
         grad, weight = work.mean_gradients.get(name), wide(work.parameters[name])
         if grad is not None and grad.shape == weight.shape:
-            found[name] = cosine(grad.flatten(), weight.flatten())
-    return found
+            pairs[name] = grad.flatten(), weight.flatten()
+    return dict(zip(pairs, cosines(pairs.values()).tolist(), strict=True)) if pairs else {}
 
 
 def _over_all(columns: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -13,13 +13,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from hookline.analyses.reference import read_weights
 from hookline.errors import HooklineWarning
 from hookline.sites.tree import rebuilt_tuple
 from hookline.wording import outside
@@ -91,14 +91,6 @@ def copied(value: Any) -> Any:
     return mapped(value, lambda tensor: tensor.detach().clone(), copy.deepcopy)
 
 
-def _weights_in(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
 Source = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | str | os.PathLike[str] | None
 
 
@@ -131,7 +123,7 @@ class Reference:
     def _look(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
         source: Any = self._source
         if isinstance(source, str | os.PathLike):
-            source = _weights_in(Path(os.fspath(source).format(**context)))
+            source = read_weights(os.fspath(source).format(**context))
         elif callable(source):
             source = source()
         if isinstance(source, Mapping) and isinstance(source.get("model"), Mapping):

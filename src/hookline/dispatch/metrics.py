@@ -101,7 +101,7 @@ def on_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if not waiting:
         return dict(metrics)
     values = iter(_read(waiting))
-    return {name: _filled(value, values) for name, value in metrics.items()}
+    return {name: value if type(value) in PLAIN else _filled(value, values) for name, value in metrics.items()}
 
 
 def _visit(values: Iterable[Any], take: Callable[[Tensor], None]) -> None:

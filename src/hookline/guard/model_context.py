@@ -118,6 +118,16 @@ class ModelDataContext:
         found = {name: parked.get(id(p)) if p.grad is None else p.grad for name, p in self._named.items()}
         return {name: grad for name, grad in found.items() if grad is not None}
 
+    def current_batch(self) -> Any:
+        """The batch of the step; an error at a point that has none."""
+        return self._batch_for(None, "current_batch")
+
+    def batch_loss(self, batch: Any = None) -> Tensor:
+        """The loss on one batch, in training mode and without gradients; modes stay as they are."""
+        loss_fn, batch = self._loss_of("batch_loss"), self._batch_for(batch, "batch_loss")
+        with self._training(), torch.no_grad():
+            return loss_fn(self._model, batch).detach()
+
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, full: bool = True) -> str:
@@ -193,11 +203,22 @@ class ModelDataContext:
         with self._training(), torch.enable_grad(), _twice_differentiable():
             loss = differentiable(loss_fn(self._model, batch))
             firsts = torch.autograd.grad(loss, list(trained.values()), create_graph=True, allow_unused=True)
+            # A loss that is linear in a parameter has a gradient there that depends on nothing.
             pairs = [
-                (g, direction[n]) for g, n in zip(firsts, trained, strict=True) if g is not None and n in direction
+                (g, direction[n])
+                for g, n in zip(firsts, trained, strict=True)
+                if g is not None and g.requires_grad and n in direction
             ]
-            slope = sum((_dot(g, v) for g, v in pairs), start=loss * 0)
+            if not pairs:
+                return {name: torch.zeros_like(p) for name, p in trained.items()}
+            slopes = [_dot(g, v) for g, v in pairs]
+            slope = sum(slopes[1:], start=slopes[0])
             seconds = torch.autograd.grad(slope, list(trained.values()), allow_unused=True)
+        if all(second is None for second in seconds):
+            raise GuardError(
+                "hvp() differentiates the loss twice, and found a gradient that torch was told not to differentiate "
+                "(once_differentiable, double backward). Next: a difference of gradients, compute_batch_gradients()."
+            )
         return {n: torch.zeros_like(p) if h is None else h for (n, p), h in zip(trained.items(), seconds, strict=True)}
 
     # -- weights and data ----------------------------------------------------------------------------------------
@@ -209,6 +230,11 @@ class ModelDataContext:
         with torch.no_grad():
             for parameter, step in zip(parameters, steps, strict=True):
                 parameter.add_(step, alpha=scale)
+
+    def scale_learning_rates(self, factor: float) -> None:
+        """Multiply the learning rates of all groups of the optimizer."""
+        for group in () if self._optimizer is None else self._optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
 
     def get_shuffled_loader(self, *, num_workers: int = 0) -> Any:
         """The training data in another order, each time another one; no stream of the run is drawn from."""

@@ -69,6 +69,8 @@ class Experiment:
     """The ways it can be run, the usual one first: ``--strategy NAME`` or ``all``."""
     hook_sets: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Hooks by the name of a group: ``--with-hooks NAME``."""
+    hook_config: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Arguments that fit it better than the hooks' own, by hook; a run file and ``--hook-config`` win over them."""
     live_metrics: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """What ``--live`` shows: ``{group: {label: metric}}``."""
 

@@ -6,8 +6,8 @@ numbers on their device, hands fractions out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,28 @@ class CountingTracker(ComponentTracker[OptionsT]):
         """Start counting at zero; components and their options stay."""
         with LOCK:
             self._counts.clear()
+
+    def counted(self) -> dict[str, Any]:
+        """What was counted so far, by component, as plain tensors and numbers."""
+        with LOCK:
+            return {
+                name: {
+                    "hits": list(counts.hits.values()),
+                    "samples": {str(width): number for width, number in counts.samples.items()},
+                }
+                for name, counts in self._counts.items()
+            }
+
+    def load_counted(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``counted`` gave."""
+        self.reset()
+        for name, kept in state.items():
+            self._options(name)  # makes it known: it may not have been found yet
+            counts = _Counts()
+            for hits in kept["hits"]:
+                counts.add(hits.clone(), 0)  # what was on several devices may be on one by now
+            counts.samples = {int(width): number for width, number in kept["samples"].items()}
+            self._counts[name] = counts
 
     def _marks(self, tensor: Tensor, options: OptionsT) -> Tensor:
         """True where there is something to count."""

@@ -6,7 +6,8 @@ Fed with gradients of parameters by ``attach_fisher_information_hooks``.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final, overload
+from collections.abc import Mapping
+from typing import Any, Final, overload
 
 import torch
 from torch import Tensor
@@ -100,6 +101,18 @@ class FisherInformationState(ComponentTracker[BlendOptions]):
         """Start at zero; components and their betas stay."""
         with LOCK:
             self._means.clear()
+
+    def counted(self) -> dict[str, Any]:
+        """The running means so far, by component and parameter."""
+        with LOCK:
+            return {name: dict(means) for name, means in self._means.items()}
+
+    def load_counted(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``counted`` gave."""
+        self.reset()
+        for name, means in state.items():
+            self._options(name)  # makes it known: it may not have been found yet
+            self._means[name] = dict(means)
 
     def _drop(self, component: str) -> None:
         self._means.pop(component, None)

@@ -5,7 +5,8 @@ Fed with gradients of outputs by ``attach_gradient_flow_hooks``, and of inputs b
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -87,6 +88,18 @@ class GradientFlowState(ComponentTracker[BlendOptions]):
         """Start at zero; components and their options stay."""
         with LOCK:
             self._sizes.clear()
+
+    def counted(self) -> dict[str, Any]:
+        """The running means so far, by component."""
+        with LOCK:
+            return dict(self._sizes)
+
+    def load_counted(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``counted`` gave."""
+        self.reset()
+        for name, sizes in state.items():
+            self._options(name)  # makes it known: it may not have been found yet
+            self._sizes[name] = sizes
 
     def _drop(self, component: str) -> None:
         self._sizes.pop(component, None)

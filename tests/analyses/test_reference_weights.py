@@ -1,0 +1,53 @@
+"""Reference weights from what a run has left, from safetensors, and from torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_analyses import token_experiment
+from safetensors.torch import save_file
+
+import hookline as hl
+from hookline.analyses.reference import read_weights
+from hookline.errors import CheckpointError
+
+
+def same(found, model) -> bool:
+    wanted = model.state_dict()
+    return all(torch.equal(found[name], value) for name, value in wanted.items()) and found.keys() >= wanted.keys()
+
+
+def test_a_run_is_compared_with_the_end_of_the_one_before(tmp_path):
+    """Straight from its folder: the same run again ends at distance 0, and began at one over 0."""
+    first = token_experiment()
+    hl.epoch_loop(first, epochs=3, checkpoints=hl.Checkpoints(tmp_path / "checkpoints", every=1))
+    for path in (tmp_path, tmp_path / "checkpoints", max((tmp_path / "checkpoints").glob("*.safetensors"))):
+        assert same(read_weights(path), first.model)
+    sink = hl.MemorySink()
+    manager = hl.HookManager(["gradient_projection"], reference_weights=lambda: read_weights(tmp_path), sinks=[sink])
+    hl.epoch_loop(token_experiment(), epochs=3, manager=manager)
+    distances = [record.metrics["gradient_projection/distance_to_reference"] for record in sink.records
+                 if "gradient_projection/distance_to_reference" in record.metrics]  # fmt: skip
+    assert distances[0] > 0.01
+    assert distances[-1] == 0.0
+
+
+def test_files_of_others(tmp_path):
+    """Plain safetensors, a state dict, and one beside other things."""
+    model = token_experiment().model
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "checkpoint.pt")
+    for name in ("weights.safetensors", "weights.pt", "checkpoint.pt"):
+        assert same(read_weights(tmp_path / name), model)
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    """An empty folder, a checkpoint without a model, and nothing."""
+    with pytest.raises(CheckpointError, match="has no checkpoints"):
+        read_weights(tmp_path)
+    save_file({"0": torch.ones(1)}, tmp_path / "odd.safetensors", metadata={"hookline.checkpoint": '["dict", {}]'})
+    with pytest.raises(CheckpointError, match="no weights where they should be"):
+        read_weights(tmp_path / "odd.safetensors")
+    with pytest.raises(FileNotFoundError):
+        read_weights(tmp_path / "none.pt")

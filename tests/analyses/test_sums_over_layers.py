@@ -1,0 +1,221 @@
+"""What trackers sum up over all layers: each parameter once, and bounds that do not depend on the size of the loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers_analyses import context
+from torch import nn
+
+import hookline as hl
+from hookline.analyses import FisherInformationHook, GradientFlowHook, ReLUGradientFlowHook
+
+
+def told(hook, model, batches, loss=lambda model, x: model(x).square().mean()):
+    """What a hook says after one backward pass for each batch, and the gradients of each pass by parameter."""
+    hook.start(model)
+    passes = []
+    for batch in batches:
+        model.zero_grad()
+        loss(model, batch).backward()
+        passes.append({name: p.grad.double().numpy().copy() for name, p in model.named_parameters()})
+    found = dict(hook.compute(context(model)))
+    hook.finish()
+    hl.assert_no_hooks(model)
+    return found, passes
+
+
+class Nested(nn.Module):
+    """A parameter of its own, an attention (which has one beside its ``out_proj``), and a decoder tied to a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 8)
+        self.position = nn.Parameter(torch.randn(3, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.block = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8))
+        self.decoder = nn.Linear(8, 7)
+        self.decoder.weight = self.table.weight
+
+    def forward(self, tokens):
+        x = self.table(tokens) + self.position
+        self.attended = self.attention(x, x, x, need_weights=False)[0]
+        if self.attended.requires_grad:
+            self.attended.retain_grad()
+        return self.decoder(x + self.block(self.attended))
+
+
+def nested():
+    torch.manual_seed(0)
+    return Nested(), [torch.randint(7, (4, 3)) for _ in range(3)]
+
+
+def fisher_of(passes, beta=0.95):
+    """By numpy, for each parameter."""
+    found = {name: np.zeros_like(grad) for name, grad in passes[0].items()}
+    for grads in passes:
+        found = {name: beta * found[name] + (1 - beta) * grads[name] ** 2 for name in found}
+    return found
+
+
+OWN = {
+    "fisher_info/model/model.position": "position",
+    "fisher_info/attention/attention.in_proj_weight": "attention.in_proj_weight",
+    "fisher_info/attention.out_proj/attention.out_proj.weight": "attention.out_proj.weight",
+    "fisher_info/block.0/block.0.weight": "block.0.weight",
+    "fisher_info/table/table.weight": "table.weight",
+    "fisher_info/decoder/decoder.bias": "decoder.bias",
+}
+
+
+@pytest.mark.parametrize("targets", [None, "*"])
+def test_fisher_information_has_every_parameter_once(targets):
+    """Also those of layers that hold others, of the model itself, and a tied one under its first name."""
+    model, batches = nested()
+    found, passes = told(FisherInformationHook(targets=targets), model, batches)
+    wanted = fisher_of(passes)
+    traces = [name for name in found if name.endswith("/trace")]
+    assert len(traces) == len(wanted)
+    for key, name in OWN.items():
+        assert found[f"{key}/mean"] == pytest.approx(wanted[name].mean(), rel=1e-5)
+    assert found["trace"] == pytest.approx(sum(values.sum() for values in wanted.values()), rel=1e-5)
+    assert found["max"] == pytest.approx(max(values.max() for values in wanted.values()), rel=1e-5)
+
+
+def test_a_layer_that_holds_others_has_what_those_do_not():
+    """The innermost of the layers that were chosen; and all of it, if there is no other."""
+    model, batches = nested()
+    found, passes = told(FisherInformationHook(targets="attention,block,block.2"), model, batches)
+    wanted = fisher_of(passes)
+    params = {name.removesuffix("/trace") for name in found if name.endswith("/trace") and name != "trace"}
+    assert params == {
+        *(f"fisher_info/attention/attention.{part}" for part in ("in_proj_weight", "in_proj_bias")),
+        *(f"fisher_info/attention/attention.out_proj.{part}" for part in ("weight", "bias")),
+        *(f"fisher_info/block/block.0.{part}" for part in ("weight", "bias")),
+        *(f"fisher_info/block.2/block.2.{part}" for part in ("weight", "bias")),
+    }
+    whole = sum(values.sum() for name, values in wanted.items() if name.startswith(("attention.", "block.")))
+    assert found["trace"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_layer_called_model_and_the_model_itself():
+    """Both are reported as ``model``, and nothing is lost or counted twice."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.scale
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.shift = Inner(), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return self.model(x) + self.shift
+
+    found, passes = told(FisherInformationHook(), Outer(), [torch.randn(4) for _ in range(2)])
+    whole = sum(values.sum() for values in fisher_of(passes).values())
+    assert found["trace"] == pytest.approx(whole, rel=1e-5)
+
+
+def small_loss(scale):
+    return lambda model, x: model(x).square().mean() * scale
+
+
+def units(dead):
+    """Two layers of ReLUs; of the first, this unit is never on."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    with torch.no_grad():
+        model[0].bias[dead] = -100.0
+        model[2].bias += 0.5
+    return model, [torch.randn(16, 4) for _ in range(3)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+def test_dead_and_blocked_do_not_depend_on_the_size_of_the_loss(scale):
+    """A loss a billion times as small has the same sums, where the bound of 1e-8 calls everything dead."""
+    model, batches = units(dead=3)
+    fisher, _ = told(FisherInformationHook(), model, batches, small_loss(scale))
+    assert fisher["dead_count"] == 0
+    flow, _ = told(GradientFlowHook(), model, batches, small_loss(scale))
+    passed, _ = told(ReLUGradientFlowHook(), model, batches, small_loss(scale))
+    assert passed["blocked_units"] == 1
+    assert passed["blocked_fraction"] == pytest.approx(1 / 11)
+    assert flow["blocked_fraction"] == pytest.approx((1 / 6 + 0 + 0) / 3)
+    if scale != 1.0:  # the control: by the tracker's own bound all are
+        assert all(value == 1.0 for name, value in fisher.items() if name.endswith("/dead"))
+        assert flow["0/blocked_fraction"] == flow["4/blocked_fraction"] == 1.0
+        assert all(value == 0.0 for name, value in passed.items() if name.startswith("gradient_flow/relu/"))
+
+
+def test_a_parameter_far_below_the_others_is_dead():
+    """Its mean of squares is 1e-7 of theirs, then 1e-5."""
+    for size, dead in ((1e-7, 1), (1e-5, 0)):
+        model = nn.ModuleDict({"a": nn.Linear(1, 3, bias=False), "b": nn.Linear(1, 3, bias=False)})
+        model.forward = lambda x, model=model, size=size: model["a"](x) + size**0.5 * model["b"](x)
+        found, _ = told(FisherInformationHook(), model, [torch.ones(2, 1)], lambda model, x: model(x).sum())
+        assert (found["dead_count"], found["dead_fraction"]) == (dead, dead / 2)
+
+
+def test_without_any_gradient_everything_is_dead_and_blocked():
+    """Zeros are no more than a share of zero."""
+    model, batches = units(dead=0)
+    nothing = small_loss(0.0)
+    assert told(FisherInformationHook(), model, batches, nothing)[0]["dead_fraction"] == 1.0
+    assert told(GradientFlowHook(), model, batches, nothing)[0]["blocked_fraction"] == 1.0
+    assert told(ReLUGradientFlowHook(), model, batches, nothing)[0]["blocked_fraction"] == 1.0
+
+
+def test_what_relus_let_through_against_numpy():
+    """The sums by a millionth of the layer's mean in each pass, the units by 1e-8."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    batches = [torch.randn(6, 3) for _ in range(2)]
+    inputs = []
+    model[0].register_forward_hook(lambda module, args, output: (inputs.append(output), output.retain_grad())[0])
+
+    def loss(model, x):  # samples with losses from 1 to 1e-10, and in the second batch from 1e-6 to 1e-16
+        return (model(x)[:, 0] * torch.logspace(0, -10, 6)).sum() * (1.0 if len(inputs) == 1 else 1e-6)
+
+    hook = ReLUGradientFlowHook()
+    hook.start(model)
+    for x in batches:
+        loss(model, x).backward()
+    found = dict(hook.compute(context(model)))
+    hook.finish()
+    grads = [np.abs(output.grad.double().numpy()) for output in inputs]
+    passed = np.concatenate([grad > 1e-6 * grad.mean() for grad in grads])
+    absolute = np.concatenate([grad > 1e-8 for grad in grads])
+    assert passed.mean() != absolute.mean()
+    assert found["passed_fraction"] == pytest.approx(passed.mean())
+    assert found["blocked_units"] == (~passed).all(0).sum()
+    for unit in range(4):
+        assert found[f"gradient_flow/relu/1/{unit}"] == pytest.approx(absolute.mean(0)[unit])
+
+
+def test_gradient_flow_has_the_output_projection_of_an_attention():
+    """Nobody calls ``out_proj``; the gradient of what it gives out is that of the attention's output."""
+    model, batches = nested()
+    seen = []
+
+    def loss(model, x):
+        value = model(x).square().mean()
+        seen.append(model.attended)
+        return value
+
+    found, _ = told(GradientFlowHook(), model, batches, loss)
+    flow = np.zeros(8)
+    for attended in seen:
+        flow = 0.95 * flow + 0.05 * np.sqrt((attended.grad.double().numpy().mean(1) ** 2).mean(0))
+    assert found["attention.out_proj/mean"] == pytest.approx(flow.mean(), rel=1e-5)
+    assert found["attention.out_proj/unit_3"] == pytest.approx(flow[3], rel=1e-5)
+    named, _ = told(GradientFlowHook(targets="attention.out_proj"), model, batches, loss)
+    assert named["mean"] == pytest.approx(found["attention.out_proj/mean"])
+    without, _ = told(GradientFlowHook(exclude="attention.out_proj"), model, batches, loss)
+    assert "attention.out_proj/mean" not in without
