@@ -35,6 +35,9 @@ BUILTINS = {
     "ConfigError": (ValueError,),
     "CheckpointError": (RuntimeError,),
     "ResumeError": (RuntimeError,),
+    "NonFiniteError": (FloatingPointError, ArithmeticError),
+    "EngineBusy": (RuntimeError,),
+    "EngineClosed": (RuntimeError,),
 }
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hookline.errors import CaptureError as CaptureError
     from hookline.errors import CheckpointError as CheckpointError
     from hookline.errors import ConfigError as ConfigError
+    from hookline.errors import EngineBusy as EngineBusy
+    from hookline.errors import EngineClosed as EngineClosed
     from hookline.errors import GuardError as GuardError
     from hookline.errors import HookCheckError as HookCheckError
     from hookline.errors import HooklineError as HooklineError
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from hookline.errors import MetricError as MetricError
     from hookline.errors import MissingPackageError as MissingPackageError
     from hookline.errors import NoMatchError as NoMatchError
+    from hookline.errors import NonFiniteError as NonFiniteError
     from hookline.errors import NotAllowedError as NotAllowedError
     from hookline.errors import OptionError as OptionError
     from hookline.errors import ResumeError as ResumeError
@@ -110,6 +113,8 @@ if TYPE_CHECKING:
     from hookline.observe.watch import Watch as Watch
     from hookline.observe.watch import watch as watch
     from hookline.report.page import write_report as write_report
+    from hookline.serve.model_runner import ModelRunner as ModelRunner
+    from hookline.serve.server_args import ServerArgs as ServerArgs
     from hookline.sinks.console import ConsoleSink as ConsoleSink
     from hookline.sinks.csv import CSVSink as CSVSink
     from hookline.sinks.fan_out import FanOut as FanOut
@@ -170,6 +175,8 @@ _HOME = {
     "ConsoleSink": "sinks.console",
     "DebugInterventionHook": "hooks.training_hook",
     "Edit": "observe.patch.edits",
+    "EngineBusy": "errors",
+    "EngineClosed": "errors",
     "Experiment": "loops.experiment",
     "FanOut": "sinks.fan_out",
     "FiringReceipt": "dispatch.firing",
@@ -209,9 +216,11 @@ _HOME = {
     "MetricSink": "sinks.sink",
     "MissingPackageError": "errors",
     "ModelDataContext": "guard.model_context",
+    "ModelRunner": "serve.model_runner",
     "ModulePostHook": "types",
     "ModulePreHook": "types",
     "NoMatchError": "errors",
+    "NonFiniteError": "errors",
     "NotAllowedError": "errors",
     "OptimizerSite": "sites.optimizers",
     "OptionError": "errors",
@@ -232,6 +241,7 @@ _HOME = {
     "SaturatedActivationState": "observe.trackers.saturated",
     "SavedTensors": "sites.saved",
     "ScopeError": "errors",
+    "ServerArgs": "serve.server_args",
     "Site": "sites.site",
     "Sites": "sites.find",
     "StatsReporter": "loops.stats_reporter",

@@ -23,6 +23,9 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── NotAllowedError     PermissionError      a path to code that configuration may not name
     ├── CheckpointError     RuntimeError         a checkpoint that cannot be written, or cannot be read
     ├── ResumeError         RuntimeError         a run that cannot go on from what was saved
+    ├── EngineBusy          RuntimeError         a served model that has no room for one more request
+    ├── EngineClosed        RuntimeError         a served model that takes no more requests
+    ├── NonFiniteError      FloatingPointError   numbers that are none, where somebody asked to be stopped by them
     ├── HookCheckError      AssertionError       a hook that does not do what hooks promise
     └── HooksLeftError      AssertionError       hooks where none were expected
 """
@@ -33,6 +36,8 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ConfigError",
+    "EngineBusy",
+    "EngineClosed",
     "GuardError",
     "HookCheckError",
     "HookNameError",
@@ -48,6 +53,7 @@ __all__ = [
     "MetricError",
     "MissingPackageError",
     "NoMatchError",
+    "NonFiniteError",
     "NotAllowedError",
     "OptionError",
     "ResumeError",
@@ -139,6 +145,18 @@ class CheckpointError(HooklineError, RuntimeError):
 
 class ResumeError(HooklineError, RuntimeError):
     """A run cannot go on from what was saved: another model, other settings, or someone else is at it."""
+
+
+class EngineBusy(HooklineError, RuntimeError):
+    """As many requests wait as may wait; ask again later."""
+
+
+class EngineClosed(HooklineError, RuntimeError):
+    """The engine has not been started, is closing, or has closed."""
+
+
+class NonFiniteError(HooklineError, FloatingPointError):
+    """A module gave out NaN or infinity, and a hook was told to stop there; the message names it."""
 
 
 class HookCheckError(HooklineError, AssertionError):

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import inspect
 
-__all__ = ["a_or_an", "outside"]
+__all__ = ["a_or_an", "outside", "shown"]
 
 
 def a_or_an(value: object) -> str:
     """The class of a value, in a sentence: "an int", "a Linear"."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A value as an error quotes it: as Python writes it, cut where it gets long."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"{a_or_an(value)}, nested deeply"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def outside() -> int:

@@ -144,12 +144,6 @@ def test_a_hook_that_cannot_be_made_is_told(change, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_the_schema_is_printed(capsys):
-    """As JSON, by itself."""
-    assert run_here("check", "--schema") == 0
-    assert "experiment" in json.loads(capsys.readouterr().out)["properties"]
-
-
 # -- report and replay -----------------------------------------------------------------------------------------
 
 

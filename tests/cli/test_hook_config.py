@@ -144,3 +144,17 @@ def test_the_path_of_reference_weights_goes_through():
     assert found == {"reference_weights": {"path": "runs/{strategy}/x.pt"}}
     with pytest.raises(OptionError, match="nothing else"):
         read_hook_config([], {"reference_weights": {"file": "x"}}, [], str)
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"), [((), 6), (("--hook-config", "noted.count=5"), 5)], ids=["by itself", "a flag wins"]
+)
+def test_an_experiment_may_have_arguments_that_fit_it(flags, count, monkeypatch):
+    """Only for hooks that were asked for, and what the user says wins."""
+    import experiments
+
+    given = {"noted": {"count": 6, "scale": 2.0}, "hessian": {"epsilon": 1.0}}
+    monkeypatch.setattr(experiments.Tiny, "hook_config", given, raising=False)
+    hook = ("--hooks", f"{EXPERIMENTS}:NotedHook")
+    assert run_here("run", TINY, "--epochs", "1", "--silent", "--no-report", *hook, *flags) == 0
+    assert (experiments.NotedHook.made[-1]["count"], experiments.NotedHook.made[-1]["scale"]) == (count, 2.0)

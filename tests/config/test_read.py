@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -40,6 +41,16 @@ from hookline.errors import ConfigError
         ("cuda:1", "cuda:1"),
         ("'1'", "1"),
         ("=", "="),
+        ("1_000.5", "1_000.5"),
+        ("+1", 1),
+        ("1e3", 1000.0),
+        ("0b11", "0b11"),
+        ("190:20:30", "190:20:30"),
+        ("2024-01-02T03:04:05Z", "2024-01-02T03:04:05Z"),
+        ("Off", "Off"),
+        ("NO", "NO"),
+        ("nUll", "nUll"),
+        ("TrUe", "TrUe"),
     ],
 )
 def test_a_scalar_means_what_it_looks_like(text, value):
@@ -93,6 +104,80 @@ def test_json_may_have_comments_and_last_commas_and_lines_stay(tmp_path):
     assert document.place(["deep", "inner", 1]) == f"{file}, line 5, at $.deep.inner[1]"
 
 
+TOML_INLINE = '''enable_hooks = true # [[hooks]]
+note = """
+[[hooks]]
+"""
+hooks = [
+  {name = "a", target_modules = ["x"]},
+  {name = "b, }", config = {"a.b" = 1, deep.er = [1, # ]
+    {x = 2}]}},
+]
+[[forward_hooks]]
+name = 'c'
+[forward_hooks.config]
+tag = 2024-01-02 03:04:05
+[[forward_hooks]]
+  "na\\u006de" = \'\'\'
+d\'\'\'
+target_modules = [
+  'y',
+]
+'''
+
+
+def test_toml_knows_the_lines_inside_of_values(tmp_path):
+    """Inline tables, arrays over several lines, tables below arrays of tables, keys in quotes."""
+    file = tmp_path / "server.toml"
+    file.write_text(TOML_INLINE)
+    document = read_document(file)
+    assert [hook["name"] for hook in document.values["hooks"]] == ["a", "b, }"]
+    assert document.values["forward_hooks"][1]["name"] == "d"
+    expected = {
+        ("enable_hooks",): 1,
+        ("note",): 2,
+        ("hooks",): 5,
+        ("hooks", 0): 6,
+        ("hooks", 0, "target_modules", 0): 6,
+        ("hooks", 1, "config", "a.b"): 7,
+        ("hooks", 1, "config", "deep", "er", 0): 7,
+        ("hooks", 1, "config", "deep", "er", 1, "x"): 8,
+        ("forward_hooks", 0): 10,
+        ("forward_hooks", 0, "config", "tag"): 13,
+        ("forward_hooks", 1): 14,
+        ("forward_hooks", 1, "name"): 15,
+        ("forward_hooks", 1, "target_modules", 0): 18,
+    }
+    assert {path: document.lines.get(path) for path in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.yaml", "a.toml"])
+def test_windows_files_are_read_with_their_lines(tmp_path, name):
+    """A byte order mark, and two characters at the end of each line."""
+    text = {
+        "a.json": '{\n"a": 1,\n\t"b": [\n2]}\n',
+        "a.yaml": "# c\na: 1\nb:\n- 2\n",
+        "a.toml": "# c\na = 1\nb = [\n2]\n",
+    }
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text[name].replace("\n", "\r\n").encode())
+    document = read_document(tmp_path / name)
+    assert document.values == {"a": 1, "b": [2]}
+    assert [document.line_of(path) for path in (["a"], ["b"], ["b", 0])] == [2, 3, 4]
+
+
+def test_what_is_written_in_three_languages_is_told_by_the_same_path(tmp_path):
+    """With the line of each."""
+    texts = {
+        "a.json": '{"hooks": [\n{"name": "a"},\n{"name": "b",\n"target_modules": 3}]}',
+        "a.yaml": "hooks:\n- name: a\n- name: b\n  target_modules: 3\n",
+        "a.toml": "[[hooks]]\n[[hooks]]\nname = 'b'\ntarget_modules = 3\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        place = read_document(tmp_path / name).place(["hooks", 1, "target_modules"])
+        assert place == f"{tmp_path / name}, line 4, at $.hooks[1].target_modules"
+
+
 TOML = """experiment = "x"
 
 [hooks]
@@ -113,7 +198,8 @@ def test_toml_knows_the_lines_of_its_keys(tmp_path):
     file.write_text(TOML)
     document = read_document(file)
     assert document.values["hooks"]["config"] == {"hessian": {"epsilon": 0.001}}
-    assert document.line_of(["hooks", "names", 1]) == 4
+    assert document.line_of(["hooks", "names", 0]) == 4
+    assert document.line_of(["hooks", "names", 1]) == 5
     assert document.line_of(["hooks", "config", "hessian", "epsilon"]) == 7
     assert document.line_of(["specs", 1, "name"]) == 11
 
@@ -126,6 +212,16 @@ def test_toml_knows_the_lines_of_its_keys(tmp_path):
         ("a.json", '{"a": 1,\n "b" 2}', r"a\.json, line 2: this is not JSON: Expecting ':' delimiter\."),
         ("a.json", '{"a": 1, "a": 2}', r"this is not JSON: the key 'a' is there twice\."),
         ("a.toml", "a = 1\nb 2\n", r"a\.toml, line 2: this is not TOML"),
+        ("a.yaml", "a: &a [*a]\n", r"line 1: this is not YAML: an alias stands inside of what it is an alias of\."),
+        ("a.yaml", "a: &a {b: 1}\nc:\n  <<: *a\n", r"a\.yaml, line 3: this is not YAML: YAML 1\.2 has no merge keys"),
+        ("a.yaml", "a: 1\n\tb: 2\n", r"a\.yaml, line 2: this is not YAML: found character '\\t'"),
+        ("a.yaml", "a: 1\n---\nb: 1\n", r"a\.yaml, line 2: this is not YAML"),
+        ("a.yaml", "? [a]\n: 1\n", r"a\.yaml, line 1: this is not YAML: found unhashable key"),
+        ("a.json", '{"a": "b\tc"}', r"a\.json, line 1: this is not JSON: Invalid control character"),
+        ("a.json", '{"a": /* 1}', r"a\.json, line 1: this is not JSON"),
+        ("a.json", "[" * 200_000, r"a\.json: this is not JSON: its brackets are nested too deeply\."),
+        ("a.toml", "a = " + "[" * 5000, r"a\.toml: this is not TOML: its brackets are nested too deeply\."),
+        ("a.toml", "a = 1\na = 2\n", r"a\.toml, line 2: this is not TOML"),
         ("a.txt", "", r"a\.txt is no file of settings: its name ends in one of \.yaml"),
     ],
 )
@@ -144,3 +240,67 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
     (tmp_path / "b.json").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match=r"b\.json cannot be read"):
         read_document(Path(tmp_path / "b.json"))
+
+
+def test_aliases_that_stand_for_billions_are_refused_at_once(tmp_path):
+    """Ten lines of ten aliases each; and aliases as people use them are no matter."""
+    lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]" for n in range(10)]
+    (tmp_path / "a.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"line 6: .* its aliases stand for more than 1,000,000 values"):
+        read_document(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text("\n".join(lines[:3]))
+    document = read_document(tmp_path / "b.yaml")
+    assert sum(len(row) for row in document.values["a2"]) == 100
+    assert document.line_of(["a2", 9, 9, 9]) == 1  # where it is written
+
+
+@pytest.mark.parametrize("ending", [".yaml", ".json", ".jsonc", ".toml"])
+@pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
+def test_an_empty_file_says_nothing(tmp_path, ending, text):
+    """In any language."""
+    (tmp_path / f"a{ending}").write_text(text, encoding="utf-8")
+    assert read_document(tmp_path / f"a{ending}").values is None
+
+
+def test_a_value_so_deep_that_lines_cannot_be_found_is_still_told(tmp_path):
+    """By its path alone."""
+    (tmp_path / "a.json").write_text('{"a": 1, "b": ' + "[" * 600 + "]" * 600 + "}")
+    document = read_document(tmp_path / "a.json")
+    assert document.place(["a"]).endswith("a.json, at $.a")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"a": [1, {"b": "\\" + chr(34) + "}", "c/*": "//"}], "": [], "long" * 400: {}},
+        [[], {}, "", None, True, -1.5e-7, {"\u00e9\U0001f600": "\x7f"}],
+    ],
+)
+def test_every_value_of_a_json_file_has_a_line(tmp_path, values):
+    """Strings that look like something else, empty keys, very long ones."""
+    text = json.dumps(values, indent=1)
+    (tmp_path / "a.json").write_text(text)
+    document = read_document(tmp_path / "a.json")
+    assert document.values == values
+    paths = list(_paths(values, ()))
+    assert set(document.lines) == set(paths)
+    lines = text.splitlines()
+    for path in paths[1:]:
+        if isinstance(path[-1], str):
+            assert lines[document.lines[path] - 1].strip().startswith(json.dumps(path[-1]))
+
+
+def _paths(value, path):
+    yield path
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _paths(item, (*path, key))
+
+
+def test_lines_are_looked_for_only_if_something_is_wrong(tmp_path, monkeypatch):
+    """It takes as long as reading the file once more."""
+    from hookline.config.json_lines import JsonText
+
+    monkeypatch.setattr(JsonText, "lines", lambda self: pytest.fail("looked for"))
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert read_document(tmp_path / "a.json").values == {"a": 1}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from hookline.config.read import read_document
 from hookline.config.run_file import RunFile, read_specs
 from hookline.config.values import checked_value
 from hookline.errors import ConfigError
+from hookline.lifecycle.schedule import StepSchedule
 
 WHOLE = """\
 experiment: mod_arithmetic
@@ -40,7 +39,7 @@ def test_a_whole_run_file_is_read(tmp_path):
     assert (run.experiment, run.strategy, run.config) == ("mod_arithmetic", "all", {"epochs": 3, "lr": 0.001})
     assert (run.hooks.with_hooks, run.hooks.names) == ("observers", ["hessian"])
     assert run.hooks.config == {"hessian": {"epsilon": 0.001}}
-    assert run.specs[0].given() == {"name": "a", "target_modules": ["x"], "hook_factory": "m:f", "config": {"tag": 1}}
+    assert run.given_specs()[0] == {"name": "a", "target_modules": ["x"], "hook_factory": "m:f", "config": {"tag": 1}}
     assert (run.sinks.csv, run.sinks.wandb, run.sinks.others[0]) == (True, "project", "m:C")
     assert (run.sinks.others[1].sink, run.sinks.others[1].options) == ("m:D", {"a": 1})
     assert (run.console, run.seed, run.save_checkpoints) == ("live", 3, 5)
@@ -68,6 +67,32 @@ def test_a_whole_run_file_is_read(tmp_path):
             "specs:\n  - nme: x\n",
             r"line 2, at \$\.specs\[0\]\.nme: nothing is called 'nme' here\. Did you mean 'name'\?",
         ),
+        ("specs: {name: x}\n", r"line 1, at \$\.specs: expected a list of hook specs, got an object; write \[spec\]\."),
+        (
+            "specs:\n- x\n",
+            r"line 2, at \$\.specs\[0\]: A hook spec is an object with target_modules and hook_factory, ",
+        ),
+        ("specs:\n- name: 3\n", r"line 2, at \$\.specs\[0\]\.name: name is a string, got 3\."),
+        ("specs:\n- on: foward\n", r"line 2, at \$\.specs\[0\]\.on: No kind 'foward'\. Nearest: 'forward'"),
+        ("specs:\n- name: x\n  sees: raw\n", r"line 2, at \$\.specs\[0\]: sees='raw' is for observers"),
+        ("hooks: [norms, {name: x}]\n", r"line 1, at \$\.hooks\[0\]: A hook spec is an object .*got 'norms'\."),
+        ("hooks: [{name: x}]\nspecs: []\n", r"line 1, at \$\.hooks: hooks on modules are here and under specs"),
+        ("hooks: 3\n", r"line 1, at \$\.hooks: expected an object, got 3\."),
+        ("1: x\n", r"line 1, at \$\[1\]: keys are text, got 1\."),
+        ("trackers:\n- traker: x\n", r"line 2, at \$\.trackers\[0\]\.traker: .* Did you mean 'tracker'\?"),
+        ("trackers:\n- {name: x}\n", r"line 2, at \$\.trackers\[0\]\.tracker: this is missing\."),
+        (
+            "hooks:\n  schedules:\n    hessian: {strde: 3}\n",
+            r"line 3, at \$\.hooks\.schedules\.hessian\.strde: .* Did you mean 'stride'\? There are: mode, stride, ",
+        ),
+        (
+            "hooks:\n  schedules:\n    a: {mode: brst}\n",
+            r"at \$\.hooks\.schedules\.a\.mode: expected 'continual', 'stride' or 'burst', got 'brst'\.",
+        ),
+        ("hooks: {schedules: {a: {mode: continual, stride: 3}}}\n", r"\.a: A continual schedule has no stride"),
+        ("hooks: {schedules: {a: {stride: 3, mode: stride, burst_length: 2}}}\n", r"by stride has no burst_length"),
+        ("hooks: {schedules: {a: {mode: burst}}}\n", r"by burst says how many steps there are .*: stride: 50\."),
+        ("hooks: {schedules: {a: {warmup: -1}}}\n", r"\.a\.warmup: expected greater than or equal to 0, got -1\."),
         ("- a\n- b\n", r"run\.yaml holds a list, and settings are keys with values"),
         ("", r"run\.yaml is empty; it says at least which experiment to run"),
     ],
@@ -85,12 +110,60 @@ def test_every_mistake_is_told_at_once(tmp_path):
     assert len(str(caught.value).splitlines()) == 3
 
 
+def test_mistakes_of_all_parts_are_told_at_once(tmp_path):
+    """Those of hooks on modules among them, each field for itself."""
+    text = "sed: 1\nspecs:\n- {nme: x, every: 0, on: sideways}\n- {observe: 'yes'}\ntrackers: [{traker: x}]\n"
+    with pytest.raises(ConfigError) as caught:
+        RunFile.read(write(tmp_path, text))
+    places = [line.partition(": ")[0].partition(", ")[2] for line in str(caught.value).splitlines()]
+    assert places == [
+        "line 5, at $.trackers[0].tracker",
+        "line 5, at $.trackers[0].traker",
+        "line 1, at $.sed",
+        "line 3, at $.specs[0].nme",
+        "line 3, at $.specs[0].on",
+        "line 3, at $.specs[0].every",
+        "line 4, at $.specs[1].observe",
+    ]
+
+
+def test_a_very_long_value_is_not_told_whole(tmp_path):
+    """An error is to be read."""
+    with pytest.raises(ConfigError) as caught:
+        RunFile.read(write(tmp_path, f"specs:\n- target_modules: [{', '.join(map(str, range(10_000)))}]\n"))
+    assert "got [0, 1, 2, 3" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_null_is_the_same_as_nothing(tmp_path):
+    """A key without a value is what is left of a file somebody is writing."""
+    run = RunFile.read(write(tmp_path, "hooks:\nspecs: ~\ntrackers: null\nsinks:\nconfig:\nseed:\n"))
+    assert run == RunFile()
+
+
+@pytest.mark.parametrize(
+    ("given", "schedule"),
+    [
+        ("{}", StepSchedule()),
+        ("{warmup: 3}", StepSchedule(warmup=3)),
+        ("{stride: 50}", StepSchedule("stride", stride=50)),
+        ("{stride: 50, burst_length: 3}", StepSchedule("burst", stride=50, burst_length=3)),
+        ("{mode: stride, stride: 5, warmup: 10}", StepSchedule("stride", stride=5, warmup=10)),
+        ("{mode: burst, stride: 5}", StepSchedule("burst", stride=5)),
+    ],
+)
+def test_a_schedule_is_what_it_looks_like(tmp_path, given, schedule):
+    """Without a mode, what else is given says which."""
+    run = RunFile.read(write(tmp_path, f"hooks: {{schedules: {{hessian: {given}}}}}\n"))
+    assert StepSchedule(**run.hooks.schedules["hessian"].arguments()) == schedule
+
+
 def test_hooks_may_be_a_list_of_names_or_what_a_server_takes(tmp_path):
     """The file of a server can be run as it is, with an experiment beside."""
     assert RunFile.read(write(tmp_path, "hooks: [norms, hessian]\n")).hooks.names == ["norms", "hessian"]
     server = '{"experiment": "x", "enable_hooks": true, "hooks": [{"name": "a", "target_modules": ["m"]}]}'
     run = RunFile.read(write(tmp_path, server, "run.json"))
-    assert run.specs[0].name == "a"
+    assert run.specs[0]["name"] == "a"
     assert run.hooks.names is None
 
 
@@ -127,13 +200,6 @@ def test_a_mistake_in_a_bare_list_has_its_place(tmp_path):
     file = write(tmp_path, '[{"name": "a"},\n {"on_eror": 1}]', "hooks.json")
     with pytest.raises(ConfigError, match=r"line 2, at \$\[1\]\.on_eror: .*Did you mean 'on_error'"):
         read_specs(read_document(file))
-
-
-def test_the_schema_is_json_and_has_every_key():
-    """For editors."""
-    schema = json.loads(json.dumps(RunFile.model_json_schema()))
-    assert set(schema["properties"]) == set(RunFile.model_fields)
-    assert all("description" in entry or "$ref" in entry or "allOf" in entry for entry in schema["properties"].values())
 
 
 def test_values_become_what_is_declared():

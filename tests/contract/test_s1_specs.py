@@ -16,6 +16,8 @@ import hookline as hl
 from hookline.errors import NoMatchError
 from hookline.hooks.resolve import resolve_callable
 from hookline.hooks.specs import register_hooks
+from hookline.serve.model_runner import ModelRunner
+from hookline.serve.server_args import ServerArgs
 
 LOGGER = "hookline.hooks.specs"
 
@@ -281,6 +283,19 @@ def test_an_incomplete_spec_is_skipped_with_a_line_and_the_next_applies(calls, l
     assert_bare(model)
 
 
+def test_a_hook_that_is_falsy_is_a_hook(calls):
+    """The source's document tests its truth, its later code tests for None."""
+
+    class Empty(list):
+        def __call__(self, module, inputs, output):
+            calls.append({})
+
+    model = T()
+    with register_hooks(model, [spec("outer.0", hook_factory=lambda config: Empty())]):
+        run(model)
+    assert calls == [{}]
+
+
 def test_removal_leaves_nothing_and_may_be_repeated(calls):
     model = T()
     handles = register_hooks(model, [spec("*"), spec("outer.*", tag="b")])
@@ -309,3 +324,64 @@ def test_attached_after_compiling_it_fires(calls):
     with register_hooks(compiled, [spec("outer.0"), spec("_orig_mod.outer.1")]) as handles:
         run(compiled)
         assert [receipt.fired for receipt in handles.report()] == [1, 1]
+
+
+@pytest.mark.parametrize(("backend", "fullgraph"), [("aot_eager", True), ("eager", False)])
+def test_attached_after_compiling_by_data_it_fires_on_every_forward(calls, backend, fullgraph):
+    """By the settings of a server, on a model whose graph is there; and off it is off."""
+    torch._dynamo.reset()
+    model = T().eval()
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    x = torch.ones(3, 4)
+    with torch.inference_mode():
+        plain = compiled(x)
+        runner = ModelRunner(compiled, ServerArgs(forward_hooks=[spec("outer.0", tag="a"), spec("inner", tag="b")]))
+        runner.initialize()
+        for _ in range(3):
+            assert torch.equal(compiled(x), plain)
+        assert [receipt.fired for receipt in runner.hook_handles.report()] == [3, 3]
+        runner.hook_handles.remove()
+        calls.clear()
+        assert torch.equal(compiled(x), plain)
+    assert calls == []
+    assert_bare(model)
+    torch._dynamo.reset()
+
+
+def test_the_flag_on_without_specs_is_one_warning_and_off_with_specs_nothing(calls, caplog):
+    """The model works in either case."""
+    model = T()
+    plain = run(model)
+    for args in ({"enable_hooks": True}, {"enable_hooks": False, "hooks": [spec("*")]}):
+        ModelRunner(model, ServerArgs(**args)).initialize()
+        assert torch.equal(run(model), plain)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "enable_hooks=True but no 'hooks' specified in server_args"
+    ]
+    assert calls == []
+    assert_bare(model)
+
+
+@pytest.mark.parametrize("pattern", ["outer.0", "_orig_mod.outer.0", "outer.2", "_orig_mod.outer.2", "*outer.0"])
+def test_raw_names_of_wrappers_match_and_clean_names_are_logged(calls, log, pattern):
+    """Each module once, by its first clean name."""
+    wrapped = torch.compile(T(), backend="eager")
+    handles = register_hooks(wrapped, [spec(pattern, pattern, "nope")])
+    name = "inner" if pattern.endswith("2") else "outer.0"
+    assert [handle.names for handle in handles] == [(name,)]
+    assert log("INFO") == [f"Registered forward hook 't' on {name}"]
+    run(wrapped)
+    assert len(calls) == 1
+    handles.remove()
+
+
+@pytest.mark.parametrize("specs", [[], ()])
+def test_no_specs_are_nothing(specs):
+    """Neither a word nor a hook."""
+    assert len(ModelRunner(T()).register_hooks(specs)) == 0
+
+
+def test_an_object_where_a_list_is_wanted_is_refused(calls):
+    """It would be gone through key by key."""
+    with pytest.raises(hl.OptionError, match="Hook specs come in a list, got dict; write \\[spec\\]"):
+        ModelRunner(T()).register_hooks(spec("*"))

@@ -66,6 +66,17 @@ def test_what_an_allowed_module_has_imported_from_elsewhere_is_refused(project):
     assert resolve_callable("my_project.hooks:system") is project.system  # the control: without a list, anything
 
 
+@pytest.mark.parametrize("name", ["subprocess", "joined", "table", "__builtins__", "__getattribute__"])
+def test_what_does_not_say_where_it_comes_from_is_not_let_through(project, name):
+    """A module, a method of a string, plain data: none of them has a ``__module__``."""
+    project.subprocess, project.joined, project.table = subprocess, "".join, {"a": 1}
+    project.__builtins__ = {}
+    with pytest.raises(NotAllowedError, match=r"comes from '(subprocess|builtins)'"):
+        resolve_callable(f"my_project.hooks:{name}", ["my_project"])
+    resolve_callable(f"my_project.hooks:{name}", [f"my_project.hooks:{name}"])  # asked for by its full path
+    resolve_callable(f"my_project.hooks:{name}")
+
+
 def test_an_attribute_of_an_attribute_is_no_way_around(project):
     """The check is about the whole path: the module is what stands before the colon."""
     for path in ("my_project.hooks:system.__self__", "my_project:hooks.system"):

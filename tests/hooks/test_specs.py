@@ -11,6 +11,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.hooks.apply_specs import find_for
+from hookline.hooks.spec_hooks import close_hooks, hooks_of
 from hookline.hooks.specs import HookSpec, register_hooks
 
 
@@ -106,12 +107,23 @@ def test_what_a_factory_does_to_its_config_stays_with_it():
     assert spec.config == {"hook": print}
 
 
+async def _later(*args):
+    return None
+
+
+def _one_by_one(module, inputs, output):
+    yield output
+
+
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
         (lambda config: 3, "has to be callable, got 3"),
         (lambda config: lambda module, output: None, "cannot be a forward hook"),
         ("os:sep", "Hook factory 'os:sep' is called with a config, and is a str."),
+        (_later, "is async: it gives no hook, but a promise of one"),
+        (lambda config: _later, "_later is async or a generator"),
+        (lambda config: _one_by_one, "_one_by_one is async or a generator"),
     ],
 )
 def test_a_hook_that_cannot_be_called_is_refused_before_any_is_on(factory, words):
@@ -254,6 +266,33 @@ def test_every_counts_forwards_of_the_model(on):
     assert len(seen) == (6 if on.startswith("function") else 3)
 
 
+@pytest.mark.parametrize("on", ["forward_pre", "forward", "backward_pre", "backward", "param_grad", "function_forward"])
+def test_a_receipt_counts_the_turns_and_not_the_forwards(on):
+    """Neither those that every leaves out, nor those after it was switched off; and it does not say it never fired."""
+    model = small()
+    where = ["*.relu"] if on.startswith("function") else ["0", "3"]
+
+    def raising_at_three(config):
+        def hook(*args):
+            if steps == 3:
+                raise ZeroDivisionError
+
+        return hook
+
+    specs = [HookSpec("third", where, lambda c: lambda *args: None, on=on, every=3)]
+    specs += [HookSpec("off", where, raising_at_three, on=on, on_error="disable")]
+    handles = register_hooks(model, specs)
+    assert [(receipt.fired, receipt.last_step) for receipt in handles.report()] == [(0, None)] * 2
+    for steps in range(6):  # noqa: B007  (the hook reads it)
+        model(X).sum().backward()
+    third, off = handles.report()
+    each = 4 if on == "param_grad" else 2
+    assert (third.fired, third.last_step) == (2 * each, 3)
+    assert (off.fired, off.last_step) == (3 * each + 1, 3)
+    assert sum(site.fired for site in third.sites) == third.fired
+    handles.remove()
+
+
 def test_every_lets_an_edit_through_in_those_forwards_alone():
     model = small()
     plain = model(X)
@@ -311,6 +350,56 @@ def test_a_careful_hook_keeps_its_name_in_reports():
     with register_hooks(model, [HookSpec("", ["3"], raising, on_error="warn")]) as handles:
         model(X)
     assert handles.report()[0].name == "raising.<locals>.hook"
+
+
+# -- closed when they are done with ----------------------------------------------------------------------------
+
+
+class Closing:
+    """A hook that has something to write at its end."""
+
+    def __init__(self, config):
+        self.closed = 0
+        config["made"].append(self)
+
+    def __call__(self, module, inputs, output):
+        pass
+
+    def close(self):
+        self.closed += 1
+        if self.closed > 1:
+            raise OSError("closed twice")
+
+
+def test_what_was_made_and_is_not_attached_is_closed(caplog):
+    """By a spec that matches nothing, and by a list of which a later one fails; what is attached is left alone."""
+    model, made = small(), []
+    there = HookSpec("there", ["0"], Closing, {"made": made})
+    nowhere = HookSpec("nowhere", ["00"], Closing, {"made": made}, on_error="warn")
+    with register_hooks(model, [there, nowhere]):
+        assert [hook.closed for hook in made] == [0, 1]
+    made.clear()
+    with pytest.raises(ModuleNotFoundError):
+        register_hooks(model, [there, HookSpec("bad", ["0"], "no_such_package:f")])
+    assert [hook.closed for hook in made] == [1]
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_hook_of_two_specs_is_closed_with_the_last(caplog):
+    """One that cannot be closed is logged, and the others go on."""
+    model, made = small(), []
+    shared, other = Closing({"made": made}), Closing({"made": made})
+    specs = [HookSpec(str(place), [place], lambda config: shared) for place in ("0", "00")]
+    handles = register_hooks(model, [*specs, HookSpec("other", ["1"], lambda config: other, every=2)])
+    assert shared.closed == 0  # it is on "0", though nowhere is "00"
+    assert hooks_of(handles) == [shared, other]
+    shared.closed = 1
+    close_hooks([*hooks_of(handles), shared])
+    assert (shared.closed, other.closed) == (2, 1)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "Closing hook 'Closing' raised; what it had not written may be lost"
+    ]
+    handles.remove(quiet=True)
 
 
 # -- compiled, and inert ---------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ class Settings:
     hook_config: dict[str, dict[str, Any]] = field(default_factory=dict)
     specs: list[dict[str, Any]] = field(default_factory=list)
     sinks: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    trackers: list[dict[str, Any]] = field(default_factory=list)
+    schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By hook, what a `StepSchedule` is made with."""
     place: Callable[[Sequence[str | int]], str] = lambda path: ".".join(map(str, path))
     """Where a value stands, for errors."""
 
@@ -53,11 +56,13 @@ def settings_of_file(options: RunOptions) -> tuple[Settings, str]:
 
 
 def _of_run_file(document: Any) -> tuple[Settings, str | None]:
-    from hookline.config.run_file import RunFile
+    from hookline.config.run_file import RunFile, place_of
 
     run = RunFile.of(document)
-    settings = Settings(_flags_of(run), dict(run.config), dict(run.hooks.config), place=document.place)
-    settings.specs = [entry.given() for entry in run.specs] if run.enable_hooks else []
+    settings = Settings(_flags_of(run), dict(run.config), dict(run.hooks.config), place=partial(place_of, document))
+    settings.specs = run.given_specs()
+    settings.trackers = [entry.model_dump() for entry in run.trackers]
+    settings.schedules = {name: entry.arguments() for name, entry in run.hooks.schedules.items()}
     for other in run.sinks.others:
         settings.sinks.append((other, {}) if isinstance(other, str) else (other.sink, dict(other.options)))
     return settings, run.experiment
@@ -114,6 +119,8 @@ def settings_of_run(options: RunOptions, found: Found) -> Settings | None:
                 saved.get("hook_config", {}),
                 saved.get("specs", []),
                 [(path, arguments) for path, arguments in saved.get("sinks", [])],
+                saved.get("trackers", []),
+                saved.get("schedules", {}),
                 partial(_in_run, folder),
             )
     return None

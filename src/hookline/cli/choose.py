@@ -5,19 +5,25 @@ Takes the flags, hands names to `HookManager`; an empty list is no manager at al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
 
 from hookline.cli.load import load_object, nearest_text
-from hookline.errors import HookNameError, OptionError
+from hookline.errors import ConfigError, HookNameError, OptionError
 
-__all__ = ["choose_hooks", "known_name"]
+__all__ = ["ALWAYS", "choose_hooks", "known_name"]
 
-_ALWAYS = "training_metrics"
+ALWAYS: Final = "training_metrics"
 """Loss, accuracy and learning rate flow beside whatever else is asked for."""
 
 
 def choose_hooks(
-    group: str | None, names: Sequence[str] | None, hook_sets: Mapping[str, Sequence[str]], experiment: str
+    group: str | None,
+    names: Sequence[str] | None,
+    hook_sets: Mapping[str, Sequence[str]],
+    experiment: str,
+    said_at: Callable[[Sequence[str | int]], str] = lambda path: "",
 ) -> list[str]:
     """The names of the hooks, each once, `training_metrics` first; none if no hook is asked for.
 
@@ -26,14 +32,39 @@ def choose_hooks(
         names: What ``--hooks`` says; None if it is not given, empty if it is given bare.
         hook_sets: The groups of the experiment.
         experiment: Its name, for messages.
+        said_at: Where a file says it (``["hooks", "names", 2]``), to begin an error with; empty for a flag.
     """
     from hookline.dispatch.registry import HookRegistry
 
+    _check_all(
+        [(said_at(["hooks", "with_hooks"]), lambda: None if group is None else _of_group(group, hook_sets, experiment))]
+        + [(said_at(["hooks", "names", place]), partial(_known, name)) for place, name in enumerate(names or ())]
+    )
     found = [] if group is None else _of_group(group, hook_sets, experiment)
     found += HookRegistry.resolve([known_name(name) for name in names or ()])
     if not found and names is None:
         return []
-    return list(dict.fromkeys([_ALWAYS, *found]))
+    return list(dict.fromkeys([ALWAYS, *found]))
+
+
+def _check_all(tries: Sequence[tuple[str, Callable[[], object]]]) -> None:
+    """Of what a file says, all that is wrong is told at once; of flags, the first."""
+    wrong = []
+    for place, one in tries:
+        try:
+            one()
+        except (HookNameError, OptionError) as error:
+            if not place:
+                raise
+            wrong.append(f"{place}: {error}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def _known(name: str) -> None:
+    from hookline.dispatch.registry import HookRegistry
+
+    HookRegistry.resolve([known_name(name)])
 
 
 def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: str) -> list[str]:

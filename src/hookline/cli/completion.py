@@ -55,12 +55,16 @@ def _everything() -> Any:
     from hookline.cli.options import RunOptions
     from hookline.cli.replay import ReplayOptions
     from hookline.cli.report import ReportOptions
+    from hookline.cli.schema import SchemaOptions
+    from hookline.cli.serve import ServeOptions
 
     commands: dict[str, Any] = {
         "run": RunOptions,
         "hooks": HooksOptions,
         "find": FindOptions,
         "check": CheckOptions,
+        "schema": SchemaOptions,
+        "serve": ServeOptions,
         "report": ReportOptions,
         "replay": ReplayOptions,
         "new": NewOptions,

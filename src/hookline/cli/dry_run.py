@@ -47,11 +47,13 @@ def _print_run(prepared: Prepared, made: Made, strategies: list[str]) -> None:
 
 
 def _manager(prepared: Prepared, made: Made) -> Any:
-    if not prepared.hook_names and not made.hooks:
+    objects = prepared.hook_objects
+    if not objects.names and not made.hooks:
         return None
     from hookline.dispatch.manager import HookManager
 
-    return HookManager(prepared.hook_names, made.hooks, hook_config=prepared.hook_config, loop_type=made.loop)
+    hooks = [*objects.make(), *made.hooks]
+    return HookManager(hooks=hooks, hook_config=objects.reference, loop_type=made.loop)
 
 
 def _print_plan(manager: Any) -> None:
@@ -77,7 +79,7 @@ def _print_sites(prepared: Prepared, manager: Any, made: Made) -> None:
             hook.finish()
     if prepared.specs:
         with made.hooks_on_modules(prepared.specs):
-            rows += [("(spec)", *_site(handle)) for handle in attached(model)]
+            rows += [(f"{handle.name} (spec)", *_site(handle)) for handle in attached(model)]
     if rows:
         print_table("On the model", ("hook", "kind", "sites"), rows)
 

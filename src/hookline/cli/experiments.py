@@ -34,6 +34,7 @@ class Found:
     config_class: type | None = None
     strategies: Sequence[str] = ()
     hook_sets: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    hook_config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     live_metrics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def chosen(self, strategy: str | None) -> list[str]:
@@ -103,6 +104,7 @@ def _of_class(cls: type, path: str) -> Found:
         config_class=config_class,
         strategies=tuple(getattr(cls, "strategies", ())),
         hook_sets=dict(getattr(cls, "hook_sets", {})),
+        hook_config=dict(getattr(cls, "hook_config", {})),
         live_metrics=dict(getattr(cls, "live_metrics", {})),
     )
 

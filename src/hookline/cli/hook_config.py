@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from hookline.cli.load import nearest_text
-from hookline.errors import HookNameError, OptionError
+from hookline.errors import ConfigError, HookNameError, OptionError
 
-__all__ = ["as_declared", "read_hook_config"]
+__all__ = ["as_declared", "file_argument", "read_hook_config"]
 
 _REFERENCE: Final = "reference_weights"
 """No hook, but what hooks compare with: its ``path`` is handed through."""
@@ -56,45 +56,64 @@ def _split(item: str) -> tuple[str, str, str]:
 
 
 def _from_flag(hook: str, name: str, text: str, hooks: Sequence[str]) -> Any:
+    said = f"--hook-config {hook}.{name}"
     if hook == _REFERENCE:
-        _check_reference(name)
+        _check_reference(name, said)
         return text
-    parameter, hint = _parameter(hook, name, hooks)
+    _check_is_on(hook, hooks, said, unknown="--hook-config")
+    parameter, hint = _parameter(hook, name)
     try:
         return as_declared(text, hint, parameter.default)
     except ValueError as error:
-        raise OptionError(f"--hook-config {hook}.{name}: {error}, got {text!r}.") from None
+        raise OptionError(f"{said}: {error}, got {text!r}.") from None
 
 
 def _from_file(
     hook: str, name: str, value: Any, hooks: Sequence[str], place: Callable[[Sequence[str | int]], str]
 ) -> Any:
+    said = place(["hooks", "config", hook, name])
     if hook == _REFERENCE:
-        _check_reference(name)
+        _check_reference(name, said)
         return value
+    where = place(["hooks", "config", hook])
+    _check_is_on(hook, hooks, f"{where}: {hook}.{name}", unknown=where)
+    return file_argument(hook, name, value, said)
+
+
+def file_argument(hook: str, name: str, value: Any, place: str) -> Any:
+    """A value of a file as the hook's signature declares it; an error begins with the place."""
     from hookline.config.values import checked_value
 
-    parameter, hint = _parameter(hook, name, hooks)
-    return value if hint is parameter.empty else checked_value(value, hint, place(["hooks", "config", hook, name]))
+    try:
+        parameter, hint = _parameter(hook, name)
+    except OptionError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return value if hint is parameter.empty else checked_value(value, hint, place)
 
 
-def _check_reference(name: str) -> None:
+def _check_reference(name: str, said: str) -> None:
     if name != "path":
-        raise OptionError(f"--hook-config {_REFERENCE}.{name}: reference weights have a path, and nothing else.")
+        raise OptionError(f"{said}: reference weights have a path, and nothing else.")
 
 
-def _parameter(hook: str, name: str, hooks: Sequence[str]) -> tuple[inspect.Parameter, Any]:
-    """What the hook's signature says of an argument."""
+def _check_is_on(hook: str, hooks: Sequence[str], said: str, *, unknown: str) -> None:
+    """That the hook is known, and one of this run."""
     from hookline.dispatch.registry import HookRegistry
 
     known = HookRegistry.known()
     if hook not in known:
-        raise HookNameError(f"--hook-config: Unknown hook: {hook!r}.{nearest_text(hook, known, 'Available')}")
+        raise HookNameError(f"{unknown}: Unknown hook: {hook!r}.{nearest_text(hook, known, 'Available')}")
     if hook not in hooks:
         raise OptionError(
-            f"--hook-config {hook}.{name} would have no effect: {hook} is not among the hooks of this run "
-            f"({', '.join(hooks) or 'none'}); add it: --hooks {hook}."
+            f"{said} would have no effect: {hook} is not among the hooks of this run ({', '.join(hooks) or 'none'}); "
+            f"add it: --hooks {hook}."
         )
+
+
+def _parameter(hook: str, name: str) -> tuple[inspect.Parameter, Any]:
+    """What the hook's signature says of an argument."""
+    from hookline.dispatch.registry import HookRegistry
+
     cls = HookRegistry.get(hook)
     parameters = inspect.signature(cls).parameters
     takes = [one.name for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]

@@ -17,7 +17,7 @@ from typing import Any
 
 from hookline.errors import OptionError
 
-__all__ = ["load_file", "load_object", "nearest_text", "public_names"]
+__all__ = ["load_file", "load_object", "nearest_text", "public_names", "see_current_folder"]
 
 
 def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence[str]] | None = None) -> Any:
@@ -91,8 +91,7 @@ def _run(name: str, path: Path) -> ModuleType:
 
 
 def _import(name: str, wanted: str) -> ModuleType:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    see_current_folder()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -103,6 +102,12 @@ def _import(name: str, wanted: str) -> ModuleType:
         raise
     except (ValueError, TypeError):
         raise OptionError(f"{name!r} is no name of a module; write file.py:NAME or package.module:NAME.") from None
+
+
+def see_current_folder() -> None:
+    """Have modules of the current folder found, as under ``python -m``."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def public_names(module: ModuleType) -> list[str]:

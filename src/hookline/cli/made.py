@@ -66,6 +66,7 @@ class Made:
             if not specs:
                 yield
                 return
+            from hookline.hooks.spec_hooks import close_hooks, hooks_of
             from hookline.hooks.specs import register_hooks
 
             handles = register_hooks(self.experiment.model, specs)
@@ -73,6 +74,7 @@ class Made:
                 yield
             finally:
                 handles.remove()
+                close_hooks(hooks_of(handles))
 
     def _tool_attached(self) -> AbstractContextManager[None]:
         if self.tool is None:

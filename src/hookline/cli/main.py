@@ -21,6 +21,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "hooks": ("hookline.cli.hooks", "list the hooks there are, or describe some"),
     "find": ("hookline.cli.find", "show the modules of a model that a pattern matches"),
     "check": ("hookline.cli.check", "check a run file, or a file of hooks"),
+    "schema": ("hookline.cli.schema", "print the JSON schema of such files, for editors"),
+    "serve": ("hookline.cli.serve", "serve a model over HTTP, with hooks"),
     "report": ("hookline.cli.report", "make the HTML page of one or more runs"),
     "replay": ("hookline.cli.replay", "feed a run's records to another destination"),
     "new": ("hookline.cli.new", "write a file to start from: experiment, hook or sink"),

@@ -15,8 +15,12 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from hookline.cli.below import Settings, settings_of_file, settings_of_run
+from hookline.cli.choose import ALWAYS, choose_hooks
 from hookline.cli.config_flags import ConfigFlags
 from hookline.cli.experiments import Found, find_experiment
+from hookline.cli.hook_config import read_hook_config
+from hookline.cli.hook_objects import HookObjects, checked_schedules, checked_trackers
+from hookline.cli.module_specs import check_factories, specs_of_file
 from hookline.cli.options import RunOptions, flat
 from hookline.errors import ConfigError, OptionError
 
@@ -59,7 +63,34 @@ class Request:
             "hook_config": dict(hook_config),
             "specs": self.settings.specs,
             "sinks": [list(entry) for entry in self.settings.sinks],
+            "trackers": self.settings.trackers,
+            "schedules": self.settings.schedules,
         }
+
+    def hook_objects(self) -> HookObjects:
+        """What makes its hooks; that they are known, and take what they are given, is found out now."""
+        asked, settings = self.options.hook, self.settings
+        names = choose_hooks(asked.with_hooks, asked.hooks, self.found.hook_sets, self.found.name, self._said_at)
+        trackers = checked_trackers(settings.trackers, names, settings.place)
+        if trackers and not names:
+            names = [ALWAYS]
+        config = read_hook_config(asked.hook_config, settings.hook_config, names, settings.place)
+        for name, arguments in self.found.hook_config.items():
+            if name in names:
+                config[name] = {**arguments, **config.get(name, {})}
+        return HookObjects(names, config, checked_schedules(settings.schedules, names, settings.place), trackers)
+
+    def module_specs(self) -> list[dict[str, Any]]:
+        """The hooks on modules, of the run file and of ``--hook-specs``; their factories are looked for now."""
+        placed = [(self.settings.place(["specs", number]), spec) for number, spec in enumerate(self.settings.specs)]
+        file = self.options.hook.hook_specs
+        return check_factories([*placed, *(() if file is None else specs_of_file(file))])
+
+    def _said_at(self, path: Sequence[str | int]) -> str:
+        """Where the file says which hooks, unless flags have said otherwise."""
+        flag = {"with_hooks": "with_hooks", "names": "hooks"}[str(path[1])]
+        value = getattr(self.options.hook, flag)
+        return self.settings.place(path) if value is not None and value == self.settings.flags.get(flag) else ""
 
 
 def first_look(argv: Sequence[str]) -> tuple[RunOptions, list[str]]:

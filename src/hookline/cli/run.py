@@ -11,11 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from hookline.cli.choose import choose_hooks
 from hookline.cli.destinations import destinations, sink_files
 from hookline.cli.failures import DONE
 from hookline.cli.folder import LOG
-from hookline.cli.hook_config import read_hook_config
 from hookline.cli.request import Request, first_look, read_request
 from hookline.cli.screen import Screen, messages
 from hookline.cli.session import Ended, Prepared, Session
@@ -59,14 +57,12 @@ def _prepare(request: Request, arguments: Sequence[str]) -> Prepared:
     """Everything that can be wrong is found out here, before anything is trained or written."""
 
     options, found, settings = request.options, request.found, request.settings
-    names = choose_hooks(options.hook.with_hooks, options.hook.hooks, found.hook_sets, found.name)
     _check_every(options.checkpoint.save_checkpoints, options.checkpoint.validate_checkpoints)
     return Prepared(
         request=request,
-        hook_names=names,
-        hook_config=read_hook_config(options.hook.hook_config, settings.hook_config, names, settings.place),
+        hook_objects=request.hook_objects(),
         make_sinks=destinations(options.sink, settings.sinks),
-        specs=[*settings.specs, *_specs_of(options.hook.hook_specs)],
+        specs=request.module_specs(),
         device=device_of(options.training.device),
         dtype=dtype_of(options.training.dtype),
         screen=Screen(options.output, found.live_metrics),
@@ -81,15 +77,6 @@ def _check_every(saved: tuple[int, ...] | None, validated: tuple[int, ...] | Non
     for flag, asked in (("--save-checkpoints", saved), ("--validate-checkpoints", validated)):
         if asked and (len(asked) > 1 or asked[0] < 1):
             raise OptionError(f"{flag} takes one number of at least 1, or none; got {' '.join(map(str, asked))}.")
-
-
-def _specs_of(file: str | None) -> list[dict[str, Any]]:
-    if file is None:
-        return []
-    from hookline.config.read import read_document
-    from hookline.config.run_file import read_specs
-
-    return read_specs(read_document(file))
 
 
 def _run_all(prepared: Prepared) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from hookline.cli.facts import model_facts
 from hookline.cli.failures import RunFailed
 from hookline.cli.folder import LOG, new_folder, newest_run, plain
+from hookline.cli.hook_objects import HookObjects
 from hookline.cli.made import Made, make_experiment
 from hookline.cli.notes import RunNotes
 from hookline.cli.progress import FigureSink, steps_counted, steps_in_all
@@ -33,8 +34,8 @@ class Prepared:
     """What all strategies of a run have in common."""
 
     request: Request
-    hook_names: list[str]
-    hook_config: dict[str, dict[str, Any]]
+    hook_objects: HookObjects
+    """What makes the hooks."""
     make_sinks: Callable[[], list[Any]]
     specs: list[dict[str, Any]]
     device: Any
@@ -77,12 +78,14 @@ class Session:
     def run(self) -> Ended:
         """Make it, train it, write down what it was."""
         made = self.make()
-        folder, resume = self._folder()
         from hookline.loops.lock import FolderLock
 
         with ExitStack() as stack:
+            stack.enter_context(
+                made.hooks_on_modules(self.prepared.specs)
+            )  # first: a factory that raises leaves nothing
+            folder, resume = self._folder()
             stack.enter_context(FolderLock(folder))  # before the log is opened: another process may be writing it
-            stack.enter_context(made.hooks_on_modules(self.prepared.specs))
             manager = self._manager(made, folder)
             if manager is not None:
                 stack.callback(_close, manager)
@@ -95,6 +98,8 @@ class Session:
         request = self.request
         seed_everything(request.options.training.seed)
         made = make_experiment(request, self.strategy)
+        for tracker in self.prepared.hook_objects.trackers:
+            tracker.check(made.experiment.model)
         made.move(self.prepared.device, self.prepared.dtype)
         if request.options.training.with_compile:
             made.experiment.model.compile()
@@ -121,22 +126,20 @@ class Session:
         """The hooks, with sinks behind them; None if there are none."""
         prepared = self.prepared
         own = self._own_hooks(made)
-        if not prepared.hook_names and not own and not prepared.hooks:
+        if not prepared.hook_objects.names and not own and not prepared.hooks:
             _warn_of_unused(self.request)
             return None
         from hookline.dispatch.manager import HookManager
         from hookline.sinks.fan_out import FanOut
 
-        reference = {k: v for k, v in prepared.hook_config.items() if k == "reference_weights"}
-        first = not prepared.hooks
         self._sinks = [*prepared.screen.sinks(), *prepared.make_sinks()]
         sinks = FanOut([*self._sinks, self._figures], log=folder / LOG)
         manager = HookManager(
-            prepared.hook_names if first else (),
-            own if first else prepared.hooks,
+            (),
+            prepared.hooks or [*prepared.hook_objects.make(), *own],
             sinks,
             self.request.options.hook.hook_offload_state,
-            prepared.hook_config if first else reference,
+            prepared.hook_objects.reference,
             profile_hooks=self.request.options.hook.profile_hooks,
             loop_type=made.loop,
         )
@@ -177,7 +180,7 @@ class Session:
             "strategy": self.strategy,
             "command": self.prepared.command,
             "config": self._config(),
-            "options": request.saved(self.prepared.hook_config) | {"run_group": self.prepared.run_group},
+            "options": request.saved(self.prepared.hook_objects.config) | {"run_group": self.prepared.run_group},
             "seed": request.options.training.seed,
             "device": str(made.device),
             "dtype": str(made.dtype).removeprefix("torch."),

@@ -1,29 +1,27 @@
 """A file of settings, read by its ending: YAML, TOML, or JSON with comments.
 
-Takes a path from the command line, hands a `Document` to `run_file`: plain values, and the line that each stands on.
+Takes a path from the command line or a server, hands a `Document` to `run_file` and `spec_files`: plain values, and,
+once something is wrong with one, the line that it stands on.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.config.yaml_core import Lines, lines_of, load_yaml
+from hookline.config.json_lines import JsonText
+from hookline.config.toml_lines import TomlText
+from hookline.config.yaml_core import Lines, YamlText
 from hookline.errors import ConfigError
 
 __all__ = ["ENDINGS", "Document", "read_document", "spelled"]
 
 ENDINGS: Final = (".yaml", ".yml", ".toml", ".json", ".jsonc")
 """What the name of such a file ends in."""
-_STRING: Final = r'"(?:\\.|[^"\\\n])*"'
-_COMMENT: Final = re.compile(_STRING + r"|//[^\n]*|/\*.*?\*/|\t", re.DOTALL)
-_LAST_COMMA: Final = re.compile(_STRING + r"|,(?=\s*[\]}])")
-_TOML_TABLE: Final = re.compile(r"^\s*\[{1,2}\s*([^\]]+?)\s*\]{1,2}")
-_TOML_KEY: Final = re.compile(r"""^\s*((?:"[^"]*"|'[^']*'|[\w\-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[\w\-]+))*)\s*=""")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,16 @@ class Document:
 
     path: Path
     values: Any
-    lines: Lines = field(default_factory=dict)
+    find_lines: Callable[[], Lines] = dict
+    """Goes through the text once more; only for errors, since a large file takes its time."""
+
+    @cached_property
+    def lines(self) -> Lines:
+        """The line of each value; of brackets so deep that nobody could follow, none."""
+        try:
+            return self.find_lines()
+        except RecursionError:
+            return {}
 
     def line_of(self, path: Sequence[str | int]) -> int | None:
         """The line of a value, or of what it would stand in."""
@@ -58,74 +65,20 @@ def read_document(path: str | Path) -> Document:
     Recipe: ``read_document("run.yaml").values``.
     """
     path = Path(path)
-    reader = _READERS.get(path.suffix.lower())
+    kind, reader = _KINDS.get(path.suffix.lower(), ("", None))
     if reader is None:
         raise ConfigError(f"{path} is no file of settings: its name ends in one of {', '.join(ENDINGS)}.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if not text.strip():
+        return Document(path, None)
     try:
-        values, lines = reader(text)
+        parsed = reader(text)
     except Exception as error:
-        raise ConfigError(f"{path}{_where(error)}: this is not {_KIND[path.suffix.lower()]}: {_said(error)}.") from None
-    return Document(path, values, lines)
-
-
-# -- the three languages ---------------------------------------------------------------------------------------
-
-
-def _yaml(text: str) -> tuple[Any, Lines]:
-    return load_yaml(text), lines_of(text)
-
-
-def _json(text: str) -> tuple[Any, Lines]:
-    plain = _LAST_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
-    values = json.loads(plain, object_pairs_hook=_once)
-    return values, lines_of(plain)  # JSON is YAML once its tabs are blanks
-
-
-def _blank(match: re.Match[str]) -> str:
-    token = match[0]
-    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)  # lines stay where they are
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
-        found[key] = value
-    return found
-
-
-def _toml(text: str) -> tuple[Any, Lines]:
-    import tomllib
-
-    return tomllib.loads(text), _toml_lines(text)
-
-
-def _toml_lines(text: str) -> Lines:
-    """Where keys stand; what is inside a value of several lines counts as where the value begins."""
-    lines: Lines = {}
-    table: tuple[str | int, ...] = ()
-    counts: dict[tuple[str | int, ...], int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if heading := _TOML_TABLE.match(line):
-            table = tuple(_toml_keys(heading[1]))
-            if line.lstrip().startswith("[["):
-                counts[table] = counts.get(table, -1) + 1
-                table = (*table, counts[table])
-            lines.setdefault(table, number)
-        elif key := _TOML_KEY.match(line):
-            names = tuple(_toml_keys(key[1]))
-            for end in range(1, len(names) + 1):
-                lines.setdefault((*table, *names[:end]), number)
-    return lines
-
-
-def _toml_keys(text: str) -> list[str]:
-    return [part[0].strip().strip("\"'") for part in re.finditer(r"""\s*(?:"[^"]*"|'[^']*'|[^.]+)""", text)]
+        raise ConfigError(f"{path}{_where(error)}: this is not {kind}: {_said(error)}.") from None
+    return Document(path, parsed.value, parsed.lines)
 
 
 # -- what went wrong, in words ---------------------------------------------------------------------------------
@@ -140,9 +93,16 @@ def _where(error: Exception) -> str:
 
 
 def _said(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "its brackets are nested too deeply"
     text = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error)
     return str(text).strip().rstrip(".")
 
 
-_READERS: Final = {".yaml": _yaml, ".yml": _yaml, ".json": _json, ".jsonc": _json, ".toml": _toml}
-_KIND: Final = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".jsonc": "JSON", ".toml": "TOML"}
+_KINDS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
+    ".yaml": ("YAML", YamlText),
+    ".yml": ("YAML", YamlText),
+    ".json": ("JSON", JsonText),
+    ".jsonc": ("JSON", JsonText),
+    ".toml": ("TOML", TomlText),
+}

@@ -1,4 +1,4 @@
-"""The run file: everything that the flags of ``hookline run`` can say, and the hooks that are given as data.
+"""The run file: everything that the flags of ``hookline run`` can say, and hooks, trackers and schedules as data.
 
 Takes a `Document` from `read`, hands checked values to the command line. A key that nobody knows is an error, with the
 keys that may have been meant, its path and its line.
@@ -6,22 +6,65 @@ keys that may have been meant, its path and its line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
+from hookline.config.faults import sentences
 from hookline.config.read import Document, read_document
+from hookline.config.spec_files import checked_list, is_server_file, server_settings, spec_faults
 from hookline.errors import ConfigError
 
-__all__ = ["HookChoice", "HooksFile", "RunFile", "SinkChoice", "SinkEntry", "SpecEntry", "read_specs"]
+__all__ = [
+    "HookChoice",
+    "RunFile",
+    "ScheduleEntry",
+    "SinkChoice",
+    "SinkEntry",
+    "TrackerEntry",
+    "place_of",
+    "placed_specs",
+    "read_specs",
+]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False, protected_namespaces=())
+
+
+class ScheduleEntry(_Strict):
+    """At which steps a hook is due; what `hookline.StepSchedule` takes."""
+
+    mode: Literal["continual", "stride", "burst"] | None = Field(
+        default=None,
+        description="Every step, every n-th, or some in a row every n; by what else is given, if left out.",
+    )
+    stride: int | None = Field(default=None, ge=1, description="Steps from one (or the first of a burst) to the next.")
+    burst_length: int | None = Field(default=None, ge=1, description="How many steps in a row.")
+    warmup: int = Field(default=0, ge=0, description="No step before this one.")
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> ScheduleEntry:
+        mode = self.arguments()["mode"]
+        if mode == "continual" and self.stride is not None:
+            raise ValueError("A continual schedule has no stride: it is mode: stride, or burst.")
+        if mode != "burst" and self.burst_length is not None:
+            raise ValueError(f"A schedule by {mode} has no burst_length: it is mode: burst.")
+        if mode != "continual" and self.stride is None:
+            raise ValueError(f"A schedule by {mode} says how many steps there are from one to the next: stride: 50.")
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """What `StepSchedule` is made with."""
+        guessed = "burst" if self.burst_length is not None else "continual" if self.stride is None else "stride"
+        return {
+            "mode": self.mode or guessed,
+            "stride": self.stride or 1,
+            "burst_length": self.burst_length or 1,
+            "warmup": self.warmup,
+        }
 
 
 class HookChoice(_Strict):
@@ -30,10 +73,25 @@ class HookChoice(_Strict):
     with_hooks: str | None = Field(default=None, description="A group of the experiment's hooks.")
     names: list[str] | None = Field(default=None, description="Hooks by name; also all, observers, with_debug.")
     config: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Arguments of hooks, by name.")
+    schedules: dict[str, ScheduleEntry] = Field(
+        default_factory=dict, description="At which steps hooks are due that fire at steps, by name."
+    )
     offload_state: bool = Field(
         default=False, description="Keep the tensors of hooks on the CPU while they do not run."
     )
     profile: bool = Field(default=False, description="Time every hook, the device's work included.")
+
+
+class TrackerEntry(_Strict):
+    """A tracker on some modules: what it has counted is reported at the end of each epoch, and it begins anew."""
+
+    tracker: str = Field(description="relu_activations, saturated_activations, fisher_information, gradient_flow, …")
+    name: str = Field(default="", description="What its sums are reported by, if there are several of a kind.")
+    target_modules: list[str] | str | None = Field(
+        default=None, description="Patterns of module names; if left out, the layers of its kind."
+    )
+    exclude: list[str] | str | None = Field(default=None, description="Patterns of modules to leave out.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Its other arguments.")
 
 
 class SinkEntry(_Strict):
@@ -56,33 +114,6 @@ class SinkChoice(_Strict):
     others: list[str | SinkEntry] = Field(default_factory=list, description="Sinks of one's own.")
 
 
-class SpecEntry(_Strict):
-    """A hook on modules, as data; what `hookline.register_hooks` takes."""
-
-    name: str = Field(default="", description="What messages call it.")
-    target_modules: list[str] | str | None = Field(default=None, description="Patterns of module names.")
-    hook_factory: str | None = Field(default=None, description='What makes the hook: "package.module:function".')
-    config: dict[str, Any] = Field(default_factory=dict, description="What the factory is called with.")
-    on: str = Field(default="forward", description="The kind of hook.")
-    observe: bool = Field(default=False, description="What it returns is ignored.")
-    every: int | None = Field(default=None, description="Call it every so many steps.")
-    sees: Literal["edited", "raw"] | None = Field(default=None, description="What an observer sees.")
-    exclude: list[str] | str | None = Field(default=None, description="Patterns of modules to leave out.")
-    enabled: bool = Field(default=True, description="Whether it is attached at all.")
-    on_error: Literal["raise", "warn", "disable"] = Field(default="raise", description="What happens when it raises.")
-
-    def given(self) -> dict[str, Any]:
-        """What the file says of it, and nothing else."""
-        return self.model_dump(exclude_unset=True)
-
-
-class HooksFile(_Strict):
-    """The hooks that a server is configured with: ``enable_hooks`` and ``hooks``."""
-
-    enable_hooks: bool = Field(default=True, description="Whether the hooks are attached.")
-    hooks: list[SpecEntry] | None = Field(default=None, description="The hooks.")
-
-
 class RunFile(_Strict):
     """What ``hookline run FILE`` does.
 
@@ -96,8 +127,9 @@ class RunFile(_Strict):
     strategy: str | None = Field(default=None, description="Which way of running it; all for each in turn.")
     config: dict[str, Any] = Field(default_factory=dict, description="The experiment's own options.")
     hooks: HookChoice = Field(default_factory=lambda: HookChoice(), description="Hooks over time.")
-    specs: list[SpecEntry] = Field(default_factory=list, description="Hooks on modules.")
+    specs: list[dict[str, Any]] = Field(default_factory=list, description="Hooks on modules, see `HookSpec`.")
     enable_hooks: bool = Field(default=True, description="Whether the hooks on modules are attached.")
+    trackers: list[TrackerEntry] = Field(default_factory=list, description="Trackers on modules.")
     sinks: SinkChoice = Field(default_factory=lambda: SinkChoice(), description="Where metrics go.")
     console: Literal["normal", "live", "silent", "none"] = Field(
         default="normal", description="What the terminal shows."
@@ -114,19 +146,6 @@ class RunFile(_Strict):
     save_checkpoints: bool | int = Field(default=False, description="Save every so many epochs (step loop: steps).")
     report: bool = Field(default=True, description="Write report.html at the end.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _lists_of_hooks(cls, values: Any) -> Any:
-        """``hooks`` may be a list: of names, or of the objects that a server takes."""
-        if isinstance(values, dict) and isinstance(values.get("hooks"), list):
-            listed = values["hooks"]
-            values = {key: value for key, value in values.items() if key != "hooks"}
-            if all(isinstance(entry, str) for entry in listed):
-                values["hooks"] = {"names": listed}
-            elif "specs" not in values:
-                values["specs"] = listed
-        return values
-
     @classmethod
     def read(cls, path: str | Path) -> RunFile:
         """Read and check a file; the paths in it that are files stand beside it, or in the current folder."""
@@ -135,108 +154,86 @@ class RunFile(_Strict):
     @classmethod
     def of(cls, document: Document) -> RunFile:
         """Check what was read."""
-        if document.values is None:
+        values = document.values
+        if values is None:
             raise ConfigError(f"{document.path} is empty; it says at least which experiment to run: experiment: NAME.")
-        run: RunFile = _checked(cls, document)
+        if not isinstance(values, dict):
+            what = "a list" if isinstance(values, list) else "text" if isinstance(values, str) else repr(values)
+            raise ConfigError(
+                f"{document.path} holds {what}, and settings are keys with values (experiment, strategy, config, …)."
+            )
+        values, key = _in_place(values)
+        found = _both(document) + spec_faults(document, values.get("specs"), (key,))
+        if found:
+            values = {name: value for name, value in values.items() if name != "specs"}
+        try:
+            run = cls.model_validate(values)
+        except ValidationError as error:
+            found = sentences(error, cls, lambda path: place_of(document, path)) + found
+        if found:
+            raise ConfigError("\n".join(found))
         return run
+
+    def given_specs(self) -> list[dict[str, Any]]:
+        """The hooks on modules, as the file says them; none if they are switched off."""
+        return self.specs if self.enable_hooks else []
 
 
 def read_specs(document: Document) -> list[dict[str, Any]]:
-    """The hooks on modules of a file: a list of them, a server's ``hooks``, or the ``specs`` of a run file."""
+    """The hooks on modules of a file that is there for them: a list, the settings of a server, or a run file.
+
+    In settings of a server, ``hooks`` count unless ``enable_hooks`` is false: the file was asked for by name.
+    """
+    return [spec for _, spec in placed_specs(document)]
+
+
+def placed_specs(document: Document) -> list[tuple[tuple[str | int, ...], dict[str, Any]]]:
+    """The same, each with the path to it."""
     values = document.values
+    lists: dict[str, list[Any]] = {}
     if isinstance(values, list):
-        return [entry.given() for entry in _checked_list(document)]
-    if isinstance(values, dict) and set(values) <= set(HooksFile.model_fields):
-        file: HooksFile = _checked(HooksFile, document)
-        return [entry.given() for entry in file.hooks or ()] if file.enable_hooks else []
-    run = RunFile.of(document)
-    return [entry.given() for entry in run.specs] if run.enable_hooks else []
+        return [((number,), spec) for number, spec in enumerate(checked_list(document))]
+    if is_server_file(values):
+        settings = server_settings(document)
+        lists = {} if settings.get("enable_hooks") is False else {"hooks": settings.get("hooks") or []}
+        lists["forward_hooks"] = settings.get("forward_hooks") or []
+    else:
+        lists["specs" if isinstance(values, dict) and "specs" in values else "hooks"] = RunFile.of(
+            document
+        ).given_specs()
+    return [((key, number), spec) for key, listed in lists.items() for number, spec in enumerate(listed)]
 
 
-# -- mistakes, in words -----------------------------------------------------------------------------------------
+def place_of(document: Document, path: Sequence[str | int]) -> str:
+    """Where a value stands; of one that was checked under another key, where it was written."""
+    keys = tuple(path)
+    if isinstance(document.values, dict) and isinstance(document.values.get("hooks"), list):
+        if keys[:2] == ("hooks", "names"):
+            keys = ("hooks", *keys[2:])
+        elif keys[:1] == ("specs",) and "specs" not in document.values:
+            keys = ("hooks", *keys[1:])
+    return document.place(keys)
 
 
-def _checked(model: type[BaseModel], document: Document) -> Any:
-    if not isinstance(document.values, dict):
-        raise ConfigError(
-            f"{document.path} holds {_kind(document.values)}, and settings are keys with values "
-            f"({', '.join(list(model.model_fields)[:3])}, …)."
-        )
-    try:
-        return model.model_validate(document.values)
-    except ValidationError as error:
-        raise ConfigError(_text(error, model, document)) from None
+def _in_place(values: dict[Any, Any]) -> tuple[dict[Any, Any], str]:
+    """``hooks`` may be a list, of names or of the objects that a server takes; and which key has the specs then.
+
+    Null is the same as nothing.
+    """
+    values = {key: value for key, value in values.items() if key != "$schema" and value is not None}
+    listed = values.get("hooks")
+    if not isinstance(listed, list):
+        return values, "specs"
+    del values["hooks"]
+    if all(isinstance(entry, str) for entry in listed):
+        return values | {"hooks": {"names": listed}}, "specs"
+    return values | {"specs": listed}, "hooks"
 
 
-def _checked_list(document: Document) -> list[SpecEntry]:
-    class _List(_Strict):
-        hooks: list[SpecEntry]
-
-    try:
-        return _List.model_validate({"hooks": document.values}).hooks
-    except ValidationError as error:
-        raise ConfigError(_text(error, _List, document, under=1)) from None
-
-
-def _text(error: ValidationError, model: type[BaseModel], document: Document, under: int = 0) -> str:
-    found = dict.fromkeys(_sentence(fault, model, document, under) for fault in error.errors())
-    return "\n".join(found)
-
-
-def _sentence(fault: Any, model: type[BaseModel], document: Document, under: int) -> str:
-    path = tuple(key for key in fault["loc"] if _is_place(key, fault["loc"]))
-    shown = path[under:]
-    if document.values is not None and isinstance(document.values, dict) and isinstance(_at(document, "hooks"), list):
-        # The list was written under `hooks`, and checked as `specs`, or as `hooks.names`.
-        shown = ("hooks", *shown[2:]) if shown[:2] == ("hooks", "names") else shown
-        shown = ("hooks", *shown[1:]) if shown[:1] == ("specs",) and "specs" not in document.values else shown
-    where = document.place(shown)
-    if fault["type"] == "extra_forbidden":
-        keys = list(_fields_at(model, path[:-1]))
-        near = get_close_matches(str(path[-1]), keys, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
-        return f"{where}: nothing is called {path[-1]!r} here.{meant} There are: {', '.join(keys)}."
-    if fault["type"] == "missing":
-        return f"{where}: this is missing."
-    return f"{where}: {_expected(fault)}, got {fault['input']!r}."
-
-
-def _is_place(key: Any, loc: Sequence[Any]) -> bool:
-    """Pydantic puts the branch of a union into the path; no key of a file looks like that."""
-    return isinstance(key, int) or key not in ("str", "int", "bool", "SinkEntry", "list[str]", "float")
-
-
-def _at(document: Document, key: str) -> Any:
-    return document.values.get(key) if isinstance(document.values, Mapping) else None
-
-
-def _expected(fault: Any) -> str:
-    text = str(fault["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"expected {text}"
-
-
-def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> Mapping[str, FieldInfo]:
-    """The keys that there are where an unknown one was found."""
-    here: Any = model
-    for key in path:
-        if isinstance(key, int):
-            continue
-        field = here.model_fields.get(key) if hasattr(here, "model_fields") else None
-        if field is None:
-            return {}
-        here = _model_in(field.annotation)
-    fields: Mapping[str, FieldInfo] = getattr(here, "model_fields", {})
-    return fields
-
-
-def _model_in(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for part in getattr(annotation, "__args__", ()):
-        if (found := _model_in(part)) is not None:
-            return found
-    return None
-
-
-def _kind(value: Any) -> str:
-    return {list: "a list", str: "text", type(None): "nothing"}.get(type(value), f"a {type(value).__name__}")
+def _both(document: Document) -> list[str]:
+    listed = document.values.get("hooks")
+    if not isinstance(listed, list) or "specs" not in document.values:
+        return []
+    if all(isinstance(entry, str) for entry in listed):
+        return []
+    return [f"{document.place(['hooks'])}: hooks on modules are here and under specs; put them into one list."]

@@ -6,6 +6,7 @@ logs are those of the system that this format comes from, word for word.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import nn
 
 from hookline.errors import HookSignatureError, NoMatchError, OptionError
 from hookline.hooks.resolve import resolve_callable
-from hookline.hooks.spec_hooks import with_care
+from hookline.hooks.spec_hooks import close_hooks, hooks_of, turns_of, with_care
 from hookline.hooks.specs import HookSpec
 from hookline.sites.attach import check_request, fasten
 from hookline.sites.functions.attach import fasten_functions
@@ -53,21 +54,35 @@ class _Skipped(Exception):
 def apply_specs(
     model: nn.Module, specs: list[HookSpec | Mapping[str, Any]], *, strict: bool, allow: Iterable[str] | None
 ) -> HandleSet:
-    """Attach the hooks that specs describe, all or none."""
+    """Attach the hooks that specs describe, all or none; what was made and is not attached is closed."""
     check_model(model)
     allowed = None if allow is None else [allow] if isinstance(allow, str) else list(allow)
     checked = [_checked(index, spec) for index, spec in enumerate(specs)]
+    made: list[Any] = []
+    try:
+        handles = _fasten_all(_prepare_all(model, checked, strict, allowed, made))
+    except BaseException:
+        close_hooks(made)
+        raise
+    used = {id(hook) for hook in hooks_of(handles)}
+    close_hooks(hook for hook in made if id(hook) not in used)
+    return handles
+
+
+def _prepare_all(
+    model: nn.Module, specs: list[HookSpec], strict: bool, allow: list[str] | None, made: list[Any]
+) -> list[_Ready]:
     ready = []
-    for index, spec in enumerate(checked):
+    for index, spec in enumerate(specs):
         with _said_of(index, spec.name):
             try:
                 if spec.enabled:
-                    ready.append(_Ready(index, spec, *_prepare(model, spec, strict, allowed)))
+                    ready.append(_Ready(index, spec, *_prepare(model, spec, strict, allow, made)))
             except _Skipped as reason:
                 if strict:
                     raise OptionError(f"{reason}.") from None
                 logger.warning("%s", reason)
-    return _fasten_all(ready)
+    return ready
 
 
 def _checked(index: int, spec: HookSpec | Mapping[str, Any]) -> HookSpec:
@@ -105,7 +120,7 @@ def _fasten_all(ready: list[_Ready]) -> HandleSet:
 
 
 def _prepare(
-    model: nn.Module, spec: HookSpec, strict: bool, allow: list[str] | None
+    model: nn.Module, spec: HookSpec, strict: bool, allow: list[str] | None, made: list[Any]
 ) -> tuple[Attachment, Callable[[Attachment], HookHandle]]:
     """What is to be put on, and what puts it there.
 
@@ -116,16 +131,19 @@ def _prepare(
     if not spec.hook_factory:
         raise _Skipped(f"Hook spec '{spec.name}' has no 'hook_factory', skipping")
     hook = _made(spec, allow)
+    made.append(hook)
     kind, subject = spec.kind
     wants_site = check_hook(hook, kind, subject=subject)
+    careful = with_care(hook, spec, wants_site=wants_site)
     attachment = check_request(
-        with_care(hook, spec, wants_site=wants_site),
+        careful,
         kind,
         observe=spec.observe,
         sees=spec.sees or "edited",
         name=spec.name or hook_name(hook),
         subject=subject,
     )
+    attachment.turns = turns_of(careful)
     found = find_for(model, spec, strict=strict)
     if found is None:
         raise _Skipped(f"No modules matched hook spec '{spec.name}' patterns={list(spec.target_modules)}")
@@ -138,6 +156,9 @@ def _made(spec: HookSpec, allow: list[str] | None) -> Any:
     if not callable(factory):
         raise HookSignatureError(f"Hook factory '{path}' is called with a config, and is {a_or_an(factory)}.")
     hook = factory(dict(spec.config))
+    if inspect.iscoroutine(hook):
+        hook.close()  # it would warn that nobody waited for it
+        raise HookSignatureError(f"Hook factory '{path}' is async: it gives no hook, but a promise of one.")
     if hook is None:
         raise _Skipped(f"Hook factory '{path}' for spec '{spec.name}' returned None, not registering any hook")
     return hook
@@ -159,12 +180,14 @@ def find_for(model: nn.Module, spec: HookSpec, *, strict: bool = False) -> Place
     """Where the hook of a spec would go, without putting it there; None if that is nowhere."""
     kind, subject = spec.kind
     finder = _functions if subject is FUNCTION else _parameters if kind is Kind.PARAM_GRAD else _modules
-    patterns = [pattern for pattern in spec.target_modules if strict or _means_something(model, pattern, finder)]
+    patterns = list(spec.target_modules)
+    if not strict and len(patterns) > 1:  # of several, one is enough
+        patterns = [pattern for pattern in patterns if _means_something(model, pattern, finder)]
     if not patterns:
         return None
     try:
         return finder(model, patterns, list(spec.exclude or ()))
-    except NoMatchError:  # all of them are excluded
+    except NoMatchError:  # nothing is called so, or all of it is excluded
         if strict:
             raise
         return None

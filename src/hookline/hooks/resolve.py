@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, overload
 
 from hookline.errors import NotAllowedError, OptionError
@@ -50,9 +51,8 @@ def resolve_callable(path: str | None, allow: Iterable[str] | None = None) -> An
         found = getattr(module, name)
     except AttributeError as error:
         raise AttributeError(f"Module '{module_name}' has no attribute '{name}' (from hook path '{path}')") from error
-    home = getattr(found, "__module__", None)
-    if allowed is not None and isinstance(home, str) and not _is_at_home(home, f"{module_name}.{name}", allowed):
-        raise NotAllowedError(f"{_refusal(path, allowed)} It is there, but comes from '{home}'.")
+    if allowed is not None and f"{module_name}.{name}" not in allowed and not _is_under(_home(found), allowed):
+        raise NotAllowedError(f"{_refusal(path, allowed)} It is there, but comes from '{_home(found)}'.")
     return found
 
 
@@ -82,9 +82,12 @@ def _is_under(path: str, prefixes: list[str]) -> bool:
     return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def _is_at_home(home: str, path: str, prefixes: list[str]) -> bool:
-    """Whether an object is defined in what is allowed, or is itself what was allowed by its full path."""
-    return _is_under(home, prefixes) or path in prefixes
+def _home(found: Any) -> str:
+    """The module that an object is defined in; of what does not say, such as a method of a string, that of its type."""
+    if isinstance(found, ModuleType):
+        return found.__name__
+    home = getattr(found, "__module__", None)
+    return home if isinstance(home, str) else type(found).__module__
 
 
 def _refusal(path: str, prefixes: list[str]) -> str:

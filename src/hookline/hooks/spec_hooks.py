@@ -1,21 +1,25 @@
 """What a spec puts around the hook that its factory made: in which forwards it has a turn, and what if it raises.
 
-Takes the hook from ``apply_specs`` and hands it back as it is, unless its spec asks for one of the two.
+Takes the hook from ``apply_specs`` and hands it back as it is, unless its spec asks for one of the two. What a factory
+has made is closed here, too, if it can be.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import OptionError
 from hookline.hooks.specs import HookSpec
 from hookline.sites import _torch
+from hookline.sites.handle import HookHandle
 from hookline.sites.signature import changes_in_place, hook_name, may_return_value
 
-__all__ = ["with_care"]
+__all__ = ["close_hooks", "hooks_of", "turns_of", "with_care"]
 
 logger = logging.getLogger("hookline.hooks.specs")
 
@@ -29,6 +33,28 @@ def with_care(hook: Any, spec: HookSpec, *, wants_site: bool) -> Any:
     return (_Editing if edits and not spec.observe else _Watching)(hook, spec, wants_site)
 
 
+def turns_of(hook: Any) -> dict[str, tuple[int, int]] | None:
+    """Where the hook ran, if that is not wherever it was called."""
+    return hook.turns if isinstance(hook, _Careful) else None
+
+
+def hooks_of(handles: Iterable[RemovableHandle]) -> list[Any]:
+    """The hooks behind some handles, as their factories made them."""
+    found = [handle._attachment.hook for handle in handles if isinstance(handle, HookHandle)]
+    return [hook.hook if isinstance(hook, _Careful) else hook for hook in found]
+
+
+def close_hooks(hooks: Iterable[Any]) -> None:
+    """Have hooks write what they still have, each once; one that raises is logged, and the others go on."""
+    for hook in {id(hook): hook for hook in hooks}.values():
+        close = getattr(hook, "close", None)
+        try:
+            if callable(close):
+                close()
+        except Exception:
+            logger.exception("Closing hook '%s' raised; what it had not written may be lost", hook_name(hook))
+
+
 class _Careful:
     """A hook that has a turn in some forwards, and whose exceptions may stay inside."""
 
@@ -37,6 +63,8 @@ class _Careful:
         self.errors = 0
         """How often it raised."""
         self.off = False
+        self.turns: dict[str, tuple[int, int]] = {}
+        """How often it ran at each site, and in which forward last: what a receipt tells."""
         self._every = spec.every or 1
         self._on_error = spec.on_error
         self._wants_site = wants_site
@@ -47,6 +75,7 @@ class _Careful:
         return not self.off and max(step, 0) % self._every == 0
 
     def _call(self, args: tuple[Any, ...], site: Any) -> Any:
+        self.turns[site.name] = self.turns.get(site.name, (0, -1))[0] + 1, site.step
         options = {"site": site} if self._wants_site else {}
         if self._on_error == "raise":
             return self.hook(*args, **options)

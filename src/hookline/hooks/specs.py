@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from hookline.errors import KindError, OptionError
+from hookline.errors import HooklineError, KindError, OptionError
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, Subject
+from hookline.wording import shown
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.sites.handle import HandleSet
 
-__all__ = ["HookSpec", "register_hooks"]
+__all__ = ["Fault", "HookSpec", "register_hooks"]
 
 _ON_ERROR: Final = ("raise", "warn", "disable")
 _ON_FUNCTION: Final = "function_"
@@ -65,29 +66,20 @@ class HookSpec:
     logs it and switches the hook off."""
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # it is frozen
-        put(self, "name", _text("name", self.name) if self.name else "")
-        put(self, "target_modules", _patterns("target_modules", self.target_modules) or ())
-        put(self, "exclude", _patterns("exclude", self.exclude) or None)
-        put(self, "config", _mapping("config", self.config or {}))
-        if self.hook_factory is not None and not isinstance(self.hook_factory, str) and not callable(self.hook_factory):
-            raise OptionError(f"hook_factory is a path such as 'package.module:factory', got {self.hook_factory!r}.")
+        for name in _CHECKS:
+            _check(name, getattr(self, name))
         self.check_options()
+        put = object.__setattr__  # it is frozen
+        put(self, "name", self.name or "")
+        put(self, "target_modules", _patterns(self.target_modules))
+        put(self, "exclude", _patterns(self.exclude) or None)
+        put(self, "config", dict(self.config or {}))
 
     def check_options(self) -> None:
         """Raise for an option that means nothing, or does not go with the others."""
         kind, _ = self.kind
-        for name in ("observe", "enabled"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is true or false, got {getattr(self, name)!r}.")
-        if self.sees not in (None, "edited", "raw"):
-            raise OptionError(f"sees is 'edited' or 'raw', got {self.sees!r}.")
         if self.sees == "raw" and not self.observe:
             raise OptionError("sees='raw' is for observers: add observe=True, or leave sees out.")
-        if self.on_error not in _ON_ERROR:
-            raise OptionError(f"on_error is one of {', '.join(map(repr, _ON_ERROR))}; got {self.on_error!r}.")
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise OptionError(f"every is a whole number from 1 on, got {self.every!r}.")
         if self.every is not None and not (kind.is_call or kind is Kind.PARAM_GRAD):
             raise OptionError(f"every counts forwards of the model, and on={self.on!r} does not go by those.")
         kind.check_options(observe=self.observe)
@@ -95,24 +87,46 @@ class HookSpec:
     @property
     def kind(self) -> tuple[Kind, Subject]:
         """The kind of hook, and whether it is one of modules or of functions."""
-        if not isinstance(self.on, str):
-            raise KindError(f"on is the name of a kind of hook, got {self.on!r}.")
-        if self.on.startswith(_ON_FUNCTION):
-            return Kind.parse(self.on.removeprefix(_ON_FUNCTION), FUNCTION), FUNCTION
-        return Kind.parse(self.on), MODULE
+        return _kind(self.on)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The spec that a JSON object describes; a key that no spec has is an error, one with null is left out."""
-        if not isinstance(data, Mapping):
-            raise OptionError(f"A hook spec is an object with target_modules and hook_factory, got {data!r}.")
-        known = [each.name for each in fields(cls)]
-        for key in data:
-            if key not in known:
-                near = get_close_matches(str(key), known, n=1)
-                meant = f"; did you mean {near[0]!r}?" if near else "."
-                raise OptionError(f"A hook spec has no {key!r}{meant} It takes {', '.join(known)}.")
+        found = cls.faults(data)
+        if found:
+            raise found[0].error
         return cls(**{key: value for key, value in data.items() if value is not None})
+
+    @classmethod
+    def faults(cls, data: Any) -> list[Fault]:
+        """All that is wrong with a JSON object that is to be a spec; nothing is made of it."""
+        if not isinstance(data, Mapping):
+            text = f"A hook spec is an object with target_modules and hook_factory, got {shown(data)}."
+            return [Fault((), OptionError(text))]
+        known = [each.name for each in fields(cls)]
+        found = [Fault((key,), _unknown(key, known), is_unknown=True) for key in data if key not in known]
+        given = {key: data[key] for key in known if data.get(key) is not None}
+        for name, value in given.items():
+            try:
+                _check(name, value)
+            except HooklineError as error:
+                found.append(Fault((name, *_wrong_item(name, value)), error))
+        if not found:
+            try:
+                cls(**given)
+            except HooklineError as error:
+                found.append(Fault((), error))
+        return found
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong with a spec."""
+
+    keys: tuple[Any, ...]
+    """What leads to it; nothing if it is the spec as a whole."""
+    error: HooklineError
+    is_unknown: bool = False
+    """Whether it is a key that no spec has."""
 
 
 def register_hooks(
@@ -164,21 +178,91 @@ def register_hooks(
     return apply_specs(model, list(specs), strict=strict, allow=allow)
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise OptionError(f"{name} is a string, got {value!r}.")
-    return value
+# -- one field after the other -------------------------------------------------------------------------------
 
 
-def _patterns(name: str, value: Any) -> tuple[str, ...]:
+def _check(name: str, value: Any) -> None:
+    """Raise if a field cannot have that value."""
+    _CHECKS[name](name, value)
+
+
+def _check_text(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, str):
+        raise OptionError(f"{name} is a string, got {shown(value)}.")
+
+
+def _check_patterns(name: str, value: Any) -> None:
+    if value and not isinstance(value, str) and (not isinstance(value, list | tuple) or _wrong_item(name, value)):
+        raise OptionError(f"{name} is a list of module names or patterns, got {shown(value)}.")
+
+
+def _check_factory(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, str) and not callable(value):
+        raise OptionError(f"{name} is a path such as 'package.module:factory', got {shown(value)}.")
+
+
+def _check_mapping(name: str, value: Any) -> None:
+    if value and not isinstance(value, Mapping):
+        raise OptionError(f"{name} is an object of names and values, got {shown(value)}.")
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is true or false, got {shown(value)}.")
+
+
+def _check_every(name: str, value: Any) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise OptionError(f"{name} is a whole number from 1 on, got {shown(value)}.")
+
+
+def _check_sees(name: str, value: Any) -> None:
+    if value not in (None, "edited", "raw"):
+        raise OptionError(f"{name} is 'edited' or 'raw', got {shown(value)}.")
+
+
+def _check_on_error(name: str, value: Any) -> None:
+    if value not in _ON_ERROR:
+        raise OptionError(f"{name} is one of {', '.join(map(repr, _ON_ERROR))}; got {shown(value)}.")
+
+
+def _kind(on: Any) -> tuple[Kind, Subject]:
+    if not isinstance(on, str):
+        raise KindError(f"on is the name of a kind of hook, got {shown(on)}.")
+    if on.startswith(_ON_FUNCTION):
+        return Kind.parse(on.removeprefix(_ON_FUNCTION), FUNCTION), FUNCTION
+    return Kind.parse(on), MODULE
+
+
+_CHECKS: Final[dict[str, Callable[[str, Any], object]]] = {
+    "name": _check_text,
+    "target_modules": _check_patterns,
+    "hook_factory": _check_factory,
+    "config": _check_mapping,
+    "on": lambda name, value: _kind(value),
+    "observe": _check_switch,
+    "every": _check_every,
+    "sees": _check_sees,
+    "exclude": _check_patterns,
+    "enabled": _check_switch,
+    "on_error": _check_on_error,
+}
+"""What each field may be."""
+
+
+def _wrong_item(name: str, value: Any) -> tuple[int, ...]:
+    """The place of the first entry that is no pattern, in a list of them."""
+    if name not in ("target_modules", "exclude") or not isinstance(value, list | tuple):
+        return ()
+    return next(((place,) for place, item in enumerate(value) if not isinstance(item, str)), ())
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
     """One or several patterns as a tuple."""
-    given = (value,) if isinstance(value, str) else value or ()
-    if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
-        raise OptionError(f"{name} is a list of module names or patterns, got {value!r}.")
-    return tuple(given)
+    return (value,) if isinstance(value, str) and value else tuple(value or ())
 
 
-def _mapping(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise OptionError(f"{name} is an object of names and values, got {value!r}.")
-    return dict(value)
+def _unknown(key: Any, known: list[str]) -> OptionError:
+    near = get_close_matches(str(key), known, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else "."
+    return OptionError(f"A hook spec has no {key!r}{meant} It takes {', '.join(known)}.")

@@ -1,0 +1,173 @@
+"""The hooks of a run as objects: those by name with their schedules, and trackers on some modules.
+
+Takes what flags and a run file say, checked before anything is trained; hands fresh objects to `session` and `dry_run`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hookline.cli.choose import known_name
+from hookline.cli.hook_config import file_argument
+from hookline.errors import ConfigError, HooklineError, NoMatchError
+
+if TYPE_CHECKING:
+    from hookline.hooks.training_hook import TrainingHook
+    from hookline.lifecycle.schedule import StepSchedule
+
+__all__ = ["HookObjects", "TrackerChoice", "checked_schedules", "checked_trackers"]
+
+Place = Callable[[Sequence[str | int]], str]
+
+
+@dataclass(frozen=True)
+class TrackerChoice:
+    """A tracker on some modules."""
+
+    name: str
+    """What its sums are reported by."""
+    tracker: str
+    targets: tuple[str, ...]
+    """Patterns; none stands for the layers of its kind."""
+    exclude: tuple[str, ...]
+    options: dict[str, Any]
+    place: str
+    """Where the file says so."""
+
+    def make(self) -> TrainingHook:
+        """The tracker as a hook that reports it."""
+        from hookline.dispatch.registry import HookRegistry
+
+        where = {"targets": ",".join(self.targets) or None, "exclude": list(self.exclude) or None}
+        (hook,) = HookRegistry.create([self.tracker], {self.tracker: self.options | where})
+        hook.name = self.name
+        return hook
+
+    def check(self, model: Any) -> list[str]:
+        """The names of the modules it would be on; an error says where the file asks for them."""
+        from hookline.sites.select import select
+
+        try:
+            chosen = select(model, list(self.targets), exclude=list(self.exclude) or None) if self.targets else []
+        except NoMatchError as error:
+            raise ConfigError(f"{self.place}: {error}") from None
+        return [name for name, *_ in chosen]
+
+
+@dataclass(frozen=True)
+class HookObjects:
+    """What makes the hooks of a run."""
+
+    names: list[str]
+    config: dict[str, dict[str, Any]]
+    """Arguments by name; and, beside them, where reference weights are."""
+    schedules: dict[str, StepSchedule] = field(default_factory=dict)
+    trackers: list[TrackerChoice] = field(default_factory=list)
+
+    @property
+    def reference(self) -> dict[str, dict[str, Any]]:
+        """What a `HookManager` is still to be told once the hooks are made."""
+        return {name: options for name, options in self.config.items() if name not in self.names}
+
+    def make(self) -> list[TrainingHook]:
+        """Make them; random numbers that they draw do not count."""
+        from hookline.dispatch.registry import HookRegistry
+        from hookline.guard.rng import kept_rng
+
+        own = {name: options for name, options in self.config.items() if name in self.names}
+        with kept_rng():
+            made = HookRegistry.create(self.names, own)
+            for hook in made:
+                if hook.name in self.schedules:
+                    hook.step_schedule = self.schedules[hook.name]
+            return made + [tracker.make() for tracker in self.trackers]
+
+
+# -- schedules -------------------------------------------------------------------------------------------------
+
+
+def checked_schedules(
+    given: Mapping[str, Mapping[str, Any]], names: Sequence[str], place: Place
+) -> dict[str, StepSchedule]:
+    """Schedules by hook; one that would have no effect is an error."""
+    from hookline.lifecycle.schedule import StepSchedule
+
+    for name in given:
+        reason = _no_effect(name, names)
+        if reason:
+            raise ConfigError(f"{place(['hooks', 'schedules', name])}: this schedule would have no effect: {reason}")
+    return {name: StepSchedule(**arguments) for name, arguments in given.items()}
+
+
+def _no_effect(name: str, names: Sequence[str]) -> str:
+    from hookline.dispatch.registry import HookRegistry
+    from hookline.lifecycle.point import HookPoint
+
+    if name not in names:
+        return f"{name} is not among the hooks of this run ({', '.join(names) or 'none'})."
+    hook = HookRegistry.get(name)
+    declared = [hook.hook_points or (), *(hook.loop_points or {}).values()]
+    points = {HookPoint.of(point) for some in declared for point in some}
+    if points and not any(point.is_step for point in points):
+        listed = ", ".join(sorted(point.name for point in points))
+        return f"{name} fires at {listed}, and a schedule is about steps."
+    return ""
+
+
+# -- trackers --------------------------------------------------------------------------------------------------
+
+
+def checked_trackers(given: Sequence[Mapping[str, Any]], names: Sequence[str], place: Place) -> list[TrackerChoice]:
+    """The trackers of a run file; everything that is wrong with them at once."""
+    found: list[TrackerChoice] = []
+    wrong: list[str] = []
+    taken = list(names)
+    for number, entry in enumerate(given):
+        below = partial(_below, place, number)
+        try:
+            tracker = _checked_tracker(entry, taken, below)
+        except HooklineError as error:
+            text = str(error)
+            wrong.append(text if isinstance(error, ConfigError) else f"{below(['tracker'])}: {text}")
+        else:
+            found.append(tracker)
+            taken.append(tracker.name)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return found
+
+
+def _below(place: Place, number: int, path: Sequence[str | int]) -> str:
+    return place(["trackers", number, *path])
+
+
+def _checked_tracker(entry: Mapping[str, Any], taken: Sequence[str], place: Place) -> TrackerChoice:
+    from hookline.dispatch.registry import HookRegistry
+
+    tracker = known_name(str(entry["tracker"]))
+    parameters = inspect.signature(HookRegistry.get(tracker)).parameters
+    if not {"targets", "exclude"} <= set(parameters):
+        raise ConfigError(f"{place(['tracker'])}: {tracker} is no tracker of modules; it goes into hooks: names.")
+    name = entry.get("name") or tracker
+    if name in taken:
+        raise ConfigError(f"{place([])}: two hooks of this run are called {name!r}; give this one a name of its own.")
+    options = dict(entry.get("options") or {})
+    for key in options:
+        if key in ("targets", "exclude"):
+            raise ConfigError(f"{place(['options', key])}: modules are named by target_modules and exclude.")
+        options[key] = file_argument(tracker, key, options[key], place(["options", key]))
+    targets = _patterns(entry.get("target_modules"), place(["target_modules"]))
+    exclude = _patterns(entry.get("exclude"), place(["exclude"]))
+    return TrackerChoice(name, tracker, targets, exclude, options, place(["target_modules"]))
+
+
+def _patterns(value: Any, place: str) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value or ())
+    for pattern in patterns:
+        if "," in pattern:
+            raise ConfigError(f"{place}: a pattern of a tracker has no comma, got {pattern!r}; write a list.")
+    return patterns

@@ -1,0 +1,53 @@
+"""Hooks on modules, as far as they can be checked without a model: whether there is what they name.
+
+Takes specs and where they stand from `request` and `check`; what they name is imported, and nothing is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hookline.cli.load import see_current_folder
+from hookline.errors import ConfigError
+from hookline.wording import a_or_an
+
+__all__ = ["PlacedSpec", "check_factories", "specs_of_file", "wrong_factory"]
+
+PlacedSpec = tuple[str, Mapping[str, Any]]
+"""Where a spec stands, for errors, and the spec."""
+
+
+def specs_of_file(file: str) -> list[PlacedSpec]:
+    """The specs of a file that is there for them: a list, the settings of a server, a run file."""
+    from hookline.config.read import read_document
+    from hookline.config.run_file import placed_specs
+
+    document = read_document(file)
+    return [(document.place(path), spec) for path, spec in placed_specs(document)]
+
+
+def check_factories(specs: Sequence[PlacedSpec]) -> list[dict[str, Any]]:
+    """The specs; if a factory is not there, an error tells of all that are not."""
+    see_current_folder()
+    wrong = [f"{place}: {text}" for place, spec in specs if (text := wrong_factory(spec))]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return [dict(spec) for _, spec in specs]
+
+
+def wrong_factory(spec: Mapping[str, Any]) -> str:
+    """Why the factory of a spec cannot be had; empty if it can, or if nothing would be made of the spec."""
+    from hookline.hooks.resolve import resolve_callable
+
+    path = spec.get("hook_factory")
+    if not path or spec.get("enabled") is False:
+        return ""
+    try:
+        factory = resolve_callable(path)
+    except ImportError as error:
+        return f"{error} (from hook path '{path}')."
+    except (AttributeError, ValueError) as error:
+        text = str(error)
+        return text if text.endswith(".") else f"{text}."
+    return "" if callable(factory) else f"Hook factory '{path}' is called with a config, and is {a_or_an(factory)}."

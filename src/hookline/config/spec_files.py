@@ -1,0 +1,96 @@
+"""Hooks on modules in files: a list of specs, or the settings of a server.
+
+Takes a `Document` from `read`, hands checked objects to `ServerArgs` and `run_file`. All that is wrong is told at once,
+each with its path and line. Imports no pydantic, so that a server can read its file where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Final
+
+from hookline.config.read import Document
+from hookline.errors import ConfigError
+from hookline.hooks.specs import HookSpec
+from hookline.wording import a_or_an, shown
+
+__all__ = ["checked_list", "is_server_file", "server_settings", "spec_faults", "unknown_key"]
+
+_RUN_ALONE: Final = (
+    "experiment",
+    "strategy",
+    "specs",
+    "trackers",
+    "sinks",
+    "console",
+    "output_dir",
+    "save_checkpoints",
+)
+"""Keys that a run file has, and no server."""
+_FIELDS: Final = [field.name for field in fields(HookSpec)]
+
+
+def is_server_file(values: Any) -> bool:
+    """Whether these are the settings of a server: they have hooks on modules, and nothing that only a run file has."""
+    if not isinstance(values, Mapping) or any(key in values for key in _RUN_ALONE):
+        return False
+    hooks = values.get("hooks")
+    is_list_of_specs = isinstance(hooks, list) and not (hooks and all(isinstance(entry, str) for entry in hooks))
+    return "enable_hooks" in values or "forward_hooks" in values or is_list_of_specs
+
+
+def server_settings(document: Document) -> dict[str, Any]:
+    """The settings of a server, their hooks checked; other keys are as they are."""
+    values = document.values
+    if values is None:
+        raise ConfigError(f"{document.path} is empty; settings of a server have enable_hooks and hooks, at least.")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{document.path} holds {_kind(values)}; settings of a server are enable_hooks, hooks, ….")
+    switch = values.get("enable_hooks")
+    found = [] if switch is None or isinstance(switch, bool) else [_no_switch(document, switch)]
+    for key in ("hooks", "forward_hooks"):
+        found += spec_faults(document, values.get(key), (key,))
+    if found:
+        raise ConfigError("\n".join(found))
+    return {key: value for key, value in values.items() if key != "$schema"}
+
+
+def _no_switch(document: Document, value: Any) -> str:
+    return f"{document.place(['enable_hooks'])}: expected true or false, got {shown(value)}."
+
+
+def checked_list(document: Document) -> list[dict[str, Any]]:
+    """The specs of a file that is a list of them."""
+    found = spec_faults(document, document.values, ())
+    if found:
+        raise ConfigError("\n".join(found))
+    return list(document.values)
+
+
+def spec_faults(document: Document, values: Any, path: Sequence[str | int]) -> list[str]:
+    """A sentence for each thing that is wrong with a list of specs; None is no list, and nothing is wrong with it."""
+    if values is None:
+        return []
+    if not isinstance(values, list):
+        return [f"{document.place(path)}: expected a list of hook specs, got {_kind(values)}; write [spec]."]
+    found = []
+    for number, entry in enumerate(values):
+        for fault in HookSpec.faults(entry):
+            keys = (*path, number, *fault.keys)
+            text = unknown_key(fault.keys[-1], _FIELDS) if fault.is_unknown else str(fault.error)
+            found.append(f"{document.place(keys)}: {text}")
+    return found
+
+
+def unknown_key(key: Any, known: Sequence[str]) -> str:
+    """That a key is not known, and which may have been meant."""
+    near = get_close_matches(str(key), known, n=1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    return f"nothing is called {key!r} here.{meant} There are: {', '.join(known)}."
+
+
+def _kind(value: Any) -> str:
+    names: dict[type, str] = {list: "a list", dict: "an object", str: "text"}
+    return names.get(type(value), a_or_an(value))

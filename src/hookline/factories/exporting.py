@@ -1,0 +1,183 @@
+"""``export``: what modules give out, in safetensors files, by request and token.
+
+Takes outputs from forward hooks, hands copies to `export_queue`, whose thread writes them. Whose tokens they are it
+asks of the engine that runs the forward (`batch_rows`), or of the batch object among the inputs (`engine_batch`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.errors import OptionError
+from hookline.factories.choosing import PHASES, OfPhase, running
+from hookline.factories.engine_batch import TokenBatch
+from hookline.factories.export_queue import ExportQueue, Item, Limits
+from hookline.factories.hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
+from hookline.factories.outputs import measurable, shown
+from hookline.factories.shards import Shards, storable
+from hookline.sites import _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.sites.site import Site
+
+__all__ = ["Export", "export"]
+
+_NAME: Final = "export"
+_OPTIONS: Final = {
+    "folder": None,
+    "positions": "all",
+    "phase": "both",
+    "every": 1,
+    "queue_bytes": 256 << 20,
+    "max_bytes": None,
+    "shard_bytes": 64 << 20,
+    "flush_seconds": 5.0,
+    "add_residual": False,
+}
+
+
+def export(config: Mapping[str, Any] | None = None) -> Export:
+    """A hook that writes outputs to safetensors files in a folder, and never has a forward wait for it.
+
+    Recipe::
+
+        hook = export({"folder": "states", "max_bytes": 1_000_000_000})
+        with hookline.attach(model, "model.layers.8", hook):
+            model(input_ids)
+        hook.close()
+        for record in read_export("states"):
+            print(record.module, record.request, record.positions, record.tensor.shape)
+
+    Args:
+        config: ``folder``: where to; the only option that has to be given. ``positions``: ``"all"``, or ``"last"``, the
+            last token of each sequence in each forward. ``phase``: ``"prefill"`` or ``"decode"`` of a served model, for
+            one of them alone. ``every``: take each n-th call of a module. ``queue_bytes``:
+            how much may wait to be written (256 MiB); what does not fit is dropped and counted. ``max_bytes``: how
+            much may be written in all; then it stops, and says so once. ``shard_bytes``: how large a file grows
+            (64 MiB). ``flush_seconds``: after how long a smaller one is completed (5). ``add_residual``: of an output
+            that is a pair of tensors of one shape, as SGLang's layers give, write the sum.
+    """
+    options = checked_options(_NAME, config, _OPTIONS)
+    if options["folder"] is None:
+        raise OptionError(f"{_NAME} needs a folder to write to: {{'folder': 'states'}}.")
+    folder = path(_NAME, "folder", options["folder"])
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"{_NAME}: {folder} is a file, and folder has to be a folder.")
+    most = options["max_bytes"]
+    limits = Limits(
+        whole(_NAME, "queue_bytes", options["queue_bytes"]),
+        None if most is None else whole(_NAME, "max_bytes", most),
+        number(_NAME, "flush_seconds", options["flush_seconds"]),
+    )
+    phase = choice(_NAME, "phase", options["phase"], PHASES)
+    hook = (Export if phase == "both" else _OfPhase)(
+        folder,
+        limits,
+        shard_bytes=whole(_NAME, "shard_bytes", options["shard_bytes"]),
+        every=whole(_NAME, "every", options["every"]),
+        only_last=choice(_NAME, "positions", options["positions"], ("all", "last")) == "last",
+        add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
+    )
+    if isinstance(hook, _OfPhase):
+        hook.phase = phase
+    return hook
+
+
+class _Seen:
+    """What is kept for one module."""
+
+    __slots__ = ("calls", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+
+
+class Export(Observer):
+    """The export of all modules that one ``export`` sits on; ``close()`` writes the rest, and so does the end of the
+    process."""
+
+    name = _NAME
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits,
+        *,
+        shard_bytes: int,
+        every: int = 1,
+        only_last: bool = False,
+        add_residual: bool = False,
+    ) -> None:
+        self.folder = folder
+        self._queue = ExportQueue(partial(Shards, folder, shard_bytes), limits)
+        self._every = every
+        self._only_last = only_last
+        self._add_residual = add_residual
+        self._seen = ByModule(_Seen)
+        self._lock = threading.Lock()
+        self._unread = 0
+        # The queue knows nothing of this object: it is closed when nobody has the hook any more, or at the very end.
+        self._finalizer = weakref.finalize(self, self._queue.close)
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
+        """A module has given this out."""
+        if _torch.in_recomputation():  # it was taken the first time
+            return
+        seen = self._seen.of(module, site)
+        with self._lock:
+            call = seen.calls
+            seen.calls = call + 1
+        if call % self._every == 0 and self._queue.is_ours():
+            self._take(seen.name, call, inputs, shown(output, self._add_residual))
+
+    def _take(self, name: str, call: int, inputs: Any, output: Tensor | None) -> None:
+        tensor = measurable(output)
+        if tensor is None or not storable(tensor):
+            self._unread += 1
+            return
+        rows = running(inputs)
+        is_last = self._only_last and tensor.dim() == 3 and not isinstance(rows, TokenBatch)
+        if is_last:  # of (batch, sequence, features), padded on the left, the last column
+            tensor = tensor[:, -1:]
+        size = tensor.numel() * tensor.element_size()
+        if self._queue.has_room(size):
+            self._queue.put(_copied(Item(name, call, tensor, size, rows, self._only_last, is_last)))
+
+    def to_metrics(self) -> dict[str, float]:
+        """What was written, what waits, and what was dropped; ``unread`` had no numbers, or none that can be stored."""
+        return self._queue.to_metrics() | {"unread": float(self._unread)}
+
+    def close(self) -> None:
+        """Write what waits, and complete the last file."""
+        self._finalizer()
+
+
+class _OfPhase(OfPhase, Export):
+    """The same for one phase of a served model."""
+
+
+def _copied(item: Item) -> Item:
+    """The item with tensors of its own: what comes next in the forward may change these in place."""
+    if isinstance(item.rows, TokenBatch):
+        item.rows = item.rows.copied()
+    item.tensor = item.tensor.clone(memory_format=torch.contiguous_format)
+    if item.tensor.device.type == "cuda":
+        make: Any = torch.cuda.Event
+        item.ready = make()
+        item.ready.record(torch.cuda.current_stream(item.tensor.device))
+    return item
+
+
+# Where plain torch calls it in compiled code, the graph ends there; what is behind the call is not compiled as well.
+_torch.leave_to_python(Export.__call__)

@@ -1,0 +1,162 @@
+"""``record_mean``: the mean activation of each module over all tokens, for ablations and steering.
+
+Takes outputs from forward hooks, hands a vector per module to a safetensors file, or to whoever asks. Sums are formed
+on the device of the tensor, and kept in float64.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.errors import OptionError
+from hookline.factories.hook import ByModule, Observer, checked_options, path, yes_or_no
+from hookline.factories.outputs import measurable, shown, without_padding
+from hookline.sites import _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.sites.site import Site
+
+__all__ = ["RecordMean", "record_mean"]
+
+_NAME: Final = "record_mean"
+_OPTIONS: Final = {"file": None, "add_residual": False}
+
+
+def record_mean(config: Mapping[str, Any] | None = None) -> RecordMean:
+    """A hook that keeps the running mean of the main tensor of outputs, over everything but the units.
+
+    Recipe::
+
+        hook = record_mean({})
+        with hookline.attach(model, "layers.#", hook):
+            model(many_prompts)
+        hookline.patch(model, {"layers.3": hookline.mean_ablate(hook.means())})
+
+    Args:
+        config: ``file``: a safetensors file to which ``close()`` writes one vector per module, by its name.
+            ``add_residual``: of an output that is a pair of tensors of one shape, as SGLang's layers give, take the
+            sum. Units are the last dimension, of images (four or five dimensions) the second.
+    """
+    options = checked_options(_NAME, config, _OPTIONS)
+    file = None if options["file"] is None else path(_NAME, "file", options["file"])
+    return RecordMean(file, add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]))
+
+
+class _Sum:
+    """What is kept for one module, by device and number of units."""
+
+    __slots__ = ("by_make",)
+
+    def __init__(self, name: str) -> None:
+        self.by_make: dict[tuple[torch.device, int], tuple[Tensor, list[int]]] = {}
+
+
+class RecordMean(Observer):
+    """The means of all modules that one ``record_mean`` sits on."""
+
+    name = _NAME
+
+    def __init__(self, file: Path | None = None, *, add_residual: bool = False) -> None:
+        self._file = file
+        self._add_residual = add_residual
+        self._sums = ByModule(_Sum)
+        self._lock = threading.Lock()
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
+        """A module has given this out."""
+        if not _torch.in_recomputation():
+            self._take(module, site, output)
+
+    def _take(self, module: nn.Module, site: Site | None, output: Any) -> None:
+        tensor = measurable(shown(output, self._add_residual))
+        tensor = None if tensor is None else without_padding(tensor.dequantize() if tensor.is_quantized else tensor)
+        if tensor is None or not tensor.numel() or not tensor.dim() or tensor.is_complex():
+            return
+        unit = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
+        others = [dim for dim in range(tensor.dim()) if dim != unit]
+        with torch.no_grad():
+            # In float32, of half precision too; float64 has no cost only where it was float64 before.
+            wide = torch.float64 if not tensor.is_floating_point() or tensor.dtype is torch.float64 else torch.float32
+            total = tensor.sum(others, dtype=wide) if others else tensor.to(wide)
+            with self._lock:
+                kept, count = self._kept(self._sums.of(module, site), total)
+                kept.add_(total)
+                count[0] += tensor.numel() // total.numel()
+
+    def _kept(self, sums: _Sum, total: Tensor) -> tuple[Tensor, list[int]]:
+        make = (total.device, total.numel())
+        if make not in sums.by_make:
+            dtype = torch.float32 if total.device.type == "mps" else torch.float64  # which has no float64
+            with torch.inference_mode(False):  # what is made in inference mode could not be changed outside of it
+                sums.by_make[make] = (torch.zeros(total.numel(), dtype=dtype, device=total.device), [0])
+        return sums.by_make[make]
+
+    def means(self) -> dict[str, Tensor]:
+        """The mean of each module so far, in float32 on the CPU; of several widths, the one with most tokens."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            kept = [
+                (name, total, count) for name, sums in self._sums.items() for total, (count,) in sums.by_make.values()
+            ]
+            totals = _on_host([total for _, total, _ in kept])
+        by_name: dict[str, dict[int, tuple[Tensor, int]]] = {}
+        for (name, _, count), total in zip(kept, totals, strict=True):
+            by_width = by_name.setdefault(name, {})
+            before, tokens = by_width.get(total.numel(), (torch.zeros_like(total), 0))
+            by_width[total.numel()] = (before + total, tokens + count)
+        most = {name: max(by_width.values(), key=lambda each: each[1]) for name, by_width in by_name.items()}
+        return {name: (total / count).float() for name, (total, count) in most.items()}
+
+    def tokens(self) -> dict[str, int]:
+        """Over how many tokens (or samples) each mean is."""
+        return {name: sum(count for _, (count,) in sums.by_make.values()) for name, sums in self._sums.items()}
+
+    def to_metrics(self) -> dict[str, float]:
+        """For each module the number of tokens, and the norm of the mean."""
+        metrics = {f"{name}/tokens": float(count) for name, count in self.tokens().items()}
+        return metrics | {f"{name}/norm": float(mean.norm()) for name, mean in self.means().items()}
+
+    def save(self, file: str | Path | None = None) -> Path:
+        """Write the means so far to a safetensors file; the path."""
+        from safetensors.torch import save_file
+
+        target = self._file if file is None else Path(file)
+        if target is None:
+            raise OptionError("record_mean has no file to write to: give save() a path, or its config a file.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+        tokens = {f"tokens/{name}": str(count) for name, count in self.tokens().items()}
+        save_file(self.means(), str(partial), metadata=tokens)
+        os.replace(partial, target)
+        return target
+
+    def close(self) -> None:
+        """Write the file, if it was given one."""
+        if self._file is not None:
+            self.save()
+
+
+def _on_host(totals: list[Tensor]) -> list[Tensor]:
+    """The same in the memory of the host, in float64: one transfer from each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, total in enumerate(totals):
+        by_device.setdefault(total.device, []).append(index)
+    found = list(totals)
+    for indices in by_device.values():
+        sizes = [totals[index].numel() for index in indices]
+        together = torch.cat([totals[index] for index in indices]).to("cpu", torch.float64)
+        for index, part in zip(indices, torch.split(together, sizes), strict=True):
+            found[index] = part
+    return found
+
+
+# Where plain torch calls it in compiled code, the graph ends there; what is behind the call is not compiled as well.
+_torch.leave_to_python(RecordMean.__call__)

@@ -1,0 +1,208 @@
+"""``steer``: a vector added to what modules give out.
+
+Takes a vector from a config or a safetensors file, and outputs from forward hooks; hands back the same structure around
+the changed tensor. The arithmetic and its errors are those of `hookline.steer`. Of a served batch it may be for some
+requests, which `choosing` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.errors import OptionError
+from hookline.factories.choosing import PHASES, chosen_tokens, request_names, running, say_unknown
+from hookline.factories.engine_batch import last_tokens
+from hookline.factories.hook import FactoryHook, checked_options, choice, number, text
+from hookline.observe.patch.edits import steer as steer_edit
+from hookline.observe.patch.misfits import misfit, place_of, shape_of
+from hookline.observe.patch.structure import main_output, rebuilt
+from hookline.sites import _torch
+from hookline.sites.kinds import Kind
+from hookline.sites.site import Site
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.observe.patch.edit import Edit
+
+__all__ = ["Steer", "steer"]
+
+_NAME: Final = "steer"
+_OPTIONS: Final = {
+    "vector": None,
+    "file": None,
+    "key": None,
+    "strength": 1.0,
+    "positions": "all",
+    "requests": None,
+    "phase": "both",
+}
+
+
+def steer(config: Mapping[str, Any] | None = None) -> Steer:
+    """A hook that adds ``strength`` times a vector to the main tensor of outputs.
+
+    Recipe::
+
+        hook = steer({"vector": [0.0] * 63 + [1.0], "strength": 4.0})
+        with hookline.attach(model, "layers.5", hook):
+            model(x)
+
+    Args:
+        config: ``vector``: a list of numbers, as long as the last dimension of the output; or ``file``, a safetensors
+            file, with ``key``, the name of the tensor in it, which may be left out if it is the only one.
+            ``strength``: what it is multiplied by, 1 by default. ``positions``: ``"all"``, or ``"last"``, the last
+            token of each sequence. ``requests``: names of requests, or patterns of them; the others of a batch stay as
+            they are. ``phase``: ``"prefill"`` or ``"decode"`` for one of them alone. The vector takes the dtype and
+            the device of the output.
+    """
+    options = checked_options(_NAME, config, _OPTIONS)
+    strength = number(_NAME, "strength", options["strength"])
+    positions = choice(_NAME, "positions", options["positions"], ("all", "last"))
+    requests = request_names(_NAME, options["requests"])
+    phase = choice(_NAME, "phase", options["phase"], PHASES)
+    vector = _vector(options)
+    if requests is not None or phase != "both":
+        return _SteerSome(vector, strength, requests, phase, only_last=positions == "last")
+    if positions == "last":
+        return _SteerLast(vector, strength)
+    return Steer(vector, strength)
+
+
+def _vector(options: Mapping[str, Any]) -> Tensor:
+    given, file, key = options["vector"], options["file"], options["key"]
+    if (given is None) == (file is None):
+        what = "both" if given is not None else "none"
+        raise OptionError(f"{_NAME} takes a vector, or a file that has one, got {what}.")
+    if given is not None and key is not None:
+        raise OptionError(f"{_NAME}: key is the name of a tensor in file, and there is no file.")
+    found = _read(Path(text(_NAME, "file", file)), key) if given is None else _from_list(given)
+    if found.dim() != 1 or not found.numel() or not found.is_floating_point() or not bool(found.isfinite().all()):
+        shape = tuple(found.shape)
+        raise OptionError(f"{_NAME}: a vector is one row of finite real numbers, got {found.dtype} of shape {shape}.")
+    return found
+
+
+def _from_list(given: Any) -> Tensor:
+    if isinstance(given, Tensor):
+        return given.detach()
+    try:
+        with torch.inference_mode(False):
+            return torch.tensor(given, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(f"{_NAME}: vector is a list of numbers; {error}.") from None
+
+
+def _read(file: Path, key: Any) -> Tensor:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with torch.inference_mode(False), safe_open(str(file), framework="pt") as tensors:
+            names = sorted(tensors.keys())
+            if key is None and len(names) == 1:
+                key = names[0]
+            if key not in names:
+                shown = ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
+                asked = "no key says which tensor" if key is None else f"there is no {key!r}"
+                raise OptionError(f"{_NAME}: {asked} of {file}. It has {shown or 'none'}.")
+            found: Tensor = tensors.get_tensor(key)
+            return found
+    except (OSError, SafetensorError) as error:
+        raise OptionError(f"{_NAME}: {file} cannot be read as a safetensors file ({error}).") from None
+
+
+class Steer(FactoryHook):
+    """What one ``steer`` adds, on all modules that it sits on."""
+
+    name = _NAME
+
+    def __init__(self, vector: Tensor, strength: float) -> None:
+        self.edit: Edit = steer_edit(vector, strength)
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
+        """The output with the vector added."""
+        where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
+        main = main_output(output, place_of(where))
+        return rebuilt(output, main, self.edit.apply(main, where), place_of(where))
+
+
+class _SteerLast(Steer):
+    """The same for the last token of each sequence; a class of its own, as it looks at the inputs."""
+
+    def __init__(self, vector: Tensor, strength: float) -> None:
+        super().__init__(vector, strength)
+        self.last: Edit = steer_edit(vector, strength, index=(..., -1, slice(None)))
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
+        """The output with the vector added to some of it."""
+        where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
+        main = main_output(output, place_of(where))
+        if main.dim() > 2:  # batch, sequence, units; padding is on the left
+            return rebuilt(output, main, self.last.apply(main, where), place_of(where))
+        steered = self.edit.apply(main, where)
+        if torch.compiler.is_compiling():
+            rows = last_tokens(inputs, main)
+            if rows is not None:  # the tokens of all requests in a row, of which these end one
+                steered = main.index_put((rows,), steered.index_select(0, rows))
+        else:
+            served = running(inputs)
+            chosen = True if served is None else chosen_tokens(main, served, None, only_last=True)
+            steered = steered if chosen is None else _where(chosen, steered, main)
+        return rebuilt(output, main, steered, place_of(where))
+
+
+class _SteerSome(Steer):
+    """The same for some requests, or one phase: what those are is looked up in each forward."""
+
+    def __init__(
+        self, vector: Tensor, strength: float, requests: tuple[str, ...] | None, phase: str, *, only_last: bool
+    ) -> None:
+        super().__init__(vector, strength)
+        self._requests = requests
+        self._phase = phase
+        self._only_last = only_last
+        self._has_said = False
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
+        """The output with the vector added to some of it; None if there is none of that."""
+        if torch.compiler.is_compiling():
+            _refuse()
+        served = running(inputs)
+        if served is None:
+            self._say_unknown()
+        if served is None or self._phase not in ("both", served.phase):
+            return None
+        where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
+        main = main_output(output, place_of(where))
+        chosen = chosen_tokens(main, served, self._requests, self._only_last)
+        if chosen is None:
+            whose = "steer is for some requests or tokens"
+            misfit(whose, place_of(where), f"of shape {shape_of(main)} has no place for each of them", _REMEDY)
+        if chosen is False:
+            return None
+        return rebuilt(output, main, _where(chosen, self.edit.apply(main, where), main), place_of(where))
+
+    def _say_unknown(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            say_unknown(self.name, "phase" if self._requests is None else "requests")
+
+
+_REMEDY: Final = "Put it on a module whose output has the batch, or all tokens, as its first dimension."
+
+
+def _where(chosen: Tensor | bool, steered: Tensor, main: Tensor) -> Tensor:
+    return steered if chosen is True else main if chosen is False else torch.where(chosen, steered, main)
+
+
+@_torch.constant_while_tracing
+def _refuse() -> None:
+    raise OptionError(
+        "steer has requests= or phase=, and in compiled code an edit is part of the graph, and is made in every "
+        "forward or none. Leave these out, or run that module eagerly (torch.compiler.disable)."
+    )

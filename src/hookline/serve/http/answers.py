@@ -1,0 +1,183 @@
+"""The bodies of answers, as ``/openapi.json`` shows them; those of requests are in `bodies`.
+
+Read by FastAPI for the description alone: answers are made as dictionaries, and not checked again on their way out.
+That they fit is tested (tests/serve/test_openapi.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+__all__ = [
+    "Completion",
+    "ErrorAnswer",
+    "Generated",
+    "Health",
+    "HookAnswer",
+    "HookList",
+    "ModelList",
+]
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class ErrorText(_Told):
+    """What went wrong."""
+
+    message: str
+    """What was asked, what was found, what to do."""
+    type: str
+    """The kind of error; one for each status."""
+    param: str | None
+    """Which part of the body, as ``$.prompt[0]``."""
+    code: int
+    """The status code."""
+
+
+class ErrorAnswer(_Told):
+    """Every answer that is not a success, in the shape that OpenAI's clients understand."""
+
+    error: ErrorText
+
+
+class StatesAnswer(_Told):
+    """Hidden states of one layer."""
+
+    dtype: str
+    """As torch calls it: ``float32``, ``bfloat16``, …"""
+    shape: list[int]
+    """Rows, one for each position, and features."""
+    positions: list[int]
+    """Which token of prompt and answer each row belongs to."""
+    data: str | None = None
+    """The numbers, row by row, little-endian, in base64."""
+    tensor: str | None = None
+    """In a safetensors answer: the name of the tensor."""
+
+
+class HooksAnswer(_Told):
+    """What the hooks of this request found."""
+
+    hidden_states: dict[str, StatesAnswer]
+
+
+class Logprobs(_Told):
+    """Log-probabilities, token by token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None]] | None
+    text_offset: list[int]
+
+
+class Choice(_Told):
+    """One answer."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    hooks: HooksAnswer | None = None
+
+
+class Usage(_Told):
+    """How many tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Completion(_Told):
+    """The answer to ``/v1/completions``; a stream has events of this shape, without usage."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class FinishReason(_Told):
+    """Why an answer ended."""
+
+    type: Literal["stop", "length"]
+
+
+class MetaInfo(_Told):
+    """About one answer of ``/generate``."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    output_token_logprobs: list[tuple[float | None, int]] | None = None
+    """The log-probability and the id of each token."""
+
+
+class Generated(_Told):
+    """One answer of ``/generate``."""
+
+    index: int | None = None
+    """In a stream of several answers: which."""
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    hooks: HooksAnswer | None = None
+
+
+class HookAnswer(_Told):
+    """A hook that is attached, or was until now."""
+
+    id: str
+    name: str
+    hook_factory: str
+    target_modules: list[str]
+    on: str
+    config: dict[str, Any]
+    matched: list[str]
+    """The modules it sits on."""
+    origin: Literal["start", "http"]
+    fired: int
+    """How often it ran."""
+    last_step: int | None
+    """The forward in which it last ran."""
+    cost_us: float | None
+    """Microseconds of the host that one run takes, on average."""
+    errors: int
+    off: bool
+    """Switched off, because it raised."""
+    last_error: str | None
+
+
+class HookList(_Told):
+    """What is attached."""
+
+    hooks: list[HookAnswer]
+
+
+class Model(_Told):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(_Told):
+    """The models that are served: one."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(_Told):
+    """Whether the server takes requests."""
+
+    status: Literal["loading", "ready", "draining", "failed"]

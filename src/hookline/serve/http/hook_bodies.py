@@ -1,0 +1,159 @@
+"""Hooks that come over HTTP: what they may name, where their files may lie, and how they are told of.
+
+Takes checked bodies from `bodies`, hands specs to the live hooks of the engine, on its thread, and dictionaries to
+`app`. A spec that came over HTTP is a stranger's: its factory has to be on the allow-list, its paths in the export
+folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from hookline import factories
+from hookline.errors import NotAllowedError, OptionError
+from hookline.factories import FILE_OPTIONS
+from hookline.hooks.specs import HookSpec
+from hookline.serve.http.bodies import HookBody
+from hookline.serve.http.metrics_page import HookFigures
+from hookline.serve.http.refusals import Refused
+from hookline.serve.http.settings import Settings
+
+__all__ = ["figures_of", "spec_of", "told_of"]
+
+_READY: Final = "hookline.factories"
+_DEPTH: Final = 32
+"""How deep lists and objects of a configuration may lie in each other: what goes in has to come out of ``GET /hooks``,
+and Python's own limit lies near 300 there."""
+
+
+def spec_of(body: HookBody, settings: Settings) -> HookSpec:
+    """The spec that may be attached.
+
+    Recipe: ``spec_of(HookBody(target_modules=["*"], hook_factory="hookline.factories:log_shapes"), settings)``.
+
+    Raises:
+        NotAllowedError: It names what strangers may not.
+        OptionError: It says what no spec can.
+    """
+    _check_plain(body.config)
+    given = body.model_dump(exclude_none=True)
+    given.setdefault("on_error", "disable")
+    name = _ready_name(body.hook_factory)
+    if name is not None:
+        given["config"] = _confined(name, given.get("config", {}), settings.export_dir)
+    return HookSpec.from_dict(given)
+
+
+def _check_plain(value: Any, depth: int = 0) -> None:
+    """Raise for a configuration that could not be shown again."""
+    if depth > _DEPTH:
+        raise Refused(400, f"Lists and objects lie more than {_DEPTH} deep in each other.", param="$.config")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise Refused(400, "A text has half a character in it (a lone surrogate).", param="$.config") from None
+    elif isinstance(value, dict | list):
+        for each in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_plain(each, depth + 1)
+
+
+def _ready_name(path: str) -> str | None:
+    """Which of our own factories a path means; None for somebody else's.
+
+    The package has more in it than factories, and a prefix would let all of that through.
+    """
+    dotted = path.replace(":", ".")
+    if dotted != _READY and not dotted.startswith(f"{_READY}."):
+        return None
+    name = dotted.removeprefix(_READY).removeprefix(".")
+    if name in FILE_OPTIONS:
+        return name
+    known = f"there are {', '.join(f'{_READY}:{each}' for each in FILE_OPTIONS)}."
+    if "." in name or name in factories.__all__:
+        raise NotAllowedError(f"{path!r} is no factory that may be named over HTTP; {known}")
+    raise OptionError(f"There is no factory {path!r}; {known}")
+
+
+def _confined(name: str, config: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The configuration with its paths where they may be; a folder to write to, if none is named, is the folder."""
+    found = dict(config)
+    for option in FILE_OPTIONS[name]:
+        given = found.get(option)
+        if given is None and option != "folder":
+            continue
+        if folder is None:
+            raise NotAllowedError(
+                f"{name} has a {option}, and the server was started without --export-dir, so that hooks which come "
+                "over HTTP have no files."
+            )
+        found[option] = str(_inside(folder, "." if given is None else given, option))
+    return found
+
+
+def _inside(folder: Path, given: Any, option: str) -> Path:
+    if not isinstance(given, str) or "\0" in given:
+        raise Refused(400, f"{option} is a path, got {given!r}.", param=f"$.config.{option}")
+    root = folder.resolve()
+    path = (root / given).resolve()  # links are followed: one that leads out is out
+    if path != root and root not in path.parents:
+        raise NotAllowedError(f"{option} has to lie in the server's --export-dir, and {given!r} does not.")
+    return path
+
+
+def told_of(hook: Any, export_dir: Path | None = None) -> dict[str, Any]:
+    """A live hook as ``GET /hooks`` shows it; where the export folder lies is not for everybody."""
+    spec = hook.spec
+    return {
+        "id": hook.id,
+        "name": hook.name,
+        "hook_factory": _path_of(spec),
+        "target_modules": list(spec.target_modules),
+        "on": spec.on,
+        "config": _shown(spec, export_dir),
+        "matched": list(hook.matched),
+        "origin": hook.origin,
+        "fired": hook.fired,
+        "last_step": hook.last_step,
+        "cost_us": hook.cost_us,
+        "errors": hook.errors,
+        "off": hook.off,
+        "last_error": hook.last_error,
+    }
+
+
+def figures_of(hook: Any, metrics: Mapping[str, float]) -> HookFigures:
+    """A live hook as ``/metrics`` shows it."""
+    path = _path_of(hook.spec)
+    return HookFigures(hook.id, hook.name, path, hook.fired, hook.errors, hook.off, hook.cost_us, metrics)
+
+
+def _path_of(spec: HookSpec) -> str:
+    factory = spec.hook_factory
+    if factory is None or isinstance(factory, str):
+        return factory or ""
+    return f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', type(factory).__name__)}"
+
+
+def _shown(spec: HookSpec, export_dir: Path | None) -> dict[str, Any]:
+    """The configuration; paths in the export folder are relative to it, as they were sent."""
+    found: dict[str, Any] = _plain(dict(spec.config))
+    name = _path_of(spec).replace(":", ".").removeprefix(f"{_READY}.")
+    for option in FILE_OPTIONS.get(name, ()) if export_dir is not None else ():
+        given = found.get(option)
+        if isinstance(given, str) and export_dir is not None and Path(given).is_relative_to(export_dir.resolve()):
+            found[option] = str(Path(given).relative_to(export_dir.resolve()))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say: a configuration from YAML may have infinities and dates in it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    is_number = isinstance(value, float) and math.isfinite(value)
+    return value if is_number or value is None or isinstance(value, str | int) else str(value)

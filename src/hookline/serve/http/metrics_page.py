@@ -1,0 +1,128 @@
+"""``GET /metrics``: what the engine, its hooks and the HTTP side count, as Prometheus reads it.
+
+Takes numbers from ``engine.counts()`` and the live hooks whenever somebody asks, and the time of every request from
+`gate`; hands text to `app`. A registry of its own, so that nothing else of the process appears.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hookline.errors import MissingPackageError
+
+__all__ = ["HookFigures", "Metrics"]
+
+_FORBIDDEN: Final = re.compile(r"[^a-zA-Z0-9_]")
+_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Of a request that generates, in seconds; prometheus_client's own end at 10."""
+
+
+@dataclass(frozen=True)
+class HookFigures:
+    """One live hook, as numbers."""
+
+    id: str
+    name: str
+    factory: str
+    fired: int
+    errors: int
+    off: bool
+    cost_us: float | None
+    metrics: Mapping[str, float]
+
+
+class Metrics:
+    """The registry, and what fills it.
+
+    Recipe: ``metrics.observe("GET", "/health", 200, 0.001); metrics.page(engine.counts(), [])``.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import prometheus_client as client
+        except ImportError as error:
+            raise MissingPackageError(
+                "hookline serve needs prometheus_client, which is not installed: pip install 'hookline[serve]'."
+            ) from error
+        self._client = client
+        self._registry = client.CollectorRegistry(auto_describe=False)
+        self._seconds = client.Histogram(
+            "hookline_http_request_duration_seconds",
+            "From the first byte of a request to the last of its answer",
+            ["method", "route", "status"],
+            registry=self._registry,
+            buckets=_BUCKETS,
+        )
+
+    @property
+    def content_type(self) -> str:
+        """What the page is sent as."""
+        return str(self._client.CONTENT_TYPE_LATEST)
+
+    def observe(self, method: str, route: str, status: int, seconds: float) -> None:
+        """One request is answered."""
+        known = method if method in ("GET", "POST", "DELETE") else "other"
+        self._seconds.labels(known, route, str(status)).observe(seconds)
+
+    def page(self, counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> bytes:
+        """The text."""
+        now = self._client.CollectorRegistry(auto_describe=False)
+        now.register(_Now([*_engine_families(counts), *_hook_families(hooks)]))
+        return bytes(self._client.generate_latest(self._registry) + self._client.generate_latest(now))
+
+
+class _Now:
+    """What a registry collects from: families that are ready."""
+
+    def __init__(self, families: Sequence[Any]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Any]:
+        """The families."""
+        return iter(self._families)
+
+
+_GAUGES: Final = frozenset(
+    {"requests_waiting", "requests_running", "captured_bytes_reserved", "captured_bytes_limit", "hooks"}
+)
+"""Counts of the engine that go down again; all others only grow."""
+
+
+def _engine_families(counts: Mapping[str, float]) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for key, value in sorted(counts.items()):
+        kind = GaugeMetricFamily if key in _GAUGES else CounterMetricFamily
+        words = key.replace("_", " ")
+        yield kind(f"hookline_engine_{_FORBIDDEN.sub('_', key)}", f"Engine: {words}", value=float(value))
+
+
+_OF_HOOKS: Final = (
+    ("fired", "How often the hook ran", True),
+    ("errors", "How often the hook raised", True),
+    ("off", "1 if the hook is switched off because it raised", False),
+    ("cost_us", "Microseconds of the host that one run takes, on average", False),
+)
+
+
+def _hook_families(hooks: Sequence[HookFigures]) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ("hook", "name", "factory")
+    for field, words, grows in _OF_HOOKS:
+        family = (CounterMetricFamily if grows else GaugeMetricFamily)(f"hookline_hook_{field}", words, labels=labels)
+        for hook in hooks:
+            value = getattr(hook, field)
+            if value is not None:
+                family.add_metric([hook.id, hook.name, hook.factory], float(value))
+        yield family
+    found = GaugeMetricFamily(
+        "hookline_hook_metric", "What the hook itself tells: to_metrics()", labels=(*labels, "metric")
+    )
+    for hook in hooks:
+        for metric, value in hook.metrics.items():
+            found.add_metric([hook.id, hook.name, hook.factory, metric], float(value))
+    yield found

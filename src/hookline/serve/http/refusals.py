@@ -1,0 +1,135 @@
+"""What a request that cannot be answered gets: one shape for every status, the one that OpenAI's clients read.
+
+Takes errors of the engine, of hooks and of pydantic, hands `Refused` to `app` and `gate`, which write it. Imports
+nothing that HTTP needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final
+
+from hookline.errors import EngineBusy, EngineClosed, HooklineError, NotAllowedError
+
+__all__ = ["TYPES", "Refused", "as_json", "error_body", "refusal_of", "refusal_of_body"]
+
+TYPES: Final[dict[int, str]] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "method_not_allowed_error",
+    408: "request_timeout_error",
+    413: "request_too_large_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
+"""What ``error.type`` says for each status."""
+
+_UNIONS: Final[dict[str, str]] = {
+    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
+    "text": "a text, or a list of texts; none of them empty",
+    "input_ids": "a list of token ids, or a list of such lists; none of them empty",
+    "stop": "a text, or a list of at most 16 texts; none of them empty",
+    "positions": "'all', 'last', or a list of whole numbers",
+    "target_modules": "a list of module names or patterns; none of them empty",
+    "exclude": "a list of module names or patterns",
+}
+"""What a field takes that pydantic would complain of once for each possibility."""
+
+
+class Refused(Exception):
+    """A request that is answered with an error: its status, and what it says."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+def error_body(refused: Refused) -> dict[str, Any]:
+    """The JSON of the answer."""
+    kind = TYPES.get(refused.status, TYPES[400] if refused.status < 500 else TYPES[500])
+    return {
+        "error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.status},
+    }
+
+
+def as_json(value: Any) -> bytes:
+    """JSON in plain ASCII: half of a surrogate pair, which a client may send, has no UTF-8, but has an escape."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def refusal_of(error: BaseException) -> Refused:
+    """What becomes of an error that the engine, or the attaching of a hook, raised."""
+    if isinstance(error, Refused):
+        return error
+    message = str(error) or type(error).__name__
+    if isinstance(error, EngineBusy):
+        return Refused(429, message, headers={"Retry-After": "1"})
+    if isinstance(error, EngineClosed):
+        return Refused(503, message, headers={"Retry-After": "5"})
+    if isinstance(error, NotAllowedError):
+        return Refused(403, message)
+    if isinstance(error, HooklineError):
+        return Refused(400, message)
+    return Refused(500, f"{type(error).__name__}: {message}")
+
+
+def refusal_of_body(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> Refused:
+    """What becomes of a body that pydantic did not take: the first mistake, and how many more there are."""
+    first = errors[0]
+    place = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "malformed")
+        return Refused(400, f"The body is not JSON: {reason}, at character {place[0] if place else 0}.")
+    if not place and first["type"] != "too_many_keys":
+        return Refused(
+            400, "The body is a JSON object with Content-Type: application/json; see /docs for its keys.", param="$"
+        )
+    depth, words = _union(place)
+    param = _spelled(place[:depth])
+    if first["type"] == "string_unicode":
+        return Refused(400, f"{param} has half a character in it (a lone surrogate).", param=param)
+    if words is not None:
+        return Refused(400, f"{param} is {words}.", param=param)
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(_short(place[-1]), known, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        return Refused(400, f"{param} is no key that is known here.{meant} See /docs for those that are.", param=param)
+    if first["type"] == "missing":
+        return Refused(400, f"{param} is missing.", param=param)
+    return Refused(400, f"{param}: {_sentence(str(first['msg']))}, got {_shown(first.get('input'))}.", param=param)
+
+
+def _union(place: Sequence[str | int]) -> tuple[int, str | None]:
+    """How much of a place is the reader's own, and what goes there."""
+    for depth, part in enumerate(place, 1):
+        if isinstance(part, str) and part in _UNIONS and len(place) > depth:
+            return depth, _UNIONS[part]
+    return len(place), None
+
+
+def _spelled(place: Sequence[str | int]) -> str:
+    return "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{_short(part)}" for part in place)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].lower() + text[1:].rstrip(".")
+
+
+def _shown(value: Any) -> str:
+    return _short(repr(value))
+
+
+def _short(value: Any) -> str:
+    """Text of bounded length: a key may be as long as a body."""
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

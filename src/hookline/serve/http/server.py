@@ -1,0 +1,216 @@
+"""``hookline serve`` from start to end: a socket, the model, the app, signals.
+
+Takes settings and a way to make the engine from the command line, runs uvicorn in a thread of its own, and keeps the
+main thread for signals: the first SIGTERM or Ctrl-C lets what runs finish and flushes, the second leaves at once.
+
+    bind ──► listen (/health: loading) ──► load, attach ──► ready … SIGTERM ──► draining ──► engine.close ──► exit 0
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.errors import ConfigError, HooklineError, MissingPackageError, OptionError
+from hookline.serve.http.settings import Settings
+
+if TYPE_CHECKING:
+    from hookline.hooks.specs import HookSpec
+    from hookline.serve.engine import Engine
+    from hookline.serve.http.serving import Serving
+
+__all__ = ["Server", "attach_at_start", "need_packages"]
+
+logger = logging.getLogger("hookline.serve")
+
+_PACKAGES: Final = ("fastapi", "uvicorn", "transformers", "prometheus_client", "pydantic")
+_LAST_WORDS_S: Final = 5.0
+"""How long answers that are complete may take to reach their clients, after the engine has closed."""
+_LOOK_S: Final = 1.0
+"""How often the main thread, which waits for signals, looks whether the engine is still there."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def need_packages() -> None:
+    """Raise with the install line if what serving needs is not all there."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"hookline serve needs {', '.join(missing)}, not installed here: pip install 'hookline[serve]'."
+        )
+
+
+class Server:
+    """A served model.
+
+    Recipe::
+
+        server = Server(lambda: Engine(model, tokenizer), Settings(model_name="tiny"), port=0)
+        server.start()  # returns when it answers; server.url
+        server.stop()  # what runs is finished, hooks are flushed
+
+    Args:
+        make_engine: Loads the model and makes the engine, not started; called while the server listens already.
+        settings: How it behaves.
+        host: The address to listen at.
+        port: 0 takes one that is free.
+    """
+
+    def __init__(
+        self, make_engine: Callable[[], Engine], settings: Settings, *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        need_packages()
+        self._make_engine = make_engine
+        self._settings = settings
+        self._socket = _bound(host, port)
+        self._is_stopping = False
+        self._uvicorn: Any = None
+        self._app: Any = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def serving(self) -> Serving:
+        """The engine, once it is there, and whether it takes requests."""
+        found: Serving = self._app.state.serving
+        return found
+
+    def start(self) -> None:
+        """Listen, load, and take requests; an error while loading closes everything again, and is raised."""
+        self._listen()
+        engine = None
+        try:
+            engine = self._make_engine()
+            engine.start()
+            self.serving.engine = engine
+        except BaseException:
+            if engine is not None:
+                engine.close(0.0)
+            self._hang_up()
+            raise
+
+    def stop(self) -> None:
+        """Take no more, finish what runs within the bound, flush, hang up; may be called again."""
+        if self._app is not None and not self.serving.is_draining:
+            self.serving.is_draining = True
+            if self.serving.engine is not None:
+                self.serving.engine.close(self._settings.drain_s)
+        self._hang_up()
+
+    def serve(self) -> bool:
+        """Start, stay until SIGTERM or Ctrl-C, stop; a second signal leaves the process at once.
+
+        Returns:
+            Whether it was a signal; False if the engine failed.
+        """
+        before = {each: signal.signal(each, self._on_signal) for each in _SIGNALS}
+        try:
+            self._stay()
+            self._is_stopping = True  # from here on, a signal is the second one
+            logger.info("stopping: what runs has %g s to finish; a signal ends it now", self._settings.drain_s)
+            self.stop()
+            logger.info("stopped")
+            return self._app is None or not self.serving.has_failed
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def _stay(self) -> None:
+        """Start, and wait for a signal or the end of the engine."""
+        try:
+            self.start()
+            if not self._is_stopping:
+                logger.info("ready at %s (API: %s/docs)", self.url, self.url)
+            # Looked at here too: an exception that is raised in some object's ``__del__`` is lost.
+            while not self._is_stopping and self.serving.status != "failed":
+                time.sleep(_LOOK_S)
+            if not self._is_stopping:
+                logger.error("the engine has failed, and only a new process helps")
+        except _Stopped:
+            pass
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_stopping:
+            os._exit(128 + number)  # threads may be in the middle of a forward, and are not waited for
+        self._is_stopping = True
+        # Out of whatever the main thread does: it sleeps, or loads a model, which may take minutes.
+        raise _Stopped
+
+    # -- uvicorn -----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        import uvicorn
+
+        from hookline.serve.http.app import make_app
+
+        self._app = make_app(None, self._settings)
+        config = uvicorn.Config(
+            self._app,
+            log_config=None,  # handlers are the command line's business
+            access_log=False,  # /metrics has counts and times; a line per request costs more than a short answer
+            lifespan="off",
+            ws="none",  # there are none here, and uvicorn would advise to install what serves them
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+        )
+        self._uvicorn = uvicorn.Server(config)
+        # Outside of the main thread uvicorn leaves signals alone.
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="hookline-http", daemon=True
+        )
+        self._thread.start()
+
+    def _hang_up(self) -> None:
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+        if self._thread is not None:
+            self._thread.join(timeout=_LAST_WORDS_S * 2)
+        self._socket.close()
+
+
+class _Stopped(BaseException):
+    """A signal came."""
+
+
+def attach_at_start(
+    engine: Engine, specs: Sequence[HookSpec | Mapping[str, Any]], *, allow: Sequence[str] | None
+) -> None:
+    """Attach the hooks of files: what matches nothing is warned of and passed over, as where these files come from."""
+    try:
+        engine.hooks.add_all(specs, allow=allow, strict=False, origin="start")
+    except HooklineError:
+        raise
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        raise ConfigError(f"A hook cannot be attached: {type(error).__name__}: {error}. {notes}".strip()) from error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has its address, before minutes go into loading a model."""
+    made = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(2048)
+    except (OSError, OverflowError) as error:
+        if made is not None:
+            made.close()
+        raise OptionError(
+            f"Cannot listen at {host}:{port} ({error}). Give another --port; --port 0 takes one that is free."
+        ) from None
+    return made

@@ -1,0 +1,302 @@
+"""Hooks on the model that is being served: put on and taken off between two forwards, listed with what they did.
+
+Takes specs from the start-up files and from HTTP, hands them to ``register_hooks``. Whatever goes wrong, a spec is
+attached wholly or not at all, and a hook that raises is switched off while requests go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from torch.utils.hooks import RemovableHandle
+
+from hookline.errors import EngineClosed, HookNameError, OptionError
+from hookline.hooks.specs import HookSpec, register_hooks
+from hookline.serve.generation.forward import is_compiled
+from hookline.serve.guarded import Factory, Guarded, innermost
+from hookline.sites.handle import HookHandle
+from hookline.sites.signature import hook_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["LiveHook", "LiveHooks", "Origin"]
+
+logger = logging.getLogger("hookline.serve.hooks")
+
+T = TypeVar("T")
+Origin = Literal["start", "http"]
+_Specs = Sequence[HookSpec | Mapping[str, Any]]
+
+
+class _Own(Enum):
+    """Stands for the engine's own list of what may be named."""
+
+    LIST = "the engine's own"
+
+
+_Allow = Iterable[str] | None | _Own
+
+
+class Between(Protocol):
+    """Runs an act when no forward is running: `Engine.between`."""
+
+    def __call__(self, act: Callable[[], T]) -> Future[T]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LiveHook:
+    """A hook on a served model, and what it has done.
+
+    Recipe: ``print(engine.hooks.list()[0].fired)``. Its figures are those of the moment they are read, also after it
+    was removed.
+    """
+
+    id: str
+    """``"h1"``, ``"h2"``, …; never used again."""
+    spec: HookSpec
+    """As it was given, but for ``on_error``."""
+    matched: tuple[str, ...]
+    """Names of the modules that it is on."""
+    origin: Origin
+    """Whether it came with the start or later, over HTTP."""
+    hook: Any
+    """What the factory made."""
+    handle: HookHandle
+    guarded: Guarded
+    """What is known of it."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for logs and metrics."""
+        return self.guarded.name
+
+    @property
+    def fired(self) -> int:
+        """How often it was called, on all its modules together."""
+        return self.handle.report().fired if self.guarded.in_graph else self.guarded.calls
+
+    @property
+    def last_step(self) -> int | None:
+        """The forward of the model in which it last had its turn; None if it never did."""
+        return self.handle.report().last_step
+
+    @property
+    def cost_us(self) -> float | None:
+        """Microseconds that one call takes on the host; None before the first."""
+        return self.guarded.seconds / self.guarded.calls * 1e6 if self.guarded.calls else None
+
+    @property
+    def errors(self) -> int:
+        """How often it raised."""
+        return self.guarded.errors
+
+    @property
+    def last_error(self) -> str | None:
+        """The last exception, with its place."""
+        return self.guarded.last_error
+
+    @property
+    def off(self) -> bool:
+        """Whether an error has switched it off."""
+        return self.guarded.off
+
+    @property
+    def removed(self) -> bool:
+        """Whether it has been taken off."""
+        return self.handle.removed
+
+
+_Hooks = list[LiveHook]  # `LiveHooks` has a method of that name
+_Made = dict[int, Factory | LiveHook]
+"""Those whose hooks are to be closed, each hook once, by its identity."""
+
+
+class LiveHooks:
+    """The hooks of an engine: `Engine.hooks`.
+
+    Recipe::
+
+        hook = engine.hooks.add({"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:nan_alarm"})
+        print(hook.matched, hook.fired)
+        engine.hooks.remove(hook.id)
+
+    Every call may come from any thread; those that touch the model or ask a hook wait for the forward that is running.
+    """
+
+    def __init__(
+        self, model: nn.Module, between: Between, *, allow: Iterable[str] | None, on_error: str = "disable"
+    ) -> None:
+        self._model = model
+        self._between = between
+        self._allow = allow
+        self._on_error = on_error
+        self._is_compiled = is_compiled(model)
+        self._live: dict[str, LiveHook] = {}
+        self._made = 0
+        self._is_closed = False
+        self._lock = threading.RLock()
+        """Held while hooks come and go: once the engine is over, any thread may do it at once."""
+        self._closing: dict[threading.Event, int] = {}
+        """The threads that are closing hooks, each with what says that it is done."""
+
+    def add(
+        self,
+        spec: HookSpec | Mapping[str, Any],
+        *,
+        allow: _Allow = _Own.LIST,
+        strict: bool = True,
+        origin: Origin = "http",
+    ) -> LiveHook:
+        """Attach one hook, wholly or not at all.
+
+        Args:
+            spec: A dictionary, in which ``on_error`` is the engine's unless it says otherwise; or a `HookSpec`, which
+                is taken at its word.
+            allow: What paths of factories may begin with, if not the engine's own list; None allows all.
+            strict: Every pattern has to match; with False, one of them.
+            origin: Who asked for it.
+
+        Raises:
+            NotAllowedError, NoMatchError, OptionError, ValueError, AttributeError, ImportError: As `register_hooks`.
+            Exception: Whatever the factory raises.
+        """
+        added = self.add_all([spec], allow=allow, strict=strict, origin=origin)
+        if not added:
+            raise OptionError("Nothing was attached: the spec is not enabled, or nothing matches (see the log).")
+        return added[0]
+
+    def add_all(
+        self,
+        specs: _Specs,
+        *,
+        allow: _Allow = _Own.LIST,
+        strict: bool = False,
+        origin: Origin = "start",
+    ) -> _Hooks:
+        """Attach several, all or none; without ``strict``, those that match nothing are logged and passed over."""
+        own = self._allow if isinstance(allow, _Own) else allow
+        allowed = None if own is None else (own,) if isinstance(own, str) else tuple(own)
+        return self._between(lambda: self._add(specs, allowed, strict, origin)).result()
+
+    def remove(self, id: str) -> LiveHook:
+        """Take one off, and close what its factory made, unless another hook has the same.
+
+        Raises:
+            HookNameError: There is none of that id, or it is off already.
+        """
+        live, going = self._between(lambda: self._remove(id)).result()
+        self._close_made(going)  # here: who removes it waits until it has written all, and forwards do not
+        return live
+
+    def list(self) -> _Hooks:
+        """The hooks that are on, oldest first."""
+        return list(self._live.values())
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """What each hook has to report, by its id; hooks without ``to_metrics`` are left out."""
+        return self._between(self._metrics).result()
+
+    def close(self) -> None:
+        """Take all of them off for good, the last first; what they have is flushed."""
+        with self._lock:
+            self._is_closed = True
+        while self._live:
+            with self._lock:
+                id = next(reversed(self._live), None)
+                going = self._remove(id)[1] if id is not None else {}
+            self._close_made(going)
+
+    def wait_until_closed(self, patience_s: float | None = None) -> None:
+        """Wait, so long for each, for those that were taken off and that another thread is closing."""
+        for done, thread in tuple(self._closing.items()):
+            if thread != threading.get_ident():  # one that closes the engine in its own close waits for nobody
+                done.wait(patience_s)
+
+    # -- between two forwards --------------------------------------------------------------------------------
+
+    def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool, origin: Origin) -> _Hooks:
+        checked = [self._checked(spec) for spec in specs]
+        factories = [Factory(spec, allow, compiled=self._is_compiled) for spec in checked]
+        ready = [
+            replace(spec, hook_factory=factory, on_error="raise") if spec.hook_factory else spec
+            for spec, factory in zip(checked, factories, strict=True)
+        ]
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise EngineClosed("The engine is closed, and takes no more hooks.")
+                handles = register_hooks(self._model, ready, strict=strict)
+                by_hook = {id(innermost(handle)): handle for handle in handles}
+                return [self._kept(made, by_hook, origin) for made in factories if id(made.guarded) in by_hook]
+        finally:  # of what was made and is not on, also if that is all of it
+            self._close_made(self._not_on(factories))
+
+    def _checked(self, spec: HookSpec | Mapping[str, Any]) -> HookSpec:
+        if isinstance(spec, HookSpec):
+            return spec
+        checked = HookSpec.from_dict(spec)
+        return checked if spec.get("on_error") is not None else replace(checked, on_error=self._on_error)
+
+    def _kept(self, made: Factory, handles: Mapping[int, RemovableHandle], origin: Origin) -> LiveHook:
+        handle = handles[id(made.guarded)]
+        assert made.guarded is not None
+        assert isinstance(handle, HookHandle)
+        self._made += 1
+        live = LiveHook(f"h{self._made}", made.spec, handle.names, origin, made.hook, handle, made.guarded)
+        self._live[live.id] = live
+        return live
+
+    def _remove(self, id: str) -> tuple[LiveHook, _Made]:
+        """The hook, which is off, and what has to be closed now."""
+        with self._lock:
+            live = self._live.pop(id, None)
+            if live is None:
+                there = ", ".join(map(repr, self._live)) or "none"
+                raise HookNameError(f"No hook {id!r} is attached; there is {there}.")
+            live.handle.remove(quiet=True)
+            return live, self._not_on([live])
+
+    def _not_on(self, owners: Sequence[Factory | LiveHook]) -> _Made:
+        """What factories made, but for what a hook that stays on has too."""
+        kept = {id(each.hook) for each in self._live.values()}
+        return {id(each.hook): each for each in owners if each.hook is not None and id(each.hook) not in kept}
+
+    def _close_made(self, going: _Made) -> None:
+        """Close what factories made; may take as long as writing does."""
+        done = threading.Event()
+        self._closing[done] = threading.get_ident()
+        try:
+            for owner in going.values():
+                _close(owner.hook, owner.guarded)
+        finally:
+            del self._closing[done]
+            done.set()
+
+    def _metrics(self) -> dict[str, dict[str, float]]:
+        found = {}
+        for id, live in self._live.items():
+            ask = getattr(live.hook, "to_metrics", None)
+            if callable(ask):
+                try:
+                    found[id] = dict(ask())
+                except Exception as error:
+                    live.guarded.take_note(error, "in to_metrics")
+        return found
+
+
+def _close(hook: Any, guarded: Guarded | None) -> None:
+    close = getattr(hook, "close", None)
+    try:
+        if callable(close):
+            close()
+    except Exception as error:
+        logger.exception("Closing hook '%s' raised; what it had not written may be lost", hook_name(hook))
+        if guarded is not None:
+            guarded.take_note(error, "in close")

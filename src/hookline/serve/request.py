@@ -1,0 +1,191 @@
+"""What is asked of a served model, and what comes back: requests, tokens, hidden states, endings.
+
+Made by whoever speaks to clients (the HTTP server, a test), read by ``engine``. Everything is checked here, where it
+is made, except for what only the model knows: its length, its vocabulary, the names of its layers.
+
+>>> Request("r1", prompt_ids=(5, 6), max_tokens=4).max_tokens
+4
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from hookline.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Event", "Finished", "Request", "StatesOfLayer", "StatesWanted", "Token"]
+
+_PHASES: Final = ("prefill", "decode", "both")
+_SIDES: Final = ("output", "input")
+_MOST_LOGPROBS: Final = 64
+_LONGEST_SEED: Final = 64  # bits
+
+
+@dataclass(frozen=True)
+class StatesWanted:
+    """Which hidden states a request wants back.
+
+    Recipe::
+
+        Request("r1", prompt_ids, states=StatesWanted(("model.layers.#",), positions="last"))
+
+    The token that is sampled last goes through no forward, so that an answer of n tokens has the states of n - 1.
+    """
+
+    layers: tuple[str, ...]
+    """Names or globs of modules, of which each has to match: ``*`` crosses dots, ``#`` is one numeric part."""
+    positions: Literal["all", "last"] | tuple[int, ...] = "all"
+    """Positions in the sequence (prompt and answer) from 0; negative ones count from the end of the prompt; ``"last"``
+    is the last token of each forward: that of the prompt, then every token of the answer."""
+    phase: Literal["prefill", "decode", "both"] = "both"
+    """Of the forward over the prompt, of those over the answer, or of both."""
+    of: Literal["output", "input"] = "output"
+    """What the module returns, or what it is called with; the main tensor of it."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # it is frozen
+        put(self, "layers", _strings("layers", self.layers))
+        if not self.layers:
+            raise OptionError("layers names at least one module, got none; see hookline.find(model).")
+        put(self, "positions", _positions(self.positions))
+        _one_of("phase", self.phase, _PHASES)
+        _one_of("of", self.of, _SIDES)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and how to go on from it.
+
+    Recipe::
+
+        request = Request("r1", prompt_ids=tuple(tokenizer("Once upon").input_ids), max_tokens=32)
+        engine.submit(request, print)
+    """
+
+    id: str
+    """Its name; no two that wait or run at the same time have the same."""
+    prompt_ids: tuple[int, ...]
+    """The prompt in tokens, at least one."""
+    max_tokens: int = 16
+    """How many tokens the answer has at most; with 0 the prompt is run, for its hidden states, and nothing sampled."""
+    temperature: float = 0.0
+    """0 takes the likeliest token; else logits are divided by it, and a token is drawn."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0 is all."""
+    seed: int | None = None
+    """For the draws of this request alone: its answer is the same whatever runs beside it. None is a random one."""
+    stop: tuple[str, ...] = ()
+    """Texts at which the answer ends; they are not part of it."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-text token."""
+    logprobs: int | None = None
+    """Also give the log probability of each token and of so many of the likeliest; None gives neither."""
+    states: StatesWanted | None = None
+    """Hidden states to give back when it has finished."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "prompt_ids", tuple(_whole("prompt_ids", each) for each in self.prompt_ids))
+        put(self, "stop", _strings("stop", self.stop))
+        if not isinstance(self.id, str) or not self.id:
+            raise OptionError(f"A request's id is a string that is not empty, got {self.id!r}.")
+        if not self.prompt_ids:
+            raise OptionError("A prompt has at least one token, and this one has none; begin it with the model's BOS.")
+        if "" in self.stop:
+            raise OptionError("stop holds texts at which to end, and an empty one is everywhere; leave it out.")
+        _whole("max_tokens", self.max_tokens, 0)
+        _whole("top_k", self.top_k, 0)
+        _number("temperature", self.temperature, lambda value: value >= 0, "from 0 on")
+        _number("top_p", self.top_p, lambda value: 0 < value <= 1, "above 0 and up to 1")
+        if self.seed is not None and _whole("seed", self.seed).bit_length() > _LONGEST_SEED:
+            raise OptionError(f"seed has at most {_LONGEST_SEED} bits, got {self.seed!r}.")
+        if self.logprobs is not None and _whole("logprobs", self.logprobs, 0) > _MOST_LOGPROBS:
+            raise OptionError(f"logprobs is at most {_MOST_LOGPROBS}, got {self.logprobs}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One more token of an answer."""
+
+    id: int
+    """Its number in the vocabulary; the end-of-text token is reported too."""
+    text: str = ""
+    """What it adds to the answer; empty while a character, or what may become a stop text, is incomplete."""
+    logprob: float | None = None
+    """Natural logarithm of its probability as the model gave it, before temperature, if asked for."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with their logarithms, the likeliest first, if asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatesOfLayer:
+    """Hidden states of one layer, of one request alone; a copy that nobody else has."""
+
+    positions: list[int]
+    """The position in the sequence of each row of ``values``, rising."""
+    values: Tensor
+    """(positions, features), on the CPU, in the layer's own type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last that is heard of a request."""
+
+    reason: Literal["stop", "length", "cancelled", "error"]
+    """An end-of-text token or a stop text; ``max_tokens``; a cancel, or an engine that closed; a failure."""
+    states: dict[str, StatesOfLayer] | None = None
+    """Hidden states by layer, if they were asked for and it ended well; of a layer that gave none, no rows."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt."""
+    completion_tokens: int = 0
+    """Tokens of the answer, the end-of-text token included."""
+    error: str | None = None
+    """What failed, or who ended it."""
+    stop: str | None = None
+    """The stop text that was met."""
+
+
+Event: TypeAlias = Token | Finished
+
+
+# -- checks --------------------------------------------------------------------------------------------------
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    given = (value,) if isinstance(value, str) else value
+    if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
+        raise OptionError(f"{name} is a list of strings, got {value!r}.")
+    return tuple(given)
+
+
+def _positions(value: Any) -> Any:
+    if value in ("all", "last"):
+        return value
+    if isinstance(value, str) or not isinstance(value, list | tuple | range) or not value:
+        raise OptionError(f"positions is 'all', 'last' or a list of whole numbers, got {value!r}.")
+    return tuple(_whole("positions", each) for each in value)
+
+
+def _whole(name: str, value: Any, least: int | None = None) -> int:
+    if type(value) is not int or (least is not None and value < least):
+        raise OptionError(
+            f"{name} takes whole numbers{f' from {least} on' if least is not None else ''}, got {value!r}."
+        )
+    return value
+
+
+def _number(name: str, value: Any, fits: Any, which: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
+        raise OptionError(f"{name} is a number {which}, got {value!r}.")
+
+
+def _one_of(name: str, value: Any, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise OptionError(f"{name} is one of {', '.join(map(repr, names))}; got {value!r}.")

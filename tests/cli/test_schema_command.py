@@ -1,0 +1,363 @@
+"""Files on the command line: ``schema``, ``check`` for servers and runs, and ``run`` with trackers and schedules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here, same_weights
+
+MODEL = f"{EXPERIMENTS}:make_model"
+QUIET = ("--silent", "--no-report")
+SPEC = {"name": "count", "target_modules": ["1.*"], "hook_factory": "experiments:count_calls", "config": {}}
+
+
+def write(text, name="run.yaml") -> str:
+    Path(name).write_text(text if isinstance(text, str) else json.dumps(text))
+    return name
+
+
+# -- schema ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", [(), ("run",), ("hooks",), ("server",)])
+def test_a_schema_is_printed_by_itself(what, capsys):
+    """As JSON that a validator takes."""
+    assert run_here("schema", *what) == 0
+    jsonschema.Draft202012Validator.check_schema(json.loads(capsys.readouterr().out))
+
+
+def test_without_a_word_it_is_that_of_run_files(capsys):
+    """The one that most editors need."""
+    run_here("schema")
+    assert "experiment" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_an_unknown_file_is_wrong_use(capsys):
+    """And says which there are."""
+    assert run_here("schema", "sever") == 2
+    assert "server" in capsys.readouterr().err
+
+
+def test_it_comes_without_torch():
+    """An editor's task may ask for it often."""
+    code = (
+        "import sys\nfrom hookline.cli.main import main\nassert main(['schema', 'server']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- check -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_factory(monkeypatch):
+    """A factory that must not be called."""
+    monkeypatch.syspath_prepend(str(EXPERIMENTS.parent))
+    import experiments
+
+    monkeypatch.setattr(experiments, "count_calls", lambda config: pytest.fail("called"))
+
+
+def test_the_settings_of_a_server_are_checked_dry(no_factory, capsys):
+    """Both lists, with what they match; other keys are named and left alone; no factory is called."""
+    forward = SPEC | {"name": "grads", "on": "backward", "target_modules": ["0"]}
+    values = {"model_path": "m", "port": 3, "enable_hooks": True, "hooks": [SPEC], "forward_hooks": [forward]}
+    assert run_here("check", write(values, "server.json"), "--model", MODEL) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "1.0, 1.1" in rows["count"]
+    assert "backward" in rows["grads"]
+    assert "kept for the server, unchecked: model_path, port" in out
+    assert out.endswith("server.json: nothing is wrong with it.\n")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"hooks": [SPEC]}, "attaches none of 'hooks' unless it says enable_hooks: true"),
+        ({"enable_hooks": True, "hooks": None}, "enable_hooks=True but no 'hooks' specified in server_args"),
+        ({"forward_hooks": [SPEC | {"target_modules": ["7"]}]}, "hook 'count' would go nowhere: nothing matches '7'."),
+        ({"forward_hooks": [SPEC | {"target_modules": ["1.*", "7"]}]}, "warning: hook 'count': nothing matches '7'."),
+        ({"forward_hooks": [SPEC | {"enabled": False, "hook_factory": "nowhere:f"}]}, "(not enabled)"),
+    ],
+)
+def test_what_would_come_to_nothing_is_told(values, said, no_factory, capsys):
+    """It is no mistake, but hardly what was meant."""
+    assert run_here("check", write(values, "server.json"), "--model", MODEL) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    summary = "" if said == "(not enabled)" else ", but see the 1 warning above"
+    assert out.endswith(f"server.json: nothing is wrong with it{summary}.\n")
+
+
+def test_all_mistakes_of_a_file_are_told_at_once(no_factory, capsys):
+    """First what it says; then, of what it names, what there is not."""
+    specs = [SPEC | {"evry": 3}, SPEC | {"on": "foward"}, "x"]
+    assert run_here("check", write(specs, "hooks.json")) == 2
+    assert [line.partition(" at ")[2].partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "$[0].evry",
+        "$[1].on",
+        "$[2]",
+    ]
+    specs = [SPEC | {"hook_factory": "experiments:nope"}, SPEC | {"target_modules": []}, SPEC | {"hook_factory": "abc"}]
+    specs += [SPEC | {"hook_factory": path} for path in ("os:sep", "r1_imports_what_is_not_there:f")]
+    Path("r1_imports_what_is_not_there.py").write_text("import r1_not_there")
+    assert run_here("check", write({"forward_hooks": specs}, "hooks.json")) == 2
+    said = capsys.readouterr().err
+    assert "at $.forward_hooks[0]: Hook 0 (count): Module 'experiments' has no attribute 'nope'" in said
+    assert "at $.forward_hooks[1]: Hook 1 (count) has no target_modules." in said
+    assert "at $.forward_hooks[2]: Hook 2 (count): Invalid hook callable path 'abc'." in said
+    assert "at $.forward_hooks[3]: Hook 3 (count): Hook factory 'os:sep' is called with a config, and is a str." in said
+    assert "No module named 'r1_not_there' (from hook path 'r1_imports_what_is_not_there:f')." in said
+
+
+def test_a_factory_beside_the_file_is_found(monkeypatch, capsys):
+    """From the current folder, also where Python does not look there by itself."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    Path("k_my_factories.py").write_text("def make(config):\n    raise OSError\n")
+    assert run_here("check", write([SPEC | {"hook_factory": "k_my_factories:make"}], "hooks.json")) == 0
+
+
+RUN = f"""\
+experiment: {TINY}
+config: {{epochs: 2}}
+hooks:
+  names: [norms, "k_seen.py:Seen"]
+  schedules:
+    seen: {{mode: burst, stride: 4, burst_length: 1, warmup: 2}}
+trackers:
+  - {{tracker: relu_activations, target_modules: ["1"], options: {{per_unit: false}}}}
+  - tracker: fisher_information
+    name: first
+    target_modules: ["0"]
+    options: {{beta: 0.5}}
+  - tracker: fisher_information
+    target_modules: ["#"]
+    exclude: ["0"]
+specs:
+  - {{name: count, target_modules: ["1"], hook_factory: "experiments:count_calls", config: {{file: calls.txt}}}}
+sinks: {{csv: true, others: [{{sink: "{EXPERIMENTS}:LinesSink", options: {{ending: log}}}}]}}
+console: silent
+report: false
+"""
+
+
+SEEN = """\
+import hookline as hl
+
+class Seen(hl.TrainingHook):
+    name = "seen"
+    hook_points = {hl.HookPoint.POST_STEP}
+
+    def compute(self, ctx):
+        return {"step": self.manager.global_step}
+"""
+"""Says at which steps it was asked."""
+
+
+@pytest.fixture
+def seen():
+    Path("k_seen.py").write_text(SEEN)
+
+
+def test_a_run_file_with_trackers_is_told_what_it_means(seen, capsys):
+    """With a model, where they would be."""
+    assert run_here("check", write(RUN), "--model", f"{EXPERIMENTS}:Tiny") == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["first"].split() == ["first", "fisher_information", "0", "0"]
+    assert rows["fisher_information"].split()[-1] == "3"
+    assert rows["hooks"].split(maxsplit=1)[1].strip() == "training_metrics, norms, seen"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hooks:\n  names:\n  - norms\n  - nrms\n", "line 5, at $.hooks.names[1]: Unknown hook: 'nrms'. Did you mean"),
+        ("hooks: [norms,\n  nrms]\n", "line 3, at $.hooks[1]: Unknown hook: 'nrms'. Did you mean 'norms'?"),
+        ("hooks:\n  with_hooks: observrs\n", "line 3, at $.hooks.with_hooks: Unknown group of hooks: 'observrs'."),
+        ("hooks:\n  names: [nrms.py:X]\n", "line 3, at $.hooks.names[0]: There is no file nrms.py"),
+        (
+            "hooks:\n  names: [norms]\n  config:\n    norms: {x: 1}\n",
+            "line 5, at $.hooks.config.norms.x: Hook 'norms' takes no 'x'.",
+        ),
+        (
+            "hooks:\n  names: [norms]\n  config:\n    nrms: {x: 1}\n",
+            "line 5, at $.hooks.config.nrms: Unknown hook: 'nrms'. Did you mean 'norms'?",
+        ),
+        (
+            "hooks:\n  names: [norms]\n  schedules:\n    hessian: {stride: 3}\n",
+            "line 5, at $.hooks.schedules.hessian: this schedule would have no effect: hessian is not among the hooks",
+        ),
+        (
+            "hooks:\n  names: [norms]\n  schedules: {norms: {stride: 3}}\n",
+            "this schedule would have no effect: norms fires at POST_EPOCH, SNAPSHOT, and a schedule is about steps.",
+        ),
+        (
+            "trackers:\n- tracker: relu_activation\n",
+            "line 3, at $.trackers[0].tracker: Unknown hook: 'relu_activation'. Did you mean 'relu_activations'?",
+        ),
+        ("trackers:\n- tracker: norms\n", "at $.trackers[0].tracker: norms is no tracker of modules"),
+        (
+            "trackers:\n- {tracker: gradient_flow, target_modules: [0x]}\n",
+            "line 3, at $.trackers[0].target_modules: No module matches '0x'",
+        ),
+        (
+            "trackers:\n- {tracker: gradient_flow, options: {targets: a}}\n",
+            "at $.trackers[0].options.targets: modules are named by target_modules and exclude.",
+        ),
+        (
+            "trackers:\n- {tracker: gradient_flow, options: {beat: 1}}\n",
+            "at $.trackers[0].options.beat: Hook 'gradient_flow' takes no 'beat'. Did you mean 'beta'?",
+        ),
+        (
+            "trackers:\n- {tracker: gradient_flow, options: {beta: x}}\n",
+            "at $.trackers[0].options.beta: expected a valid number",
+        ),
+        (
+            "trackers:\n- tracker: gradient_flow\n- tracker: gradient_flow\n",
+            "line 4, at $.trackers[1]: two hooks of this run are called 'gradient_flow'; give this one a name",
+        ),
+        ("trackers: [{tracker: gradient_flow, target_modules: 'a,b'}]\n", "has no comma, got 'a,b'; write a list."),
+    ],
+)
+def test_what_is_wrong_with_hooks_of_a_file_is_told_with_its_line(text, said, capsys, tmp_path):
+    """Before anything is trained or written."""
+    assert run_here("run", write(f"experiment: {TINY}\n{text}"), *QUIET) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_wrong_names_of_a_file_are_told_at_once(capsys):
+    """And one by a flag without a place, as it has none."""
+    name = write(f"experiment: {TINY}\nhooks: [nrms, norms, hesian]\ntrackers: [{{tracker: x}}, {{tracker: norms}}]\n")
+    assert run_here("check", name) == 2
+    assert capsys.readouterr().err.count("Unknown hook") == 2
+    assert run_here("run", name, "--hooks", "nrms") == 2
+    assert capsys.readouterr().err.startswith("hookline: Unknown hook: 'nrms'.")
+
+
+# -- run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_file_brings_hooks_schedules_trackers_specs_and_sinks(seen, tmp_path):
+    """Each of them has done its part, where and when the file says."""
+    assert run_here("run", write(RUN)) == 0
+    folder = tmp_path / "runs/tiny/forward"
+    hooks = facts_of(folder)["hooks"]
+    names = ["training_metrics", "norms", "seen", "relu_activations", "first", "fisher_information"]
+    assert list(hooks) == names
+    records = records_of(folder)
+    metrics = {name for record in records for name in record["metrics"]}
+    assert {"relu_activations/active_fraction", "first/trace", "fisher_information/trace"} <= metrics
+    assert {name.split("/")[1] for name in metrics if name.startswith("fisher_info/")} == {"0", "3"}
+    assert not any(name.startswith("activations/relu/") for name in metrics)  # per_unit: false
+    assert len(Path("calls.txt").read_text()) >= 6  # 2 epochs of 3 steps, and evaluations
+    assert (folder / "forward.csv").exists()
+    assert "first/trace" in (folder / "lines.log").read_text()
+
+
+CLOSING = """\
+class Counting:
+    def __init__(self, config):
+        self.config, self.calls = config, 0
+
+    def __call__(self, module, inputs, output):
+        self.calls += 1
+
+    def close(self):
+        with open(self.config["file"], "a") as file:
+            file.write(f"{self.calls} calls")
+"""
+
+
+def test_hooks_on_modules_write_what_they_have_when_the_run_is_over():
+    """Those that have a close()."""
+    Path("k_closing.py").write_text(CLOSING)
+    file = write(
+        [SPEC | {"target_modules": "1", "hook_factory": "k_closing:Counting", "config": {"file": "x"}}], "h.json"
+    )
+    assert run_here("run", TINY, "--epochs", "1", "--hook-specs", file, *QUIET) == 0
+    calls, _, word = Path("x").read_text().partition(" ")
+    assert (int(calls) >= 3, word) == (True, "calls")
+
+
+@pytest.mark.parametrize(
+    ("factory", "code", "said"),
+    [
+        ("experiments:nope", 2, "line 1, at $[0]: Module 'experiments' has no attribute 'nope'"),
+        ("k_nowhere:f", 2, "line 1, at $[0]: No module named 'k_nowhere' (from hook path 'k_nowhere:f')."),
+        ("k_raises:f", 1, "ZeroDivisionError"),
+    ],
+)
+def test_a_factory_that_cannot_be_had_leaves_no_folder_behind(factory, code, said, capsys, tmp_path):
+    """Neither one that is not there nor one that raises."""
+    Path("k_raises.py").write_text("def f(config):\n    return 1 / 0\n")
+    file = write([SPEC | {"hook_factory": factory}], "hooks.json")
+    assert run_here("run", TINY, "--hook-specs", file, *QUIET) == code
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_schedule_says_at_which_steps(seen, tmp_path):
+    """Of the steps 0 to 5; without a schedule, all of them."""
+    schedule = "{mode: burst, stride: 4, burst_length: 1, warmup: 2}"
+    for number, given in enumerate([schedule, "{stride: 2, warmup: 1}", "{warmup: 3}", "{stride: 4, burst_length: 2}"]):
+        assert run_here("run", write(RUN.replace(schedule, given))) == 0
+        folder = tmp_path / f"runs/tiny/forward{f'_{number}' if number else ''}"
+        assert _steps_of(folder) == [[4], [2, 4], [3, 4, 5], [0, 1, 4, 5]][number]
+    assert run_here("run", write(RUN.replace(f"  schedules:\n    seen: {schedule}\n", ""))) == 0
+    assert _steps_of(tmp_path / "runs/tiny/forward_4") == [0, 1, 2, 3, 4, 5]
+
+
+def _steps_of(folder: Path) -> list[int]:
+    """The steps at which the hook was asked."""
+    found = []
+    for record in records_of(folder):
+        value = record["metrics"].get("seen/step", [])
+        found += value if isinstance(value, list) else [value]
+    return found
+
+
+def test_trackers_alone_are_hooks_enough_and_change_nothing(tmp_path, capsys):
+    """The weights are those of the run without, bit for bit; another seed gives others."""
+    text = f"experiment: {TINY}\nconfig: {{epochs: 2}}\nconsole: none\nreport: false\n"
+    assert run_here("run", write(text)) == 0
+    trackers = "".join(f"- tracker: {one}\n" for one in ("gradient_flow", "relu_gradient_flow", "fisher_information"))
+    assert run_here("run", write(f"{text}trackers:\n{trackers}")) == 0
+    assert run_here("run", write(f"{text}seed: 4\n")) == 0
+    runs = tmp_path / "runs/tiny"
+    assert next(iter(facts_of(runs / "forward_1")["hooks"])) == "training_metrics"
+    assert same_weights(runs / "forward", runs / "forward_1")
+    assert not same_weights(runs / "forward", runs / "forward_2")
+
+
+def test_a_dry_run_shows_schedules_and_where_trackers_sit(seen, capsys):
+    """As the run would have them."""
+    assert run_here("run", write(RUN), "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "1 of every 4 steps from 2" in " ".join(out.split())
+    sites = out[out.index("On the model") :]
+    rows = {line.split()[0]: line.split() for line in sites.splitlines() if line.strip()}
+    assert rows["relu_activations"][-1] == "1"
+    assert rows["first"][-1] == "0"
+    assert rows["count"] == ["count", "(spec)", "forward", "1"]
+
+
+def test_a_resumed_run_has_its_trackers_and_schedules(seen, tmp_path):
+    """Without the file; the sums go on under the same names."""
+    assert run_here("run", write(RUN)) == 0
+    assert run_here("run", TINY, "--epochs", "3", "--resume", *QUIET) == 0
+    folder = tmp_path / "runs/tiny/forward"
+    options = facts_of(folder)["options"]
+    assert [one["tracker"] for one in options["trackers"]] == ["relu_activations", *["fisher_information"] * 2]
+    assert options["schedules"]["seen"]["stride"] == 4
+    epochs = [record["epoch"] for record in records_of(folder) if "first/trace" in record["metrics"]]
+    assert max(epochs) == 2
+    assert _steps_of(folder) == [4, 8]

@@ -1,0 +1,132 @@
+"""Hooks on modules in files: what a list and the settings of a server may say, and how they say no."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hookline.config.read import read_document
+from hookline.config.run_file import read_specs
+from hookline.config.spec_files import is_server_file, server_settings
+from hookline.errors import ConfigError
+
+SPEC = {"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}
+
+
+def read(tmp_path, text, name="server.json"):
+    (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text), encoding="utf-8")
+    return read_document(tmp_path / name)
+
+
+def test_the_settings_of_a_server_are_kept_whole(tmp_path):
+    """What is not about hooks is for the server; a schema is for editors."""
+    text = {"$schema": "server.schema.json", "model_path": "m", "port": 3, "enable_hooks": True, "hooks": [SPEC]}
+    assert server_settings(read(tmp_path, text)) == {k: v for k, v in text.items() if k != "$schema"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.json", '{"hooks": [\n {}, {},\n {"name": "x",\n  "target_modules": [1]}]}', 4),
+        ("a.json", '// c\n{"hooks": [{}, {}, {"target_modules": [1]}]}', 2),
+        ("a.yaml", "hooks:\n- {}\n- {}\n- name: x\n  target_modules:\n  - 1\n", 6),
+        ("a.yaml", "hooks: [{}, {},\n {target_modules: [1]}]\n", 2),
+        ("a.toml", "[[hooks]]\n[[hooks]]\n[[hooks]]\ntarget_modules = [1]\n", 4),
+        ("a.toml", "hooks = [{}, {}, {name = 'x'\n, target_modules = [\n1]}]\n".replace("'x'\n", "'x'"), 2),
+    ],
+)
+def test_a_mistake_has_its_path_and_line_in_every_language(tmp_path, name, text, line):
+    """The third of the hooks, the first of its patterns."""
+    with pytest.raises(ConfigError) as caught:
+        server_settings(read(tmp_path, text, name))
+    said = "target_modules is a list of module names or patterns, got [1]."
+    assert str(caught.value) == f"{tmp_path / name}, line {line}, at $.hooks[2].target_modules[0]: {said}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ({"hooks": {"name": "x"}}, "at $.hooks: expected a list of hook specs, got an object; write [spec]."),
+        ({"forward_hooks": "x"}, "at $.forward_hooks: expected a list of hook specs, got text; write [spec]."),
+        ({"hooks": 3}, "at $.hooks: expected a list of hook specs, got an int; write [spec]."),
+        ({"enable_hooks": "false"}, "at $.enable_hooks: expected true or false, got 'false'."),
+        ({"enable_hooks": 1}, "at $.enable_hooks: expected true or false, got 1."),
+        ({"hooks": ["x"]}, "at $.hooks[0]: A hook spec is an object with target_modules and hook_factory, got 'x'."),
+        ({"hooks": [None]}, "at $.hooks[0]: A hook spec is an object"),
+        ({"hooks": [[SPEC]]}, "at $.hooks[0]: A hook spec is an object"),
+        ({"hooks": [{"name": 3}]}, "at $.hooks[0].name: name is a string, got 3."),
+        ({"hooks": [{"name": 0}]}, "at $.hooks[0].name: name is a string, got 0."),
+        ({"hooks": [{"config": [1]}]}, "at $.hooks[0].config: config is an object of names and values, got [1]."),
+        ({"hooks": [{"hook_factry": "m:f"}]}, "nothing is called 'hook_factry' here. Did you mean 'hook_factory'?"),
+        ({"hooks": [{"every": 2, "on": "state_dict_pre"}]}, "at $.hooks[0]: every counts forwards of the model"),
+    ],
+)
+def test_what_cannot_be_is_told(tmp_path, text, said):
+    """With the path to it."""
+    with pytest.raises(ConfigError) as caught:
+        server_settings(read(tmp_path, text))
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path / 'server.json'}, line 1, ")
+
+
+def test_everything_that_is_wrong_is_told_at_once(tmp_path):
+    """In both lists."""
+    text = {"enable_hooks": 3, "hooks": [{"nme": 1}, SPEC, {"every": -1, "sees": "x"}], "forward_hooks": {}}
+    with pytest.raises(ConfigError) as caught:
+        server_settings(read(tmp_path, text))
+    places = [line.partition(" at ")[2].partition(":")[0] for line in str(caught.value).splitlines()]
+    assert places == ["$.enable_hooks", "$.hooks[0].nme", "$.hooks[2].every", "$.hooks[2].sees", "$.forward_hooks"]
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "is empty"), ("null", "is empty"), ("[]", "a list"), ('"x"', "text")])
+def test_settings_are_an_object(tmp_path, text, said):
+    """Neither nothing nor a list."""
+    with pytest.raises(ConfigError, match=rf"server\.json (holds )?{said}"):
+        server_settings(read(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["{}", '{"hooks": null}', '{"hooks": []}', '{"enable_hooks": null, "hooks": []}'])
+def test_no_hooks_are_no_mistake(tmp_path, text):
+    """Null and an empty list are none."""
+    assert not server_settings(read(tmp_path, text)).get("hooks")
+
+
+def test_all_that_a_spec_may_say_is_taken(tmp_path):
+    """Null is left out by whoever makes the spec."""
+    whole = SPEC | {"name": None, "config": None, "on": "backward", "observe": True, "every": 3, "sees": "raw"}
+    whole |= {"exclude": "x.*", "enabled": False, "on_error": "disable", "target_modules": "x"}
+    assert read_specs(read(tmp_path, [whole])) == [whole]
+
+
+def test_which_file_it_is_can_be_told():
+    """A run file says what to run; a server has hooks on modules."""
+    for values in ({"hooks": [SPEC]}, {"hooks": []}, {"enable_hooks": True}, {"forward_hooks": None, "port": 1}):
+        assert is_server_file(values), values
+    for values in (
+        {},
+        [],
+        None,
+        {"hooks": ["norms"]},
+        {"hooks": {"names": []}},
+        {"experiment": "x", "enable_hooks": True, "hooks": [SPEC]},
+        {"sinks": {}, "hooks": [SPEC]},
+    ):
+        assert not is_server_file(values), values
+
+
+def test_forward_hooks_count_whatever_the_switch_says(tmp_path):
+    """As in the newer spelling, which has none."""
+    text = {"enable_hooks": False, "hooks": [SPEC], "forward_hooks": [SPEC | {"name": "b"}]}
+    assert [spec["name"] for spec in read_specs(read(tmp_path, text))] == ["b"]
+    text["enable_hooks"] = True
+    assert [spec["name"] for spec in read_specs(read(tmp_path, text))] == ["a", "b"]
+
+
+def test_ten_thousand_hooks_are_read_and_the_wrong_one_is_found(tmp_path):
+    """In a second or two; whichever it is."""
+    specs = [SPEC | {"name": f"hook {number}"} for number in range(10_000)]
+    document = read(tmp_path, json.dumps({"hooks": [*specs, {"nme": 1}]}, indent=1))
+    with pytest.raises(ConfigError, match=r"line 70004, at \$\.hooks\[10000\]\.nme: "):
+        server_settings(document)
+    assert len(read_specs(read(tmp_path, {"hooks": specs}))) == 10_000

@@ -1,0 +1,101 @@
+"""What the tests of factories share: a decoder of SGLang's shape, its registration loop, and structures."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Batch", "Decoder", "Layer", "Named", "Wrapped", "first_layers", "register_like_sglang"]
+
+WIDTH = 8
+
+
+@dataclass
+class Batch:
+    """As much of a ForwardBatch as layers pass on."""
+
+    input_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    req_pool_indices: Tensor
+    extend_seq_lens: Tensor | None = None
+    rids: list[str] | None = None
+
+
+class Layer(nn.Module):
+    """(positions, hidden states, batch, residual) → (hidden states, residual)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, positions: Tensor, hidden: Tensor, batch: Batch, residual: Tensor | None) -> Any:
+        residual = hidden if residual is None else residual + hidden
+        return self.mlp(residual), residual
+
+
+class Decoder(nn.Module):
+    """All tokens of all requests in one row."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden, residual = self.embed(batch.input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(batch.positions, hidden, batch, residual)
+        return hidden + residual
+
+
+def register_like_sglang(model: nn.Module, specs: list[dict[str, Any]]) -> None:
+    """Per spec: make the hook, match names by fnmatch, and register it on each module; handles are thrown away."""
+    from hookline import resolve_callable
+
+    modules = dict(model.named_modules())
+    for spec in specs:
+        hook = resolve_callable(spec["hook_factory"])(spec.get("config") or {})
+        for name, module in modules.items():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in spec["target_modules"]):
+                module.register_forward_hook(hook)
+
+
+def first_layers(model: nn.Module, hook: Any, pattern: str = "layers.*") -> None:
+    """The same loop for a hook that is there already."""
+    for name, module in model.named_modules():
+        if fnmatch.fnmatch(name, pattern):
+            module.register_forward_hook(hook)
+
+
+@dataclass
+class Named:
+    """Like a ModelOutput: the loss beside the states."""
+
+    loss: Tensor
+    states: Tensor
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+class Wrapped(nn.Module):
+    """A linear layer whose output comes in a structure."""
+
+    def __init__(self, make: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        return {
+            "tensor": y,
+            "tuple": (y, None, 3),
+            "dict": {"states": y, "count": torch.tensor(2)},
+            "dataclass": Named(torch.zeros(()), y, {"k": 1}),
+            "list": [torch.tensor(5), y],
+        }[self.make]

@@ -1,0 +1,229 @@
+"""``activation_stats``: the numbers are those of torch, by module, whatever calls it and however."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_factories import Wrapped
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.factories import BatchRows, activation_stats, serving
+
+STATS = ["mean", "std", "rms", "min", "max", "absmax", "zero_fraction", "nan", "inf"]
+
+
+def expected(tensor: Tensor) -> dict[str, float]:
+    numbers = tensor.double()
+    return {
+        "mean": numbers.mean().item(),
+        "std": numbers.std(correction=0).item(),
+        "rms": numbers.square().mean().sqrt().item(),
+        "min": numbers.min().item(),
+        "max": numbers.max().item(),
+        "absmax": numbers.abs().max().item(),
+        "zero_fraction": (numbers == 0).double().mean().item(),
+        "nan": 0.0,
+        "inf": 0.0,
+    }
+
+
+def of(metrics: dict[str, float], module: str) -> dict[str, float]:
+    return {name.removeprefix(f"{module}/"): value for name, value in metrics.items() if name.startswith(f"{module}/")}
+
+
+def test_statistics_are_those_of_torch_for_each_module_of_one_hook() -> None:
+    """One object on three modules keeps them apart, over several calls."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    hook = activation_stats({"stats": STATS})
+    seen: dict[str, list[Tensor]] = {"0": [], "1": [], "2": []}
+    with hl.attach(model, "*", hook), torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(7, 4)
+            model(x)
+            for name, module in model.named_children():
+                x = module.forward(x)
+                seen[name].append(x)
+    metrics = hook.to_metrics()
+    for name, tensors in seen.items():
+        assert of(metrics, name) == pytest.approx(expected(torch.cat(tensors)), rel=1e-5, abs=1e-7)
+    assert of(metrics, "Sequential") == pytest.approx(of(metrics, "2"))  # the model itself has no name
+
+
+@pytest.mark.parametrize("make", ["tensor", "tuple", "dict", "dataclass", "list"])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_the_main_tensor_is_found_in_any_structure_and_mode(make: str, mode: type) -> None:
+    """Tuple, dict, dataclass and list, called by plain torch with three arguments."""
+    module = Wrapped(make)
+    hook = activation_stats({"stats": STATS})
+    module.register_forward_hook(hook)
+    x = torch.randn(2, 3, 4)
+    with mode():
+        module(x)
+        want = expected(module.inner.forward(x))
+    assert of(hook.to_metrics(), "Wrapped.0") == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+def test_every_dtype_is_counted(dtype: torch.dtype) -> None:
+    """Half precision, whole numbers, truth values."""
+    tensor = torch.arange(12).sub(3).to(dtype)
+    hook = activation_stats({"stats": STATS})
+    hook(nn.Identity(), (), tensor)
+    assert of(hook.to_metrics(), "Identity.0") == pytest.approx(expected(tensor))
+
+
+def test_an_empty_tensor_and_no_tensor_say_nothing() -> None:
+    """A module that gives out nothing has no statistics, and does no harm."""
+    hook = activation_stats()
+    for output in (torch.empty(0, 4), None, {"a": 3}, "text"):
+        hook(nn.Identity(), (), output)
+    assert hook.to_metrics() == {}
+
+
+def test_autocast_is_seen_as_it_is() -> None:
+    """Under autocast the output is bfloat16, and its numbers are counted."""
+    module, hook = nn.Linear(4, 4), activation_stats({"stats": ["max"]})
+    module.register_forward_hook(hook)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        out = module(torch.randn(3, 4))
+    assert out.dtype is torch.bfloat16
+    assert hook.to_metrics() == {"Linear.0/max": out.max().item()}
+
+
+def test_modules_are_named_by_what_they_say_of_themselves() -> None:
+    """Without a site: prefix, then layer_id, then the class and a count; each module has its own."""
+    hook = activation_stats({"stats": ["mean"]})
+    modules = [nn.Identity() for _ in range(5)]
+    modules[1].prefix = "model.layers.1"
+    modules[2].layer_id = 7
+    modules[4].layer_id = 7  # of another stack
+    for _ in range(2):
+        for module in modules:
+            hook(module, (), torch.ones(2))
+    names = [name.removesuffix("/mean") for name in hook.to_metrics()]
+    assert names == ["Identity.0", "model.layers.1", "Identity.7", "Identity.1", "Identity.7.0"]
+
+
+def test_a_module_that_is_gone_does_not_lend_its_numbers_to_the_next() -> None:
+    """A new module at the address of an old one is another module."""
+    hook = activation_stats({"stats": ["mean"]})
+    for value in range(20):
+        hook(nn.Identity(), (), torch.full((2,), float(value)))
+    assert sorted(hook.to_metrics().values()) == [float(value) for value in range(20)]
+
+
+def test_padding_is_not_counted() -> None:
+    """Of a batch that is padded on the left, only real tokens count; NaN in the padding is nothing."""
+    rows = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
+    x = torch.randn(2, 3, 4)
+    real = torch.cat([x[0], x[1, 2:]])
+    x[1, :2] = torch.nan
+    for output in (x, x.flatten(0, 1)):
+        hook = activation_stats({"stats": STATS})
+        with serving(rows):
+            hook(nn.Identity(), (), output)
+        assert of(hook.to_metrics(), "Identity.0") == pytest.approx(expected(real), rel=1e-5)
+    hook = activation_stats({"stats": STATS})
+    hook(nn.Identity(), (), x)
+    assert hook.to_metrics()["Identity.0/nan"] == 8  # the control: nobody said what is padding
+
+
+def test_every_looks_at_each_nth_call() -> None:
+    """With every=3, calls 0, 3 and 6 of seven."""
+    hook = activation_stats({"stats": ["mean"], "every": 3})
+    module = nn.Identity()
+    for value in (1.0, 9.0, 9.0, 2.0, 9.0, 9.0, 3.0):
+        hook(module, (), torch.full((4,), value))
+    assert hook.to_metrics() == {"Identity.0/mean": 2.0}
+
+
+def test_the_sum_of_a_pair_is_looked_at_if_asked_for() -> None:
+    """(hidden, residual) counts as their sum with add_residual, and as hidden without."""
+    pair = (torch.full((2, 4), 1.0), torch.full((2, 4), 2.0))
+    for asked, mean in ((True, 3.0), (False, 1.0)):
+        hook = activation_stats({"stats": ["mean"], "add_residual": asked})
+        hook(nn.Identity(), (), pair)
+        assert hook.to_metrics() == {"Identity.0/mean": mean}
+
+
+def test_two_threads_lose_nothing() -> None:
+    """Two threads call one hook on one module; every firing is in the sums."""
+    hook, module = activation_stats({"stats": ["mean", "max", "norm"]}), nn.Identity()
+    tensor = torch.ones(3)
+
+    def run() -> None:
+        for _ in range(500):
+            hook(module, (), tensor)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cells = hook.read()["Identity.0"]
+    assert (cells["fires"], cells["count"], cells["sum"]) == (1000, 3000, 3000)
+    assert hook.to_metrics()["Identity.0/norm"] == pytest.approx(3**0.5)
+
+
+def test_lines_are_written_when_they_are_due_and_at_the_end(tmp_path: Path) -> None:
+    """With log_every of two forwards, five forwards leave lines after the second, the fourth and the last."""
+    file = tmp_path / "stats.jsonl"
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    hook = activation_stats({"stats": ["max", "nan"], "log_every": "2 forwards", "file": str(file)})
+    with hl.attach(model, "#", hook):
+        for value in range(5):
+            model(torch.tensor([float(value), torch.inf if value == 4 else 0.0]))
+    hook.close()
+    hook.close()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["forwards"], line["0/max"], line["1/max"]) for line in lines[:2]] == [(2, 1.0, 1.0), (4, 3.0, 3.0)]
+    assert lines[2]["forwards"] == 5
+    assert lines[2]["0/max"] is None
+    assert lines[2]["nonfinite"]["0/max"] == "inf"
+    assert len(lines) == 3
+
+
+def test_lines_go_to_the_log_without_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    """A table at INFO; by seconds it is the next forward after they have passed."""
+    hook = activation_stats({"stats": ["max"], "log_every": "0.000001s"})
+    module = nn.Identity()
+    with caplog.at_level("INFO", "hookline.factories"):
+        hook(module, (), torch.ones(2))
+        assert not caplog.messages
+        hook(module, (), torch.ones(2))
+    assert caplog.messages[0].startswith("1 forwards\n")
+    assert "Identity.0" in caplog.messages[0]
+
+
+def test_many_small_outputs_count_as_many() -> None:
+    """Those of one token are reduced many at a time: of 100 calls every number is the same as one by one."""
+    torch.manual_seed(0)
+    stats = ["mean", "std", "norm", "min", "max", "zero_fraction", "over:1", "nonfinite", "nan", "inf"]
+    together, alone, module = activation_stats({"stats": stats}), activation_stats({"stats": stats}), nn.Identity()
+    for call in range(100):
+        tensor = torch.randn(2, 4, dtype=torch.bfloat16 if call % 7 == 0 else torch.float32).relu()
+        if call in (40, 41):
+            tensor[0, 0] = torch.nan if call == 40 else torch.inf
+        kept = tensor.clone()
+        together(module, (), tensor)
+        tensor.fill_(99.0)  # what comes later changes nothing
+        alone(module, (), kept)
+        alone.to_metrics()  # has what is kept reduced
+    assert together.to_metrics() == pytest.approx(alone.to_metrics(), rel=1e-6, nan_ok=True)
+    assert together.to_metrics()["Identity.0/nonfinite"] == 2
+    assert together.to_metrics()["Identity.0/inf"] == 1
+
+
+def test_reset_forgets() -> None:
+    """After reset() only later calls count."""
+    hook, module = activation_stats({"stats": ["mean"]}), nn.Identity()
+    hook(module, (), torch.ones(2))
+    hook.reset()
+    hook(module, (), torch.full((2,), 5.0))
+    assert hook.to_metrics() == {"Identity.0/mean": 5.0}

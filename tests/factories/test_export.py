@@ -1,0 +1,390 @@
+"""``export``: what comes back is what was given out, by request; the forward never waits, and nothing is half there."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.factories import BatchRows, export, read_export, serving
+from hookline.factories.shards import Shards
+
+TWO = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
+"""Two prompts in one batch, the second padded by two."""
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait for something that another thread or process does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.005)
+
+
+class Stuck:
+    """A disk that takes nothing until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.waits = threading.Event()
+        real = Shards.add
+
+        def add(shards: Shards, *args: Any) -> None:
+            self.waits.set()
+            assert self.go.wait(60)
+            real(shards, *args)
+
+        monkeypatch.setattr(Shards, "add", add)
+
+
+def test_what_is_read_is_what_was_given_out(tmp_path: Path) -> None:
+    """Every module and call of a model, bit for bit, in the order they were made."""
+    torch.manual_seed(0)
+    model, hook = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), export({"folder": str(tmp_path)})
+    want: list[tuple[str, int, Tensor]] = []
+    with hl.attach(model, "#", hook), torch.no_grad():
+        for call in range(3):
+            x = torch.randn(2, 4)
+            model(x)
+            x = model[0].forward(x)
+            want += [("0", call, x), ("1", call, x.relu())]
+    hook.close()
+    records = list(read_export(tmp_path))
+    assert [(each.module, each.call) for each in records] == [(name, call) for name, call, _ in want]
+    assert all(torch.equal(each.tensor, tensor) for each, (_, _, tensor) in zip(records, want, strict=True))
+    assert {(each.request, each.tokens, each.phase) for each in records} == {(None, (), None)}
+
+
+def test_rows_of_a_padded_batch_are_separated_by_request(tmp_path: Path) -> None:
+    """Each request gets its own tokens and none of the padding, whatever shape the module gives them in."""
+    x = torch.arange(24.0).view(2, 3, 4)
+    x[1, :2] = torch.nan
+    shapes = {"batch": x, "flat": x.flatten(0, 1), "columns": x[:, :, 0]}
+    for name, output in shapes.items():
+        hook = export({"folder": str(tmp_path / name)})
+        with serving(TWO):
+            hook(nn.Identity(), (), (output, None))
+        hook.close()
+        first, second = read_export(tmp_path / name)
+        assert (first.request, first.tokens, first.positions, first.phase) == ("a", (1, 2, 3), (0, 1, 2), "prefill")
+        assert (second.request, second.tokens, second.positions) == ("b", (9,), (0,))
+        assert torch.equal(first.tensor.view(3, -1), output.reshape(2, 3, -1)[0])
+        assert torch.equal(second.tensor.view(1, -1), output.reshape(2, 3, -1)[1, 2:])
+
+
+@pytest.mark.parametrize("width", [3, 1])
+def test_last_takes_the_last_token_of_each_request(tmp_path: Path, width: int) -> None:
+    """positions="last"; also of a head that gives out the last column alone."""
+    x = torch.arange(24.0).view(2, 3, 4)[:, -width:]
+    hook = export({"folder": str(tmp_path), "positions": "last" if width == 3 else "all"})
+    with serving(TWO):
+        hook(nn.Identity(), (), x)
+    hook.close()
+    found = [(each.request, each.tokens, each.positions, each.tensor.tolist()) for each in read_export(tmp_path)]
+    assert found == [("a", (3,), (2,), x[0, -1:].tolist()), ("b", (9,), (0,), x[1, -1:].tolist())]
+
+
+def test_what_is_not_by_token_is_separated_by_row(tmp_path: Path) -> None:
+    """A pooled vector and attention weights, with as many heads as there are tokens: each request gets its row."""
+    hook = export({"folder": str(tmp_path)})
+    outputs = (torch.arange(10.0).view(2, 5), torch.arange(54.0).view(2, 3, 3, 3))
+    with serving(TWO):
+        for output in outputs:
+            hook(nn.Identity(), (), output)
+    hook.close()
+    records = list(read_export(tmp_path))
+    assert [(each.request, each.tokens) for each in records] == [("a", ()), ("b", ())] * 2
+    want = [row for output in outputs for row in output]
+    assert all(torch.equal(each.tensor, row) for each, row in zip(records, want, strict=True))
+
+
+def test_what_has_no_rows_is_written_whole(tmp_path: Path) -> None:
+    """A tensor that has nothing to do with the batch's shape belongs to no request."""
+    hook = export({"folder": str(tmp_path)})
+    with serving(TWO):
+        hook(nn.Identity(), (), torch.ones(5, 7))
+    hook.close()
+    (record,) = read_export(tmp_path)
+    assert (record.request, record.phase, record.tensor.shape) == (None, "prefill", (5, 7))
+
+
+def test_what_changes_in_place_later_is_written_as_it_was(tmp_path: Path) -> None:
+    """The copy is made in the call."""
+    hook, x = export({"folder": str(tmp_path)}), torch.ones(3, 4)
+    hook(nn.Identity(), (), x)
+    x.zero_()
+    hook.close()
+    assert next(read_export(tmp_path)).tensor.eq(1).all()
+
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
+
+
+def test_dtypes_of_all_widths_share_a_shard(tmp_path: Path) -> None:
+    """Odd sizes between them do not spoil what comes after; empty tensors and single numbers too."""
+    hook = export({"folder": str(tmp_path)})
+    tensors = [torch.arange(count).to(dtype) for dtype in DTYPES for count in (3, 1, 0)]
+    tensors += [torch.tensor(2.5), torch.ones(2, 3).t(), torch.ones(4).to(torch.bfloat16)[1:2]]
+    for tensor in reversed(tensors):
+        hook(nn.Identity(), (), tensor)
+    hook.close()
+    records = list(read_export(tmp_path))
+    assert hook.to_metrics()["shards"] == 1
+    for record, tensor in zip(records, reversed(tensors), strict=True):
+        assert record.tensor.dtype is tensor.dtype
+        assert torch.equal(record.tensor, tensor)
+    data = next(tmp_path.glob("*.safetensors")).read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    for line in (json.loads(line) for line in (tmp_path / "index-000.jsonl").read_text().splitlines()):
+        entry = header[line["key"]]
+        width = {"F64": 8, "I64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(entry["dtype"], 1)
+        assert entry["data_offsets"][0] % width == 0  # so that a reader in any language may map it
+
+
+def test_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
+    """No tensor, numbers of a kind that the format has not, a tensor without numbers."""
+    hook = export({"folder": str(tmp_path)})
+    for output in (None, torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")):
+        hook(nn.Identity(), (), output)
+    hook.close()
+    assert hook.to_metrics()["unread"] == 3
+    assert list(tmp_path.iterdir()) == []  # and no file was made for nothing
+
+
+def test_shards_end_at_their_size(tmp_path: Path) -> None:
+    """Of 1000 bytes, each file has as many tensors as first exceed it; safetensors reads each by itself."""
+    hook = export({"folder": str(tmp_path), "shard_bytes": 1000})
+    for _ in range(10):
+        hook(nn.Identity(), (), torch.ones(100))
+    hook.close()
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) == 4
+    counts = []
+    for shard in shards:
+        with safe_open(str(shard), "pt") as tensors:
+            counts.append(len(list(tensors.keys())))
+    assert counts == [3, 3, 3, 1]
+    assert hook.to_metrics()["written_bytes"] == 4000
+    assert len(list(read_export(tmp_path))) == 10
+
+
+def test_more_tensors_than_a_header_holds_begin_another_shard(tmp_path: Path) -> None:
+    """The room for the header is not exceeded, by however small tensors with however long names."""
+    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
+    module.prefix = "model." + "layers." * 40
+    for _ in range(1500):
+        hook(module, (), torch.ones(1))
+    hook.close()
+    assert hook.to_metrics()["shards"] >= 2
+    assert [each.call for each in read_export(tmp_path)] == list(range(1500))
+
+
+def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a disk that is stuck, a thousand forwards go through, three tensors wait, and the rest is counted."""
+    stuck = Stuck(monkeypatch)
+    hook, module = export({"folder": str(tmp_path), "queue_bytes": 1200}), nn.Identity()
+    module.register_forward_hook(hook)
+    for call in range(1000):
+        module(torch.full((100,), float(call)))  # would never return if it waited: nobody lets the disk go
+    assert stuck.waits.wait(20)
+    metrics = hook.to_metrics()
+    assert (metrics["queued_bytes"], metrics["dropped"], metrics["written_tensors"]) == (1200, 997, 0)
+    assert metrics["dropped_bytes"] == 997 * 400
+    stuck.go.set()
+    hook.close()
+    metrics = hook.to_metrics()
+    assert (metrics["queued_bytes"], metrics["dropped"], metrics["written_tensors"]) == (0, 997, 3)
+    assert [each.call for each in read_export(tmp_path)] == [0, 1, 2]
+
+
+def test_the_budget_ends_the_export_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was taken before is written; what comes later is dropped and counted."""
+    hook, module = export({"folder": str(tmp_path), "max_bytes": 1000}), nn.Identity()
+    for _ in range(5):
+        hook(module, (), torch.ones(100))
+    hook.close()
+    assert hook.to_metrics()["dropped"] == 3
+    assert hook.to_metrics()["stopped"] == 1
+    assert caplog.messages == ["Export stops: more than max_bytes (1000) is asked for; 800 bytes were taken"]
+    assert len(list(read_export(tmp_path))) == 2
+
+
+def test_a_disk_that_fails_ends_the_export_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error is logged once; complete shards stay readable, and no half one is left."""
+    hook, module = export({"folder": str(tmp_path), "shard_bytes": 400}), nn.Identity()
+    hook(module, (), torch.ones(100))
+    until(lambda: hook.to_metrics()["shards"] == 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hookline.factories.shards._write", full)
+    for _ in range(3):
+        hook(module, (), torch.ones(100))
+    hook.close()
+    metrics = hook.to_metrics()
+    assert (metrics["errors"], metrics["written_tensors"], metrics["dropped"], metrics["stopped"]) == (1, 1, 3, 1)
+    assert metrics["queued_bytes"] == 0
+    assert len(caplog.messages) == 1
+    assert "No space left on device" in caplog.messages[0]
+    assert [each.call for each in read_export(tmp_path)] == [0]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_folder_that_cannot_be_made_ends_the_export_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one below a file."""
+    (tmp_path / "file").write_text("")
+    hook = export({"folder": str(tmp_path / "file" / "states")})
+    hook(nn.Identity(), (), torch.ones(3))
+    hook.close()
+    assert hook.to_metrics()["errors"] == 1
+    assert "NotADirectoryError" in caplog.text
+
+
+def test_a_shard_is_completed_after_a_while(tmp_path: Path) -> None:
+    """Without close(): what came is readable after flush_seconds."""
+    hook = export({"folder": str(tmp_path), "flush_seconds": 0.0})
+    hook(nn.Identity(), (), torch.ones(3))
+    until(lambda: len(list(read_export(tmp_path))) == 1 if tmp_path.exists() else False)
+    hook(nn.Identity(), (), torch.ones(4))
+    until(lambda: len(list(read_export(tmp_path))) == 2)
+    hook.close()
+
+
+def test_two_hooks_share_a_folder(tmp_path: Path) -> None:
+    """Each has files of its own, and read_export gives all of them."""
+    hooks = [export({"folder": str(tmp_path)}) for _ in range(2)]
+    for value, hook in enumerate(hooks):
+        hook(nn.Identity(), (), torch.full((2,), float(value)))
+    for hook in hooks:
+        hook.close()
+    assert sorted(each.tensor[0].item() for each in read_export(tmp_path)) == [0.0, 1.0]
+    assert len(list(tmp_path.glob("index-*.jsonl"))) == 2
+
+
+def test_two_threads_export_side_by_side(tmp_path: Path) -> None:
+    """Each forward's rows are its own: a thread never gets another's requests."""
+    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
+
+    def run(number: int) -> None:
+        for position in range(100):
+            rows = BatchRows((f"r{number}",), (0,), (position,), ((number,),), "decode")
+            with serving(rows):
+                hook(module, (), torch.full((1, 1, 4), float(number)))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hook.close()
+    records = list(read_export(tmp_path))
+    assert len({each.call for each in records}) == len(records) == 200
+    for each in records:
+        assert each.request == f"r{each.tokens[0]}"
+        assert each.tensor.eq(each.tokens[0]).all()
+
+
+def test_a_hook_that_nobody_has_is_closed(tmp_path: Path) -> None:
+    """What it took is written when it is collected."""
+    hook = export({"folder": str(tmp_path)})
+    hook(nn.Identity(), (), torch.ones(3))
+    del hook
+    gc.collect()
+    assert len(list(read_export(tmp_path))) == 1
+
+
+def test_closed_hooks_take_no_more(tmp_path: Path) -> None:
+    """They may still be called, and count what they do not write."""
+    hook = export({"folder": str(tmp_path)})
+    hook.close()
+    hook(nn.Identity(), (), torch.ones(3))
+    assert hook.to_metrics()["dropped"] == 1
+
+
+def test_a_half_written_line_is_not_read(tmp_path: Path) -> None:
+    """As a kill in the middle of a write leaves it."""
+    hook = export({"folder": str(tmp_path)})
+    hook(nn.Identity(), (), torch.ones(3))
+    hook.close()
+    with (tmp_path / "index-000.jsonl").open("a") as index:
+        index.write('{"module": "x", "ca')
+    assert len(list(read_export(tmp_path))) == 1
+
+
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    """A line that names a file elsewhere is refused."""
+    line = {"module": "x", "call": 0, "request": None, "tokens": [], "positions": [], "phase": None, "key": "k"}
+    (tmp_path / "index-000.jsonl").write_text(json.dumps({**line, "shard": "../other.safetensors"}) + "\n")
+    with pytest.raises(hl.OptionError, match="no file of its folder"):
+        list(read_export(tmp_path))
+    with pytest.raises(hl.OptionError, match="no such folder"):
+        list(read_export(tmp_path / "none"))
+
+
+# -- processes that end --------------------------------------------------------------------------------------
+
+RUN = """
+import sys, torch
+from hookline.factories import export
+hook = export({"folder": sys.argv[1], "shard_bytes": 200_000, "flush_seconds": 1000})
+module = torch.nn.Identity()
+module.register_forward_hook(hook)
+for call in range(int(sys.argv[2])):
+    module(torch.full((5000,), float(call)))
+    if call == 100:
+        print("running", flush=True)
+"""
+
+
+def run(folder: Path, calls: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, str(folder), str(calls)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_process_that_ends_has_written_everything(tmp_path: Path) -> None:
+    """Nobody closes the hook; the interpreter does, on its way out."""
+    with run(tmp_path, 50) as process:
+        assert process.wait(60) == 0
+    assert [each.call for each in read_export(tmp_path)] == list(range(50))
+
+
+def test_a_killed_process_leaves_whole_shards_and_a_true_index(tmp_path: Path) -> None:
+    """kill -9 in the middle: every file under its own name is whole, every line leads to its tensor."""
+    with run(tmp_path, 10_000_000) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        until(lambda: len(list(tmp_path.glob("*.safetensors"))) > 20)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+    records = list(read_export(tmp_path))
+    assert len(records) > 100
+    for record in records:
+        assert record.tensor.shape == (5000,)
+        assert record.tensor.eq(record.call).all()
+    indexed = {json.loads(line)["shard"] for line in (tmp_path / "index-000.jsonl").read_text().splitlines()}
+    whole = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert indexed <= whole
+    assert len(whole - indexed) <= 1  # renamed, and killed before its lines were written
+    for name in whole:
+        with safe_open(str(tmp_path / name), "pt") as tensors:
+            assert all(tensors.get_tensor(key).numel() for key in tensors.keys())  # noqa: SIM118

@@ -1,0 +1,180 @@
+"""``export`` where something goes wrong: folders that go, headers that overflow, disks that are stuck or full."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.factories import BatchRows, export, read_export, serving, shards
+from hookline.factories.shards import Shards
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_process_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files go to where the path pointed when the hook was made."""
+    monkeypatch.chdir(tmp_path)
+    hook = export({"folder": "states", "shard_bytes": 1})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for _ in range(2):
+        hook(nn.Identity(), (), torch.ones(3))
+    hook.close()
+    assert len(list(read_export(tmp_path / "states"))) == 2
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_header_never_grows_into_the_tensors(tmp_path: Path) -> None:
+    """Shapes of forty dimensions take more room than those of two: what is written is what was given out."""
+    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
+    for call in range(2500):
+        hook(module, (), torch.full([1] * 40, float(call)))
+    hook.close()
+    assert [each.tensor.item() for each in read_export(tmp_path)] == list(range(2500))
+    assert hook.to_metrics()["shards"] > 1
+
+
+def test_names_of_any_letters_come_back(tmp_path: Path) -> None:
+    """Slashes, umlauts, quotes, another script; nothing of them is a path."""
+    hook, names = export({"folder": str(tmp_path)}), ["a/../b", "schicht.größe", 'say "x"', "层.0", "#", "…" * 300]
+    for name in names:
+        module = nn.Identity()
+        module.prefix = name
+        hook(module, (), torch.ones(2))
+    hook.close()
+    assert [each.module for each in read_export(tmp_path)] == names
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".jsonl"}
+
+
+def test_a_folder_that_is_removed_ends_the_export_and_counts_what_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lay in the open shard was not written after all."""
+    hook, module = export({"folder": str(tmp_path / "states"), "shard_bytes": 1000}), nn.Identity()
+    stuck = threading.Event()
+    queue, real = hook._queue, Shards.add
+
+    def add(self: Shards, *args: Any) -> None:
+        assert stuck.wait(30)
+        real(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shards, "add", add)
+        for _ in range(5):  # three to a shard
+            hook(module, (), torch.ones(100))
+        while queue._shards is None:
+            threading.Event().wait(0.005)
+        shutil.rmtree(tmp_path / "states")
+        stuck.set()
+        hook.close()
+    metrics = hook.to_metrics()
+    assert (metrics["written_tensors"], metrics["written_bytes"], metrics["shards"]) == (0, 0, 0)
+    assert (metrics["dropped"], metrics["dropped_bytes"], metrics["errors"]) == (5, 2000, 1)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("full_after", [0, 1, 2])
+@pytest.mark.parametrize("nap", [0.0, 0.2])
+def test_a_disk_that_is_full_in_the_middle_of_a_shard_loses_that_shard_and_says_how_much(
+    nap: float, full_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests for each output, two outputs for each shard: written and dropped are together what came.
+
+    Of a shard the tensors, the header and the lines of the index are written; each of the three may be too much.
+    """
+    monkeypatch.setattr("hookline.factories.export_queue._NAP", nap)
+    rows = BatchRows(("a", "b"), (0, 0), (0, 0), ((1,), (2,)), "decode")
+    hook, module, written = export({"folder": str(tmp_path), "shard_bytes": 1600}), nn.Identity(), []
+    real = shards._write
+
+    def write(file: int, memory: memoryview) -> None:
+        written.append(len(memory))
+        if len(written) > 3 + full_after:
+            raise OSError(28, "No space left on device")
+        real(file, memory)
+
+    monkeypatch.setattr(shards, "_write", write)
+    for _ in range(5):
+        with serving(rows):
+            hook(module, (), torch.ones(2, 1, 100))
+    hook.close()
+    metrics = hook.to_metrics()
+    assert (metrics["written_tensors"], metrics["written_bytes"]) == (4, 1600)
+    assert (metrics["dropped"], metrics["dropped_bytes"]) == (3, 2400)
+    assert metrics["queued_bytes"] == 0
+    assert len(list(read_export(tmp_path))) == 4
+
+
+def test_closing_over_a_stuck_disk_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for so long and no longer, and what was not written is no secret."""
+    go, real = threading.Event(), Shards.add
+
+    def add(self: Shards, *args: Any) -> None:
+        assert go.wait(60)
+        real(self, *args)
+
+    monkeypatch.setattr(Shards, "add", add)
+    hook = export({"folder": str(tmp_path)})
+    hook(nn.Identity(), (), torch.ones(100))
+    hook._queue.close(timeout=0.05)
+    assert caplog.messages == ["Export is not through after 0.05 s; 400 bytes still wait to be written"]
+    go.set()
+    hook.close()
+    assert len(list(read_export(tmp_path))) == 1
+
+
+def test_a_shard_that_was_cut_short_or_taken_away_is_named(tmp_path: Path) -> None:
+    """The error says which file; what comes before it is read."""
+    hook, module = export({"folder": str(tmp_path), "shard_bytes": 1}), nn.Identity()
+    for _ in range(2):
+        hook(module, (), torch.ones(100))
+    hook.close()
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-8])
+    for _ in range(2):
+        records = read_export(tmp_path)
+        next(records)
+        with pytest.raises(hl.OptionError, match=rf"{last.name} cannot be read, though it was complete once"):
+            next(records)
+        last.unlink(missing_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")  # which is what is tried here
+def test_a_forked_process_exports_nothing_and_leaves_the_files_alone(tmp_path: Path) -> None:
+    """Its copy of the hook has no thread, and a lock that nobody gives back; the parent's export goes on."""
+    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
+    hook(module, (), torch.ones(3))
+    with hook._queue._lock:
+        child = os.fork()
+    if not child:
+        status = 1
+        try:
+            hook(module, (), torch.ones(3))
+            hook.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    hook(module, (), torch.ones(3))
+    hook.close()
+    assert [each.call for each in read_export(tmp_path)] == [0, 1]
+
+
+def test_a_tensor_that_is_read_negated_is_written_as_it_reads(tmp_path: Path) -> None:
+    """As the imaginary part of a conjugate is: its memory has the other sign."""
+    hook = export({"folder": str(tmp_path)})
+    output = torch.full((2,), 3j).conj().imag
+    assert output.is_neg()
+    hook(nn.Identity(), (), output)
+    hook.close()
+    assert [each.tensor.tolist() for each in read_export(tmp_path)] == [[-3.0, -3.0]]

@@ -1,0 +1,266 @@
+"""The factories on a GPU: no forward waits for the device, and what they tell is true; else skipped."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_factories import Batch, Decoder
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.factories import (
+    BatchRows,
+    activation_stats,
+    export,
+    log_shapes,
+    nan_alarm,
+    read_export,
+    record_mean,
+    serving,
+    steer,
+)
+from hookline.observe.stats.kernel import Kernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # of torch, once, that it does not see all
+]
+
+MODES = (torch.inference_mode, torch.no_grad)
+TWO = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """An error for whoever waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def model_of(width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)) for _ in range(4)]
+    return nn.Sequential(*layers).to("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padded", [True, False])
+def test_no_forward_waits_under_any_hook(mode: Any, padded: bool, tmp_path: Path) -> None:
+    """All six at once on every module, over thirty forwards, after the first, in which kernels are compiled."""
+    model = model_of()
+    hooks = [activation_stats(), nan_alarm(), log_shapes(), record_mean(), export({"folder": str(tmp_path)})]
+    hooks.append(steer({"vector": [0.5] * 64}))
+    specs = [{"target_modules": ["*"], "hook_factory": lambda _, hook=hook: hook} for hook in hooks]
+    x = torch.randn(2, 3, 64, device="cuda", dtype=torch.bfloat16)
+    with hl.register_hooks(model, specs), mode(), serving(TWO if padded else None):
+        for _ in range(6):
+            model(x)
+        with no_waiting():
+            for _ in range(30):
+                model(x)
+    for hook in hooks:
+        hook.close()
+    assert hooks[4].to_metrics()["dropped"] == 0
+    assert len(list(read_export(tmp_path))) == 36 * 13 * (2 if padded else 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_statistics_and_means_are_those_of_torch(mode: Any) -> None:
+    """Also of a layer whose output is changed in place by the next."""
+    model = model_of()
+    stats, means = activation_stats({"stats": ["mean", "absmax", "zero_fraction"]}), record_mean()
+    linears, seen = ["0.0", "1.0", "2.0", "3.0"], {}
+    with hl.attach(model, linears, stats), hl.attach(model, linears, means), mode():
+        for _ in range(5):
+            x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+            model(x)
+            for index, layer in enumerate(model):
+                before = layer[0].forward(x)
+                seen.setdefault(f"{index}.0", []).append(before.double())
+                x = before.relu()
+    found, vectors = stats.to_metrics(), means.means()
+    for name, tensors in seen.items():
+        want = torch.cat(tensors)
+        assert found[f"{name}/mean"] == pytest.approx(want.mean().item(), abs=1e-4)
+        assert found[f"{name}/absmax"] == pytest.approx(want.abs().max().item())
+        assert found[f"{name}/zero_fraction"] == pytest.approx((want == 0).double().mean().item())
+        assert torch.allclose(vectors[name].double(), want.mean(0).cpu(), atol=1e-4)
+
+
+@pytest.mark.parametrize("factory", [activation_stats, nan_alarm])
+def test_inference_mode_launches_for_many_layers_and_forwards_at_once(
+    factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first forward, one call of the kernel for four layers of four forwards; every firing is counted."""
+    model, hook, taken = model_of(), factory({}), []
+    real = Kernel.take
+    monkeypatch.setattr(Kernel, "take", lambda kernel, items: (taken.append(len(items)), real(kernel, items))[1])
+    monkeypatch.setattr("hookline.factories.alarm._PAUSE", 1e9)
+    hook._next = 1e18  # the alarm does not look in between
+    x = torch.randn(2, 64, device="cuda", dtype=torch.bfloat16)
+    x[0, 0] = torch.nan
+    with hl.attach(model, "#", hook), torch.inference_mode():
+        for _ in range(13):
+            model(x)
+    assert taken[:4] == [1, 1, 1, 1]
+    assert max(taken) == 16
+    assert len(taken) <= 4 + 4
+    assert hook.to_metrics()["0/nonfinite"] == 13
+
+
+def test_the_alarm_comes_a_forward_later_without_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    """A NaN in one forward is logged in one of the next, once."""
+    model, hook = model_of(), nan_alarm()
+    x = torch.randn(2, 64, device="cuda", dtype=torch.bfloat16)
+    bad = x.clone()
+    bad[0, 0] = torch.nan
+
+    def go_on() -> bool:
+        with no_waiting():
+            model(x)
+        return bool(caplog.messages)
+
+    with hl.attach(model, "#", hook), torch.inference_mode():
+        model(x)
+        with no_waiting():
+            model(bad)
+        until(go_on)
+    assert [message.split()[0] for message in caplog.messages] == ["0", "1", "2", "3"]
+    assert "64 NaN" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("factory", [activation_stats, nan_alarm, record_mean])
+def test_metrics_of_many_modules_are_one_transfer(factory: Any) -> None:
+    """However many there are, who asks waits for the device once."""
+    model, hook = model_of(), factory({})
+    with hl.attach(model, "*", hook), torch.inference_mode():
+        for _ in range(6):
+            model(torch.randn(2, 64, device="cuda", dtype=torch.bfloat16))
+    hook.to_metrics()
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        hook.to_metrics()
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([each for each in waits if "called a synchronizing" in str(each.message)]) == 1
+
+
+def test_the_alarm_that_raises_raises_in_the_same_forward() -> None:
+    """Which is what the waiting is for."""
+    module = nn.Identity()
+    module.register_forward_hook(nan_alarm({"action": "raise"}))
+    module(torch.ones(4, device="cuda"))
+    with pytest.raises(hl.errors.NonFiniteError, match="1 NaN"):
+        module(torch.tensor([1.0, torch.nan], device="cuda"))
+
+
+def test_export_is_what_the_forward_gave_out_though_it_is_changed_at_once(tmp_path: Path) -> None:
+    """In-place changes right behind the call, on another stream than the default one, under load."""
+    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.inference_mode():
+        load = torch.randn(2048, 2048, device="cuda")
+        for call in range(50):
+            load = (load @ load).clamp_(-1, 1)
+            x = (
+                torch.full((256, 1024), float(call), device="cuda", dtype=torch.bfloat16)
+                + load[0, 0].to(torch.bfloat16) * 0
+            )
+            hook(module, (), x)
+            x.fill_(-1.0)
+    hook.close()
+    records = list(read_export(tmp_path))
+    assert [each.call for each in records] == list(range(50))
+    assert all(each.tensor.eq(each.call).all() for each in records)
+    assert hook.to_metrics()["bytes_per_second"] > 0
+
+
+def test_export_reads_a_batch_that_is_on_the_device(tmp_path: Path) -> None:
+    """Tokens, positions and lengths are copied with the tensor, and read by the thread."""
+    model, hook = Decoder().to("cuda"), export({"folder": str(tmp_path)})
+    model.layers[1].register_forward_hook(hook)
+
+    def on_device(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, device="cuda")
+
+    batch = Batch(
+        on_device(11, 12, 13, 21, 22), on_device(0, 1, 2, 0, 1), on_device(3, 2), on_device(4, 7), on_device(3, 2)
+    )
+    with torch.inference_mode():
+        model(batch)
+        torch.cuda.synchronize()
+        with no_waiting():
+            hook(model.layers[1], (batch,), torch.ones(5, 8, device="cuda"))
+            batch.input_ids.zero_()
+        torch.cuda.synchronize()
+    hook.close()
+    assert [(each.request, each.tokens, each.positions) for each in read_export(tmp_path)] == [
+        ("pool-4", (11, 12, 13), (0, 1, 2)),
+        ("pool-7", (21, 22), (0, 1)),
+    ] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cuda_graph_can_be_captured_under_them(mode: Any, tmp_path: Path) -> None:
+    """The graph is recorded and replays right; export and means take what runs eagerly, and nothing of the capture."""
+    hooks = [activation_stats(), nan_alarm(), record_mean(), export({"folder": str(tmp_path)})]
+    module, x = nn.Linear(8, 8, device="cuda"), torch.randn(2, 8, device="cuda")
+    for hook in hooks:
+        module.register_forward_hook(hook)
+    with mode():
+        for _ in range(3):
+            module(x)
+        torch.cuda.synchronize()
+        until(lambda: hooks[3].to_metrics()["written_tensors"] == 3)  # no thread may allocate during a capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = module(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        want = module.forward(x)
+    assert torch.allclose(out, want)
+    for hook in hooks:
+        hook.close()
+    assert hooks[2].tokens() == {"Linear.0": 6}
+    assert len(list(read_export(tmp_path))) == 3
+
+
+def test_a_hook_that_first_fires_in_a_capture_leaves_it_whole() -> None:
+    """Nothing can be made ready there: such a forward is not counted, the graph is recorded, later forwards count."""
+    hooks = [activation_stats({"stats": ["mean"]}), nan_alarm()]
+    module, x = nn.Linear(8, 8, device="cuda"), torch.randn(2, 8, device="cuda")
+    with torch.inference_mode():
+        module(x)
+        torch.cuda.synchronize()
+        for hook in hooks:
+            module.register_forward_hook(hook)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = module(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        want = module.forward(x)
+        assert torch.allclose(out, want)
+        assert hooks[0].to_metrics() == {}
+        module(x)
+    assert hooks[0].to_metrics()["Linear.0/mean"] == pytest.approx(want.mean().item(), abs=1e-5)
+    assert hooks[1].to_metrics()["Linear.0/nonfinite"] == 0

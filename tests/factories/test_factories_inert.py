@@ -1,0 +1,166 @@
+"""A run with any observing factory is the run without it, bit for bit; one that edits is not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_training import Step, differences, plain_step, train
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline import factories
+from hookline.factories import BatchRows, current_rows, serving
+from hookline.sites.signature import changes_in_place, may_return_value, what_it_reads
+
+OBSERVERS: dict[str, dict[str, Any]] = {
+    "activation_stats": {"stats": ["mean", "std", "absmax", "zero_fraction", "nan", "dead_fraction"]},
+    "export": {"queue_bytes": 1 << 24},
+    "nan_alarm": {},
+    "log_shapes": {"inputs": True},
+    "record_mean": {},
+}
+
+
+def made(name: str, folder: Path) -> Any:
+    config = dict(OBSERVERS.get(name, {"vector": [1e-6] * 3}))
+    if name == "export":
+        config["folder"] = str(folder)
+    return getattr(factories, name)(config)
+
+
+def by_hookline(hook: Any, target: str = "*") -> Step:
+    def step(model: nn.Sequential, x: Tensor, target_ids: Tensor) -> None:
+        with hl.attach(model, target, hook):
+            F.cross_entropy(model(x), target_ids).backward()
+
+    return step
+
+
+def by_torch(hook: Any) -> Step:
+    def step(model: nn.Sequential, x: Tensor, target: Tensor) -> None:
+        handles = [module.register_forward_hook(hook) for module in model.modules()]
+        plain_step(model, x, target)
+        for handle in handles:
+            handle.remove()
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Tensor]:
+    """What the run leaves behind without hooks."""
+    return train(plain_step)
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+@pytest.mark.parametrize("attached", [by_hookline, by_torch])
+def test_training_with_an_observer_ends_bit_for_bit_the_same(
+    name: str, attached: Callable[[Any], Step], plain: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Twenty steps through dropout, BatchNorm and an in-place ReLU, with AdamW; on every module."""
+    hook = made(name, tmp_path)
+    assert differences(plain, train(attached(hook))) == []
+    metrics = hook.to_metrics()
+    assert metrics, "it saw nothing, and so proves nothing"
+    hook.close()
+
+
+def test_training_with_an_edit_does_not(plain: dict[str, Tensor], tmp_path: Path) -> None:
+    """The control: a steering of a millionth is seen by the comparison."""
+    assert differences(plain, train(by_hookline(made("steer", tmp_path), "4"))) != []
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_observers_return_nothing_and_keep_no_output(name: str, tmp_path: Path) -> None:
+    """None from every call, also for what they cannot read; the output is free when its owner lets go."""
+    hook = made(name, tmp_path)
+    outputs: list[Any] = [None, 3, {}, torch.empty(0), torch.ones(2, dtype=torch.int32), (torch.ones(2, 2), None)]
+    for output in outputs:
+        assert hook(nn.Identity(), (), output) is None
+    module, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    module.register_forward_hook(hook)
+    out = module(x)
+    out.sum().backward()
+    assert torch.allclose(x.grad, module.weight.sum(0).expand(3, 4))
+    kept = weakref.ref(out)
+    del out
+    hook.close()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("name", [*OBSERVERS, "steer"])
+def test_a_model_under_plain_hooks_can_be_copied_and_pickled(name: str, tmp_path: Path) -> None:
+    """Observers stay behind: the copy tells nobody anything. An edit is part of what the copy computes."""
+    hook, model, x = made(name, tmp_path), nn.Sequential(nn.Linear(3, 3)), torch.ones(2, 3)
+    model[0].register_forward_hook(hook)
+    want = model(x)
+    before = hook.to_metrics()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), want)
+    hook.close()
+    if name != "export":  # whose thread may have been at work meanwhile
+        assert hook.to_metrics() == before
+    else:
+        assert hook.to_metrics()["written_tensors"] == 1
+
+
+def test_activation_checkpointing_is_counted_once(tmp_path: Path) -> None:
+    """What the backward pass repeats was counted the first time, by all of them; the control sees it twice."""
+    from torch.utils.checkpoint import checkpoint
+
+    hooks = {name: made(name, tmp_path) for name in OBSERVERS}
+    model, calls = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), []
+    for hook in (*hooks.values(), lambda *_: calls.append(1)):
+        model[0].register_forward_hook(hook)
+    checkpoint(model, torch.randn(2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert len(calls) == 2
+    for hook in hooks.values():
+        hook.close()
+    assert hooks["activation_stats"].read()["Linear.0"]["fires"] == 1
+    assert [cells["fires"] for cells in hooks["nan_alarm"]._streaming.engine.read().values()] == [1]
+    assert hooks["record_mean"].tokens() == {"Linear.0": 2}
+    assert hooks["export"].to_metrics()["written_tensors"] == 1
+
+
+# -- the row table of an engine ------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_innermost_forward_of_this_thread() -> None:
+    """Nested forwards see their own table, another thread sees none, and an exception takes it back."""
+    one, two = (BatchRows((name,), (0,), (0,), ((1,),), "prefill") for name in "ab")
+    elsewhere: list[BatchRows | None] = []
+    assert current_rows() is None
+    with serving(one):
+        with suppress(ZeroDivisionError), serving(two):
+            assert current_rows() is two
+            thread = threading.Thread(target=lambda: elsewhere.append(current_rows()))
+            thread.start()
+            thread.join()
+            raise ZeroDivisionError
+        assert current_rows() is one
+        with serving(None):
+            assert current_rows() is None
+    assert current_rows() is None
+    assert elsewhere == [None]
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [("activation_stats", "o"), ("nan_alarm", "o"), ("record_mean", "o"), ("log_shapes", "ao"), ("export", "ao")],
+)
+def test_compiled_code_sees_that_observers_only_look(name: str, reads: str, tmp_path: Path) -> None:
+    """By their code: they return nothing, change nothing in place, and have no more kept for them than they look at."""
+    hook = made(name, tmp_path)
+    assert not may_return_value(hook)
+    assert not changes_in_place(hook)
+    assert what_it_reads(hook, with_kwargs=False) == reads

@@ -1,0 +1,123 @@
+"""Configs of factories are checked when the hook is made, and every factory can be named by its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import hookline as hl
+from hookline import factories
+
+FACTORIES = ("activation_stats", "export", "nan_alarm", "log_shapes", "steer", "record_mean")
+NEEDED: dict[str, dict[str, Any]] = {"export": {"folder": "states"}, "steer": {"vector": [1.0]}}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("path", ["hookline.factories:{}", "hookline.factories.{}"])
+def test_every_factory_is_found_by_its_path_and_makes_a_hook(name: str, path: str) -> None:
+    """Both spellings; the hook has metrics, can be closed twice, and is called with three arguments."""
+    hook = hl.resolve_callable(path.format(name), ["hookline.factories"])(dict(NEEDED.get(name, {})))
+    assert hook.name == hook.__name__ == name
+    assert all(type(value) is float for value in hook.to_metrics().values())
+    hook.close()
+    hook.close()
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_key_that_is_no_option_is_an_error_with_a_suggestion(name: str) -> None:
+    """The message names the factory, the key, the nearest option and all there are."""
+    options = {
+        "activation_stats": ("stat", "stats"), "export": ("foldr", "folder"), "nan_alarm": ("actoin", "action"),
+        "log_shapes": ("levle", "level"), "steer": ("strenth", "strength"), "record_mean": ("fiel", "file"),
+    }  # fmt: skip
+    wrong, right = options[name]
+    with pytest.raises(hl.OptionError, match=f"{name} has no option '{wrong}'. Did you mean '{right}'") as caught:
+        getattr(factories, name)({wrong: 1})
+    assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_paths_in_options_are_listed(name: str) -> None:
+    """A server that takes specs from others confines these; a key that sounds like a path and is not listed fails."""
+    from hookline.factories import alarm, exporting, means, shapes, statistics, steering
+
+    homes = dict(zip(FACTORIES, (statistics, exporting, alarm, shapes, steering, means), strict=True))
+    options = homes[name]._OPTIONS
+    listed = factories.FILE_OPTIONS[name]
+    assert set(listed) <= set(options)
+    assert {key for key in options if key in ("file", "folder", "path", "dir")} == set(listed)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("activation_stats", {"stats": ["meen"]}, "Did you mean 'mean'"),
+        ("activation_stats", {"stats": 3}, "stats is a list of names"),
+        ("activation_stats", {"every": 0}, "every is a whole number from 1 on, got 0"),
+        ("activation_stats", {"every": True}, "every is a whole number"),
+        ("activation_stats", {"log_every": "soon"}, "log_every is a number of seconds, or '500 forwards'; got 'soon'"),
+        ("activation_stats", {"log_every": 0}, "log_every is a number of seconds"),
+        ("activation_stats", {"file": ""}, "file is a text that is not empty"),
+        ("activation_stats", {"add_residual": "yes"}, "add_residual is true or false"),
+        ("activation_stats", [1], "config is an object"),
+        ("export", {}, "export needs a folder"),
+        ("export", {"folder": "x", "positions": "first"}, "positions is one of 'all', 'last'; got 'first'"),
+        ("export", {"folder": "x", "queue_bytes": -1}, "queue_bytes is a whole number"),
+        ("export", {"folder": "x", "flush_seconds": float("inf")}, "flush_seconds is a finite number"),
+        ("nan_alarm", {"action": "stop"}, "action is one of 'log', 'raise'"),
+        ("log_shapes", {"level": "loud"}, "level is one of"),
+        ("log_shapes", {"most": 0}, "most is a whole number"),
+        ("steer", {}, "takes a vector, or a file that has one, got none"),
+        ("steer", {"vector": [1.0], "file": "a"}, "got both"),
+        ("steer", {"vector": [1.0], "key": "a"}, "there is no file"),
+        ("steer", {"vector": ["a"]}, "vector is a list of numbers"),
+        ("steer", {"vector": [[1.0]]}, "one row of finite real numbers"),
+        ("steer", {"vector": []}, "one row of finite real numbers"),
+        ("steer", {"vector": [float("nan")]}, "one row of finite real numbers"),
+        ("steer", {"vector": [1.0], "strength": "big"}, "strength is a finite number"),
+        ("steer", {"file": "no_such_file.safetensors"}, "cannot be read as a safetensors file"),
+        ("record_mean", {"file": 3}, "file is a text"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(name: str, config: Any, message: str) -> None:
+    """When the hook is made, not when it fires."""
+    with pytest.raises(hl.OptionError, match=message):
+        getattr(factories, name)(config)
+
+
+def test_null_means_the_default() -> None:
+    """As in specs: a key with null is as if it were left out."""
+    factories.activation_stats({"stats": None, "every": None, "file": None}).close()
+
+
+def test_a_file_of_steer_has_to_have_the_key(tmp_path: Path) -> None:
+    """The message lists what there is; with one tensor the key may be left out."""
+    file = tmp_path / "vectors.safetensors"
+    save_file({"a": torch.ones(3), "b": torch.ones(3)}, file)
+    with pytest.raises(hl.OptionError, match=r"there is no 'c' of .*It has 'a', 'b'"):
+        factories.steer({"file": str(file), "key": "c"})
+    with pytest.raises(hl.OptionError, match="no key says which"):
+        factories.steer({"file": str(file)})
+    save_file({"a": torch.ones(3)}, file)
+    factories.steer({"file": str(file)})
+    file.write_bytes(b"not one")
+    with pytest.raises(hl.OptionError, match="cannot be read"):
+        factories.steer({"file": str(file)})
+
+
+def test_a_folder_of_export_may_not_be_a_file(tmp_path: Path) -> None:
+    """Said when the hook is made."""
+    (tmp_path / "states").write_text("")
+    with pytest.raises(hl.OptionError, match="is a file, and folder has to be a folder"):
+        factories.export({"folder": str(tmp_path / "states")})
+
+
+def test_unknown_names_of_the_package_are_attribute_errors() -> None:
+    """So that resolve_callable says what it always says."""
+    with pytest.raises(AttributeError, match="no attribute 'stats'"):
+        hl.resolve_callable("hookline.factories:stats")
+    assert set(FACTORIES) <= set(dir(factories))

@@ -1,0 +1,76 @@
+"""Outputs that are not plain tensors of real numbers, and models of very many modules: no observer stops a run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookline import factories
+
+OBSERVERS = ("activation_stats", "nan_alarm", "log_shapes", "record_mean", "export")
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+
+
+def ones(**options: Any) -> Tensor:
+    return torch.ones(3, 4, **options)
+
+
+ODD = {
+    "float8": lambda: ones().to(torch.float8_e4m3fn),
+    "complex": lambda: ones(dtype=torch.complex64),
+    "bool": lambda: ones(dtype=torch.bool),
+    "uint16": lambda: ones(dtype=torch.uint16),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(ones(), 0.1, 0, torch.quint8),
+    "meta": lambda: ones(device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([ones(), ones()[:1]]),
+    "jagged": lambda: torch.nested.nested_tensor([ones(), ones()[:1]], layout=torch.jagged),
+    "expanded": lambda: torch.ones(1, 4).expand(3, 4),
+    "single": lambda: torch.tensor(1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_no_output_stops_a_run(name: str, kind: str, tmp_path: Path) -> None:
+    """In the call, in metrics and in close(); in inference mode and out of it."""
+    hook = getattr(factories, name)({"folder": str(tmp_path)} if name == "export" else {})
+    module, output = nn.Identity(), ODD[kind]()
+    module.register_forward_hook(hook)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            module(output)
+            module(output)
+    hook.close()
+    metrics = hook.to_metrics()
+    if name == "activation_stats":
+        assert metrics.get("Identity.0/mean") == (None if kind == "meta" else 1.0)
+    if name == "export":
+        assert metrics["written_tensors"] == (4 if kind in ("float8", "bool", "expanded", "single") else 0)
+        assert metrics["written_tensors"] + metrics["unread"] == 4
+        assert metrics["errors"] == 0
+
+
+def test_what_is_nested_is_shown_by_its_count(caplog: pytest.LogCaptureFixture) -> None:
+    """Its tensors have sizes of their own."""
+    factories.log_shapes({"level": "warning"})(nn.Identity(), (), ODD["nested"]())
+    assert caplog.messages == ["Identity.0: output (2,) float32 cpu"]
+
+
+def test_ten_thousand_modules_without_names_are_told_apart_in_reasonable_time() -> None:
+    """Of one class, one call each: 0.5 s; with a search for a free name from the first on, 15."""
+    hook, modules, output = factories.log_shapes({}), [nn.Identity() for _ in range(10_000)], torch.ones(3)
+    modules[5].prefix = "Identity.7"  # which somebody else would have got
+    begin = time.process_time()
+    for module in modules:
+        hook(module, (), output)
+    names = {key.rpartition("/")[0] for key in hook.to_metrics()}
+    assert len(names) == 10_000
+    assert time.process_time() - begin < 5.0

@@ -1,0 +1,391 @@
+"""What the HTTP side of a served model answers: completions, streams, hidden states, hooks, metrics.
+
+One server for the file, in a thread, with real sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from helpers_http import BEARER, served, until
+from helpers_serve import tiny_llama
+
+PROMPT = "A hook sits at a site"
+OTHER = "The quick brown fox jumps over the lazy dog, twice a day."
+GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+STATS = {
+    "name": "stats",
+    "target_modules": ["model.layers.#"],
+    "hook_factory": "hookline.factories:activation_stats",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    settings = {
+        "allow": ("hookline.factories", "helpers_http"),
+        "export_dir": tmp_path_factory.mktemp("exports"),
+        "max_body": 100_000,
+    }
+    with served(folder, settings=settings) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[httpx.Client]:
+    yield server.client
+    for hook in server.client.get("/hooks").json()["hooks"]:
+        server.client.delete(f"/hooks/{hook['id']}", headers=BEARER)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[Any, Any]:
+    """The same model, not served."""
+    from hookline.serve.load import load
+
+    return load(folder, device="cpu")
+
+
+def _complete(client: httpx.Client, prompt: Any = PROMPT, **options: Any) -> Any:
+    answer = client.post("/v1/completions", json={"prompt": prompt, **GREEDY, **options})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def _events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _tensor(found: dict[str, Any]) -> torch.Tensor:
+    raw = bytearray(base64.b64decode(found["data"]))
+    return torch.frombuffer(raw, dtype=getattr(torch, found["dtype"])).reshape(found["shape"])
+
+
+def _greedy(alone: tuple[Any, Any], prompt: str, length: int) -> list[int]:
+    model, tokenizer = alone
+    ids = torch.tensor([tokenizer.encode(prompt)])
+    with torch.inference_mode():
+        for _ in range(length):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0].tolist()
+
+
+# -- completions -----------------------------------------------------------------------------------------------
+
+
+def test_a_greedy_completion_is_what_the_model_says_without_a_server(client: httpx.Client, alone: Any) -> None:
+    """The text is the model's own, and the usage counts its tokens."""
+    prompt = alone[1].encode(PROMPT)
+    expected = alone[1].decode(_greedy(alone, PROMPT, 8)[len(prompt) :])
+    answer = _complete(client)
+    assert answer["choices"][0]["text"] == expected
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt), "completion_tokens": 8, "total_tokens": len(prompt) + 8
+    }  # fmt: skip
+
+
+def test_prompts_come_as_text_as_tokens_or_as_lists_of_either(client: httpx.Client, alone: Any) -> None:
+    """The four forms of a prompt mean the same; several prompts and ``n`` give several choices, in order."""
+    ids, other = alone[1].encode(PROMPT), alone[1].encode(OTHER)
+    text = _complete(client)["choices"][0]["text"]
+    assert _complete(client, ids)["choices"][0]["text"] == text
+    several = _complete(client, [PROMPT, OTHER], n=2)
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
+    assert several["usage"]["prompt_tokens"] == len(ids) + len(other)
+    texts = [choice["text"] for choice in several["choices"]]
+    assert texts == [text, text, texts[2], texts[2]]
+    assert texts[2] != text
+    assert [choice["text"] for choice in _complete(client, [ids, other])["choices"]] == [text, texts[2]]
+
+
+def test_a_stream_says_the_same_as_the_whole_answer(client: httpx.Client) -> None:
+    """The pieces of a stream are the text; the last of each choice has the reason; usage comes if asked for."""
+    whole = _complete(client, [PROMPT, OTHER], echo=True)
+    answer = client.post(
+        "/v1/completions",
+        json={"prompt": [PROMPT, OTHER], **GREEDY, "echo": True, "stream": True,
+              "stream_options": {"include_usage": True}},
+    )  # fmt: skip
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = _events(answer.text)
+    assert events[-1]["usage"] == whole["usage"]
+    for index, choice in enumerate(whole["choices"]):
+        pieces = [c for event in events for c in event["choices"] if c["index"] == index]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert choice["text"].startswith((PROMPT, OTHER)[index])
+        assert [piece["finish_reason"] for piece in pieces][-1] == "length"
+
+
+def test_logprobs_are_those_of_the_model(client: httpx.Client, alone: Any) -> None:
+    """A chosen token has the log-probability that the model gives it, and greedy takes the likeliest."""
+    found = _complete(client, logprobs=2)["choices"][0]["logprobs"]
+    model, tokenizer = alone
+    ids = _greedy(alone, PROMPT, 8)
+    start = len(tokenizer.encode(PROMPT))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [wanted[place - 1, ids[place]].item() for place in range(start, len(ids))]
+    assert found["token_logprobs"] == pytest.approx(expected, abs=1e-3)
+    assert [max(top.values()) for top in found["top_logprobs"]] == pytest.approx(expected, abs=1e-3)
+    assert found["tokens"] == [tokenizer.decode([each]) for each in ids[start:]]
+
+
+def test_a_seed_makes_sampling_repeatable_and_n_answers_differ(client: httpx.Client) -> None:
+    """The same seed gives the same answers; without it they differ; the n answers to a prompt are not copies."""
+    options = {"temperature": 1.5, "max_tokens": 16}
+    first, again = (_complete(client, n=2, seed=5, **options)["choices"] for _ in range(2))
+    assert first == again
+    assert first[0]["text"] != first[1]["text"]
+    assert _complete(client, seed=6, **options)["choices"][0]["text"] != first[0]["text"]
+
+
+def test_an_answer_ends_before_a_stop_text(client: httpx.Client) -> None:
+    """The stop text is not part of the answer, and the reason says so."""
+    text = _complete(client)["choices"][0]["text"]
+    stop = text[3:5]
+    choice = _complete(client, stop=[stop])["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+
+
+def test_generate_answers_one_with_an_object_and_several_with_a_list(client: httpx.Client, alone: Any) -> None:
+    """``/generate`` takes text or ids, gives ids too, and in a stream tells the text so far."""
+    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    one = client.post("/generate", json={"text": PROMPT, "sampling_params": sampling, "return_logprob": True}).json()
+    ids = alone[1].encode(PROMPT)
+    assert one["output_ids"] == _greedy(alone, PROMPT, 8)[len(ids) :]
+    assert one["meta_info"]["finish_reason"] == {"type": "length"}
+    assert [pair[1] for pair in one["meta_info"]["output_token_logprobs"]] == one["output_ids"]
+    several = client.post("/generate", json={"input_ids": [ids, ids], "sampling_params": sampling}).json()
+    assert [each["text"] for each in several] == [one["text"]] * 2
+    streamed = client.post("/generate", json={"text": PROMPT, "sampling_params": sampling, "stream": True}).text
+    texts = [event["text"] for event in _events(streamed)]
+    assert texts[-1] == one["text"]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+# -- hidden states ---------------------------------------------------------------------------------------------
+
+
+def _asked(**states: Any) -> dict[str, Any]:
+    return {"hooks": {"hidden_states": {"layers": ["model.layers.#"], **states}}}
+
+
+def test_hidden_states_come_back_as_the_model_has_them(client: httpx.Client, alone: Any) -> None:
+    """base64, safetensors and the last event of a stream carry the same numbers: those of a forward elsewhere."""
+    from safetensors import safe_open
+    from safetensors.torch import load as load_tensors
+
+    ids = _greedy(alone, PROMPT, 8)
+    with torch.inference_mode():
+        layers = alone[0](torch.tensor([ids]), output_hidden_states=True).hidden_states
+    whole = _complete(client, **_asked())["choices"][0]["hooks"]["hidden_states"]
+    assert list(whole) == ["model.layers.0", "model.layers.1"]
+    found = whole["model.layers.0"]
+    assert found["positions"] == list(range(len(ids) - 1))  # the last token goes through no forward
+    torch.testing.assert_close(_tensor(found), layers[1][0, :-1], atol=1e-3, rtol=1e-3)
+
+    events = _events(client.post("/v1/completions", json={"prompt": PROMPT, **GREEDY, **_asked(), "stream": True}).text)
+    assert events[-1]["choices"][0]["hooks"]["hidden_states"] == whole
+
+    answer = client.post("/v1/completions", json={"prompt": PROMPT, **GREEDY, **_asked(**{"as": "safetensors"})})
+    assert answer.headers["content-type"] == "application/vnd.safetensors"
+    tensors = load_tensors(answer.content)
+    path = Path(alone[0].config._name_or_path).parent / "answer.safetensors"
+    path.write_bytes(answer.content)
+    with safe_open(path, "pt") as file:
+        told = json.loads(file.metadata()["answer"])["choices"][0]
+    for layer, states in told["hooks"]["hidden_states"].items():
+        assert torch.equal(tensors[states["tensor"]], _tensor(whole[layer]))
+    assert told["text"] == _complete(client)["choices"][0]["text"]
+
+
+def test_positions_phase_and_side_choose_which_states(client: httpx.Client, alone: Any) -> None:
+    """Positions count from 0 or from the end of the prompt; decode alone leaves the prompt out."""
+    length = len(alone[1].encode(PROMPT))
+
+    def of(**states: Any) -> Any:
+        choice = _complete(client, **_asked(**states))["choices"][0]
+        return choice["hooks"]["hidden_states"]["model.layers.1"]
+
+    assert of(positions=[0, -1])["positions"] == [0, length - 1]
+    assert of(phase="decode")["positions"] == list(range(length, length + 7))
+    assert of(positions="last", phase="prefill")["positions"] == [length - 1]
+    into = _complete(client, **_asked(of="input"))["choices"][0]["hooks"]["hidden_states"]
+    out = _complete(client, **_asked())["choices"][0]["hooks"]["hidden_states"]
+    assert into["model.layers.1"]["data"] == out["model.layers.0"]["data"]
+    assert into["model.layers.0"]["data"] != out["model.layers.0"]["data"]
+
+
+def test_two_clients_in_one_batch_get_their_own_states(server: Any, client: httpx.Client) -> None:
+    """Padded into one batch over HTTP, each client gets the states of its own tokens, and as many as those are."""
+    prompts = {"short": PROMPT, "long": OTHER}
+    expected = {name: _complete(client, text, **_asked(), max_tokens=24) for name, text in prompts.items()}
+    client.post("/hooks", headers=BEARER, json={
+        "target_modules": ["model.norm"], "hook_factory": "helpers_http:slow", "config": {"seconds": 0.03}
+    }).raise_for_status()  # fmt: skip
+    before = server.engine.counts()
+    found: dict[str, Any] = {}
+
+    def ask(own: httpx.Client, name: str) -> None:
+        found[name] = _complete(own, prompts[name], **_asked(), max_tokens=24)
+
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as first,
+        httpx.Client(base_url=server.url, timeout=60) as second,
+    ):
+        asking = zip((first, second), prompts, strict=True)
+        threads = [threading.Thread(target=ask, args=pair) for pair in asking]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    forwards = server.engine.counts()["decode_forwards"] - before["decode_forwards"]
+    assert forwards < 40, "the two never ran in one batch"  # apart they take 46
+    for name, answer in expected.items():
+        mine, alone = (each["choices"][0] for each in (found[name], answer))
+        assert mine["text"] == alone["text"]
+        for layer, states in alone["hooks"]["hidden_states"].items():
+            got = mine["hooks"]["hidden_states"][layer]
+            assert got["positions"] == states["positions"]
+            torch.testing.assert_close(_tensor(got), _tensor(states), atol=1e-3, rtol=1e-3)
+    assert found["short"]["choices"][0]["hooks"] != found["long"]["choices"][0]["hooks"]
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_hook_goes_on_fires_and_comes_off(client: httpx.Client) -> None:
+    """POST attaches, GET shows what it does, DELETE takes it off and tells the last; a second DELETE finds nothing."""
+    added = client.post("/hooks", headers=BEARER, json=STATS)
+    assert added.status_code == 201
+    hook = added.json()
+    assert hook["matched"] == ["model.layers.0", "model.layers.1"]
+    assert (hook["fired"], hook["origin"], hook["cost_us"]) == (0, "http", None)
+    _complete(client)
+    (listed,) = client.get("/hooks").json()["hooks"]
+    assert listed["fired"] == 2 * 8  # two layers, eight forwards
+    assert listed["cost_us"] > 0
+    removed = client.delete(f"/hooks/{hook['id']}", headers=BEARER)
+    assert (removed.status_code, removed.json()["fired"]) == (200, 16)
+    _complete(client)
+    assert client.get("/hooks").json() == {"hooks": []}
+    again = client.delete(f"/hooks/{hook['id']}", headers=BEARER)
+    assert again.status_code == 404
+    assert "there is none" in again.json()["error"]["message"]
+
+
+def test_a_hook_that_raises_is_switched_off_and_requests_go_on(client: httpx.Client) -> None:
+    """The request in which it breaks is answered like any other; the hook is off, counted, with its error."""
+    text = _complete(client)["choices"][0]["text"]
+    spec = {**STATS, "hook_factory": "helpers_http:breaks_later", "config": {"after": 5}}
+    client.post("/hooks", headers=BEARER, json=spec).raise_for_status()
+    assert _complete(client)["choices"][0]["text"] == text
+    (hook,) = client.get("/hooks").json()["hooks"]
+    assert (hook["off"], hook["errors"]) == (True, 1)
+    assert "a hook of a stranger broke" in hook["last_error"]
+    assert f'hookline_hook_errors_total{{factory="helpers_http:breaks_later",hook="{hook["id"]}"' in (
+        client.get("/metrics").text
+    )
+
+
+def test_an_export_over_http_lands_in_the_export_folder(server: Any, client: httpx.Client) -> None:
+    """A relative folder is one inside of --export-dir; when the hook comes off, all it took is on the disk."""
+    from hookline.factories import read_export
+
+    spec = {**STATS, "hook_factory": "hookline.factories:export", "config": {"folder": "mine"}}
+    hook = client.post("/hooks", headers=BEARER, json=spec).json()
+    assert hook["config"] == {"folder": "mine"}
+    assert str(server._settings.export_dir) not in client.get("/hooks").text  # which anybody here may read
+    answer = _complete(client)
+    client.delete(f"/hooks/{hook['id']}", headers=BEARER).raise_for_status()
+    records = list(read_export(server._settings.export_dir / "mine"))
+    assert {record.module for record in records} == {"model.layers.0", "model.layers.1"}
+    assert {record.request for record in records} == {f"{answer['id']}-0"}
+    tokens = answer["usage"]["prompt_tokens"] + 7
+    assert sum(len(record.positions) for record in records) == 2 * tokens
+
+
+def test_metrics_are_prometheus_text_and_count_what_happened(server: Any, client: httpx.Client) -> None:
+    """Every line parses; engine, hooks, exports and HTTP are among them, and the counts go up."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    export = {**STATS, "hook_factory": "hookline.factories:export", "config": {"folder": "metered"}}
+    client.post("/hooks", headers=BEARER, json=export).raise_for_status()
+    before = server.engine.counts()["answer_tokens"]
+    _complete(client)
+    samples = {
+        (sample.name, sample.labels.get("metric")): sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+    }
+    assert samples["hookline_engine_answer_tokens_total", None] == before + 8
+    assert samples["hookline_hook_fired_total", None] == 16
+    assert samples["hookline_hook_metric", "dropped"] == 0
+    assert {("hookline_hook_metric", "written_bytes"), ("hookline_hook_metric", "bytes_per_second")} <= set(samples)
+    assert samples["hookline_http_request_duration_seconds_count", None] > 0
+
+
+def test_whoever_asks_for_metrics_keeps_no_thread_waiting(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has a handful of threads, which hidden states need; anybody may ask for metrics."""
+    client.post("/hooks", headers=BEARER, json=STATS).raise_for_status()
+    monkeypatch.setattr(asyncio, "to_thread", lambda *_: pytest.fail("a thread was taken"))
+    assert 'hookline_hook_fired_total{factory="hookline.factories:activation_stats"' in client.get("/metrics").text
+
+
+# -- clients that go -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_takes_its_request_out_of_the_engine(
+    server: Any, client: httpx.Client, stream: bool
+) -> None:
+    """After a disconnect, in a stream or while waiting, the engine cancels the sequence and is idle again."""
+    slow = {"target_modules": ["model.norm"], "hook_factory": "helpers_http:slow", "config": {"seconds": 0.05}}
+    client.post("/hooks", headers=BEARER, json=slow).raise_for_status()
+    before = server.engine.counts()
+    body = {"prompt": PROMPT, **GREEDY, "max_tokens": 200, "stream": stream}
+    if stream:
+        with (
+            httpx.Client(base_url=server.url, timeout=60) as own,
+            own.stream("POST", "/v1/completions", json=body) as s,
+        ):
+            next(s.iter_lines())
+    else:
+        with httpx.Client(base_url=server.url, timeout=0.5) as own, pytest.raises(httpx.ReadTimeout):
+            own.post("/v1/completions", json=body)
+    gone = before["requests_cancelled"] + 1
+    until(lambda: server.engine.counts()["requests_cancelled"] == gone, "it is cancelled", 20)
+    after = server.engine.counts()
+    assert after["requests_running"] == 0
+    assert after["answer_tokens"] - before["answer_tokens"] < 150
+
+
+def test_the_page_of_the_api_needs_no_internet(client: httpx.Client) -> None:
+    """``/docs`` shows every route, and loads nothing."""
+    page = client.get("/docs").text
+    for route in ("/v1/completions", "/generate", "/v1/models", "/hooks/{id}", "/metrics", "/health"):
+        assert route in page
+    assert "<script" not in page
+    assert "src=" not in page
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/health").json() == {"status": "ready"}

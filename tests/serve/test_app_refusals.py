@@ -1,0 +1,483 @@
+"""What the HTTP side does not do: bad bodies, strangers, too much at once; and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from helpers_http import BEARER, TOKEN, served, until
+from helpers_serve import tiny_llama
+from pydantic import ValidationError
+
+from hookline.errors import OptionError
+from hookline.serve.http.access import is_loopback
+from hookline.serve.http.bodies import CompletionBody
+from hookline.serve.http.gate import Gate
+from hookline.serve.http.serving import Serving
+from hookline.serve.http.settings import Settings
+
+LIMIT = 20_000
+SPEC = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:log_shapes"}
+LAYERS = {"layers": ["model.layers.0"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("refusing") / "tiny", length=64)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    exports = tmp_path_factory.mktemp("exports")
+    (exports / "way_out").symlink_to("/")
+    settings = {"allow": ("hookline.factories", "helpers_http"), "export_dir": exports, "max_body": LIMIT}
+    with served(folder, settings=settings, max_batch=1, max_waiting=2) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Any) -> httpx.Client:
+    found: httpx.Client = server.client
+    return found
+
+
+def _error(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of an answer, which has the one shape that errors have."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == status
+    assert body["error"]["message"].endswith(".")
+    return body["error"]
+
+
+BAD_BODIES = {
+    "no prompt": ({}, "$.prompt", "missing"),
+    "an empty prompt": ({"prompt": ""}, "$.prompt", "none of them empty"),
+    "an object for a prompt": ({"prompt": {"a": 1}}, "$.prompt", "list of texts"),
+    "a list of both": ({"prompt": ["a", 1]}, "$.prompt", "list of texts"),
+    "text for a number": ({"prompt": "a", "max_tokens": "5"}, "$.max_tokens", "valid integer, got '5'"),
+    "true for a number": ({"prompt": "a", "n": True}, "$.n", "valid integer"),
+    "a mistyped key": ({"prompt": "a", "temprature": 0}, "$.temprature", "Did you mean 'temperature'?"),
+    "a negative temperature": ({"prompt": "a", "temperature": -1}, "$.temperature", "greater than or equal to 0"),
+    "what is not done": ({"prompt": "a", "presence_penalty": 1.0}, "$.presence_penalty", "equal to 0"),
+    "a token that is none": ({"prompt": [999_999]}, None, "not in the model's vocabulary"),
+    "a prompt that is too long": ({"prompt": "word " * 100}, None, "this model takes 64"),
+    "too many answers": ({"prompt": ["a"] * 65}, None, "64 is the most"),
+    "echo with logprobs": ({"prompt": "a", "echo": True, "logprobs": 1}, "$.echo", "not computed"),
+    "an unknown layer": ({"prompt": "a", "hooks": {"hidden_states": {"layers": ["model.layer.0"]}}}, None, "nearest"),
+    "an object for layers": (
+        {"prompt": "a", "hooks": {"hidden_states": {"layers": {"a": 1}}}}, "$.hooks.hidden_states.layers", "valid list",
+    ),
+    "odd positions": (
+        {"prompt": "a", "hooks": {"hidden_states": {**LAYERS, "positions": "first"}}},
+        "$.hooks.hidden_states.positions", "'all', 'last', or a list",
+    ),
+    "a file in a stream": (
+        {"prompt": "a", "stream": True, "hooks": {"hidden_states": {**LAYERS, "as": "safetensors"}}},
+        "$.hooks.hidden_states.as", "ask for base64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param", "words"), BAD_BODIES.values(), ids=BAD_BODIES)
+def test_a_body_that_cannot_be_done_is_400_and_says_where(
+    client: httpx.Client, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    """Each mistake is told in a sentence, with the place in the body; streams are refused before they begin."""
+    error = _error(client.post("/v1/completions", json=body), 400)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": ', "not JSON"),
+        (b'["prompt"]', "a JSON object"),
+        (b"", "a JSON object"),
+        (b'{"prompt": "\\ud800"}', "half a character"),
+        (b'{"prompt": "a", "temperature": NaN}', "finite"),
+        (b"[" * 10_000, "cannot be read"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+    ],
+)
+def test_what_is_not_json_is_400_in_the_same_shape(client: httpx.Client, content: bytes, words: str) -> None:
+    """Cut off, of another kind, empty, half characters, no numbers, too deep, too long, no text at all."""
+    answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert words in _error(answer, 400)["message"]
+
+
+def test_text_and_ids_together_or_neither_is_an_error(client: httpx.Client) -> None:
+    """``/generate`` wants one of the two."""
+    for body in ({}, {"text": "a", "input_ids": [1]}):
+        assert "one of the two" in _error(client.post("/generate", json=body), 400)["message"]
+
+
+def test_unknown_models_paths_and_methods(client: httpx.Client) -> None:
+    """404 and 405 have the shape of all errors."""
+    asked = client.post("/v1/completions", json={"prompt": "a", "model": "gpt-5"})
+    assert "there is 'tiny'" in _error(asked, 404)["message"]
+    _error(client.get("/v1/nothing"), 404)
+    _error(client.post("/v1/completions/", json={"prompt": "a"}), 404)  # no redirect, whose status is no success either
+    _error(client.put("/generate"), 405)
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"in": [found]}
+    return found
+
+
+BAD_HOOKS = {
+    "no factory": ({"target_modules": ["*"]}, 400, "$.hook_factory is missing"),
+    "no modules": ({"hook_factory": "hookline.factories:log_shapes"}, 400, "$.target_modules is missing"),
+    "a list of specs": ([SPEC], 400, "a JSON object"),
+    "an object for modules": ({**SPEC, "target_modules": {"a": 1}}, 400, "a list of module names"),
+    "a list for the configuration": ({**SPEC, "config": [1]}, 400, "$.config"),
+    "a mistyped key": ({**SPEC, "target_module": "x"}, 400, "Did you mean 'target_modules'?"),
+    "an unknown kind": ({**SPEC, "on": "forwrd"}, 400, "No kind 'forwrd'"),
+    "no match": ({**SPEC, "target_modules": ["model.layrs.#"]}, 400, "No module matches 'model.layrs.#'"),
+    "one of two matches": ({**SPEC, "target_modules": ["model.layers.#", "nope.*"]}, 400, "No module matches 'nope.*'"),
+    "an unknown factory": ({**SPEC, "hook_factory": "hookline.factories:nope"}, 400, "There is no factory"),
+    "no such module": ({**SPEC, "hook_factory": "helpers_http.nope:x"}, 400, "ModuleNotFoundError"),
+    "no such name": ({**SPEC, "hook_factory": "helpers_http:nope"}, 400, "has no attribute 'nope'"),
+    "not a path": ({**SPEC, "hook_factory": "nonsense"}, 400, "Invalid hook callable path"),
+    "a factory that gives None": ({**SPEC, "hook_factory": "helpers_http:gives_none"}, 400, "returned None"),
+    "a factory that raises": ({**SPEC, "hook_factory": "helpers_http:raises"}, 400, "no such thing in stock"),
+    "an unknown option": ({**SPEC, "config": {"levle": 1}}, 400, "levle"),
+    "raising into requests": ({**SPEC, "on_error": "raise"}, 400, "$.on_error"),
+    "another module": ({**SPEC, "hook_factory": "os:system"}, 403, "not allowed"),
+    "another module with dots": ({**SPEC, "hook_factory": "subprocess.run"}, 403, "not allowed"),
+    "a prefix that only looks like it": ({**SPEC, "hook_factory": "hookline.factories_evil:x"}, 403, "not allowed"),
+    "what an allowed module imported": ({**SPEC, "hook_factory": "helpers_http:Path"}, 403, "comes from 'pathlib'"),
+    "what is no factory of ours": ({**SPEC, "hook_factory": "hookline.factories:BatchRows"}, 403, "no factory"),
+    "inside of our factories": ({**SPEC, "hook_factory": "hookline.factories.exporting:Export"}, 403, "no factory"),
+    "a folder elsewhere": (
+        {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "/elsewhere"}}, 403, "has to lie",
+    ),
+    "a folder above": (
+        {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "../up"}}, 403, "has to lie",
+    ),
+    "a folder behind a link": (
+        {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "way_out/tmp"}}, 403, "has to lie",
+    ),
+    "a file elsewhere": (
+        {**SPEC, "hook_factory": "hookline.factories:steer", "config": {"file": "/etc/passwd"}}, 403, "has to lie",
+    ),
+    "half a character in a folder": (
+        {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "\ud800"}}, 400, "half a character",
+    ),
+    "half a character in the name": ({**SPEC, "name": "\ud800"}, 400, "half a character"),
+    "half a character in a key": (
+        {**SPEC, "hook_factory": "helpers_http:slow", "config": {"\udfff": 1}}, 400, "half a character",
+    ),
+    "a configuration without end": (
+        {**SPEC, "hook_factory": "helpers_http:slow", "config": _deep(400)}, 400, "more than 32 deep",
+    ),
+    "a number for a folder": (
+        {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": 5}}, 400, "is a path",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "status", "words"), BAD_HOOKS.values(), ids=BAD_HOOKS)
+def test_a_hook_that_cannot_be_attached_leaves_nothing_behind(
+    server: Any, client: httpx.Client, spec: Any, status: int, words: str
+) -> None:
+    """Whatever is wrong with it: a status, a sentence, and a model without hooks."""
+    # httpx's own json= does not send half characters; anybody's curl does.
+    headers = {**BEARER, "Content-Type": "application/json"}
+    error = _error(client.post("/hooks", content=json.dumps(spec), headers=headers), status)
+    assert words in error["message"]
+    assert client.get("/hooks").json() == {"hooks": []}
+    assert client.get("/metrics").status_code == 200
+    assert not any(module._forward_hooks for module in server.engine.model.modules())
+
+
+# -- strangers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN[:-1]}"]
+)
+def test_without_the_token_hooks_stay_as_they_are(client: httpx.Client, header: str | None) -> None:
+    """Missing, empty, longer, shorter, of another scheme: 401, before the body is looked at."""
+    headers = {} if header is None else {"Authorization": header}
+    for answer in (
+        client.post("/hooks", json=SPEC, headers=headers),
+        client.post("/hooks", content=b"{not json", headers=headers),
+        client.delete("/hooks/h1", headers=headers),
+    ):
+        assert "Authorization: Bearer" in _error(answer, 401)["message"]
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert client.get("/hooks").json() == {"hooks": []}
+
+
+def test_the_token_counts_in_one_header_alone(client: httpx.Client) -> None:
+    """Not in the query, nor where there are two headers, whichever has it; the scheme may be in small letters."""
+    _error(client.delete(f"/hooks/h0?token={TOKEN}&access_token={TOKEN}"), 401)
+    for both in ((f"Bearer {TOKEN}", "Bearer x"), ("Bearer x", f"Bearer {TOKEN}"), (f"Bearer {TOKEN}",) * 2):
+        _error(client.delete("/hooks/h0", headers=[("Authorization", each) for each in both]), 401)
+    _error(client.delete("/hooks/h0", headers={"authorization": f"bearer  {TOKEN}"}), 404)
+
+
+def test_a_server_without_a_token_lets_nobody_change_hooks() -> None:
+    """403 and what to do, with whatever token; reading stays open."""
+    answer = _without_engine(Settings()).post("/hooks", json=SPEC, headers=BEARER)
+    assert "--token-file" in _error(answer, 403)["message"]
+
+
+def test_everything_can_need_the_token() -> None:
+    """With protect="everything" only /health is open; the description says so."""
+    client = _without_engine(Settings(token=TOKEN, protect="everything"))
+    for path in ("/hooks", "/metrics", "/v1/models", "/docs", "/openapi.json"):
+        _error(client.get(path), 401)
+    _error(client.post("/generate", json={"text": "a"}), 401)
+    assert client.get("/health").status_code == 503  # there is no model
+    assert client.get("/v1/models", headers=BEARER).status_code == 200
+    paths = client.get("/openapi.json", headers=BEARER).json()["paths"]
+    assert paths["/generate"]["post"]["security"] == [{"token": []}]
+    assert "security" not in paths["/health"]["get"]
+
+
+def test_while_the_model_is_loaded_the_server_says_so() -> None:
+    """/health tells, requests are told to come back, /metrics is there."""
+    client = _without_engine(Settings(token=TOKEN))
+    health = client.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "loading"})
+    answer = client.post("/generate", json={"text": "a"})
+    assert "being loaded" in _error(answer, 503)["message"]
+    assert answer.headers["Retry-After"] == "2"
+    assert client.get("/metrics").status_code == 200
+
+
+def _without_engine(settings: Settings) -> Any:
+    from fastapi.testclient import TestClient
+
+    from hookline.serve.http.app import make_app
+
+    return TestClient(make_app(None, settings))
+
+
+def test_settings_that_would_let_everybody_in_are_errors() -> None:
+    """An empty token is none; to protect everything takes one."""
+    with pytest.raises(OptionError, match="token is empty"):
+        Settings(token=" ")
+    with pytest.raises(OptionError, match="there is no token"):
+        Settings(protect="everything")
+    with pytest.raises(OptionError, match="spaces or line breaks"):
+        Settings(token="one\ntwo")
+    with pytest.raises(OptionError, match="0 or more"):
+        Settings(drain_s=float("nan"))
+
+
+def test_which_addresses_only_this_machine_reaches() -> None:
+    """A name other than localhost may mean anything."""
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")] == [True] * 5
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.org", "")] == [False] * 5
+
+
+# -- too much --------------------------------------------------------------------------------------------------
+
+
+def test_a_body_that_is_too_large_is_413(client: httpx.Client) -> None:
+    """Announced or not, with the token or without; and the next request is answered."""
+    body = json.dumps({"prompt": "a" * (2 * LIMIT)}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, len(body), 1000):
+            yield body[start : start + 1000]
+
+    headers = {"Content-Type": "application/json"}
+    for content in (body, pieces()):
+        answer = client.post("/v1/completions", content=content, headers=headers)
+        assert f"larger than {LIMIT} bytes" in _error(answer, 413)["message"]
+    spec = json.dumps(SPEC).encode()
+    # What came before the limit is a valid body, and is not done all the same.
+    padded_spec = (spec if place == 0 else b" " * 1000 for place in range(2 * LIMIT // 1000))
+    _error(client.post("/hooks", content=padded_spec, headers={**headers, **BEARER}), 413)
+    assert client.get("/hooks").json() == {"hooks": []}
+    fits = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    padded = fits[:-1] + b" " * (LIMIT - len(fits)) + b"}"
+    assert client.post("/v1/completions", content=padded, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1] * 50_000 + ["a"]},
+        {"prompt": ["a"] * 50_000},
+        {"prompt": [[]] * 50_000},
+        {"prompt": "a", "hooks": {"hidden_states": {**LAYERS, "positions": ["1"] * 50_000}}},
+        {"prompt": "a", "hooks": {"hidden_states": {**LAYERS, "positions": [1] * 70_000}}},
+        {"prompt": "a", **{f"key {place}": 1 for place in range(50_000)}},
+    ],
+)
+def test_a_body_full_of_mistakes_costs_as_much_as_one(body: dict[str, Any]) -> None:
+    """Pydantic would make an error of every element: 20 s and 2 GB for a body of 4 MB, on the thread of everybody."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate(body)
+    assert caught.value.error_count() <= 4
+
+
+def test_an_error_does_not_repeat_a_body(client: httpx.Client) -> None:
+    """A key may be as long as a body, and there may be many."""
+    for keys, words in (({"k" * 15_000: 1}, "no key that is known"), (dict.fromkeys(map(str, range(99))), "64 keys")):
+        error = _error(client.post("/v1/completions", json={"prompt": "a", **keys}), 400)
+        assert words in error["message"]
+        assert len(json.dumps(error)) < 600
+
+
+@pytest.mark.parametrize("headers", [[], [(b"authorization", f"Bearer {TOKEN}".encode())]])
+def test_a_body_that_does_not_come_is_408_or_what_it_is_anyway(headers: list[Any]) -> None:
+    """A client that stops in the middle of its body does not keep its place for ever."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        if not sent_body:
+            sent_body.append(1)
+            return {"type": "http.request", "body": b'{"target_modules"', "more_body": True}
+        await asyncio.sleep(60)
+        raise AssertionError("waited a minute")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+
+    sent_body: list[int] = []
+    gate = Gate(app, Settings(token=TOKEN, body_s=0.05), lambda *_: None)
+    asyncio.run(gate({"type": "http", "method": "POST", "path": "/hooks", "headers": headers}, receive, send))
+    assert [sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]] == [408 if headers else 401] * 2
+
+
+def test_an_endless_body_is_cut_off(server: Any) -> None:
+    """A client that never stops sending is answered and hung up on, after a bounded number of bytes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    piece = b"1000\r\n" + b"x" * 0x1000 + b"\r\n"
+    sent = 0
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head)
+        try:
+            while sent < 500 * LIMIT:
+                connection.sendall(piece)
+                sent += len(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+    pytest.fail(f"the server took {sent} bytes and did not hang up")
+
+
+def test_when_too_many_wait_the_next_is_told_to_come_back(server: Any, client: httpx.Client) -> None:
+    """429 with Retry-After; of a request with several prompts nothing is left in the queue; then all is as before."""
+    slow = {"target_modules": ["model.norm"], "hook_factory": "helpers_http:slow", "config": {"seconds": 0.1}}
+    hook = client.post("/hooks", json=slow, headers=BEARER).json()["id"]
+    long = {"prompt": "a", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=long, timeout=60))
+
+    first = threading.Thread(target=ask)
+    first.start()
+    until(lambda: server.engine.counts()["requests_running"] == 1, "the first runs")
+    answer = client.post("/v1/completions", json={**long, "prompt": ["a", "b", "c"]})
+    assert "try again" in _error(answer, 429)["message"]
+    assert answer.headers["Retry-After"] == "1"
+    until(lambda: server.engine.counts()["requests_waiting"] == 0, "nothing of it waits", 20)
+    client.delete(f"/hooks/{hook}", headers=BEARER).raise_for_status()
+    first.join()
+    assert answers[0].status_code == 200
+    assert client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}).status_code == 200
+
+
+def test_a_server_that_stops_finishes_what_runs_and_takes_no_more(folder: Path) -> None:
+    """While it drains, /health and new requests get 503; the running one gets its whole answer."""
+    long = {"prompt": "a", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    slow = {"target_modules": ["model.norm"], "hook_factory": "helpers_http:slow", "config": {"seconds": 0.1}}
+    answers: list[httpx.Response] = []
+    with served(folder, settings={"allow": ("helpers_http",)}) as server:
+        whole = server.client.post("/v1/completions", json=long).json()["choices"]
+        server.client.post("/hooks", json=slow, headers=BEARER).raise_for_status()
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{server.url}/v1/completions", json=long, timeout=60))
+
+        asking, stopping = threading.Thread(target=ask), threading.Thread(target=server.stop)
+        asking.start()
+        until(lambda: server.engine.counts()["requests_running"] == 1, "it runs")
+        stopping.start()
+        until(lambda: server.serving.is_draining, "it drains")
+        health = server.client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
+        refused = server.client.post("/v1/completions", json=long)
+        assert "stopping" in _error(refused, 503)["message"]
+        asking.join()
+        stopping.join()
+    assert answers[0].status_code == 200
+    assert answers[0].json()["choices"] == whole
+
+
+def test_a_server_that_cannot_wait_longer_cuts_answers_off_and_says_so(folder: Path) -> None:
+    """After the bound a whole answer is a 503 and a stream ends with an error; half an answer never looks whole."""
+    long = {"prompt": "a", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    slow = {"target_modules": ["model.norm"], "hook_factory": "helpers_http:slow", "config": {"seconds": 0.1}}
+    answers: dict[bool, httpx.Response] = {}
+    with served(folder, settings={"allow": ("helpers_http",), "drain_s": 0.3}) as server:
+        server.client.post("/hooks", json=slow, headers=BEARER).raise_for_status()
+
+        def ask(stream: bool) -> None:
+            answers[stream] = httpx.post(f"{server.url}/v1/completions", json={**long, "stream": stream}, timeout=60)
+
+        asking = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        for thread in asking:
+            thread.start()
+        until(lambda: server.engine.counts()["requests_running"] == 2, "both run")
+        server.stop()
+        for thread in asking:
+            thread.join()
+    _error(answers[False], 503)
+    assert answers[True].status_code == 200
+    last = answers[True].text.split("\n\n")[-3:]
+    assert '"code":503' in last[0]
+    assert last[1] == "data: [DONE]"
+
+
+def test_an_engine_that_fails_is_told_by_health(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug that ends the engine's thread: the request gets an error, the next one 503, and /health says failed."""
+    with served(folder) as server:
+        monkeypatch.setattr(server.engine, "_enter", lambda: 1 / 0)
+        ask = {"prompt": "a", "max_tokens": 1}
+        assert (
+            "The engine failed: ZeroDivisionError"
+            in _error(server.client.post("/v1/completions", json=ask), 500)["message"]
+        )
+        _error(server.client.post("/v1/completions", json=ask), 503)
+        health = server.client.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "failed"})
+
+
+def test_an_engine_that_is_gone_is_noticed_without_a_request() -> None:
+    """/health asks the engine itself; one that was closed on purpose has not failed."""
+    engine: Any = SimpleNamespace(is_running=True)
+    serving = Serving(engine)
+    assert serving.status == "ready"
+    engine.is_running = False
+    assert serving.status == "failed"
+    stopped = Serving(engine)
+    stopped.is_draining = True
+    assert stopped.status == "draining"

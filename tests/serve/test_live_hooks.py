@@ -1,0 +1,329 @@
+"""Hooks on a model while it is served: wholly on or not at all, off when they raise, and what they did is known."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from helpers_serve import Answer, alone, tiny_llama, until
+
+import hookline as hl
+from hookline.errors import (
+    EngineClosed,
+    HookNameError,
+    HookSignatureError,
+    NoMatchError,
+    NotAllowedError,
+    OptionError,
+)
+from hookline.factories import current_rows
+from hookline.serve.engine import Engine
+from hookline.serve.load import load
+from hookline.serve.request import Request
+
+LAYER = "model.layers.0"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return load(tiny_llama(tmp_path_factory.mktemp("llama")), device="cpu")
+
+
+@pytest.fixture
+def engine(tiny):
+    made = Engine(*tiny, allow=("hookline.factories", __name__))
+    made.start()
+    yield made
+    made.close(0.0)
+    hl.assert_no_hooks(tiny[0], foreign=True)
+
+
+def ask(engine, prompt=(5, 6, 7), **options):
+    answer = Answer()
+    answer.id = f"r{random.getrandbits(60)}"
+    request = Request(answer.id, tuple(prompt), **({"ignore_eos": True} | options))
+    answer.ticket = engine.submit(request, answer)
+    return answer
+
+
+def spec(factory, target=LAYER, **options):
+    return {"target_modules": [target], "hook_factory": f"{__name__}:{factory}", **options}
+
+
+# -- factories that the specs name ---------------------------------------------------------------------------
+
+MADE: list[Counting] = []
+
+
+class Counting:
+    """A hook with all that a hook may have."""
+
+    def __init__(self, config):
+        self.calls, self.closed, self.tables = 0, 0, []
+        self.fails_at = config.get("fails_at")
+        self.in_inference = set()
+        MADE.append(self)
+
+    def __call__(self, module, inputs, output):
+        self.calls += 1
+        self.tables.append(current_rows())
+        self.in_inference.add(torch.is_inference_mode_enabled())
+        if self.calls == self.fails_at:
+            raise ArithmeticError("enough")
+
+    def to_metrics(self):
+        return {"calls": float(self.calls)}
+
+    def close(self):
+        self.closed += 1
+
+
+def counting(config):
+    return Counting(config)
+
+
+SHARED = Counting({})
+
+
+def shared(config):
+    return SHARED
+
+
+def halving(config):
+    def halve(module, inputs, output):
+        return output * 0.5
+
+    return halve
+
+
+def nothing(config):
+    return None
+
+
+def broken(config):
+    raise ZeroDivisionError("no hook today")
+
+
+def misfit(config):
+    return lambda module: None
+
+
+# -- on and off ----------------------------------------------------------------------------------------------
+
+
+def test_a_hook_goes_on_and_off_while_requests_run(tiny, engine) -> None:
+    """It fires in every forward from then on, is told whose rows it sees, and comes off; answers are the same."""
+    answer = ask(engine, max_tokens=150)
+    until(lambda: len(answer.tokens) > 5)
+    live = engine.hooks.add(spec("counting"))
+    hook = MADE[-1]
+    until(lambda: live.fired >= 5)
+    assert engine.hooks.list() == [live]
+    assert (live.id, live.matched, live.origin, live.off, live.errors) == ("h1", (LAYER,), "http", False, 0)
+    assert live.cost_us > 0
+    assert live.last_step >= live.fired - 1
+    assert engine.hooks.metrics()["h1"]["calls"] >= 5
+    assert engine.hooks.remove("h1") is live
+    assert (live.removed, hook.closed) == (True, 1)
+    calls = hook.calls
+    answer.wait()
+    assert hook.calls == calls
+    assert hook.in_inference == {True}
+    table = hook.tables[0]
+    assert (table.request_ids, table.starts, table.phase) == ((answer.id,), (0,), "decode")
+    assert table.tokens[0][0] == answer.ids[table.positions[0] - 3]
+    assert answer.ids == alone(tiny[0], (5, 6, 7), 150)
+    assert engine.hooks.add(spec("counting")).id == "h2"
+    with pytest.raises(HookNameError, match="No hook 'h1' is attached; there is 'h2'"):
+        engine.hooks.remove("h1")
+
+
+def test_padding_and_rows_are_in_the_table(tiny) -> None:
+    """Two prompts of 2 and 5 tokens in one forward: where each begins, and what is in it."""
+    engine = Engine(*tiny, allow=None)
+    gate = threading.Event()
+    live = engine.hooks.add({"target_modules": [LAYER], "hook_factory": counting}, origin="start")
+    engine.start()
+    engine.between(lambda: gate.wait(30))
+    short, long = ask(engine, (5, 6), max_tokens=2), ask(engine, (7, 8, 9, 10, 11), max_tokens=2)
+    gate.set()
+    short.wait()
+    long.wait()
+    prefill, decode = live.hook.tables
+    engine.close()
+    assert prefill.request_ids == decode.request_ids == (short.id, long.id)
+    assert (prefill.starts, prefill.positions, prefill.phase) == ((3, 0), (0, 0), "prefill")
+    assert prefill.tokens == ((5, 6), (7, 8, 9, 10, 11))
+    assert (decode.starts, decode.positions) == ((0, 0), (2, 5))
+    assert decode.tokens == ((short.ids[0],), (long.ids[0],))
+
+
+def test_an_edit_changes_answers_while_it_is_on(tiny, engine) -> None:
+    """As the same edit by hand does, and not after it was removed."""
+    model, _ = tiny
+    plain = alone(model, (5, 6, 7), 20)
+    with model.model.layers[0].register_forward_hook(halving({})):
+        halved = alone(model, (5, 6, 7), 20)
+    live = engine.hooks.add(spec("halving"))
+    edited = ask(engine, max_tokens=20).wait().ids
+    engine.hooks.remove(live.id)
+    assert edited == halved != plain
+    assert ask(engine, max_tokens=20).wait().ids == plain
+
+
+def test_ready_factories_work_on_every_layer(tiny, engine) -> None:
+    """Statistics, an alarm and steering from hookline.factories; what they say is in the metrics."""
+    plain = ask(engine, max_tokens=12).wait().ids
+    stats = engine.hooks.add(
+        {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
+    )
+    alarm = engine.hooks.add({"target_modules": ["*"], "hook_factory": "hookline.factories:nan_alarm"})
+    assert ask(engine, max_tokens=12).wait().ids == plain
+    assert stats.fired == 24
+    assert stats.errors == alarm.errors == 0
+    metrics = engine.hooks.metrics()
+    assert metrics[stats.id]
+    assert all(isinstance(value, float) for value in metrics[stats.id].values())
+    with pytest.raises(OptionError):
+        engine.hooks.add(
+            {"target_modules": ["*"], "hook_factory": "hookline.factories:nan_alarm", "config": {"evry": 1}}
+        )
+    assert len(engine.hooks.list()) == 2
+
+
+# -- hooks that fail -----------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_raises_is_switched_off_and_requests_go_on(tiny, engine, caplog) -> None:
+    """Counted, logged once, listed with its error; nobody's answer changes."""
+    live = engine.hooks.add(spec("counting", "model.layers.#", name="picky", config={"fails_at": 4}))
+    answer = ask(engine, max_tokens=30).wait()
+    assert answer.finished.reason == "length"
+    assert answer.ids == alone(tiny[0], (5, 6, 7), 30)
+    assert (live.fired, live.errors, live.off) == (4, 1, True)
+    assert live.last_error == "ArithmeticError on model.layers.1: enough"
+    assert caplog.text.count("Hook 'picky' raised on model.layers.1; it is switched off") == 1
+    assert engine.hooks.list() == [live], "it stays on the list until somebody takes it off"
+
+
+@pytest.mark.parametrize("given", ["spec", "engine"])
+def test_a_spec_or_the_engine_may_ask_for_errors_to_be_raised(tiny, given) -> None:
+    """The requests of that batch fail with the hook's own words, and the next is answered when it is off."""
+    engine = Engine(*tiny, allow=None, on_error="raise" if given == "engine" else "disable")
+    engine.start()
+    options = {"on_error": "raise"} if given == "spec" else {}
+    live = engine.hooks.add(spec("counting", config={"fails_at": 2}, **options))
+    answer = ask(engine, max_tokens=9).wait()
+    assert (answer.finished.reason, answer.finished.error) == ("error", "ArithmeticError: enough")
+    assert (live.errors, live.off) == (1, False)
+    assert ask(engine, max_tokens=9).wait().finished.reason == "length"
+    engine.close()
+
+
+def test_a_hook_that_warns_stays_on(engine) -> None:
+    """on_error="warn" in the spec: one error, and it goes on counting."""
+    live = engine.hooks.add(spec("counting", config={"fails_at": 2}, on_error="warn", every=2))
+    ask(engine, max_tokens=12).wait()
+    assert (live.errors, live.off, live.fired) == (1, False, 6)
+
+
+# -- what cannot be attached ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        (spec("counting", "model.layer.#"), NoMatchError, "nearest"),
+        (spec("nothing"), OptionError, f"Hook factory '{__name__}:nothing' for spec '' returned None"),
+        (spec("broken"), ZeroDivisionError, "no hook today"),
+        (spec("misfit"), HookSignatureError, "cannot be a forward hook"),
+        (spec("absent"), AttributeError, "absent"),
+        (spec("MADE"), NotAllowedError, "comes from 'builtins'"),
+        ({"target_modules": [LAYER], "hook_factory": "os:system"}, NotAllowedError, "os"),
+        ({"target_modules": [LAYER], "hook_factory": "hookline.factoriesX:f"}, NotAllowedError, "factoriesX"),
+        ({"target_modules": [LAYER]}, OptionError, "no 'hook_factory'"),
+        ({"hook_factory": f"{__name__}:counting"}, OptionError, "no 'target_modules'"),
+        (spec("counting", enabled=False), OptionError, "Nothing was attached"),
+        ({**spec("counting"), "targets": []}, OptionError, "did you mean"),
+        ([], OptionError, "A hook spec is an object"),
+    ],
+)
+def test_nothing_is_half_attached(tiny, engine, wrong, error, says) -> None:
+    """A spec that fails, alone or behind one that would do, leaves the model bare and closes what was made."""
+    before = len(MADE)
+    with pytest.raises(error, match=says):
+        engine.hooks.add(wrong)
+    with pytest.raises((error, OptionError)):
+        engine.hooks.add_all([spec("counting"), wrong], strict=True) and engine.hooks.add(wrong)
+    for live in engine.hooks.list():  # a spec that is not enabled is passed over in a list
+        assert wrong.get("enabled") is False
+        engine.hooks.remove(live.id)
+    assert engine.hooks.list() == []
+    assert [made.closed for made in MADE[before:]] == [1] * len(MADE[before:])
+    assert engine.between(lambda: hl.attached(tiny[0])).result(30) == []
+
+
+def test_start_up_files_may_name_anything_and_pass_over_what_matches_nothing(engine, caplog) -> None:
+    """``allow=None``, not strict: one line of log for the one that matches nothing, and its hook is closed."""
+    before = len(MADE)
+    specs = [spec("counting", name="a"), spec("counting", "nowhere.*", name="b"), spec("counting", "lm_head", name="c")]
+    added = engine.hooks.add_all(specs, allow=None)
+    assert [(live.name, live.matched, live.origin) for live in added] == [
+        ("a", (LAYER,), "start"),
+        ("c", ("lm_head",), "start"),
+    ]
+    assert "No modules matched hook spec 'b'" in caplog.text
+    assert [made.closed for made in MADE[before:]] == [0, 1, 0]
+
+
+def test_a_hook_that_two_specs_share_is_closed_with_the_last(engine) -> None:
+    """A factory may give the same object twice."""
+    first, second = engine.hooks.add(spec("shared")), engine.hooks.add(spec("shared", "lm_head"))
+    closed = SHARED.closed
+    engine.hooks.remove(first.id)
+    assert SHARED.closed == closed
+    engine.hooks.remove(second.id)
+    assert SHARED.closed == closed + 1
+
+
+def test_closing_the_engine_flushes_its_hooks_after_the_last_answer(tiny) -> None:
+    """Also one whose close raises does not keep the others open."""
+    engine = Engine(*tiny, allow=None)
+    lives = engine.hooks.add_all([spec("counting") for _ in range(3)])
+    lives[1].hook.close = lambda: 1 // 0
+    engine.start()
+    answer = ask(engine, max_tokens=20)
+    engine.close()
+    assert len(answer.wait(0).ids) == 20
+    assert [live.hook.calls for live in lives] == [20] * 3
+    assert (lives[0].hook.closed, lives[2].hook.closed) == (1, 1)
+    hl.assert_no_hooks(tiny[0], foreign=True)
+    with pytest.raises(EngineClosed):
+        engine.hooks.add(spec("counting"))
+
+
+def test_hooks_come_and_go_under_load(tiny, engine) -> None:
+    """Four threads add and remove while requests run: answers are the same, and nothing is left."""
+    errors = []
+
+    def churn(factory):
+        try:
+            for _ in range(15):
+                engine.hooks.remove(engine.hooks.add(spec(factory, "model.layers.#")).id)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=churn, args=(name,)) for name in ("counting", "shared") * 2]
+    asked = [ask(engine, (5, 6, each), max_tokens=60) for each in range(7, 12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for each in asked:
+        each.wait()
+    assert errors == []
+    assert engine.hooks.list() == []
+    for number, each in enumerate(asked):
+        assert each.ids == alone(tiny[0], (5, 6, 7 + number), 60)

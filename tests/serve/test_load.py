@@ -1,0 +1,68 @@
+"""Loading a model from a folder, and what is said of folders that hold none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers_serve import tiny_llama
+
+from hookline.errors import ConfigError, OptionError
+from hookline.serve.load import load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=1)
+
+
+def test_a_model_and_its_tokenizer_come_from_a_folder(folder) -> None:
+    """In eval mode, in the type that is asked for."""
+    model, tokenizer = load(folder, device="cpu")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not model.training
+    assert model.dtype == torch.float32
+    assert tokenizer.decode(tokenizer("Hello, 你好").input_ids) == "Hello, 你好"
+    assert load(str(folder), dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda path: shutil.rmtree(path), "is not there"),
+        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "cannot be read as a JSON object"),
+        (lambda path: (path / "config.json").write_text("[]"), "cannot be read as a JSON object"),
+        (lambda path: (path / "model.safetensors").unlink(), "no weights in"),
+        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "pickled ones are not read"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"junk"), "llama in .* cannot be loaded"),
+        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda path: _edit(path, model_type="nonesuch"), "nonesuch in .* cannot be loaded"),
+        (lambda path: _edit(path, model_type="t5"), "t5 in .* cannot be loaded"),
+    ],
+)
+def test_a_folder_that_is_none_is_said_to_lack_what_it_lacks(folder, tmp_path, spoil, says) -> None:
+    """One message for each way in which it can be no folder of a model."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    spoil(copy)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(copy, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def _edit(path, **values) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
+
+
+def test_a_file_and_a_type_that_is_none_are_refused(folder) -> None:
+    """Before anything is read."""
+    with pytest.raises(ConfigError, match=r"config.json is a file"):
+        load(folder / "config.json")
+    with pytest.raises(OptionError, match="dtype is 'auto'"):
+        load(folder, dtype="float99")
+    with pytest.raises(OptionError, match="dtype is 'auto'"):
+        load(folder, dtype="int64")

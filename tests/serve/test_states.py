@@ -1,0 +1,362 @@
+"""Hidden states: each request gets its own, those it asked for, and nobody gets anybody else's."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from helpers_serve import Answer, save_seeded, states_alone, tiny_llama, until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hookline as hl
+from hookline.errors import NoMatchError, OptionError
+from hookline.factories.batch_rows import current_rows
+from hookline.serve.engine import Engine
+from hookline.serve.load import load
+from hookline.serve.request import Request, StatesWanted
+
+LAYER = "model.layers.0"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return load(tiny_llama(tmp_path_factory.mktemp("llama")), device="cpu")
+
+
+@pytest.fixture
+def engine(tiny):
+    made = Engine(*tiny)
+    made.start()
+    yield made
+    made.close(0.0)
+
+
+def ask(engine, prompt, states=None, **options):
+    answer = Answer()
+    answer.prompt = list(prompt)
+    request = Request(f"r{random.getrandbits(60)}", tuple(prompt), states=states, **({"ignore_eos": True} | options))
+    answer.ticket = engine.submit(request, answer)
+    return answer
+
+
+def assert_own(model, answer, names=(LAYER,)) -> None:
+    """What came is what a run of this sequence alone gives, at the positions that it says."""
+    ran = answer.prompt + answer.ids[:-1]
+    for name in names:
+        states = answer.finished.states[name]
+        expected = states_alone(model, ran, name)[states.positions]
+        torch.testing.assert_close(states.values, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_two_clients_in_one_padded_batch_see_their_own_rows(tiny) -> None:
+    """A prompt of 3 beside one of 17, in one forward; the third, which asked for nothing, gets nothing."""
+    model, tokenizer = tiny
+    engine = Engine(model, tokenizer)
+    shapes = []
+    with model.model.layers[0].register_forward_hook(lambda module, args, output: shapes.append(output.shape[:2])):
+        release = _held_back(engine)
+        short = ask(engine, range(5, 8), StatesWanted((LAYER,)), max_tokens=6)
+        silent = ask(engine, range(60, 70), max_tokens=9)
+        long = ask(engine, range(20, 37), StatesWanted(("model.layers.#",)), max_tokens=4)
+        release()
+        for answer in (short, long, silent):
+            answer.wait()
+    engine.close()
+    assert (3, 17) in shapes, "they did not share a padded batch"
+    assert silent.finished.states is None
+    assert list(short.finished.states) == [LAYER]
+    assert short.finished.states[LAYER].positions == list(range(8))
+    assert long.finished.states[LAYER].positions == list(range(20))
+    assert_own(model, short)
+    assert_own(model, long, (LAYER, "model.layers.1"))
+    with pytest.raises(AssertionError):  # the comparison can fail: these are another's
+        torch.testing.assert_close(short.finished.states[LAYER].values, long.finished.states[LAYER].values[:8])
+
+
+def _held_back(engine):
+    """Start the engine, busy until what is returned is called, so that whoever asks meanwhile is taken in together."""
+    gate = threading.Event()
+    engine.start()
+    engine.between(lambda: gate.wait(30))
+    return gate.set
+
+
+@pytest.mark.parametrize(
+    ("wanted", "positions"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"phase": "prefill"}, [0, 1, 2, 3, 4]),
+        ({"phase": "decode"}, [5, 6, 7]),
+        ({"positions": "last"}, [4, 5, 6, 7]),
+        ({"positions": "last", "phase": "prefill"}, [4]),
+        ({"positions": (-1, 0, 6, 0)}, [0, 4, 6]),
+        ({"positions": [-5]}, [0]),
+    ],
+)
+def test_positions_count_in_the_sequence(tiny, engine, wanted, positions) -> None:
+    """A prompt of five tokens and an answer of four, of which the last is never run; beside somebody else's."""
+    other = ask(engine, range(30, 50), StatesWanted((LAYER,)), max_tokens=12)
+    answer = ask(engine, range(5, 10), StatesWanted((LAYER,), **wanted), max_tokens=4).wait()
+    other.wait()
+    assert answer.finished.states[LAYER].positions == positions
+    assert_own(tiny[0], answer)
+    assert_own(tiny[0], other)
+
+
+def test_inputs_come_too_and_from_keyword_arguments(tiny, engine) -> None:
+    """The input of a layer is the output of the one before; attention is called by keyword; ids are numbers too."""
+    names = ("model.layers.1", "model.layers.1.self_attn", "model.embed_tokens")
+    answer = ask(engine, range(5, 10), StatesWanted(names, of="input"), max_tokens=3).wait()
+    found = answer.finished.states
+    ran = answer.prompt + answer.ids[:-1]
+    torch.testing.assert_close(found[names[0]].values, states_alone(tiny[0], ran, LAYER), rtol=1e-4, atol=1e-3)
+    normed = states_alone(tiny[0], ran, "model.layers.1.input_layernorm")
+    torch.testing.assert_close(found[names[1]].values, normed, rtol=1e-4, atol=1e-3)
+    assert found[names[2]].values.flatten().tolist() == ran
+
+
+def test_logits_of_every_position_are_there_if_asked_for(tiny, engine) -> None:
+    """Without anybody who looks, only those of the last position are computed."""
+    model, _ = tiny
+    widths = []
+    with model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1])):
+        ask(engine, range(5, 12), max_tokens=1).wait()
+        answer = ask(engine, range(5, 12), StatesWanted(("lm_head",)), max_tokens=1).wait()
+    assert widths == [1, 7]
+    assert_own(model, answer, ("lm_head",))
+
+
+def test_observers_are_on_while_somebody_wants_them_and_no_longer(tiny) -> None:
+    """One on each module however many want it; after the last the model is as it was found."""
+    model, tokenizer = tiny
+    engine = Engine(model, tokenizer)
+    release = _held_back(engine)
+    hl.assert_no_hooks(model)
+    asked = [ask(engine, (5, 6), StatesWanted((LAYER,)), max_tokens=200) for _ in range(3)]
+    release()
+    until(lambda: all(len(each.tokens) > 1 for each in asked))
+    attached = engine.between(lambda: [handle.names for handle in hl.attached(model)]).result(30)
+    assert attached == [(LAYER,)]
+    for each in asked[:2]:
+        each.ticket.cancel()
+        assert each.wait().finished.states is None
+    assert engine.between(lambda: len(hl.attached(model))).result(30) == 1
+    asked[2].ticket.cancel()
+    asked[2].wait()
+    assert engine.between(lambda: hl.attached(model)).result(30) == []
+    engine.close()
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_layer_that_is_not_there_is_refused_with_the_nearest(engine) -> None:
+    """Before anything runs, as a module without a row for each token is, and a position that no forward has."""
+    with pytest.raises(NoMatchError, match=r"No module matches 'model.layer.0'.*nearest: 'model.layers.0'"):
+        ask(engine, (5,), StatesWanted(("model.layer.0",)))
+    with pytest.raises(OptionError, match=r"'model.layers' has no output with a row for each token"):
+        ask(engine, (5,), StatesWanted(("model.layers",)))
+    with pytest.raises(OptionError, match=r"Position 9 is never run: .* from 0 to 3"):
+        ask(engine, (5, 6), StatesWanted((LAYER,), positions=(9,)), max_tokens=3)
+    with pytest.raises(OptionError, match="Position -3 is never run"):
+        ask(engine, (5, 6), StatesWanted((LAYER,), positions=(-3,)), max_tokens=3)
+    with pytest.raises(OptionError, match="No forward is in phase 'decode'"):
+        ask(engine, (5, 6), StatesWanted((LAYER,), positions=(2,), phase="decode"), max_tokens=1)
+    assert engine.counts()["requests_accepted"] == 0
+
+
+def test_bytes_are_bounded_before_a_request_runs(tiny) -> None:
+    """Two layers of 32 numbers of 4 bytes: 10 tokens fit in 2,560 bytes, 11 do not; a second waits for the first."""
+    model, tokenizer = tiny
+    engine = Engine(model, tokenizer, captured_bytes=2560)
+    engine.start()
+    both = StatesWanted(("model.layers.#",))
+    with pytest.raises(OptionError, match=r"can come to 2,816 bytes, .* have 2,560"):
+        ask(engine, range(5, 11), both, max_tokens=6)
+    asked = [ask(engine, range(5, 11), both, max_tokens=5) for _ in range(4)]
+    largest = 0
+    while not all(each.finished for each in asked):
+        largest = max(largest, engine.counts()["captured_bytes_reserved"])
+    assert largest <= 2560
+    assert [sum(each.values.nbytes for each in answer.finished.states.values()) for answer in asked] == [2560] * 4
+    assert engine.counts()["captured_bytes"] == 4 * 2560
+    until(lambda: engine.counts()["captured_bytes_reserved"] == 0)
+    engine.close()
+
+
+def test_experts_give_their_tokens_back_to_whom_they_belong() -> None:
+    """The router of a mixture sees all tokens of the batch in one row after the other; padding is left out of them."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=80, num_key_value_heads=2, num_local_experts=3, initializer_range=0.3, **small)
+    model = save_seeded(MixtralForCausalLM, config, None)
+    engine = Engine(model)
+    release = _held_back(engine)
+    name = "model.layers.0.mlp"
+    asked = [ask(engine, range(3, 3 + 4 * size), StatesWanted((name,)), max_tokens=3) for size in (1, 3)]
+    release()
+    for answer in asked:
+        answer.wait()
+    engine.close()
+    for answer in asked:
+        assert_own(model, answer, (name,))
+
+
+def test_states_that_turn_out_otherwise_fail_who_asked_and_nobody_else(tiny, engine) -> None:
+    """Somebody's own hook has logits come in another type than when the engine was made."""
+    model, _ = tiny
+    with model.lm_head.register_forward_hook(lambda module, args, output: output.double()):
+        good = ask(engine, (5, 6, 7), StatesWanted((LAYER,)), max_tokens=30)
+        bad = ask(engine, (5, 6, 7), StatesWanted(("lm_head",)), max_tokens=30).wait()
+        good.wait()
+    assert bad.finished.reason == "error"
+    assert "384 numbers of torch.float32 were expected, got 384 of torch.float64" in bad.finished.error
+    assert good.finished.reason == "length"
+    assert_own(model, good)
+
+
+def test_states_are_copies_for_anybody(tiny, engine) -> None:
+    """Changing them changes nothing else, and autograd takes them, though the model runs in inference mode."""
+    answer = ask(engine, (5, 6, 7), StatesWanted((LAYER,)), max_tokens=4).wait()
+    values = answer.finished.states[LAYER].values
+    assert not values.is_inference()
+    (values.clone().requires_grad_() * 2).sum().backward()
+    values.zero_()
+    again = ask(engine, (5, 6, 7), StatesWanted((LAYER,)), max_tokens=4).wait()
+    assert again.ids == answer.ids
+    assert_own(tiny[0], again)
+
+
+def test_somebody_else_running_the_model_is_not_mistaken_for_the_engine(tiny, engine) -> None:
+    """Forwards of another thread go past the observers, in the middle of an answer."""
+    model, _ = tiny
+    answer = ask(engine, (5, 6, 7), StatesWanted((LAYER,)), max_tokens=60)
+    with torch.no_grad():
+        while not answer.finished:
+            model(torch.tensor([[9]]))
+    assert answer.finished.reason == "length"
+    assert_own(model, answer)
+
+
+def test_asking_for_states_does_not_change_an_answer(tiny, engine) -> None:
+    """Bit for bit: the same request, with and without, alone in the engine."""
+    plain = ask(engine, range(5, 25), max_tokens=40, logprobs=1).wait()
+    asked = ask(engine, range(5, 25), StatesWanted(("*layers*", "lm_head")), max_tokens=40, logprobs=1).wait()
+    assert [(each.id, each.logprob) for each in plain.tokens][1:] == [(each.id, each.logprob) for each in asked.tokens][
+        1:
+    ]
+    assert plain.ids == asked.ids
+
+
+client = st.tuples(
+    st.integers(1, 20),  # tokens of the prompt
+    st.integers(0, 12),  # of the answer
+    st.sampled_from([None, "all", "last"]),
+    st.sampled_from(["prefill", "decode", "both"]),
+    st.integers(0, 6),  # tokens of whoever came before, until this one comes
+    st.one_of(st.none(), st.none(), st.integers(0, 6)),  # cancelled after so many tokens
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(client, min_size=2, max_size=7), st.integers(0, 10_000))
+def test_whoever_comes_and_goes_everybody_gets_their_own(tiny, shared, clients, seed) -> None:
+    """Random lengths, moments of joining and cancels: what comes is what a run alone gives, and all of it."""
+    rng = random.Random(seed)
+    asked: list[Answer] = []
+    for prompt, count, positions, phase, after, cancel in clients:
+        if asked:
+            until(lambda after=after: len(asked[-1].tokens) >= after or asked[-1].finished)
+        states = (
+            None if positions is None else StatesWanted((LAYER, "model.layers.1"), positions=positions, phase=phase)
+        )
+        ids = [rng.randrange(3, 384) for _ in range(prompt)]
+        answer = ask(shared, ids, states, max_tokens=count)
+        answer.cancel, answer.wanted = cancel, states
+        asked.append(answer)
+        for each in asked:
+            if each.cancel is not None and len(each.tokens) >= each.cancel:
+                each.ticket.cancel()
+    for answer in asked:
+        answer.wait()  # all of them first: what is compared with is a run of the same model
+    for answer in asked:
+        if answer.wanted is None or answer.finished.reason == "cancelled":
+            assert answer.finished.states is None
+            continue
+        assert answer.finished.reason == "length"
+        _assert_all(tiny[0], answer)
+    assert shared.between(lambda: hl.attached(tiny[0])).result(30) == []
+
+
+one_of_them = st.tuples(
+    st.integers(1, 14),  # tokens of the prompt
+    st.integers(1, 10),  # of the answer
+    st.sampled_from([(LAYER,), ("model.layers.#",), ("model.norm", LAYER), None]),
+    st.sampled_from(["output", "input"]),
+    st.lists(st.integers(-20, 20), min_size=1, max_size=4),
+    st.sampled_from([0, 0, 0, 1, 3]),  # tokens of whoever came before, until this one comes; 0 is together with it
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(one_of_them, min_size=2, max_size=6), st.sets(st.integers(0, 30), max_size=3), st.integers(0, 10_000))
+def test_whatever_fails_meanwhile_nobody_gets_what_is_anothers(tiny, shared, clients, failing, seed) -> None:
+    """Forwards that break, among any layers, inputs and lists of positions: who ends well has their own, and all."""
+    model, _ = tiny
+    rng = random.Random(seed)
+    forwards, asked, gate = iter(range(10_000)), [], threading.Event()
+    shared.between(lambda: gate.wait(30))
+
+    def breaks(module, args):
+        if current_rows() is not None and next(forwards) in failing:
+            raise RuntimeError("a kernel broke")
+
+    with model.model.layers[1].mlp.register_forward_pre_hook(breaks):
+        for prompt, count, layers, of, positions, after in clients:
+            if asked and after:
+                gate.set()
+                until(lambda after=after: len(asked[-1].tokens) >= after or asked[-1].finished)
+            wanted = sorted({each for each in positions if -prompt <= each < prompt + count - 1})
+            states = StatesWanted(layers, positions=wanted, of=of) if layers and wanted else None
+            answer = ask(shared, [rng.randrange(3, 384) for _ in range(prompt)], states, max_tokens=count)
+            answer.wanted = states
+            asked.append(answer)
+        gate.set()
+        for answer in asked:
+            answer.wait()
+    for answer in asked:
+        assert answer.finished.reason in ("length", "error")
+        if answer.finished.reason == "error":
+            assert answer.finished.states is None
+        elif answer.wanted is not None:
+            _assert_listed(model, answer)
+    assert shared.between(lambda: hl.attached(model)).result(30) == []
+
+
+def _assert_listed(model, answer) -> None:
+    """The positions that were listed, with the numbers of a run alone."""
+    listed = sorted({each + len(answer.prompt) if each < 0 else each for each in answer.wanted.positions})
+    ran = answer.prompt + answer.ids[:-1]
+    for name, found in answer.finished.states.items():
+        assert found.positions == listed
+        expected = states_alone(model, ran, name, of=answer.wanted.of)[listed]
+        torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-3)
+
+
+def _assert_all(model, answer) -> None:
+    prompt, last = len(answer.prompt), len(answer.prompt) + max(len(answer.ids), 1) - 1
+    prefill = range(prompt) if answer.wanted.positions == "all" else range(prompt - 1, prompt)
+    decode = range(prompt, last)
+    expected = {"prefill": [*prefill], "decode": [*decode], "both": [*prefill, *decode]}[answer.wanted.phase]
+    assert answer.finished.states[LAYER].positions == expected
+    assert_own(model, answer, (LAYER, "model.layers.1"))
+
+
+@pytest.fixture(scope="module")
+def shared(tiny):
+    engine = Engine(*tiny, max_batch=4)
+    engine.start()
+    yield engine
+    engine.close(0.0)
