@@ -30,6 +30,8 @@ PLAIN, AGAIN = "no hooks", "no hooks again"
 MODEL = "mod_arithmetic, 9 steps an epoch"
 FIRST = 5
 """Epochs that do not count: allocators and windows warm up."""
+SLICE = 10
+"""Epochs that are one sample, 90 steps: some hooks look at every thirtieth step only, and are to be counted with it."""
 OTHERS = ("gradient_noise_scale", "relu_activations", "fisher_information", "gradient_flow", "relu_gradient_flow")
 """Observers that are in no group of the experiment."""
 
@@ -42,7 +44,10 @@ class TakingTurns:
         torch.manual_seed(0)
         self._experiment = ModArithmetic(Config(epochs=epochs))
         self._experiment.on_epoch_end = self._epoch_is_over  # type: ignore[method-assign]
-        self._manager = hl.HookManager(hooks, sinks=[hl.MemorySink()], loop_type="epoch") if hooks else None
+        # With the arguments that `hookline run` would give them.
+        config = {name: given for name, given in ModArithmetic.hook_config.items() if name in hooks}
+        sinks = [hl.MemorySink()]
+        self._manager = hl.HookManager(hooks, hook_config=config, sinks=sinks, loop_type="epoch") if hooks else None
         self._epochs = epochs
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._since = 0.0
@@ -80,9 +85,9 @@ class TakingTurns:
 def analyses(setting: Setting) -> Iterator[Row]:
     """Groups of hooks, then every hook alone, each beside a run without any."""
     sets, epochs = ModArithmetic.hook_sets, setting.rounds(60) + FIRST
-    samples = _take_turns({"observers": sets["observers"]}, epochs)
+    samples = _take_turns({"observers": sets["observers"]}, 2 * epochs - FIRST)
     yield _row(samples, "observers", "`--with-hooks observers`", at_most=1.25)
-    samples = _take_turns({"full": sets["full"]}, max(epochs // 4, FIRST + 5))
+    samples = _take_turns({"full": sets["full"]}, max(epochs // 2, FIRST + 4))
     yield _row(samples, "full", "`--with-hooks full`; its `counterfactual` trains each of these epochs thrice more")
     names = [name for name in sets["full"] if name != "counterfactual"] + list(OTHERS)
     for start in range(0, len(names), 4):  # a few at a time: every run has its own memory
@@ -92,7 +97,7 @@ def analyses(setting: Setting) -> Iterator[Row]:
 
 
 def _take_turns(groups: Mapping[str, Sequence[str]], epochs: int) -> Samples:
-    """The seconds of each epoch of each run, in turns."""
+    """The seconds of an epoch of each run, slice by slice, in turns."""
     with _as_users_have_it():
         runs = {name: TakingTurns(hooks, epochs) for name, hooks in {PLAIN: [], **groups, AGAIN: []}.items()}
         order = list(runs.values())
@@ -101,7 +106,13 @@ def _take_turns(groups: Mapping[str, Sequence[str]], epochs: int) -> Samples:
                 run.next_epoch()
         for run in order:
             run.finish()
-    return {name: run.seconds[FIRST:] for name, run in runs.items()}
+    return {name: _slices(run.seconds[FIRST:]) for name, run in runs.items()}
+
+
+def _slices(seconds: list[float]) -> list[float]:
+    """The mean epoch of each slice; what is left over does not count."""
+    size = min(SLICE, len(seconds) // 2)
+    return [sum(seconds[start : start + size]) / size for start in range(0, len(seconds) - size + 1, size)]
 
 
 @contextmanager

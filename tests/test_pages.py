@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hookline.testing.model_hooks import HOOK_CALLS
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -33,6 +35,7 @@ def _blocks(page: Path) -> list[tuple[str, str]]:
 def test_the_blocks_of_a_page_run_in_order_and_print_what_they_show(page: Path) -> None:
     """Every python block runs, in one namespace per page; a text block after it is its exact output."""
     namespace: dict[str, object] = {"__name__": "__page__"}
+    HOOK_CALLS.clear()  # of other tests in this process
     printed = None
     for language, text in _blocks(page):
         if language == "python":

@@ -273,6 +273,16 @@ def test_a_path_is_imported_when_the_hook_is_asked_for(registry, monkeypatch):
     assert registry.get("elsewhere") is Norms
 
 
+def test_names_stay_in_the_order_they_were_made_known_in(registry, monkeypatch):
+    """Whichever was loaded first."""
+    module = types.SimpleNamespace(Norms=Norms, Hessian=Hessian)
+    monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", module)
+    registry.register_path("norms", "made_up_module_of_hooks:Norms")
+    registry.register_path("hessian", "made_up_module_of_hooks:Hessian")
+    registry.get("hessian")
+    assert registry.known() == registry.list_all() == ["norms", "hessian"]
+
+
 def test_two_threads_may_ask_for_a_hook_at_once(registry, monkeypatch):
     """While one imports the module, which takes a while, the other waits for the same class."""
     inside, may_go_on = threading.Event(), threading.Event()

@@ -56,6 +56,8 @@ class HookRegistry:
     _entry_points: ClassVar[dict[str, EntryPoint] | None] = None
     _broken: ClassVar[dict[str, str]] = {}
     """Those that could not be loaded, and why."""
+    _order: ClassVar[dict[str, None]] = {}
+    """Names in the order they became known in; loading a class does not change it."""
     _loading: ClassVar[threading.RLock] = threading.RLock()
     """One thread at a time; it may load one hook while it loads another."""
 
@@ -93,6 +95,7 @@ class HookRegistry:
                 'another: @HookRegistry.register("name").'
             )
         cls._classes[name] = hook
+        cls._order.setdefault(name)
         cls._broken.pop(name, None)
         return hook
 
@@ -101,12 +104,14 @@ class HookRegistry:
         """Make a class known by ``"package.module:Class"``, where it is defined; imported when it is asked for."""
         if name not in cls._classes:
             cls._paths[name] = path
+            cls._order.setdefault(name)
 
     @classmethod
     def unregister(cls, name: str) -> None:
         """Forget a hook; one that is not known is no matter."""
         cls._classes.pop(name, None)
         cls._paths.pop(name, None)
+        cls._order.pop(name, None)
 
     @classmethod
     def add_group(cls, name: str, hooks: Iterable[str]) -> None:
@@ -129,7 +134,8 @@ class HookRegistry:
     @classmethod
     def known(cls) -> list[str]:
         """All names, debug hooks included, without importing anything for it."""
-        return list(dict.fromkeys([*cls._classes, *cls._paths, *cls._found_entry_points()]))
+        there = dict.fromkeys([*cls._classes, *cls._paths, *cls._found_entry_points()])
+        return [*(name for name in cls._order if name in there), *(name for name in there if name not in cls._order)]
 
     @classmethod
     def list_all(cls) -> list[str]:
@@ -220,7 +226,7 @@ class HookRegistry:
                         cls._load(name)
                     except Exception as error:
                         cls._give_up(name, error)
-            return cls._classes
+            return {name: cls._classes[name] for name in cls.known() if name in cls._classes}
 
     @classmethod
     def _load(cls, name: str) -> None:
