@@ -102,6 +102,11 @@ def nothing(config):
     return None
 
 
+async def later(config):
+    """A factory that promises a hook."""
+    return counting(config)
+
+
 def broken(config):
     raise ZeroDivisionError("no hook today")
 
@@ -239,6 +244,7 @@ def test_a_hook_that_warns_stays_on(engine) -> None:
         (spec("nothing"), OptionError, f"Hook factory '{__name__}:nothing' for spec '' returned None"),
         (spec("broken"), ZeroDivisionError, "no hook today"),
         (spec("misfit"), HookSignatureError, "cannot be a forward hook"),
+        (spec("later"), HookSignatureError, "is async"),
         (spec("absent"), AttributeError, "absent"),
         (spec("MADE"), NotAllowedError, "comes from 'builtins'"),
         ({"target_modules": [LAYER], "hook_factory": "os:system"}, NotAllowedError, "os"),

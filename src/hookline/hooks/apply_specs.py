@@ -6,7 +6,6 @@ logs are those of the system that this format comes from, word for word.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from hookline.errors import HookSignatureError, NoMatchError, OptionError
-from hookline.hooks.resolve import resolve_callable
-from hookline.hooks.spec_hooks import close_hooks, hooks_of, turns_of, with_care
+from hookline.errors import NoMatchError, OptionError
+from hookline.hooks.spec_hooks import close_hooks, hook_made_by, hooks_of, turns_of, with_care
 from hookline.hooks.specs import HookSpec
 from hookline.sites.attach import check_request, fasten
 from hookline.sites.functions.attach import fasten_functions
@@ -27,7 +25,6 @@ from hookline.sites.parameters import fasten_parameters, select_parameters
 from hookline.sites.select import check_model, select, without_scripted
 from hookline.sites.signature import check_hook, hook_name
 from hookline.sites.wrappers import clean_modules
-from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Attachment
@@ -152,13 +149,7 @@ def _prepare(
 
 def _made(spec: HookSpec, allow: list[str] | None) -> Any:
     path = spec.hook_factory
-    factory = resolve_callable(path, allow) if isinstance(path, str) else path
-    if not callable(factory):
-        raise HookSignatureError(f"Hook factory '{path}' is called with a config, and is {a_or_an(factory)}.")
-    hook = factory(dict(spec.config))
-    if inspect.iscoroutine(hook):
-        hook.close()  # it would warn that nobody waited for it
-        raise HookSignatureError(f"Hook factory '{path}' is async: it gives no hook, but a promise of one.")
+    hook = hook_made_by(path, spec.config, allow)
     if hook is None:
         raise _Skipped(f"Hook factory '{path}' for spec '{spec.name}' returned None, not registering any hook")
     return hook

@@ -1,27 +1,42 @@
-"""What a spec puts around the hook that its factory made: in which forwards it has a turn, and what if it raises.
+"""The hook that a factory makes: made, given turns and care as its spec asks for them, and closed.
 
-Takes the hook from ``apply_specs`` and hands it back as it is, unless its spec asks for one of the two. What a factory
-has made is closed here, too, if it can be.
+Called by ``apply_specs``, and by those who look after hooks of their own (`ModelRunner`, served models). A hook whose
+spec asks for neither turns (``every``) nor care (``on_error``) is handed back as it is.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hookline.errors import OptionError
+from hookline.errors import HookSignatureError, OptionError
+from hookline.hooks.resolve import resolve_callable
 from hookline.hooks.specs import HookSpec
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
 from hookline.sites.signature import changes_in_place, hook_name, may_return_value
+from hookline.wording import a_or_an
 
-__all__ = ["close_hooks", "hooks_of", "turns_of", "with_care"]
+__all__ = ["close_hook", "close_hooks", "hook_made_by", "hooks_of", "turns_of", "with_care"]
 
 logger = logging.getLogger("hookline.hooks.specs")
+
+
+def hook_made_by(path: Any, config: Mapping[str, Any], allow: Iterable[str] | None) -> Any:
+    """What a factory, or the one at a path, makes of a configuration; None if that is what it returns."""
+    factory = resolve_callable(path, allow) if isinstance(path, str) else path
+    if not callable(factory):
+        raise HookSignatureError(f"Hook factory '{path}' is called with a config, and is {a_or_an(factory)}.")
+    hook = factory(dict(config))
+    if inspect.iscoroutine(hook):
+        hook.close()  # it would warn that nobody waited for it
+        raise HookSignatureError(f"Hook factory '{path}' is async: it gives no hook, but a promise of one.")
+    return hook
 
 
 def with_care(hook: Any, spec: HookSpec, *, wants_site: bool) -> Any:
@@ -47,12 +62,19 @@ def hooks_of(handles: Iterable[RemovableHandle]) -> list[Any]:
 def close_hooks(hooks: Iterable[Any]) -> None:
     """Have hooks write what they still have, each once; one that raises is logged, and the others go on."""
     for hook in {id(hook): hook for hook in hooks}.values():
-        close = getattr(hook, "close", None)
-        try:
-            if callable(close):
-                close()
-        except Exception:
-            logger.exception("Closing hook '%s' raised; what it had not written may be lost", hook_name(hook))
+        close_hook(hook)
+
+
+def close_hook(hook: Any) -> Exception | None:
+    """Have a hook write what it still has, if it can be closed; what it raised, which is logged."""
+    close = getattr(hook, "close", None)
+    try:
+        if callable(close):
+            close()
+    except Exception as error:
+        logger.exception("Closing hook '%s' raised; what it had not written may be lost", hook_name(hook))
+        return error
+    return None
 
 
 class _Careful:

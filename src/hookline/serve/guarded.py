@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hookline.errors import HookSignatureError, OptionError
-from hookline.hooks.resolve import resolve_callable
+from hookline.errors import OptionError
+from hookline.hooks.spec_hooks import hook_made_by
 from hookline.hooks.specs import HookSpec
 from hookline.sites.handle import HookHandle
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
-from hookline.wording import a_or_an
 
 __all__ = ["Factory", "Guarded", "innermost"]
 
@@ -109,11 +108,8 @@ class Factory:
         self._allow = allow
 
     def __call__(self, config: dict[str, Any]) -> Guarded | None:
-        spec, path = self.spec, self.spec.hook_factory
-        factory = resolve_callable(path, self._allow) if isinstance(path, str) else path
-        if not callable(factory):
-            raise HookSignatureError(f"Hook factory '{path}' is called with a config, and is {a_or_an(factory)}.")
-        self.hook = factory(config)
+        spec = self.spec
+        self.hook = hook_made_by(spec.hook_factory, config, self._allow)
         if self.hook is None:
             return None
         kind, subject = spec.kind

@@ -6,7 +6,6 @@ attached wholly or not at all, and a hook that raises is switched off while requ
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,18 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import EngineClosed, HookNameError, OptionError
+from hookline.hooks.spec_hooks import close_hook
 from hookline.hooks.specs import HookSpec, register_hooks
 from hookline.serve.generation.forward import is_compiled
 from hookline.serve.guarded import Factory, Guarded, innermost
 from hookline.sites.handle import HookHandle
-from hookline.sites.signature import hook_name
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["LiveHook", "LiveHooks", "Origin"]
-
-logger = logging.getLogger("hookline.serve.hooks")
 
 T = TypeVar("T")
 Origin = Literal["start", "http"]
@@ -274,7 +271,9 @@ class LiveHooks:
         self._closing[done] = threading.get_ident()
         try:
             for owner in going.values():
-                _close(owner.hook, owner.guarded)
+                error = close_hook(owner.hook)
+                if error is not None and owner.guarded is not None:
+                    owner.guarded.take_note(error, "in close")
         finally:
             del self._closing[done]
             done.set()
@@ -289,14 +288,3 @@ class LiveHooks:
                 except Exception as error:
                     live.guarded.take_note(error, "in to_metrics")
         return found
-
-
-def _close(hook: Any, guarded: Guarded | None) -> None:
-    close = getattr(hook, "close", None)
-    try:
-        if callable(close):
-            close()
-    except Exception as error:
-        logger.exception("Closing hook '%s' raised; what it had not written may be lost", hook_name(hook))
-        if guarded is not None:
-            guarded.take_note(error, "in close")
