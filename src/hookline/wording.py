@@ -8,7 +8,9 @@ __all__ = ["a_or_an", "outside", "shown"]
 
 
 def a_or_an(value: object) -> str:
-    """The class of a value, in a sentence: "an int", "a Linear"."""
+    """The class of a value, in a sentence: "an int", "a Linear"; a class itself as "the class Linear"."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 

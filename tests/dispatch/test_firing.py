@@ -20,10 +20,13 @@ from torch import nn
 
 from hookline.dispatch.manager import HookManager
 from hookline.errors import HooklineWarning, LifecycleError, MetricError, OptionError
+from hookline.guard.model_context import ModelDataContext
 from hookline.hooks.training_hook import TrainingHook
 from hookline.lifecycle.phase import phase
 from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.schedule import StepSchedule
+from hookline.observe.trackers.relu import ReLUActivationState
 from hookline.sinks.memory import MemorySink
 
 PRE_EPOCH, PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
@@ -502,8 +505,8 @@ def test_what_is_no_context_of_that_point_is_refused():
     """Before any hook is called."""
     hook = observer("a")
     manager = HookManager(hooks=[hook])
-    with pytest.raises(OptionError, match="takes a RunDataContext, or a function that makes one; got a NoneType"):
-        manager.fire(POST_EPOCH, None)
+    with pytest.raises(OptionError, match="takes a RunDataContext, or a function that makes one; got an int"):
+        manager.fire(POST_EPOCH, 3)
     with pytest.raises(OptionError, match=r"fire\(POST_EPOCH, ...\) was given a context of POST_STEP"):
         manager.fire(POST_EPOCH, context(POST_STEP))
     with pytest.raises(OptionError, match="Unknown hook point"):
@@ -679,3 +682,108 @@ def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(s
             fire(manager, POST_STEP, step=step)
     for schedule, found in zip(schedules, fired, strict=True):
         assert found == [step for step, is_fired in enumerate(steps) if is_fired and schedule.is_active(step)]
+
+
+# -- a point that is named once -----------------------------------------------------------------------------------
+
+
+def test_a_context_alone_says_which_point_it_is():
+    """With a model context beside it, or not; the point may be a name in it."""
+    seen = []
+    hook, edit = (
+        observer("a", POST_STEP, returns={"x": 1}),
+        intervention("b", SNAPSHOT, do=lambda run, m: seen.append(m)),
+    )
+    manager = HookManager(hooks=[hook, edit])
+    model = nn.Linear(2, 1)
+    ctx = context(POST_STEP, 3, model=model)
+    assert manager.fire(ctx) == {"a/x": 1}
+    assert manager.fire(RunDataContext("POST_STEP", 4)) == {"a/x": 1}
+    assert [shown.epoch for shown in hook.seen] == [3, 4]
+    assert hook.seen[0] is ctx
+    model_ctx = ModelDataContext(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.fire(context(SNAPSHOT), model_ctx)
+    manager.fire(context(SNAPSHOT), model_ctx=lambda: model_ctx)
+    assert seen == [model_ctx, model_ctx]
+
+
+def test_fields_make_the_context_of_the_point_if_a_hook_is_due():
+    """The same that a context by hand would be; where nothing is due none is made."""
+    hook = observer("a", POST_STEP, returns={"x": 1})
+    manager = HookManager(hooks=[hook])
+    model = nn.Linear(2, 1)
+    assert manager.fire(POST_STEP, epoch=2, model=model, step=7, loss=torch.tensor(0.5)) == {"a/x": 1}
+    (ctx,) = hook.seen
+    assert (ctx.hook_point, ctx.epoch, ctx.step, ctx.loss) == (POST_STEP, 2, 7, 0.5)
+    assert ctx.model is model
+    assert manager.fire("POST_STEP", epoch=0) == {"a/x": 1}
+    assert manager.fire(POST_EPOCH, epoch=0) == {}
+
+
+def test_the_signature_of_the_source_and_the_short_ones_give_the_same_run():
+    """One point, its context and the context of the model, however they are handed over."""
+
+    def fired(how):
+        manager = HookManager(hooks=[observer("a", POST_STEP, do=lambda ctx: {"e": ctx.epoch})])
+        return how(manager)
+
+    long = fired(lambda manager: manager.fire(POST_STEP, context(POST_STEP, 5), None))
+    assert long == {"a/e": 5}
+    assert fired(lambda manager: manager.fire(context(POST_STEP, 5))) == long
+    assert fired(lambda manager: manager.fire(POST_STEP, epoch=5)) == long
+    assert fired(lambda manager: manager.fire(POST_STEP, run_ctx=context(POST_STEP, 5))) == long
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m: m.fire(POST_STEP),
+            r"fire\(POST_STEP, ...\) was given no context, so .* fire\(POST_STEP, epoch=epoch",
+        ),
+        (lambda m: m.fire(POST_STEP, None), "was given no context"),
+        (lambda m: m.fire(POST_STEP, model=None), "the epoch at least"),
+        (lambda m: m.fire(POST_STEP, epoch=0, modle=1), "has no field 'modle'; nearest: 'model'. It has step, model, "),
+        (lambda m: m.fire(POST_STEP, context(POST_STEP), model=1), r"a context and fields of one beside it \(model\)"),
+        (lambda m: m.fire(context(POST_STEP), model=1), "a context of POST_STEP and more than a model_ctx"),
+        (lambda m: m.fire(context(POST_STEP), context(POST_EPOCH)), "more than a model_ctx"),
+        (lambda m: m.fire(POST_EPOCH, context(POST_STEP)), "was given a context of POST_STEP"),
+        (lambda m: m.fire(lambda: context(POST_STEP)), "Unknown hook point"),
+    ],
+)
+def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):
+    """Before a hook is called, and where none is due as well."""
+    hook = observer("a", POST_STEP, POST_EPOCH)
+    with pytest.raises(OptionError, match=message):
+        call(HookManager(hooks=[hook]))
+    assert hook.seen == []
+
+
+def test_fields_are_checked_where_no_hook_is_due_too():
+    """A misspelled field does not wait for the first firing."""
+    with pytest.raises(OptionError, match="no field 'modle'"):
+        HookManager().fire(POST_STEP, epoch=0, modle=1)
+
+
+# -- what is given as hooks ----------------------------------------------------------------------------------------
+
+
+class NoHook:
+    """A class that is none of ours."""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (type(observer("a")), r"got the class Observer: write hooks=\[Observer\(\)\]\."),
+        (NoHook, r"got the class NoHook: write hooks=\[NoHook\(\)\]"),
+        ([NoHook], r"got the class NoHook, which does not derive from TrainingHook: write class NoHook\(hookline.Tr"),
+        ([ReLUActivationState], r"got the class ReLUActivationState: call it, hooks=\[ReLUActivationState\(\)\]\."),
+        ([NoHook()], "got a NoHook"),
+        (["norms"], r"got a str \('norms'\); hooks by name go into hook_names="),
+    ],
+)
+def test_what_is_no_list_of_hooks_is_named(given, message):
+    """A class by its name, with what to write."""
+    with pytest.raises(OptionError, match=message):
+        HookManager(hooks=given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.point import HookPoint
+from hookline.sinks.encode import finite
 from hookline.sinks.jsonl import JSONLSink
 from hookline.sinks.record import Record, StepSeries
 
@@ -133,3 +135,27 @@ def test_its_options_make_such_a_sink_again(tmp_path):
     again = JSONLSink(**json.loads(json.dumps(JSONLSink(tmp_path / "x.jsonl").options())))
     assert again.path == tmp_path / "x.jsonl"
     assert JSONLSink().options() == {"path": None}
+
+
+def test_a_tensor_beside_an_array_is_written_where_warnings_are_errors(tmp_path):
+    """Values are not added up to see whether they are finite: a sum of the two warns, and runs kernels."""
+    sink = JSONLSink(tmp_path / "m.jsonl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sink.emit({"t": torch.tensor([1.0, 2.0]), "a": np.array([3.0, 4.0]), "s": torch.tensor(0.5)}, 0, "POST_EPOCH")
+    (line,) = lines(tmp_path / "m.jsonl")
+    assert (line["t"], line["a"], line["s"]) == ([1.0, 2.0], [3.0, 4.0], 0.5)
+
+
+def test_whether_values_are_finite_is_asked_of_numbers_alone():
+    """Anything else takes the longer way, untouched."""
+
+    class Touchy:
+        def __radd__(self, other):
+            raise AssertionError("it was added up")
+
+    assert not finite([1.0, Touchy()])
+    assert not finite([torch.tensor(1.0)])
+    assert finite([1.0, 2, True])
+    assert not finite([1.0, float("nan")])
+    assert not finite([10**400, 0.5])

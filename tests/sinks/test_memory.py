@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 import hookline as hl
@@ -34,7 +36,7 @@ def test_no_metrics_are_no_record():
 
 
 def test_a_sink_of_ones_own_needs_emit_alone():
-    """The rest of the protocol does nothing by default; without emit the error says what to define."""
+    """The rest of the protocol does nothing by default."""
 
     class Printer(hl.MetricSink):
         def emit(self, metrics, epoch, hook_point):
@@ -46,5 +48,27 @@ def test_a_sink_of_ones_own_needs_emit_alone():
     sink.emit({"a": 1}, 0, None)
     sink.flush()
     assert seen == [{"a": 1}]
-    with pytest.raises(NotImplementedError, match=r"Mute has to say what becomes of metrics: define emit\(\)"):
-        type("Mute", (hl.MetricSink,), {})().emit({"a": 1}, 0, None)
+
+
+def test_a_sink_that_could_take_nothing_in_is_refused_when_it_is_made():
+    """Not in the middle of a run; one that takes whole records needs no emit, and a copy is made as ever."""
+    with pytest.raises(hl.HookSignatureError, match=r"Mute has to say what becomes of metrics: define emit\(self, "):
+        type("Mute", (hl.MetricSink,), {})()
+    with pytest.raises(TypeError, match="MetricSink has to say"):
+        hl.MetricSink()
+
+    class Whole(hl.MetricSink):
+        def __init__(self, prefix: str) -> None:
+            self.prefix = prefix
+
+        def write(self, record: hl.Record) -> None: ...
+
+    assert copy.deepcopy(Whole(prefix="a")).prefix == "a"
+
+
+def test_a_sink_given_as_a_class_is_told_to_be_called():
+    """By its name, in a list and as one."""
+    with pytest.raises(hl.OptionError, match=r"got the class MemorySink: call it, MemorySink\(\)\."):
+        hl.HookManager(sinks=[hl.MemorySink])
+    with pytest.raises(hl.OptionError, match=r"takes a list of sinks; put MemorySink\(\) into one"):
+        hl.HookManager(sinks=hl.MemorySink)

@@ -76,7 +76,7 @@ def test_freeze_gives_a_handle_with_a_receipt() -> None:
     assert isinstance(handle, hl.HookHandle)
     assert hl.attached(model) == [handle]
     assert hl.attached(model[2]) == []
-    assert repr(handle) == "<HookHandle freeze param_grad on 2 parameters, fired 0>"
+    assert repr(handle) == "<HookHandle freeze param_grad on 2 parameters, fired 0; on, .remove() takes it off>"
     run_backward(model)
     run_backward(model)
     report = handle.report()

@@ -942,7 +942,7 @@ def test_a_handle_reports_what_its_hook_did() -> None:
     assert report.cost_us > 0
     assert plain.report().cost_us is None
     assert plain.names == ("AdamW",)
-    assert repr(measured) == "<HookHandle mine step_pre on 'AdamW', fired 3>"
+    assert repr(measured) == "<HookHandle mine step_pre on 'AdamW', fired 3; on, .remove() takes it off>"
     measured.remove()
     assert measured.report().attached == 0
     assert measured.report().fired == 3

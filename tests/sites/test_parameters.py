@@ -419,7 +419,7 @@ def test_the_receipt_counts_each_parameter():
     """Matched, attached, fired and last step, of all and of each; the cost when it is asked for."""
     model = make_model()
     with hl.attach(model, "0", ignore, on="param_grad", name="mine", profile=True) as handle:
-        assert repr(handle) == "<HookHandle mine param_grad on 2 parameters, fired 0>"
+        assert repr(handle) == "<HookHandle mine param_grad on 2 parameters, fired 0; on, .remove() takes it off>"
         run_backward(model)
         run_backward(model)
         report = handle.report()

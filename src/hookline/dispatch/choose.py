@@ -35,7 +35,9 @@ def split_config(config: Config | None) -> tuple[Config, Any]:
 
 def choose_hooks(names: Iterable[str] | str | None, given: Iterable[Any] | None, config: Config) -> dict[str, Any]:
     """All hooks, by name."""
-    if isinstance(given, TrainingHook | type) or is_tracker(given):
+    if isinstance(given, type):
+        raise OptionError(f"hooks= takes a list of hooks; got {a_or_an(given)}: write hooks=[{given.__name__}()].")
+    if isinstance(given, TrainingHook) or is_tracker(given):
         raise OptionError(f"hooks= takes a list of hooks; put {a_or_an(given)} into one.")
     names = HookRegistry.resolve(names or ())
     found: dict[str, TrainingHook] = {}
@@ -66,9 +68,19 @@ def _as_hook(thing: Any, unused: dict[str, dict[str, Any]]) -> TrainingHook:
     if is_tracker(thing) and not isinstance(thing, type):
         return TrackerHook(thing)
     raise OptionError(
-        f"hooks= takes TrainingHook objects or classes, trackers and watches; got {a_or_an(thing)}"
-        f"{f' ({thing!r}); hooks by name go into hook_names=.' if isinstance(thing, str) else '.'}"
+        f"hooks= takes TrainingHook objects or classes, trackers and watches; got {a_or_an(thing)}{_remedy(thing)}."
     )
+
+
+def _remedy(thing: Any) -> str:
+    """Return what to write instead of something that is no hook."""
+    if isinstance(thing, str):
+        return f" ({thing!r}); hooks by name go into hook_names="
+    if isinstance(thing, type) and is_tracker(thing):
+        return f": call it, hooks=[{thing.__name__}()]"
+    if isinstance(thing, type):
+        return f", which does not derive from TrainingHook: write class {thing.__name__}(hookline.TrainingHook)"
+    return ""
 
 
 def _check_config(unused: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:

@@ -6,10 +6,12 @@ Takes contexts from loops through `HookManager`, whose other half this is; runs 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.dispatch import recording
 from hookline.dispatch.firing import Done, Firing
@@ -18,6 +20,7 @@ from hookline.errors import LifecycleError, OptionError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.point import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
+from hookline.sites.nearest import nearest
 from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from hookline.dispatch.slot import Entry, Slot
 
 __all__ = ["Dispatcher"]
+
+_FIELDS: Final = [
+    field.name for field in dataclasses.fields(RunDataContext) if field.name not in ("hook_point", "epoch")
+]
 
 
 class Dispatcher(Questions):
@@ -55,20 +62,32 @@ class Dispatcher(Questions):
 
     def fire(
         self,
-        point: HookPoint | str,
-        run_ctx: RunDataContext | Callable[[], RunDataContext],
+        point: HookPoint | str | RunDataContext,
+        run_ctx: RunDataContext | Callable[[], RunDataContext] | None = None,
         model_ctx: Any = None,
         *,
         epoch: int | None = None,
+        **fields: Any,
     ) -> dict[str, Any]:
-        """Run the hooks that are due at a point; their metrics, by ``"hook/metric"``.
+        """Run the hooks that are due at a point; return their metrics, by ``"hook/metric"``.
+
+        Recipe::
+
+            manager.fire(HookPoint.POST_STEP, epoch=epoch, model=model, loss=loss)
+            manager.fire(RunDataContext(HookPoint.POST_STEP, epoch, model=model, loss=loss))
+            manager.fire(HookPoint.SNAPSHOT, run_ctx, model_ctx)  # the point twice: the two have to agree
 
         Args:
-            point: Which moment it is.
-            run_ctx: What hooks are shown; or a function that makes it, which is called only if a hook is due.
+            point: Which moment it is; or the context alone, which says so itself: ``fire(run_ctx, model_ctx)``.
+            run_ctx: What hooks are shown; or a function that makes it, which is called only if a hook is due. If left
+                out: a `RunDataContext` of ``epoch`` and ``fields``, made only if a hook is due.
             model_ctx: What interventions work with, or a function that makes it, called only if one is due.
-            epoch: Spares making the context just to look up the epoch, where hooks have windows.
+            epoch: The epoch. Beside a ``run_ctx`` it spares making that just to look up the epoch, where hooks have
+                windows.
+            fields: What else the context has: ``model=``, ``loss=``, ``step=``, …
         """
+        if run_ctx is None or fields or isinstance(point, RunDataContext):
+            point, run_ctx, model_ctx = _one_moment(point, run_ctx, model_ctx, epoch, fields)
         try:
             slot = self._slots[point]
         except (KeyError, TypeError):
@@ -210,6 +229,38 @@ def _check_nested(outer: Firing, firing: Firing, due: tuple[Entry, ...]) -> None
             f"The intervention {outer.current.name!r} fires {firing.point.name}, at which {inner!r} intervenes; "
             "interventions cannot run inside of one another. Train in it by model_ctx.run_training_epoch()."
         )
+
+
+def _one_moment(
+    point: Any, run_ctx: Any, model_ctx: Any, epoch: int | None, fields: dict[str, Any]
+) -> tuple[HookPoint, Any, Any]:
+    """Return point, context and model context of a moment that was named once: by its context, or by its fields."""
+    if isinstance(point, RunDataContext):
+        if fields or isinstance(run_ctx, RunDataContext) or (run_ctx is not None and model_ctx is not None):
+            raise OptionError(
+                f"fire() was given a context of {HookPoint.of(point.hook_point).name} and more than a model_ctx beside "
+                "it; write fire(run_ctx), fire(run_ctx, model_ctx), or fire(point, run_ctx, model_ctx)."
+            )
+        return HookPoint.of(point.hook_point), point, model_ctx if run_ctx is None else run_ctx
+    point = HookPoint.of(point)
+    if run_ctx is not None:
+        raise OptionError(
+            f"fire({point.name}, ...) was given a context and fields of one beside it ({', '.join(fields)}); put them "
+            "into the context, or leave the context out."
+        )
+    unknown = [name for name in fields if name not in _FIELDS]
+    if unknown:
+        near = nearest(unknown[0], _FIELDS)
+        raise OptionError(
+            f"fire({point.name}, ...): a RunDataContext has no field {unknown[0]!r}"
+            f"{f'; nearest: {near[0]!r}' if near else ''}. It has {', '.join(_FIELDS)}."
+        )
+    if epoch is None:
+        raise OptionError(
+            f"fire({point.name}, ...) was given no context, so it has to be told what hooks are shown, the epoch at "
+            f"least: fire({point.name}, epoch=epoch, model=model)."
+        )
+    return point, partial(RunDataContext, point, epoch, **fields), model_ctx
 
 
 def _made(given: Any) -> Any:

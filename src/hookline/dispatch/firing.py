@@ -21,6 +21,7 @@ from hookline.guard.guard import Guard
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.phase import in_phase
+from hookline.tables import ShownAsTable, Table
 from hookline.wording import outside
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from hookline.lifecycle.point import HookPoint
     from hookline.lifecycle.run_context import RunDataContext
 
-__all__ = ["Done", "Firing", "FiringReceipt", "ObserverCheck", "Troubles", "receipt_of"]
+__all__ = ["Done", "Firing", "FiringReceipt", "FiringReceipts", "ObserverCheck", "Troubles", "receipt_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,21 @@ class FiringReceipt:
     """How much had been copied, for it and the other interventions of the firing."""
     error: str = ""
     """What it raised, if it did."""
+
+
+class FiringReceipts(ShownAsTable, tuple[FiringReceipt, ...]):
+    """What the hooks of one firing did; a tuple that prints as a table."""
+
+    __slots__ = ()
+
+    def _table(self) -> Table:
+        if not self:
+            return Table(title="no hook has fired yet")
+        rows = [
+            (r.hook, r.scope, f"{1e3 * r.seconds:.2f}", f"{len(r.touched)}", f"{len(r.restored)}", r.error)
+            for r in self
+        ]
+        return Table(("hook", "scope", "ms", "touched", "put back", "error"), rows, numbers=(2, 3, 4))
 
 
 class Firing:

@@ -51,7 +51,7 @@ class HookManager(Dispatcher, Reporting):
                 for batch in loader:
                     manager.advance_step(epoch)
                     train_step(batch)
-                    manager.fire(HookPoint.POST_STEP, lambda: RunDataContext(HookPoint.POST_STEP, epoch, model=model))
+                    manager.fire(HookPoint.POST_STEP, epoch=epoch, model=model)
                 manager.flush_step_metrics(epoch)
 
     Args:
@@ -284,7 +284,12 @@ class HookManager(Dispatcher, Reporting):
             recording.now(self._self)
 
     def __repr__(self) -> str:
-        return f"<HookManager of {len(self.hooks)} hooks, step {self._global_step}>"
+        names = ", ".join(self.hooks) or "none"
+        return f"<HookManager of {len(self.hooks)} hooks, step {self._global_step}: {names}>"
+
+    def _repr_html_(self) -> str:
+        fired = ", ".join(f"{name} {count}" for name, count in self.fired.items()) or "none yet"
+        return self._plan._table().with_foot(f"step {self._global_step}; fired: {fired}").html()
 
 
 def _checked_interval(steps: int | None) -> int | None:

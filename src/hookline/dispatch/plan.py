@@ -14,6 +14,7 @@ from hookline.errors import OptionError
 from hookline.hooks.training_hook import InterventionHook
 from hookline.lifecycle.point import HookPoint, checked_points
 from hookline.lifecycle.schedule import StepSchedule
+from hookline.tables import ShownAsTable, Table
 
 if TYPE_CHECKING:
     from hookline.hooks.training_hook import TrainingHook, Window
@@ -42,8 +43,8 @@ class PlanRow:
     """What the loop has to provide."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(ShownAsTable):
     """What will run when; prints as a table.
 
     Recipe: ``print(manager.plan())``.
@@ -80,15 +81,12 @@ class Plan:
                 wanted.setdefault(entry.name, []).append(point)
         return {name: [p.name for p in its] for name, its in wanted.items() if not there.intersection(its)}
 
-    def __str__(self) -> str:
-        head = ("point", "", "hook", "does", "when", "needs")
-        cells = [head] + [(r.point, str(r.order), r.hook, r.does, r.when, r.needs) for r in self.rows]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        ]
-        lines += [f"left out: {name} ({why})" for name, why in self.left_out.items()]
-        return "\n".join(lines if self.rows or self.left_out else ["no hooks"])
+    def _table(self) -> Table:
+        rows = [(r.point, str(r.order), r.hook, r.does, r.when, r.needs) for r in self.rows]
+        if not (rows or self.left_out):
+            return Table(title="no hooks")
+        left_out = [f"left out: {name} ({why})" for name, why in self.left_out.items()]
+        return Table(("point", "", "hook", "does", "when", "needs"), rows, foot=left_out, rule=False)
 
 
 def make_plan(

@@ -13,6 +13,8 @@ from typing import Final
 
 import torch
 
+from hookline.tables import ShownAsTable, Table
+
 __all__ = ["CheckpointProfiler", "SectionTimes"]
 
 _NOTHING: Final = nullcontext()
@@ -33,7 +35,7 @@ class SectionTimes:
         return self.total_ms / self.count if self.count else 0.0
 
 
-class CheckpointProfiler:
+class CheckpointProfiler(ShownAsTable):
     """Times sections of code by name; prints as a table, the longest first.
 
     Recipe::
@@ -74,16 +76,11 @@ class CheckpointProfiler:
         """Start anew."""
         self._sections.clear()
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         rows = [
             (name, f"{t['count']}", f"{t['total_ms']:.2f}", f"{t['mean_ms']:.3f}") for name, t in self.report().items()
         ]
-        cells = [("section", "count", "total ms", "mean ms"), *rows]
-        widths = [max(len(row[column]) for row in cells) for column in range(4)]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(row[1:], widths[1:], strict=True))])
-            for row in cells
-        )
+        return Table(("section", "count", "total ms", "mean ms"), rows, numbers=(1, 2, 3), rule=False)
 
 
 def _synchronize() -> None:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from hookline.dispatch.firing import FiringReceipt, receipt_of
+from hookline.dispatch.firing import FiringReceipts, receipt_of
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.point import HookPoint
 
@@ -66,9 +66,9 @@ class Reporting:
         return self._records.last(None if point is None else HookPoint.of(point), self._firing)
 
     @property
-    def receipts(self) -> tuple[FiringReceipt, ...]:
-        """What each hook of the last firing did: what it touched, what was put back, how long it took."""
-        return tuple(receipt_of(*done) for done in self._done)
+    def receipts(self) -> FiringReceipts:
+        """What each hook of the last firing did: what it touched, what was put back, how long it took; as a table."""
+        return FiringReceipts(receipt_of(*done) for done in self._done)
 
     @property
     def hook_errors(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from hookline.factories.streaming import Place, Streaming
 from hookline.observe.stats.hooks import give_up
 from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.metrics import as_metrics
-from hookline.observe.stats.table import as_table
+from hookline.observe.stats.table import table_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class _Lines:
         with self._lock:
             self._last_time, self._last_forward = time.monotonic(), forwards
             if self._path is None:
-                logger.info("%d forwards\n%s", forwards, as_table(metrics))
+                logger.info("%d forwards\n%s", forwards, table_of(metrics).text())
                 return
             try:
                 self._opened().write(_line(metrics, forwards))

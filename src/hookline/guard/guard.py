@@ -20,6 +20,7 @@ from hookline.guard.copies import Where
 from hookline.guard.signals import undisturbed
 from hookline.guard.snapshot import Change, Snapshot, roots_of
 from hookline.sites.nearest import nearest
+from hookline.tables import Table
 
 __all__ = ["SCOPES", "Guard", "Receipt"]
 
@@ -36,6 +37,8 @@ _SWITCHES: Final[dict[str, tuple[Any, Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
 }
 """Of the thread and the process: how to ask, how to set. They are as they were when the block began."""
+_MAX_ROWS: Final = 20
+"""How many names of what was touched a receipt shows."""
 _SAVED: Final = {"reads": "buffers", "grads": "buffers", "trains": "all"}
 
 
@@ -55,6 +58,23 @@ class Receipt:
     """How long it took, without saving and restoring."""
     saved_bytes: int = 0
     """How much was copied before it."""
+
+    def __repr__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        title = (
+            f"{self.hook} (scope {self.scope}): touched {len(self.touched)}, put back {len(self.restored)}, "
+            f"{1e3 * self.seconds:.2f} ms, {self.saved_bytes / 1e6:,.1f} MB saved"
+        )
+        back = set(self.restored)
+        rows = [(name, "yes" if name in back else "no") for name in self.touched[:_MAX_ROWS]]
+        more = len(self.touched) - len(rows)
+        foot = (f"… and {more:,} more; all of them are in .touched",) if more else ()
+        return Table(("touched", "put back"), rows, title=title, foot=foot) if rows else Table(title=title)
 
 
 class Guard:

@@ -29,7 +29,18 @@ _Class = TypeVar("_Class", bound=type[TrainingHook])
 _GROUP = "hookline.hooks"
 
 
-class HookRegistry:
+class _ShownByNames(type):
+    """Has the class itself say what is in it: it is used without an object of it."""
+
+    def __repr__(cls) -> str:
+        if cls is not HookRegistry:
+            return type.__repr__(cls)
+        names = HookRegistry.known()
+        groups = "".join(f"\ngroup {name}: {', '.join(hooks)}" for name, hooks in HookRegistry.groups.items())
+        return f"<HookRegistry of {len(names)} hooks: {', '.join(names)}>{groups}"
+
+
+class HookRegistry(metaclass=_ShownByNames):
     """All hooks that can be selected by name.
 
     Recipe::

@@ -17,7 +17,7 @@ __all__ = ["HookPoint", "checked_points"]
 class HookPoint(enum.Enum):
     """A moment of a run.
 
-    Recipe: ``hook_points = {HookPoint.POST_EPOCH}`` in a hook; ``manager.fire(HookPoint.POST_EPOCH, ctx)`` in a loop.
+    Recipe: ``hook_points = {HookPoint.POST_EPOCH}`` in a hook; ``manager.fire(HookPoint.POST_EPOCH, epoch=0)`` to fire.
 
     The epoch loop fires all of them, each where it stands here::
 

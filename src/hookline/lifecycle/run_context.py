@@ -62,7 +62,7 @@ class RunDataContext:
     Recipe::
 
         ctx = hookline.RunDataContext(hookline.HookPoint.POST_EPOCH, epoch, model=model, loss=loss)
-        manager.fire(ctx.hook_point, ctx)
+        manager.fire(ctx)
 
     Fields that do not apply are None. ``loss``, ``train_acc`` and ``val_acc`` may be given as tensors or functions;
     reading them gives a float, and that is when the device is waited for, once. ``raw("loss")`` is what was given.

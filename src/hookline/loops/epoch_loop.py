@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.errors import OptionError
 from hookline.lifecycle.point import HookPoint
 from hookline.loops.blocks import Blocks, whole_number
+from hookline.loops.progress import shown_progress
 from hookline.loops.run import LoopResult, Run
 from hookline.loops.start import start
 
@@ -34,6 +35,7 @@ def epoch_loop(
     run_context: Mapping[str, Any] | None = None,
     checkpoints: Checkpoints | None = None,
     resume: bool = False,
+    progress: bool = False,
 ) -> LoopResult:
     """Train for some epochs, with hooks.
 
@@ -55,6 +57,8 @@ def epoch_loop(
         run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
         checkpoints: Where the run is saved, and how often: ``Checkpoints(folder, every=1)``.
         resume: Go on from the newest of them; begin if there is none.
+        progress: Show a bar on a terminal or in a notebook, with rate, loss and newest evaluation; where there is
+            neither, a line every ten seconds. The run stays the same, bit for bit.
     """
     epochs = whole_number("epochs", epochs, 0)
     eval_every = whole_number("eval_every", eval_every, 0)
@@ -64,9 +68,14 @@ def epoch_loop(
     points = _POINTS if every else _POINTS - {HookPoint.SNAPSHOT}
     run = start(blocks, manager, points=points, first=first_epoch, resume=resume, run_context=run_context)
     settings = {"epochs": epochs, "snapshot_every": every, "eval_every": eval_every}
-    with run.saved_to(checkpoints, resume=resume, settings=settings), run.written_at_the_end():
+    with (
+        run.saved_to(checkpoints, resume=resume, settings=settings),
+        shown_progress(progress, run, epochs=epochs),
+        run.written_at_the_end(),
+    ):
         if run.begin():
             first_epoch = epochs if run.stopped_early else run.next_epoch
+        run.show_progress_from(first_epoch)
         for epoch in range(first_epoch, epochs):
             snapshot = every > 0 and epoch % every == 0
             if not _train(run, epoch, snapshot=snapshot):

@@ -20,10 +20,12 @@ from hookline.loops.contexts import Contexts
 from hookline.loops.demand import Demand
 from hookline.loops.mean import Mean
 from hookline.loops.saving import Saving
+from hookline.tables import Table, number_text
 
 if TYPE_CHECKING:
     from hookline.loops.blocks import Blocks
     from hookline.loops.checkpoints import Checkpoints
+    from hookline.loops.progress import LoopProgress
 
 __all__ = ["LoopResult", "Run"]
 
@@ -50,6 +52,13 @@ class LoopResult:
     interrupted: str | None = None
     """The signal, ``"SIGINT"`` or ``"SIGTERM"``, that asked a run with checkpoints to stop; it was saved then."""
 
+    def _repr_html_(self) -> str:
+        ended = f"interrupted by {self.interrupted}" if self.interrupted else "early" if self.stopped_early else "done"
+        rows = [("epochs", f"{self.epochs:,}"), ("steps", f"{self.steps:,}"), ("ended", ended)]
+        rows += [] if self.loss is None else [("loss", number_text(self.loss))]
+        rows += [(name, number_text(value)) for name, value in self.metrics.items()]
+        return Table(("LoopResult", ""), rows, numbers=(1,)).html()
+
 
 class Run:
     """One training run, moved on by a loop."""
@@ -74,6 +83,8 @@ class Run:
         self.interrupted: str | None = None
         """The signal by which the run stops."""
         self._saving: Saving | None = None
+        self.progress: LoopProgress | None = None
+        """What shows how far it is."""
         self.stopped_early = False
         self.loss: Any = None
         """Of the step; when an epoch is over, of the epoch. On its device."""
@@ -198,12 +209,21 @@ class Run:
         """Training begins, or goes on from a checkpoint: whether it goes on."""
         return self._saving is not None and self._saving.begin()
 
+    def show_progress_from(self, first: int) -> None:
+        """Begin to show how far the run is, if that was asked for; ``first`` is its first epoch, or step."""
+        if self.progress is not None:
+            self.progress.begin(first)
+
     def step_is_over(self) -> bool:
         """A step, its hooks, its snapshot: save if it is time to. Whether the run stops here."""
+        if self.progress is not None:
+            self.progress.end_step()
         return self._saving is not None and self._saving.step_is_over()
 
     def epoch_is_over(self) -> bool:
         """The same, of an epoch."""
+        if self.progress is not None:
+            self.progress.end_epoch()
         self.next_epoch = self.epoch + 1
         return self._saving is not None and self._saving.epoch_is_over()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.errors import OptionError
 from hookline.lifecycle.point import HookPoint
 from hookline.loops.blocks import Blocks, whole_number
+from hookline.loops.progress import shown_progress
 from hookline.loops.run import LoopResult, Run
 from hookline.loops.start import start
 
@@ -34,6 +35,7 @@ def step_loop(
     run_context: Mapping[str, Any] | None = None,
     checkpoints: Checkpoints | None = None,
     resume: bool = False,
+    progress: bool = False,
 ) -> LoopResult:
     """Train for some steps, with hooks.
 
@@ -55,6 +57,8 @@ def step_loop(
         run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
         checkpoints: Where the run is saved, and how often: ``Checkpoints(folder, every=1000)``.
         resume: Go on from the newest of them; begin if there is none.
+        progress: Show a bar on a terminal or in a notebook, with rate, loss and newest evaluation; where there is
+            neither, a line every ten seconds. The run stays the same, bit for bit.
     """
     steps = whole_number("steps", steps, 0)
     first_step = whole_number("first_step", first_step, 0)
@@ -63,7 +67,11 @@ def step_loop(
     points = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT} if every else {HookPoint.POST_STEP})
     run = start(blocks, manager, points=points, first=first_step, resume=resume, run_context=run_context)
     settings = {"steps": steps, "snapshot_every": every}
-    with run.saved_to(checkpoints, resume=resume, settings=settings), run.written_at_the_end():
+    with (
+        run.saved_to(checkpoints, resume=resume, settings=settings),
+        shown_progress(progress, run, steps=steps),
+        run.written_at_the_end(),
+    ):
         goes_on = run.begin()
         if goes_on:
             first_step = steps if run.stopped_early else run.step + 1
@@ -71,6 +79,7 @@ def step_loop(
             run.evaluate()
             run.report_evaluation(HookPoint.SNAPSHOT, "initial")
         batches = _batches(run)
+        run.show_progress_from(first_step)
         for step in range(first_step, steps):
             if every and (step == 0 or (step - 1) % every == 0 or (step == first_step and not goes_on)):
                 next_snapshot = -(-step // every) * every

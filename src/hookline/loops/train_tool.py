@@ -63,6 +63,7 @@ class TrainTool:
         sinks: Where the metrics of trackers and hooks go.
         optimizer: One for the policy's parameters, or what makes one of them; AdamW if left out.
         hooks: Hooks over time, as `HookManager` takes them: names, classes, objects.
+        progress: Show how far the training is, as `epoch_loop` does.
         options: As for `Experiment`: ``scheduler=``, ``evaluate=``, ``accumulate=``, …
     """
 
@@ -76,10 +77,12 @@ class TrainTool:
         *,
         optimizer: Any = None,
         hooks: Iterable[Any] = (),
+        progress: bool = False,
         **options: Any,
     ) -> None:
         self.policy, self.data, self.loss, self.epochs = policy, data, loss, epochs
         self.sinks, self.hooks, self.optimizer, self.options = list(sinks), list(hooks), optimizer, options
+        self.progress = progress
         self._manager: HookManager | None = None
         self._training_hooks: list[ComponentHookSpec] = []
         self._training_backward_hooks: list[ComponentBackwardHookSpec] = []
@@ -94,6 +97,13 @@ class TrainTool:
         """Store what makes a component's backward hook."""
         self._training_backward_hooks.append((component_name, hook_builder))
 
+    def __repr__(self) -> str:
+        names = [name for name, _ in (*self._training_hooks, *self._training_backward_hooks)]
+        on = len(self._active_policy_hooks) + len(self._active_policy_backward_hooks)
+        where = f" on {', '.join(dict.fromkeys(names))}" if names else ""
+        state = f"{on} on, they come off when the run ends" if on else "off until .invoke() or .attached()"
+        return f"<TrainTool, hooks: {len(names)}{where}; {state}>"
+
     def invoke(self) -> Trainer:
         """Make the policy and its trainer, attach the hooks, train; however it ends, the hooks come off.
 
@@ -104,7 +114,7 @@ class TrainTool:
         trainer = self._initialize_trainer(policy)
         try:
             with self.attached(policy=policy, trainer=trainer):
-                trainer.train(self.epochs, self._the_manager())
+                trainer.train(self.epochs, self._the_manager(), progress=self.progress)
         finally:
             self._flush()
         return trainer

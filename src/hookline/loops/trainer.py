@@ -20,6 +20,7 @@ from hookline.loops.epoch_loop import epoch_loop
 from hookline.loops.experiment import Experiment
 from hookline.loops.stats_reporter import StatsReporter
 from hookline.sites.wrappers import clean_modules
+from hookline.tables import Table, number_text
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -77,13 +78,24 @@ class Trainer(Experiment):
         self.result: LoopResult | None = None
         """What the training came to."""
 
+    def __repr__(self) -> str:
+        trained = f"; epochs trained: {len(self.metrics)}, see .metrics and .result" if self.metrics else ""
+        return f"{super().__repr__()[:-1]}{trained}>"
+
+    def _repr_html_(self) -> str:
+        names = dict.fromkeys(name for metrics in self.metrics for name in metrics)
+        epochs = range(len(self.metrics))
+        rows = [(name, *(number_text(metrics.get(name, "")) for metrics in self.metrics)) for name in names]
+        header = ("metric", *(f"epoch {epoch}" for epoch in epochs))
+        return Table(header, rows, numbers=range(1, len(header)), title=repr(self)[1:-1]).html()
+
     @property
     def policy(self) -> nn.Module:
         """The model."""
         return self.model
 
     def train(self, epochs: int = 1, manager: HookManager | None = None, **options: Any) -> LoopResult:
-        """Train for some epochs; options are those of `epoch_loop`."""
+        """Train for some epochs; options are those of `epoch_loop`, ``progress=True`` among them."""
         self.result = epoch_loop(self, epochs=epochs, manager=manager, **options)
         return self.result
 

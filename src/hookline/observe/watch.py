@@ -21,7 +21,7 @@ from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.parameters import Parameters
 from hookline.observe.stats.saved import counted, load_counted
 from hookline.observe.stats.steps import ByForward, ByHand, ByOptimizer, Steps
-from hookline.observe.stats.table import as_table
+from hookline.observe.stats.table import table_of
 from hookline.sites import _torch
 from hookline.sites.attach import check_request, fasten
 from hookline.sites.handle import HandleSet
@@ -29,6 +29,7 @@ from hookline.sites.kinds import Kind
 from hookline.sites.parameters import select_parameters
 from hookline.sites.select import Named, check_model, select, without_scripted
 from hookline.sites.wrappers import unwrap
+from hookline.tables import OFF, ON, ShownAsTable, Table
 from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def watch(
     return found
 
 
-class Watch:
+class Watch(ShownAsTable):
     """The statistics of one ``watch``; prints as a table.
 
     Recipe: ``watch = hookline.watch(model)``; then ``print(watch)``, ``watch.to_metrics()``, ``watch.reset()``.
@@ -185,8 +186,11 @@ class Watch:
             },
         }
 
-    def __repr__(self) -> str:
-        return as_table(self.to_metrics())
+    def _table(self) -> Table:
+        return table_of(self.to_metrics())
+
+    def _state(self) -> str:
+        return OFF if self._removed else ON
 
     # -- going on and coming off -------------------------------------------------------------------------
 

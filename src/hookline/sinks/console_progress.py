@@ -125,6 +125,8 @@ class RunProgress:
             TimeRemainingColumn(),
             *([TextColumn("{task.fields[figures]}", markup=False)] if self._has_room else []),
             console=self._console,
+            # No thread that draws: a data loader that forks while it holds a lock would hang in its workers.
+            auto_refresh=False,
         )
         self._task = self._bar.add_task(self._unit, total=self._total, completed=self._done, rate="", figures="")
         if self._column is None:
@@ -142,6 +144,8 @@ class RunProgress:
     def _draw(self) -> None:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, rate=self._rate_text(), figures=self.figures_text())
+            if self._column is None:
+                self._bar.refresh()
 
     # -- without one -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ DEEPEST: Final = 64
 LONGEST: Final = 1000
 """Characters of a text that stands for something else."""
 _LARGEST: Final = 2**64
+_NUMBERS: Final = frozenset({float, int, bool})
 _PLAIN: Final = frozenset({int, str, bool, type(None)})
 _WORDS: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -41,12 +42,15 @@ dumps, loads = _functions()
 """To bytes and back. Writing raises for what is not JSON; of NaN it may also write null: look with `finite` first."""
 
 
-def finite(values: Iterable[Any]) -> bool:
-    """Whether these are numbers without NaN and infinity; False as well if that takes a closer look."""
+def finite(values: Collection[Any]) -> bool:
+    """Whether these are Python's numbers without NaN and infinity; False as well if that takes a closer look."""
+    # Adding up tensors and arrays would run their code: kernels, and warnings that somebody has made errors.
+    if not _NUMBERS.issuperset(map(type, values)):
+        return False
     try:
         # A sum is finite only if all of it is; ten times as fast as asking each.
         return math.isfinite(sum(values))
-    except (TypeError, OverflowError, ValueError, RuntimeError):
+    except OverflowError:
         return False
 
 
@@ -155,7 +159,7 @@ class Clean:
 
 def _is_plain(values: list[Any]) -> bool:
     """Whether it is a list of numbers that JSON can hold, which is quickly seen."""
-    if not finite(values) or not {float, int, bool}.issuperset(map(type, values)):
+    if not finite(values):
         return False
     return not values or (min(values) >= -_LARGEST // 2 and max(values) < _LARGEST)
 

@@ -46,7 +46,8 @@ class FanOut:
         self, sinks: Iterable[Any] = (), log: str | Path | RecordLog | None = None, *, patience: float = 30.0
     ) -> None:
         if callable(getattr(sinks, "emit", None)):
-            raise OptionError(f"sinks= takes a list of sinks; put {a_or_an(sinks)} into one.")
+            one = f"{sinks.__name__}()" if isinstance(sinks, type) else a_or_an(sinks)
+            raise OptionError(f"sinks= takes a list of sinks; put {one} into one.")
         self._teller = Teller()
         self._patience = patience
         self._keeper = None if log is None else LogKeeper(_of_rank(log), self._teller)

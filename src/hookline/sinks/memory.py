@@ -8,6 +8,7 @@ from typing import Any
 
 from hookline.sinks.record import Record
 from hookline.sinks.sink import MetricSink
+from hookline.tables import Table, number_text
 
 __all__ = ["MemoryRecord", "MemorySink"]
 
@@ -26,6 +27,16 @@ class MemoryRecord:
     """What ``set_run_context`` had said by then."""
     step: int | None = None
     """The step of the whole run by then, if that was told."""
+
+    def _repr_html_(self) -> str:
+        rows = [(name, number_text(value)) for name, value in self.metrics.items()]
+        return Table(("metric", "value"), rows, numbers=(1,), title=_when(self)).html()
+
+
+def _when(record: MemoryRecord) -> str:
+    point = getattr(record.hook_point, "name", record.hook_point)
+    step = "" if record.step is None else f", step {record.step}"
+    return f"epoch {record.epoch}{step}, {point}"
 
 
 class MemorySink(MetricSink):
@@ -60,6 +71,16 @@ class MemorySink(MetricSink):
     def set_run_context(self, **context: Any) -> None:
         """Goes with the records from now on."""
         self._context |= context
+
+    def __repr__(self) -> str:
+        if not self.records:
+            return "<MemorySink without records>"
+        newest = _when(self.records[-1])
+        return f"<MemorySink of {len(self.records)} records, {len(self.latest)} metrics, newest at {newest}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, number_text(value)) for name, value in self.latest.items()]
+        return Table(("metric", "newest value"), rows, numbers=(1,), title=repr(self)[1:-1]).html()
 
     def series(self, name: str) -> list[tuple[int, Any]]:
         """One metric over time: the epoch, or step, and its value."""

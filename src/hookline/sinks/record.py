@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hookline.tables import Table, number_text
+
 __all__ = ["Record", "StepSeries", "own_rank"]
 
 
@@ -63,3 +65,10 @@ class Record:
     def point(self) -> str:
         """The name of the moment."""
         return str(getattr(self.hook_point, "name", self.hook_point))
+
+    def _repr_html_(self) -> str:
+        rows = [(name, number_text(value)) for name, value in self.metrics.items()]
+        of = "" if self.strategy is None else f", {self.strategy}"
+        step = "" if self.step is None else f", step {self.step}"
+        title = f"epoch {self.epoch}{step}, {self.point}{of}"
+        return Table(("metric", "value"), rows, numbers=(1,), title=title).html()

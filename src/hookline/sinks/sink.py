@@ -6,9 +6,9 @@ Takes records from the fan-out; one method is enough for a sink of one's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from hookline.errors import OptionError
+from hookline.errors import HookSignatureError, OptionError
 from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
@@ -32,6 +32,15 @@ class MetricSink:
     slow: ClassVar[bool] = False
     """Whether it would hold the training thread up: then it runs in a process of its own, which reads the log. It is
     made there anew from ``options()``."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a class that could not take anything in: said here, it is not first said in the middle of a run."""
+        if cls.emit is MetricSink.emit and cls.write is MetricSink.write:
+            raise HookSignatureError(
+                f"{cls.__name__} has to say what becomes of metrics: define emit(self, metrics, epoch, hook_point), "
+                "or write(self, record)."
+            )
+        return super().__new__(cls)
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Take in the metrics of one moment: numbers, lists and dictionaries, by ``"hook/metric"``."""
@@ -66,7 +75,10 @@ class MetricSink:
 def check_sink(sink: Any, asked: str) -> None:
     """Raise unless this is an object with ``emit``; ``asked`` says who takes one."""
     if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
-        raise OptionError(f"{asked} with emit(metrics, epoch, hook_point), such as MemorySink(); got {a_or_an(sink)}.")
+        call = f": call it, {sink.__name__}()" if isinstance(sink, type) else ""
+        raise OptionError(
+            f"{asked} with emit(metrics, epoch, hook_point), such as MemorySink(); got {a_or_an(sink)}{call}."
+        )
 
 
 def hand(sink: Any, record: Record) -> None:

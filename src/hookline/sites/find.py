@@ -26,6 +26,7 @@ from hookline.sites.signature import hook_name
 from hookline.sites.site import Site
 from hookline.sites.table import existing_table, sweep
 from hookline.sites.wrappers import walk
+from hookline.tables import ShownAsTable, Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Sites", "assert_no_hooks", "attached", "find"]
 
 
-class Sites(Sequence[Site]):
+class Sites(ShownAsTable, Sequence[Site]):
     """The places a target matches; prints as a table, reads as a list.
 
     Recipe: ``print(hookline.find(model, "layers.#"))``.
@@ -66,16 +67,12 @@ class Sites(Sequence[Site]):
             return Sites(self._sites[index])
         return self._sites[index]
 
-    def __repr__(self) -> str:
-        header = ("name", "type", "parameters", "hooks")
+    def _table(self) -> Table:
         rows = [
             (site.name or "(the model)", site.type, f"{site.num_parameters:,}", ", ".join(self.hooks(site)))
             for site in self._sites
         ]
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(3)]
-        lines = [_line(header, widths), _line(tuple("─" * width for width in (*widths, 5)), widths)]
-        lines += [_line(row, widths) for row in rows]
-        return "\n".join([*lines, f"{len(rows)} modules"])
+        return Table(("name", "type", "parameters", "hooks"), rows, numbers=(2,), foot=(f"{len(rows)} modules",))
 
 
 def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> Sites:
@@ -180,8 +177,3 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
         if not isinstance(hook, Port | ParameterPort):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    name, kind, parameters = row[0].ljust(widths[0]), row[1].ljust(widths[1]), row[2].rjust(widths[2])
-    return f"{name}  {kind}  {parameters}  {row[3]}".rstrip()

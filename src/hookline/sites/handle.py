@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from hookline.sites.context import close_scope
 from hookline.sites.entry import Attachment, Phase
 from hookline.sites.kinds import MODULE, Kind
-from hookline.sites.receipt import Receipt, receipt_of, warn_if_never_fired
+from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.sites.table import LOCK, release_roots, sweep
+from hookline.tables import OFF, ON
 
 __all__ = ["HandleSet", "HookHandle"]
 
@@ -108,8 +109,16 @@ class HookHandle(_Handle):
         subject = self._attachment.subject
         noun = "parameter" if subject is MODULE and report.kind == Kind.PARAM_GRAD else subject.noun
         where = repr(report.sites[0].name) if report.matched == 1 else f"{report.matched} {noun}s"
-        state = "removed, " if self.removed else ""
-        return f"<HookHandle {report.name} {report.kind} on {where}, {state}fired {report.fired}>"
+        return f"<HookHandle {report.name} {report.kind} on {where}, fired {report.fired}; {self._state()}>"
+
+    def _state(self) -> str:
+        """Return whether the hook is on, and how to take it off."""
+        if self.removed:
+            return OFF
+        return ON if self.report().attached else f"{OFF}: what it was on is gone"
+
+    def _repr_html_(self) -> str:
+        return self.report()._table().with_foot(self._state()).html()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model carries none of our hooks, so a handle it keeps is one that is off.
@@ -147,9 +156,9 @@ class HandleSet(_Handle):
         if errors:
             raise errors[0]
 
-    def report(self) -> tuple[Receipt, ...]:
-        """The receipts of those handles that keep one."""
-        return tuple(handle.report() for handle in self._handles if isinstance(handle, HookHandle))
+    def report(self) -> Receipts:
+        """Return the receipts of those handles that keep one: a tuple that prints as a table."""
+        return Receipts(handle.report() for handle in self._handles if isinstance(handle, HookHandle))
 
     def __iter__(self) -> Iterator[RemovableHandle]:
         return iter(tuple(self._handles))
@@ -161,10 +170,28 @@ class HandleSet(_Handle):
         return self._handles[index]
 
     def __repr__(self) -> str:
-        return f"<HandleSet of {len(self._handles)}>"
+        return f"<HandleSet of {len(self._handles)}; {self._state()}>"
+
+    def _state(self) -> str:
+        """Return how many of the handles are on, and how to take them off."""
+        on = sum(map(_is_on, self._handles))
+        return f"{on} on, .remove() takes them off" if on else OFF
+
+    def _repr_html_(self) -> str:
+        return self.report()._table().with_foot(self._state()).html()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HandleSet, ()
+
+
+def _is_on(handle: RemovableHandle) -> bool:
+    """Return whether a handle, ours or torch's, still has a hook somewhere."""
+    if isinstance(handle, HandleSet):
+        return any(map(_is_on, handle))
+    if isinstance(handle, HookHandle):
+        return not handle.removed
+    hooks = handle.hooks_dict_ref()
+    return hooks is not None and handle.id in hooks
 
 
 def _removed_handle(name: str, kind: str) -> HookHandle:

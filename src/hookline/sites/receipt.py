@@ -19,6 +19,7 @@ from hookline.errors import HookNeverFired
 from hookline.sites import _torch
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
 from hookline.sites.wrappers import submodule
+from hookline.tables import ShownAsTable, Table
 from hookline.wording import outside
 
 if TYPE_CHECKING:
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
 
     from hookline.sites.entry import Attachment, Entry
 
-__all__ = ["NOT_CALLED", "Receipt", "SiteReceipt", "likely_cause", "receipt_of", "warn_if_never_fired"]
+__all__ = ["NOT_CALLED", "Receipt", "Receipts", "SiteReceipt", "likely_cause", "receipt_of", "warn_if_never_fired"]
 
 NOT_CALLED: Final = -2
 """Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
+
+_MAX_SITES: Final = 60
+"""How many sites a receipt shows."""
 
 # Modules whose forward is never called; their children's are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -85,6 +89,47 @@ class Receipt:
             f"{self.name} ({self.kind}): matched {self.matched}, attached {self.attached}, "
             f"fired {self.fired}{last}{cost}"
         )
+
+    def __repr__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        """Return the sites in rows, under what all of them did; of a single site, that says all."""
+        if len(self.sites) == 1:
+            return Table(title=f"{self}, on {self.sites[0].name!r}")
+        rows = [
+            (site.name or "(the model)", f"{site.fired:,}", _or_dash(site.last_step), _or_dash(site.cost_us, ".1f"))
+            for site in self.sites[:_MAX_SITES]
+        ]
+        more = len(self.sites) - len(rows)
+        foot = (f"… and {more:,} more; all of them are in .sites",) if more else ()
+        return Table(("site", "fired", "last step", "µs each"), rows, numbers=(1, 2, 3), title=str(self), foot=foot)
+
+
+class Receipts(ShownAsTable, tuple[Receipt, ...]):
+    """The receipts of several attachments; a tuple that prints as a table.
+
+    Recipe: ``handles.report()`` at the end of a cell; ``for receipt in handles.report(): ...``.
+    """
+
+    __slots__ = ()
+
+    def _table(self) -> Table:
+        rows = [
+            (r.name, r.kind, f"{r.matched:,}", f"{r.attached:,}", f"{r.fired:,}", _or_dash(r.last_step)) for r in self
+        ]
+        header = ("hook", "kind", "matched", "attached", "fired", "last step")
+        return Table(header, rows, numbers=(2, 3, 4, 5)) if rows else Table(title="no hooks")
+
+    def __str__(self) -> str:
+        return self._table().text()
+
+
+def _or_dash(value: float | None, form: str = "") -> str:
+    return "–" if value is None else format(value, form)
 
 
 def receipt_of(attachment: Attachment) -> Receipt:

@@ -22,6 +22,7 @@ from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import SAVED, Kind, Subject
 from hookline.sites.signature import check_hook, hook_name
 from hookline.sites.table import LOCK
+from hookline.tables import OFF
 from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
@@ -118,6 +119,10 @@ class SavedTensors(HookHandle):
                 return function(*args, **kwargs)
 
         return scoped
+
+    def _state(self) -> str:
+        """Return whether it packs now: in a block that was entered, in whatever thread."""
+        return super()._state() if self.removed or self._work.alive() else f"{OFF} until a `with` block enters it"
 
     @property
     def packed(self) -> int:

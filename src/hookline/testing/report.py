@@ -25,7 +25,7 @@ class Finding:
     """What was asked, what was found, what to do next."""
 
 
-@dataclass
+@dataclass(repr=False)
 class HookCheck:
     """What came of checking a hook; prints as a table.
 
@@ -57,7 +57,7 @@ class HookCheck:
             lines = [f"  {finding.check}: {finding.text}" for finding in self.findings]
             raise HookCheckError("\n".join([f"Hook {self.hook!r} has {number}.", *lines]))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [("ok", check, text) for check, text in self.passed.items()]
         rows += [("found", finding.check, finding.text) for finding in self.findings]
         rows += [("skipped", check, text) for check, text in self.skipped.items()]

@@ -246,9 +246,11 @@ def test_the_cache_prints_as_a_table_and_counts_bytes():
     """Name, shape, type, calls, size; a tensor captured in two places counts once."""
     model = stack()
     with hl.capture(model, "*") as cache:
-        assert repr(cache) == "Cache of 4 modules, none captured yet"
+        assert str(cache) == "Cache of 4 modules, none captured yet"
+        assert repr(cache) == f"{cache}\non, .remove() takes it off"
         model(X)
-    assert repr(cache).splitlines() == [
+    assert repr(cache) == f"{cache}\noff"
+    assert str(cache).splitlines() == [
         "name         output  dtype    calls  size",
         "───────────  ──────  ───────  ─────  ────",
         "a            (2, 4)  float32      1  32 B",

@@ -71,11 +71,11 @@ def test_a_patch_says_what_it_did():
     model, x = made()
     with hl.patch(model, {"layers.#": hl.ablate(), "head": abs}) as patched:
         model(x), model(x)
-        assert repr(patched) == "<Patch ablate on 3 modules, abs on 'head'>"
+        assert repr(patched) == "<Patch ablate on 3 modules, abs on 'head'; on, .remove() takes it off>"
         first, second = patched.report()
     assert str(first) == "ablate (forward): matched 3, attached 3, fired 6, last at step 1"
     assert (second.name, second.fired) == ("abs", 2)
-    assert repr(patched) == "<Patch removed, ablate on 3 modules, abs on 'head'>"
+    assert repr(patched) == "<Patch ablate on 3 modules, abs on 'head'; off>"
     with hl.patch(model, {"layers.#": hl.ablate()}, name="mine") as patched:
         model(x)
         assert patched.report()[0].name == "mine"

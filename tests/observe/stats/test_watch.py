@@ -612,9 +612,11 @@ def test_it_prints_as_a_table():
     """One line per place, one column per statistic."""
     model = make_model()
     with hl.watch(model, "#", on="forward", stats=("mean", "std")) as watch:
-        assert repr(watch) == "nothing watched yet"
+        assert str(watch) == "nothing watched yet"
+        assert repr(watch) == "nothing watched yet\non, .remove() takes it off"
         model(batch())
-    head, *lines = repr(watch).splitlines()
+    head, *lines = str(watch).splitlines()
+    assert repr(watch) == f"{watch}\noff"
     assert head.split() == ["mean", "std"]
     assert [line.split()[0] for line in lines] == ["0/forward", "1/forward", "2/forward"]
 

@@ -800,7 +800,8 @@ name         type        calls  forward ms       own  backward ms       own  out
 1.1.0        Work            2        6.00      6.00        80.00     80.00        1.14
 0            Work            2        2.00      2.00         4.00      4.00        1.14
 own times add up to 2,008.00 ms forward and 4,084.00 ms backward, of 6,092.00 ms (stopwatch)"""
-    assert repr(prof) == table.lstrip()
+    assert str(prof) == table.lstrip()
+    assert repr(prof) == f"{prof}\noff"
 
 
 def test_a_long_name_loses_its_middle_in_the_table(stopwatch: Stopwatch) -> None:
@@ -810,7 +811,7 @@ def test_a_long_name_loses_its_middle_in_the_table(stopwatch: Stopwatch) -> None
     model.add_module("a" * 50, inner)
     with hl.profile(model) as prof:
         run(model, leaf())
-    *_, line, _ = repr(prof).splitlines()
+    *_, line, _ = str(prof).splitlines()
     assert line.split()[0] == "a" * 20 + "…" + "b" * 39
     assert f"{'a' * 50}.{'b' * 50}/calls" in prof.to_metrics()
 
@@ -820,7 +821,7 @@ def test_a_table_of_many_rows_says_where_the_rest_is(stopwatch: Stopwatch) -> No
     model = nn.Sequential(*(Work(1, 2) for _ in range(100)))
     with hl.profile(model) as prof:
         run(model, leaf())
-    lines = repr(prof).splitlines()
+    lines = str(prof).splitlines()
     assert len(lines) == 2 + 60 + 2
     assert lines[-2] == "… and 41 that took less; all of them are in .rows"
     assert lines[-1].startswith("own times add up to 100.00 ms forward and 200.00 ms backward")

@@ -23,6 +23,7 @@ from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
 from hookline.sites.nearest import nearest
 from hookline.sites.wrappers import submodule
+from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +90,7 @@ class Captured:
         return f"<Captured {self.name!r}, {len(self.calls)} call{'' if len(self.calls) == 1 else 's'}>"
 
 
-class Cache(Mapping[str, Captured]):
+class Cache(ShownAsTable, Mapping[str, Captured]):
     """Captured modules by name, in the order in which they were first captured; prints as a table.
 
     Recipe: ``with hookline.capture(model, "layers.#") as cache: model(x)``, then ``cache["layers.3"].output``, or
@@ -149,21 +150,19 @@ class Cache(Mapping[str, Captured]):
     def __len__(self) -> int:
         return len(self._sorted())
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         calls = self._sorted()
         if not calls:
-            return f"Cache of {len(self.reasons)} modules, none captured yet"
-        lines = [
-            ("name", "output", "dtype", "calls", "size"),
-            *(_cells(*item) for item in [*calls.items()][:_MAX_ROWS]),
-        ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [_line(line, widths) for line in lines]
-        text.insert(1, "  ".join("─" * width for width in widths))
+            return Table(title=f"Cache of {len(self.reasons)} modules, none captured yet")
+        rows = [_cells(*item) for item in [*calls.items()][:_MAX_ROWS]]
+        foot = [f"{len(calls)} modules, {sum(map(len, calls.values()))} calls, {size_text(self.bytes)}"]
         if len(calls) > _MAX_ROWS:
-            text.append(f"… and {len(calls) - _MAX_ROWS} more")
-        text.append(f"{len(calls)} modules, {sum(map(len, calls.values()))} calls, {size_text(self.bytes)}")
-        return "\n".join(text)
+            foot.insert(0, f"… and {len(calls) - _MAX_ROWS} more")
+        return Table(("name", "output", "dtype", "calls", "size"), rows, numbers=(3, 4), foot=foot)
+
+    def _state(self) -> str:
+        """Return whether it captures, and how to have it stop."""
+        return OFF if self._is_closed else ON
 
     # -- coming off, starting over, keeping --------------------------------------------------------------
 
@@ -294,9 +293,3 @@ def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
     shape = f"{tuple(first[0].shape)}{others}" if first else type(calls[0].kept_output.value).__name__
     dtype = str(first[0].dtype).removeprefix("torch.") if first else "–"
     return name or "(the model)", shape, dtype, str(len(calls)), size_text(bytes_of(_tensors_in(calls)))
-
-
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    words = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
-    numbers = [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
-    return "  ".join(words + numbers).rstrip()

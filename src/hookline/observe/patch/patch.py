@@ -16,6 +16,7 @@ from hookline.sites.attach import check_request, fasten
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.select import Named, check_model, choose, named_modules
+from hookline.tables import OFF, ON
 from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
@@ -116,8 +117,11 @@ class Patch(HandleSet):
     def __repr__(self) -> str:
         reports = self.report()
         edits = ", ".join(f"{report.name} on {_where([site.name for site in report.sites])}" for report in reports)
-        state = "" if any(report.attached for report in reports) else "removed, "
-        return f"<Patch {state}{edits or 'on nothing'}>"
+        return f"<Patch {edits or 'on nothing'}; {self._state()}>"
+
+    def _state(self) -> str:
+        """Return whether the edits are made, and how to take them off."""
+        return ON if any(report.attached for report in self.report()) else OFF
 
 
 def _where(names: list[str]) -> str:

@@ -13,7 +13,7 @@ from hookline.errors import OptionError
 from hookline.observe.timing.backward import stretches_of
 from hookline.observe.timing.clock import CpuClock, clock_for
 from hookline.observe.timing.recorder import Recorder
-from hookline.observe.timing.spans import Measured, ProfileRow, as_table, rows_of
+from hookline.observe.timing.spans import Measured, ProfileRow, rows_of, table_of
 from hookline.observe.timing.trace import write_trace
 from hookline.sites.attach import check_request, fasten
 from hookline.sites.functions.attach import fasten_functions
@@ -22,6 +22,7 @@ from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
 from hookline.sites.select import Named, select
 from hookline.sites.wrappers import unwrap
+from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,7 +89,7 @@ def profile(
     return found
 
 
-class Profile:
+class Profile(ShownAsTable):
     """The measurements of one ``profile``; prints as a table.
 
     Recipe: ``with hookline.profile(model) as prof: ...``, then ``print(prof)``, ``prof.rows``, ``prof.to_metrics()``
@@ -161,8 +162,11 @@ class Profile:
         """Write every call as an event for chrome://tracing or ui.perfetto.dev; the path."""
         return write_trace(Path(path), self._measured())
 
-    def __repr__(self) -> str:
-        return as_table(self.rows, self._clock.name, self.wall_ms, self.dropped)
+    def _table(self) -> Table:
+        return table_of(self.rows, self._clock.name, self.wall_ms, self.dropped)
+
+    def _state(self) -> str:
+        return ON if self._stopped is None else OFF
 
     def _measured(self) -> Measured:
         spans = [span for span in tuple(self._recorder.spans) if span.end is not None]

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Measured", "ProfileRow", "Span", "Stretch", "Visit", "as_table", "rows_of"]
+from hookline.tables import Table
+
+__all__ = ["Measured", "ProfileRow", "Span", "Stretch", "Visit", "rows_of", "table_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -180,27 +182,24 @@ _MAX_ROWS = 60
 _MAX_NAME = 60
 
 
-def as_table(rows: Sequence[ProfileRow], device: str, wall_ms: float, dropped: int) -> str:
-    """Rows in columns, the slowest first, with what they add up to."""
+def table_of(rows: Sequence[ProfileRow], device: str, wall_ms: float, dropped: int) -> Table:
+    """Return ``rows`` in columns, the slowest first, with what they add up to."""
     if not rows:
-        return f"Nothing was measured in {wall_ms:.1f} ms: no call of the model has ended."
+        return Table(title=f"Nothing was measured in {wall_ms:.1f} ms: no call of the model has ended.")
     on_gpu = any(row.allocated_bytes is not None for row in rows)
     header = ("name", "type", "calls", "forward ms", "own", "backward ms", "own", "output MiB", "allocated MiB")
     ordered = sorted(rows, key=lambda row: -(row.forward_ms + row.backward_ms))
-    lines = [header, *(_cells(row) for row in ordered[:_MAX_ROWS])]
-    if not on_gpu:
-        lines = [line[:-1] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [_line(line, widths) for line in lines]
-    text.insert(1, "  ".join("─" * width for width in widths))
+    columns = len(header) if on_gpu else len(header) - 1
+    cells = [_cells(row)[:columns] for row in ordered[:_MAX_ROWS]]
+    foot = []
     if len(rows) > _MAX_ROWS:
-        text.append(f"… and {len(rows) - _MAX_ROWS} that took less; all of them are in .rows")
+        foot.append(f"… and {len(rows) - _MAX_ROWS} that took less; all of them are in .rows")
     forward, backward = (sum(getattr(row, f"{way}_own_ms") for row in rows) for way in ("forward", "backward"))
     sums = f"{forward:,.2f} ms forward and {backward:,.2f} ms backward, of {wall_ms:,.2f} ms ({device})"
-    text.append(f"own times add up to {sums}")
+    foot.append(f"own times add up to {sums}")
     if dropped:
-        text.append(f"{dropped:,} more calls were left out; raise max_spans=.")
-    return "\n".join(text)
+        foot.append(f"{dropped:,} more calls were left out; raise max_spans=.")
+    return Table(header[:columns], cells, numbers=range(2, columns), foot=foot)
 
 
 def _cells(row: ProfileRow) -> tuple[str, ...]:
@@ -216,9 +215,3 @@ def _cells(row: ProfileRow) -> tuple[str, ...]:
         *(f"{ms:,.2f}" for ms in times),
         *(f"{size / 2**20:,.2f}" for size in sizes),
     )
-
-
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    words = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
-    numbers = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
-    return "  ".join([*words, *numbers])

@@ -1,0 +1,250 @@
+"""How objects show themselves: in a terminal, and at the end of a notebook's cell."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.tables import ShownAsTable, Table, number_text
+
+
+class Cells(HTMLParser):
+    """What stands in the cells of a table, and whether every element is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def ignore(module: nn.Module, args: Any, output: Any) -> None:
+    """Do nothing."""
+
+
+def model_and_data() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(8, 4)
+
+
+class Norm(hl.TrainingHook):
+    hook_points = {hl.HookPoint.POST_EPOCH}
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        return {"norm": ctx.model[0].weight.norm()}
+
+
+class Zeroes(hl.InterventionHook):
+    hook_points = {hl.HookPoint.SNAPSHOT}
+
+    def intervene(self, run_ctx: hl.RunDataContext, model_ctx: Any) -> dict[str, Any]:
+        with torch.no_grad():
+            model_ctx.model[0].weight.zero_()
+        return {"a": 1}
+
+
+def trained() -> tuple[hl.HookManager, hl.MemorySink, hl.LoopResult]:
+    model, x = model_and_data()
+    sink = hl.MemorySink()
+    manager = hl.HookManager(hooks=[Norm, Zeroes], sinks=[sink], profile_hooks=True)
+    experiment = hl.Experiment(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        [(x, x[:, :1])] * 3,
+        evaluate=lambda model: {"val_acc": 0.5},
+    )
+    return manager, sink, hl.epoch_loop(experiment, epochs=2, manager=manager)
+
+
+def everything_that_ends_a_cell() -> dict[str, Any]:
+    model, x = model_and_data()
+    one, many = hl.attach(model, "0", ignore), hl.attach(model, "#", ignore, name="<b>bold</b>")
+    patch, watch = hl.patch(model, {"1": hl.ablate()}), hl.watch(model, "#", on="forward")
+    cache, profile = hl.capture(model, "#"), hl.profile(model)
+    model(x)
+    with hl.rollback(model) as receipt, torch.no_grad():
+        model[0].weight.zero_()
+    manager, sink, result = trained()
+    tool = hl.TrainTool()
+    tool.add_training_hook("actor_mlp", hl.attach_relu_activation_hooks())
+    found = {
+        "find": hl.find(model),
+        "handle": one,
+        "handles": hl.HandleSet([one, many]),
+        "receipt": many.report(),
+        "receipt of one site": one.report(),
+        "receipts": patch.report(),
+        "patch": patch,
+        "watch": watch,
+        "cache": cache,
+        "profile": profile,
+        "rollback": receipt,
+        "plan": manager.plan(),
+        "manager": manager,
+        "firing": manager.receipts,
+        "profiler": manager.profiler,
+        "memory": sink,
+        "record": sink.records[0],
+        "log record": hl.Record({"a": 1.0}, 0, hl.HookPoint.SNAPSHOT),
+        "result": result,
+        "trainer": tool.invoke(),
+    }
+    for handle in (one, many, patch, watch, cache, profile):
+        handle.remove()
+    return found
+
+
+def test_whatever_ends_a_cell_has_html_with_cells_and_a_text_without_addresses():
+    """Every element is closed, names are escaped, and neither form is Python's default of an object."""
+    for name, thing in everything_that_ends_a_cell().items():
+        html, text = thing._repr_html_(), repr(thing)
+        parsed = Cells(html)
+        assert parsed.open == [], name
+        assert parsed.cells or name in ("handle", "receipt of one site"), name  # one line says it all
+        assert " object at 0x" not in text, name
+        assert "<b>" not in html, name
+
+
+def test_a_plan_and_a_report_end_a_cell_as_tables():
+    """What a notebook shows is what ``print`` does, and not the fields of a dataclass."""
+    manager, _, _ = trained()
+    assert repr(manager.plan()) == str(manager.plan())
+    assert repr(manager.plan()).splitlines()[0].split() == ["point", "hook", "does", "when", "needs"]
+    model, x = model_and_data()
+    with hl.attach(model, "#", ignore) as handle:
+        model(x)
+    assert repr(handle.report()).splitlines() == [
+        "ignore (forward): matched 3, attached 0, fired 3, last at step 0",
+        "site  fired  last step  µs each",
+        "────  ─────  ─────────  ───────",
+        "0         1          0        –",
+        "1         1          0        –",
+        "2         1          0        –",
+    ]
+
+
+def test_receipts_are_a_tuple_still():
+    """Who unpacks or compares them sees no difference."""
+    model, _ = model_and_data()
+    with hl.HandleSet([hl.attach(model, "0", ignore)]) as handles:
+        (receipt,) = handles.report()
+        assert handles.report() == (receipt,)
+        assert isinstance(handles.report(), tuple)
+    assert hl.HandleSet().report() == ()
+    assert repr(hl.HandleSet().report()) == "no hooks"
+
+
+@pytest.mark.parametrize(
+    "switch_on",
+    [
+        lambda model: hl.attach(model, "0", ignore),
+        lambda model: hl.patch(model, {"1": hl.ablate()}),
+        lambda model: hl.capture(model, "0"),
+        lambda model: hl.watch(model, "0", on="forward"),
+        lambda model: hl.profile(model),
+        lambda model: hl.freeze(model, "0"),
+        lambda model: hl.HandleSet([hl.attach(model, "0", ignore)]),
+        lambda model: hl.HandleSet([model.register_forward_hook(ignore)]),
+    ],
+    ids=["attach", "patch", "capture", "watch", "profile", "freeze", "set", "set of torch's"],
+)
+def test_what_was_left_on_says_so_and_how_to_take_it_off(switch_on: Any):
+    """Without ``with`` hooks stay on: the representation says "on" and names ``remove``; later it says "off"."""
+    model, x = model_and_data()
+    thing = switch_on(model)
+    model(x)
+    shown = [repr(thing), thing._repr_html_()]
+    assert all(
+        ".remove() takes" in text and " on, " in f" {text}".replace(">", " ").replace("\n", " ") for text in shown
+    )
+    thing.remove()
+    for text in (repr(thing), thing._repr_html_()):
+        assert ".remove()" not in text
+        assert "off" in text
+
+
+def test_saved_tensors_are_off_until_the_block_is_entered():
+    """The scope packs nothing before, so it does not say that it is on."""
+    scope = hl.saved_tensors(lambda tensor: tensor, lambda packed: packed)
+    assert "off until" in repr(scope)
+    with scope:
+        assert repr(scope).endswith("on, .remove() takes it off>")
+    assert "off until" in repr(scope)
+    scope.remove()
+    assert repr(scope).endswith("; off>")
+
+
+def test_a_handle_whose_model_is_gone_is_off():
+    """Nothing carries the hook any more."""
+    model, _ = model_and_data()
+    handle = hl.attach(model, "0", ignore)
+    del model
+    assert repr(handle).endswith("off: what it was on is gone>")
+
+
+def test_the_registry_names_its_hooks():
+    """The class is used as it is; its representation lists what can be selected, importing nothing for it."""
+    assert repr(hl.HookRegistry).startswith("<HookRegistry of ")
+    assert "norms" in repr(hl.HookRegistry)
+
+
+def test_an_experiment_says_what_it_is_made_of():
+    """Model, optimizer and batches; a loader without a length, or none, is no matter."""
+    model, x = model_and_data()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert repr(hl.Experiment(model, sgd, [x, x])) == "<Experiment of Sequential, SGD, 2 batches>"
+    assert repr(hl.Experiment(model)) == "<Experiment of Sequential, no loader>"
+    assert repr(hl.Experiment(model, sgd, iter([x]))) == "<Experiment of Sequential, SGD, a loader without a length>"
+
+
+def test_a_tool_says_whether_its_hooks_are_on():
+    """Before a run and in its block."""
+    tool = hl.TrainTool()
+    tool.add_training_hook("actor_mlp", hl.attach_relu_activation_hooks())
+    assert repr(tool) == "<TrainTool, hooks: 1 on actor_mlp; off until .invoke() or .attached()>"
+    trainer = tool.invoke()
+    with tool.attached(policy=trainer.policy, trainer=trainer):
+        assert repr(tool) == "<TrainTool, hooks: 1 on actor_mlp; 1 on, they come off when the run ends>"
+
+
+def test_a_long_table_is_cut_in_html_and_whole_in_text():
+    """A notebook keeps its outputs: 500 rows, and a line that says how to see the rest."""
+    table = Table(("n",), [(str(n),) for n in range(501)])
+    assert "… and 1 more rows" in table.html()
+    assert table.html().count("<td") == 500
+    assert table.text().splitlines()[-1] == "500"
+
+
+def test_values_are_short():
+    """Four digits of a number, how much is in a container, the beginning of a long text."""
+    assert [number_text(value) for value in (1 / 3, 7, [1, 2], {"a": 1}, "x" * 61)] == [
+        "0.3333",
+        "7",
+        "list of 2",
+        "dict of 1",
+        "x" * 60 + "…",
+    ]
+
+
+def test_a_subclass_has_to_say_what_is_shown():
+    """One that does not is told when it is shown."""
+    with pytest.raises(NotImplementedError):
+        str(ShownAsTable())
