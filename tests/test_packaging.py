@@ -1,0 +1,80 @@
+"""What pyproject.toml promises: extras whose code is there, and a page that reads on the package index as here."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT: dict[str, Any] = SETTINGS["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+FOR_DEVELOPERS = {"dev", "pictures"}
+FOR_USERS = sorted(set(EXTRAS) - FOR_DEVELOPERS - {"all"})
+IMPORTED_AS = {"prometheus-client": "prometheus_client", "scikit-learn": "sklearn"}
+SOURCES = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[\w-]+", requirement)[0]
+
+
+def readme_on_the_index() -> str:
+    """README.md as the build rewrites it."""
+    text = (ROOT / "README.md").read_text()
+    for rule in SETTINGS["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    return text
+
+
+@pytest.mark.parametrize("extra", FOR_USERS)
+def test_an_extra_brings_packages_that_the_library_imports(extra: str):
+    """An extra is a promise: each of its packages is imported somewhere in the library."""
+    for requirement in EXTRAS[extra]:
+        package = IMPORTED_AS.get(name_of(requirement), name_of(requirement))
+        assert re.search(rf'(import|from) {package}\b|"{package}[".]', SOURCES), package
+
+
+def test_every_install_line_of_an_error_names_an_extra_that_there_is():
+    """``pip install 'hookline[wandb]'`` has to work."""
+    named = {extra for found in re.findall(r"hookline\[([a-z,]+)\]", SOURCES) for extra in found.split(",")}
+    assert named
+    assert named <= set(EXTRAS)
+
+
+def test_all_brings_every_extra_for_users():
+    """And nothing for developers."""
+    (requirement,) = EXTRAS["all"]
+    assert sorted(re.search(r"\[(.*)\]", requirement)[1].split(",")) == FOR_USERS
+
+
+def test_the_extras_that_the_readme_names_are_there():
+    """In its install lines."""
+    named = {
+        e for found in re.findall(r"hookline\[([a-z,]+)\]", (ROOT / "README.md").read_text()) for e in found.split(",")
+    }
+    assert named <= set(EXTRAS)
+
+
+def test_the_project_says_who_where_and_for_which_python():
+    """The oldest Python that is asked for is among those it was tested on."""
+    assert PROJECT["authors"]
+    assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(PROJECT["urls"])
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]
+
+
+def test_no_link_of_the_readme_is_relative_on_the_index():
+    """Pages and pictures; there are some here, else this test would say nothing."""
+    here = re.findall(r"\]\((?!https?://|#)([^)\s]+)\)", (ROOT / "README.md").read_text())
+    assert any(link.endswith(".png") for link in here)
+    assert any(link.endswith(".md") for link in here)
+    text = readme_on_the_index()
+    assert re.findall(r"\]\((?!https?://|#)([^)\s]+)\)", text) == []
+    assert re.findall(r"!\[[^\]]*\]\((?!https://raw\.)[^)]*\)", text) == []
+    for link in here:
+        assert (ROOT / link.partition("#")[0]).exists(), link
