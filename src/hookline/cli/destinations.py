@@ -14,6 +14,7 @@ from typing import Any, Final
 from hookline.cli.load import load_object, nearest_text
 from hookline.cli.options import SinkOptions
 from hookline.errors import OptionError
+from hookline.hooks.own_copy import own_copy
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "FILES", "destinations", "sink_class", "sink_files"]
 
@@ -87,7 +88,7 @@ def sink_class(name: str) -> Any:
 
 def _make(cls: Any, arguments: dict[str, Any]) -> Any:
     try:
-        return cls(**arguments)
+        return cls(**own_copy(arguments))  # each strategy has sinks of its own
     except TypeError as error:
         raise OptionError(
             f"The sink {cls.__name__} cannot be made of {arguments or 'no arguments'}: {error}. Arguments are given in "
