@@ -7,7 +7,8 @@ begins, with the line that installs it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any, Final
 
@@ -41,20 +42,33 @@ FILES: Final = {
 _LAST_PORT: Final = 65535
 
 
-def destinations(options: SinkOptions, others: Iterable[tuple[str, dict[str, Any]]]) -> Callable[[], list[Any]]:
-    """What makes the sinks, anew for each strategy; that they can be had is found out now."""
+At = Callable[[Sequence[str | int]], AbstractContextManager[None]]
+"""Collects the error about what stands at a path of a file; one about a flag it lets through."""
+
+
+def destinations(
+    options: SinkOptions, others: Iterable[tuple[str, dict[str, Any]]], at: At = lambda path: nullcontext()
+) -> Callable[[], list[Any]]:
+    """Return what makes the sinks, anew for each strategy; that they can be had is found out now."""
     made: list[tuple[Any, dict[str, Any]]] = []
     for name in BUILT_IN:
         chosen = getattr(options, f"hook_{name}")
         if chosen is not None and chosen is not False:
-            made.append((sink_class(name), _arguments(name, chosen)))
-    _check_port(options.hook_prometheus)
-    for path, arguments in [*((path, {}) for path in options.hook_sink), *others]:
-        made.append((sink_class(path), arguments))
-    for cls, _ in made:
-        if hasattr(cls, "check"):
-            cls.check()
+            with at(["sinks", name]):
+                _check_port(options.hook_prometheus)
+                made.append((_available(sink_class(name)), _arguments(name, chosen)))
+    made += [(_available(sink_class(path)), {}) for path in options.hook_sink]
+    for number, (path, arguments) in enumerate(others):
+        with at(["sinks", "others", number]):
+            made.append((_available(sink_class(path)), arguments))
     return lambda: [_make(cls, arguments) for cls, arguments in made]
+
+
+def _available(cls: Any) -> Any:
+    """Return `cls`; raise if a package that it needs is missing."""
+    if hasattr(cls, "check"):
+        cls.check()
+    return cls
 
 
 def _check_port(port: int | None) -> None:
