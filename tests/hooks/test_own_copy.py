@@ -146,6 +146,15 @@ class Greedy(hl.TrainingHook):
         return {}
 
 
+class GreedyTracker(Greedy):
+    """The same, on modules."""
+
+    name = "greedy_test_tracker"
+
+    def __init__(self, layers=(), targets=None, exclude=None):
+        super().__init__(layers)
+
+
 def test_hooks_over_time_are_made_with_copies():
     """By a manager and by the registry; two that share a configuration do not see each other's writes."""
     weights = torch.zeros(2)
@@ -154,6 +163,21 @@ def test_hooks_over_time_are_made_with_copies():
         (hook,) = hl.HookManager(hooks=[Greedy], hook_config=config).hooks.values()
         assert (hook.was, hook.weights is weights) == ([1], True)
     assert config["greedy_test_hook"]["layers"] == [1]
+
+
+def test_the_strategies_of_a_run_have_hooks_that_share_nothing():
+    """Hooks and trackers of a run file are made anew for each, of what the file says."""
+    from hookline.cli.hook_objects import HookObjects, TrackerChoice
+
+    hl.HookRegistry.register(Greedy)
+    hl.HookRegistry.register(GreedyTracker)
+    try:
+        tracker = TrackerChoice("t", GreedyTracker.name, (), (), {"layers": [2]}, "")
+        objects = HookObjects([Greedy.name], {Greedy.name: {"layers": [1]}}, trackers=[tracker])
+        assert [[hook.was for hook in objects.make()] for _ in range(2)] == [[[1], [2]]] * 2
+    finally:
+        hl.HookRegistry.unregister(Greedy.name)
+        hl.HookRegistry.unregister(GreedyTracker.name)
 
 
 # -- the copy itself -------------------------------------------------------------------------------------------
