@@ -112,6 +112,9 @@ if TYPE_CHECKING:
     )
     from hookline.observe.watch import Watch as Watch
     from hookline.observe.watch import watch as watch
+    from hookline.report.load import LoadedRun as LoadedRun
+    from hookline.report.load import load_run as load_run
+    from hookline.report.load import load_runs as load_runs
     from hookline.report.page import write_report as write_report
     from hookline.serve.model_runner import ModelRunner as ModelRunner
     from hookline.serve.server_args import ServerArgs as ServerArgs
@@ -208,6 +211,7 @@ _HOME = {
     "Kind": "sites.kinds",
     "KindError": "errors",
     "LifecycleError": "errors",
+    "LoadedRun": "report.load",
     "LoopResult": "loops.run",
     "MLflowSink": "sinks.mlflow",
     "MemorySink": "sinks.memory",
@@ -280,6 +284,8 @@ _HOME = {
     "epoch_loop": "loops.epoch_loop",
     "find": "sites.find",
     "freeze": "sites.bounds",
+    "load_run": "report.load",
+    "load_runs": "report.load",
     "mean_ablate": "observe.patch.edits",
     "patch": "observe.patch.patch",
     "profile": "observe.timing.profile",

@@ -98,23 +98,24 @@ def test_what_would_come_to_nothing_is_told(values, said, no_factory, capsys):
 
 
 def test_all_mistakes_of_a_file_are_told_at_once(no_factory, capsys):
-    """First what it says; then, of what it names, what there is not."""
-    specs = [SPEC | {"evry": 3}, SPEC | {"on": "foward"}, "x"]
+    """What it says, and of what it names, what there is not."""
+    specs = [SPEC | {"evry": 3}, SPEC | {"on": "foward"}, "x", SPEC | {"hook_factory": "experiments:nope"}]
     assert run_here("check", write(specs, "hooks.json")) == 2
     assert [line.partition(" at ")[2].partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
         "$[0].evry",
         "$[1].on",
         "$[2]",
+        "$[3].hook_factory",
     ]
     specs = [SPEC | {"hook_factory": "experiments:nope"}, SPEC | {"target_modules": []}, SPEC | {"hook_factory": "abc"}]
     specs += [SPEC | {"hook_factory": path} for path in ("os:sep", "r1_imports_what_is_not_there:f")]
     Path("r1_imports_what_is_not_there.py").write_text("import r1_not_there")
     assert run_here("check", write({"forward_hooks": specs}, "hooks.json")) == 2
     said = capsys.readouterr().err
-    assert "at $.forward_hooks[0]: Hook 0 (count): Module 'experiments' has no attribute 'nope'" in said
+    assert "at $.forward_hooks[0].hook_factory: Hook 0 (count): Module 'experiments' has no attribute 'nope'" in said
     assert "at $.forward_hooks[1]: Hook 1 (count) has no target_modules." in said
-    assert "at $.forward_hooks[2]: Hook 2 (count): Invalid hook callable path 'abc'." in said
-    assert "at $.forward_hooks[3]: Hook 3 (count): Hook factory 'os:sep' is called with a config, and is a str." in said
+    assert "at $.forward_hooks[2].hook_factory: Hook 2 (count): Invalid hook callable path 'abc'." in said
+    assert "[3].hook_factory: Hook 3 (count): Hook factory 'os:sep' is called with a config, and is a str." in said
     assert "No module named 'r1_not_there' (from hook path 'r1_imports_what_is_not_there:f')." in said
 
 
@@ -238,7 +239,8 @@ def test_all_wrong_names_of_a_file_are_told_at_once(capsys):
     """And one by a flag without a place, as it has none."""
     name = write(f"experiment: {TINY}\nhooks: [nrms, norms, hesian]\ntrackers: [{{tracker: x}}, {{tracker: norms}}]\n")
     assert run_here("check", name) == 2
-    assert capsys.readouterr().err.count("Unknown hook") == 2
+    said = capsys.readouterr().err
+    assert (said.count("Unknown hook"), said.count("norms is no tracker of modules")) == (3, 1)
     assert run_here("run", name, "--hooks", "nrms") == 2
     assert capsys.readouterr().err.startswith("hookline: Unknown hook: 'nrms'.")
 

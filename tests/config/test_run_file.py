@@ -111,19 +111,19 @@ def test_every_mistake_is_told_at_once(tmp_path):
 
 
 def test_mistakes_of_all_parts_are_told_at_once(tmp_path):
-    """Those of hooks on modules among them, each field for itself."""
+    """Those of hooks on modules among them, each field for itself; in the order of the lines."""
     text = "sed: 1\nspecs:\n- {nme: x, every: 0, on: sideways}\n- {observe: 'yes'}\ntrackers: [{traker: x}]\n"
     with pytest.raises(ConfigError) as caught:
         RunFile.read(write(tmp_path, text))
     places = [line.partition(": ")[0].partition(", ")[2] for line in str(caught.value).splitlines()]
     assert places == [
-        "line 5, at $.trackers[0].tracker",
-        "line 5, at $.trackers[0].traker",
         "line 1, at $.sed",
         "line 3, at $.specs[0].nme",
         "line 3, at $.specs[0].on",
         "line 3, at $.specs[0].every",
         "line 4, at $.specs[1].observe",
+        "line 5, at $.trackers[0].tracker",
+        "line 5, at $.trackers[0].traker",
     ]
 
 

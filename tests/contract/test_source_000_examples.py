@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
+import inspect
 import json
 import logging
+import re
 import sys
 import types
 
@@ -208,3 +211,96 @@ def test_resolve_callable_fails_fast_as_the_page_says():
         "Module 'my_project.hooks' has no attribute 'nope' (from hook path 'my_project.hooks:nope')"
     )
     assert caught.value.__cause__ is not None
+
+
+# -- names and flags -------------------------------------------------------------------------------------------
+
+
+def test_signatures_have_the_parameters_of_the_source(runner):
+    """By name and in order; what is ours comes after, by keyword."""
+    assert list(inspect.signature(ModelRunner.register_hooks).parameters)[:2] == ["self", "hook_specs"]
+    assert list(inspect.signature(hl.register_hooks).parameters)[:2] == ["model", "hook_specs"]
+    assert list(inspect.signature(hl.resolve_callable).parameters)[:1] == ["path"]
+    assert list(inspect.signature(ModelRunner.initialize).parameters)[:1] == ["self"]
+    for function, theirs in ((ModelRunner.register_hooks, 2), (hl.register_hooks, 2), (ModelRunner.initialize, 1)):
+        ours = list(inspect.signature(function).parameters.values())[theirs:]
+        assert all(one.kind is one.KEYWORD_ONLY for one in ours)
+    specs = json.loads(CAPTURE)["hooks"]
+    runner.register_hooks(hook_specs=specs)
+    hl.register_hooks(runner.model, hook_specs=specs).remove(quiet=True)
+    runner.model(torch.randn(3, 4))
+    assert len(HOOK_CALLS) == 2
+
+
+SPEC = {
+    "name": "outer_and_inner_from_cli",
+    "target_modules": ["outer.0", "outer.1", "inner.*"],
+    "hook_factory": "my_project.hooks:dummy_hook_factory",
+    "config": {"tag": "cli-hook", "levels": [1, {"a": None}]},
+}
+
+
+def flags(*arguments):
+    parser = argparse.ArgumentParser()
+    assert ServerArgs.add_cli_args(parser) is None
+    return ServerArgs.from_cli_args(parser.parse_args(list(arguments)))
+
+
+def test_hooks_from_the_command_line_reach_the_model():
+    """As JSON, by their newer name, beside flags that are not about hooks; they fire on every match."""
+    args = flags("--model-path", "Qwen/Qwen2-7B-Instruct", "--forward-hooks", json.dumps([SPEC]))
+    assert (args.forward_hooks, args.model_path, args.enable_hooks) == ([SPEC], "Qwen/Qwen2-7B-Instruct", False)
+    model = DummyModel()
+    with hl.register_hooks(model, args.forward_hooks):
+        model(torch.randn(3, 4))
+    assert [call["tag"] for call in HOOK_CALLS] == ["cli-hook"] * 4
+    runner = ModelRunner(model, args)
+    runner.initialize()
+    assert len(runner.hook_handles) == 1
+    runner.hook_handles.remove(quiet=True)
+
+
+def test_the_older_names_are_flags_as_well():
+    """Off without the switch; nothing given is the settings' own defaults."""
+    given = ["--hooks", json.dumps([SPEC])]
+    assert flags(*given).hook_specs() == []
+    assert flags("--enable-hooks", *given).hook_specs() == [SPEC]
+    assert flags() == ServerArgs()
+
+
+def test_a_parser_may_have_flags_of_its_own():
+    """They are kept, as all settings are that are not about hooks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--dtype")
+    ServerArgs.add_cli_args(parser)
+    args = ServerArgs.from_cli_args(parser.parse_args([]))
+    assert args.others == {"port": 30000}
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1", '{"target_modules": []}', "3", "null"])
+def test_what_is_no_json_list_is_refused_in_the_words_of_the_source(text, capsys):
+    """By the parser, with its exit code; an object, too."""
+    with pytest.raises(SystemExit) as caught:
+        flags("--forward-hooks", text)
+    assert caught.value.code == 2
+    assert f"Invalid JSON list: {text}. Please provide a valid JSON list." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["", "abc"])
+def test_a_malformed_path_fails_start_up_with_both_forms(path, runner):
+    """An empty one, too: only a spec without a factory is passed over."""
+    said = f"Invalid hook callable path '{path}'. Expected 'module.submodule:factory' or 'module.submodule.factory'."
+    with pytest.raises(ValueError, match=re.escape(said)):
+        runner.register_hooks([{"target_modules": ["outer.0"], "hook_factory": path}])
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ModelRunner(runner.model, {"forward_hooks": [SPEC, {**SPEC, "hook_factory": path}]}).initialize()
+    hl.assert_no_hooks(runner.model, foreign=True)
+
+
+@pytest.mark.parametrize("factory", [{}, {"hook_factory": None}])
+def test_a_missing_factory_is_passed_over_with_the_line_of_the_source(factory, runner, lines):
+    """No key, or null."""
+    runner.register_hooks([{"name": "bare", "target_modules": ["outer.0"], **factory}])
+    assert lines() == ["Hook spec 'bare' has no 'hook_factory', skipping"]
+    assert len(runner.hook_handles) == 0

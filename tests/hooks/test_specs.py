@@ -360,7 +360,7 @@ class Closing:
 
     def __init__(self, config):
         self.closed = 0
-        config["made"].append(self)
+        config["made"](self)  # a function: a list in a configuration is a copy
 
     def __call__(self, module, inputs, output):
         pass
@@ -374,8 +374,8 @@ class Closing:
 def test_what_was_made_and_is_not_attached_is_closed(caplog):
     """By a spec that matches nothing, and by a list of which a later one fails; what is attached is left alone."""
     model, made = small(), []
-    there = HookSpec("there", ["0"], Closing, {"made": made})
-    nowhere = HookSpec("nowhere", ["00"], Closing, {"made": made}, on_error="warn")
+    there = HookSpec("there", ["0"], Closing, {"made": made.append})
+    nowhere = HookSpec("nowhere", ["00"], Closing, {"made": made.append}, on_error="warn")
     with register_hooks(model, [there, nowhere]):
         assert [hook.closed for hook in made] == [0, 1]
     made.clear()
@@ -388,7 +388,7 @@ def test_what_was_made_and_is_not_attached_is_closed(caplog):
 def test_a_hook_of_two_specs_is_closed_with_the_last(caplog):
     """One that cannot be closed is logged, and the others go on."""
     model, made = small(), []
-    shared, other = Closing({"made": made}), Closing({"made": made})
+    shared, other = Closing({"made": made.append}), Closing({"made": made.append})
     specs = [HookSpec(str(place), [place], lambda config: shared) for place in ("0", "00")]
     handles = register_hooks(model, [*specs, HookSpec("other", ["1"], lambda config: other, every=2)])
     assert shared.closed == 0  # it is on "0", though nowhere is "00"

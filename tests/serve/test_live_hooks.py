@@ -20,6 +20,7 @@ from hookline.errors import (
 )
 from hookline.factories import current_rows
 from hookline.serve.engine import Engine
+from hookline.serve.http.hook_bodies import told_of
 from hookline.serve.load import load
 from hookline.serve.request import Request
 
@@ -333,3 +334,23 @@ def test_hooks_come_and_go_under_load(tiny, engine) -> None:
     assert engine.hooks.list() == []
     for number, each in enumerate(asked):
         assert each.ids == alone(tiny[0], (5, 6, 7 + number), 60)
+
+
+# -- configurations ------------------------------------------------------------------------------------------
+
+
+def greedy(config):
+    """A factory that writes into what it is given."""
+    config["layers"].append(len(config["layers"]))
+    return lambda module, inputs, output: None
+
+
+def test_a_factory_that_writes_into_its_configuration_does_not_change_what_is_listed(engine):
+    """Attached twice, what clients see is what was sent; what one of them writes into it, the other does not see."""
+    given = spec("greedy", config={"layers": ["a"]})
+    hooks = [engine.hooks.add(given) for _ in range(2)]
+    hooks[0].spec.config["layers"].append("b")
+    assert [told_of(hook)["config"] for hook in engine.hooks.list()] == [{"layers": ["a"]}] * 2
+    assert given["config"] == {"layers": ["a"]}
+    for hook in hooks:
+        engine.hooks.remove(hook.id)

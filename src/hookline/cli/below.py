@@ -5,7 +5,7 @@ Asked by `request`; hands back `Settings`, over which flags win.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 from hookline.cli.experiments import Found
 from hookline.cli.folder import newest_run, read_run_file
 from hookline.cli.options import RunOptions
-from hookline.errors import ConfigError, OptionError
+from hookline.config.mistakes import Mistakes
+from hookline.errors import OptionError
 
 __all__ = ["Settings", "settings_of_file", "settings_of_run"]
 
@@ -31,8 +32,10 @@ class Settings:
     trackers: list[dict[str, Any]] = field(default_factory=list)
     schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By hook, what a `StepSchedule` is made with."""
-    place: Callable[[Sequence[str | int]], str] = lambda path: ".".join(map(str, path))
-    """Where a value stands, for errors."""
+    mistakes: Mistakes = field(default_factory=Mistakes)
+    """What is wrong with it; of a run file, all of that is told at once."""
+    says_experiment: bool = False
+    """Whether the experiment is named here, and not by a flag."""
 
 
 def settings_of_file(options: RunOptions) -> tuple[Settings, str]:
@@ -49,17 +52,19 @@ def settings_of_file(options: RunOptions) -> tuple[Settings, str]:
         return Settings(), path or ""
     document = read_document(file)
     settings, experiment = _of_run_file(document)
+    settings.says_experiment = path is None
     path = path or experiment
-    if path is None:
-        raise ConfigError(f"{file} does not say what to run: experiment: NAME, or path/file.py:Class.")
-    return settings, _beside(path, Path(file))
+    if path is None and not settings.mistakes.has_any(("experiment",)):
+        settings.mistakes.add_text(f"{file} does not say what to run: experiment: NAME, or path/file.py:Class.")
+    return settings, _beside(path or "", Path(file))
 
 
 def _of_run_file(document: Any) -> tuple[Settings, str | None]:
-    from hookline.config.run_file import RunFile, place_of
+    from hookline.config.run_file import RunFile
 
-    run = RunFile.of(document)
-    settings = Settings(_flags_of(run), dict(run.config), dict(run.hooks.config), place=partial(place_of, document))
+    mistakes = Mistakes.of(document)
+    run = RunFile.of(document, mistakes)
+    settings = Settings(_flags_of(run), dict(run.config), dict(run.hooks.config), mistakes=mistakes)
     settings.specs = run.given_specs()
     settings.trackers = [entry.model_dump() for entry in run.trackers]
     settings.schedules = {name: entry.arguments() for name, entry in run.hooks.schedules.items()}
@@ -121,7 +126,7 @@ def settings_of_run(options: RunOptions, found: Found) -> Settings | None:
                 [(path, arguments) for path, arguments in saved.get("sinks", [])],
                 saved.get("trackers", []),
                 saved.get("schedules", {}),
-                partial(_in_run, folder),
+                Mistakes(partial(_in_run, folder)),
             )
     return None
 

@@ -6,7 +6,7 @@ but imports what the file names: that a factory is there cannot be told otherwis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +14,14 @@ from tyro.conf import Positional, arg
 
 from hookline.cli.failures import DONE
 from hookline.cli.load import see_current_folder
-from hookline.cli.module_specs import wrong_factory
+from hookline.cli.module_specs import check_specs
 from hookline.cli.parse import parse
 from hookline.cli.show import print_table, tell
 from hookline.errors import ConfigError, HooklineError, OptionError
 
 if TYPE_CHECKING:
     from hookline.cli.hook_objects import HookObjects
+    from hookline.cli.request import Request
     from hookline.config.read import Document
     from hookline.hooks.specs import HookSpec
 
@@ -50,23 +51,20 @@ def command(arguments: Sequence[str]) -> int:
     if options.config is None:
         raise OptionError("hookline check needs a file: hookline check run.yaml.")
     from hookline.config.read import read_document
-    from hookline.config.run_file import RunFile
-    from hookline.config.spec_files import checked_list, is_server_file, server_settings
+    from hookline.config.spec_files import is_server_file
 
     document = read_document(options.config)
     see_current_folder()
     warnings = _Warnings()
     model = None if options.model is None else _model(options.model)
     if isinstance(document.values, list):
-        _check_specs(document, {(): checked_list(document)}, model, warnings)
+        _show_specs(_checked_list(document), model, warnings)
     elif is_server_file(document.values):
-        _check_server(document, server_settings(document), model, warnings)
+        _check_server(document, model, warnings)
     else:
-        run = RunFile.of(document)
-        objects = _check_run(options.config)
-        key = "specs" if "specs" in document.values else "hooks"
-        _check_specs(document, {(key,): run.given_specs()}, model, warnings)
-        _check_trackers(objects, model)
+        request = _check_run(options.config)
+        _show_specs(request.settings.specs, model, warnings)
+        _check_trackers(request.hook_objects(), model)
     tell(f"{options.config}: nothing is wrong with it{warnings.summary()}.")
     return DONE
 
@@ -96,22 +94,20 @@ def _model(path: str) -> Any:
 # -- a run file ------------------------------------------------------------------------------------------------
 
 
-def _check_run(path: str) -> HookObjects:
-    """A run file: everything that would be found out before training is found out now."""
-    from hookline.cli.destinations import destinations
+def _check_run(path: str) -> Request:
+    """Check a run file: everything that would be found out before training is found out now."""
     from hookline.cli.request import first_look, read_request
     from hookline.cli.screen import messages
 
-    request = read_request(*first_look([path]))
-    options, found, settings = request.options, request.found, request.settings
     with messages():
+        request = read_request(*first_look([path]))
         objects = request.hook_objects()
-        destinations(options.sink, settings.sinks)
-    tell(f"experiment  {found.name}, strategies {', '.join(found.chosen(options.training.strategy))}")
+    strategies = request.found.chosen(request.options.training.strategy)
+    tell(f"experiment  {request.found.name}, strategies {', '.join(strategies)}")
     if request.config is not None:
         tell(f"config      {', '.join(f'{name}={value!r}' for name, value in vars(request.config).items())}")
     tell(f"hooks       {', '.join(objects.names) or 'none'}")
-    return objects
+    return request
 
 
 def _check_trackers(objects: HookObjects, model: Any) -> None:
@@ -126,8 +122,30 @@ def _check_trackers(objects: HookObjects, model: Any) -> None:
 # -- hooks on modules ------------------------------------------------------------------------------------------
 
 
-def _check_server(document: Document, settings: dict[str, Any], model: Any, warnings: _Warnings) -> None:
-    _check_specs(document, {(key,): settings.get(key) or [] for key in ("hooks", "forward_hooks")}, model, warnings)
+def _checked_list(document: Document) -> list[dict[str, Any]]:
+    """Return the specs of a file that is a list of them; all that is wrong with them is raised at once."""
+    from hookline.config.mistakes import Mistakes
+    from hookline.config.spec_files import spec_faults
+
+    mistakes = Mistakes.of(document)
+    for path, text in spec_faults(document.values, ()):
+        mistakes.add(path, text)
+    check_specs(document.values, (), mistakes)
+    mistakes.check()
+    return list(document.values)
+
+
+def _check_server(document: Document, model: Any, warnings: _Warnings) -> None:
+    from hookline.config.mistakes import Mistakes
+    from hookline.config.spec_files import server_settings
+
+    mistakes = Mistakes.of(document)
+    settings = server_settings(document, mistakes)
+    lists = {key: settings.get(key) for key in ("hooks", "forward_hooks")}
+    for key, specs in lists.items():
+        check_specs(specs if isinstance(specs, list) else (), (key,), mistakes)
+    mistakes.check()
+    _show_specs([spec for specs in lists.values() for spec in specs or ()], model, warnings)
     if settings.get("hooks") and not settings.get("enable_hooks"):
         warnings.add("a server attaches none of 'hooks' unless it says enable_hooks: true.")
     if settings.get("enable_hooks") and not settings.get("hooks"):
@@ -137,35 +155,16 @@ def _check_server(document: Document, settings: dict[str, Any], model: Any, warn
         tell(f"kept for the server, unchecked: {', '.join(others)}")
 
 
-def _check_specs(
-    document: Document, lists: dict[tuple[str, ...], list[dict[str, Any]]], model: Any, warnings: _Warnings
-) -> None:
-    """The specs of each list, as a table; what is wrong with all of them at once."""
+def _show_specs(specs: Sequence[Mapping[str, Any]], model: Any, warnings: _Warnings) -> None:
+    """Print a table of specs that nothing is wrong with."""
     from hookline.hooks.specs import HookSpec
 
-    rows, wrong = [], []
-    for key, entries in lists.items():
-        for number, entry in enumerate(entries):
-            spec = HookSpec.from_dict(entry)
-            found = _cannot_be_made(spec, number)
-            if found:
-                wrong.append(f"{document.place([*key, number])}: {found}")
-            else:
-                rows.append((spec.name, spec.on, ", ".join(spec.target_modules), _matches(model, spec, warnings)))
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    rows = []
+    for entry in specs:
+        spec = HookSpec.from_dict(entry)
+        rows.append((spec.name, spec.on, ", ".join(spec.target_modules), _matches(model, spec, warnings)))
     if rows:
         print_table("", ("hook", "on", "target modules", "matches"), rows)
-
-
-def _cannot_be_made(spec: HookSpec, number: int) -> str:
-    """Why nothing would come of a spec; empty if something would."""
-    who = f"Hook {number} ({spec.name or 'without a name'})"
-    lacking = [key for key in ("target_modules", "hook_factory") if not getattr(spec, key)]
-    if lacking:
-        return f"{who} has no {' and no '.join(lacking)}."
-    wrong = wrong_factory(vars(spec))
-    return f"{who}: {wrong}" if wrong else ""
 
 
 def _matches(model: Any, spec: HookSpec, warnings: _Warnings) -> str:

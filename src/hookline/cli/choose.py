@@ -6,11 +6,11 @@ Takes the flags, hands names to `HookManager`; an empty list is no manager at al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from hookline.cli.load import load_object, nearest_text
-from hookline.errors import ConfigError, HookNameError, OptionError
+from hookline.errors import HookNameError, OptionError
 
 __all__ = ["ALWAYS", "choose_hooks", "known_name"]
 
@@ -21,50 +21,32 @@ ALWAYS: Final = "training_metrics"
 def choose_hooks(
     group: str | None,
     names: Sequence[str] | None,
-    hook_sets: Mapping[str, Sequence[str]],
+    hook_sets: Mapping[str, Sequence[str]] | None,
     experiment: str,
-    said_at: Callable[[Sequence[str | int]], str] = lambda path: "",
+    at: Callable[[Sequence[str | int]], AbstractContextManager[None]] = lambda path: nullcontext(),
 ) -> list[str]:
-    """The names of the hooks, each once, `training_metrics` first; none if no hook is asked for.
+    """Return the names of the hooks, each once, `training_metrics` first; none if no hook is asked for.
 
     Args:
         group: What ``--with-hooks`` says.
         names: What ``--hooks`` says; None if it is not given, empty if it is given bare.
-        hook_sets: The groups of the experiment.
+        hook_sets: The groups of the experiment; None if it is not known which experiment that is.
         experiment: Its name, for messages.
-        said_at: Where a file says it (``["hooks", "names", 2]``), to begin an error with; empty for a flag.
+        at: Collects the error about what stands at a path of a file (``["hooks", "names", 2]``); one about a flag it
+            lets through.
     """
     from hookline.dispatch.registry import HookRegistry
 
-    _check_all(
-        [(said_at(["hooks", "with_hooks"]), lambda: None if group is None else _of_group(group, hook_sets, experiment))]
-        + [(said_at(["hooks", "names", place]), partial(_known, name)) for place, name in enumerate(names or ())]
-    )
-    found = [] if group is None else _of_group(group, hook_sets, experiment)
-    found += HookRegistry.resolve([known_name(name) for name in names or ()])
+    found: list[str] = []
+    if group is not None and hook_sets is not None:
+        with at(["hooks", "with_hooks"]):
+            found += _of_group(group, hook_sets, experiment)
+    for place, name in enumerate(names or ()):
+        with at(["hooks", "names", place]):
+            found += HookRegistry.resolve([known_name(name)])
     if not found and names is None:
         return []
     return list(dict.fromkeys([ALWAYS, *found]))
-
-
-def _check_all(tries: Sequence[tuple[str, Callable[[], object]]]) -> None:
-    """Of what a file says, all that is wrong is told at once; of flags, the first."""
-    wrong = []
-    for place, one in tries:
-        try:
-            one()
-        except (HookNameError, OptionError) as error:
-            if not place:
-                raise
-            wrong.append(f"{place}: {error}")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-
-
-def _known(name: str) -> None:
-    from hookline.dispatch.registry import HookRegistry
-
-    HookRegistry.resolve([known_name(name)])
 
 
 def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: str) -> list[str]:

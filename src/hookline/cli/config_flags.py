@@ -14,11 +14,14 @@ import textwrap
 import typing
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
 from hookline.errors import ConfigError, OptionError
+
+if TYPE_CHECKING:
+    from hookline.config.mistakes import Mistakes
 
 __all__ = ["ConfigFlags", "field_help", "from_parameters"]
 
@@ -74,21 +77,24 @@ class ConfigFlags:
         taken |= {name: shared[name] for name in self.shared if shared[name] is not None}
         return self.cls(**(dict(values) | taken))
 
-    def checked(self, values: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
-        """Values of a file, each made what its field is declared as; ``place`` says where one stands."""
-        from hookline.config.values import checked_value
-
+    def checked(self, values: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+        """Return the values of a file, each made what its field is declared as; those that are wrong are left out."""
         found = {}
         for name, value in values.items():
-            if name not in self._fields:
-                near = get_close_matches(name, self._fields, n=1)
-                meant = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(
-                    f"{place(name)}: {self.cls.__qualname__} has no {name!r}.{meant} There are: "
-                    f"{', '.join(self._fields) or 'none'}."
-                )
-            found[name] = checked_value(value, self._hints[name], place(name))
+            with mistakes.at("config", name):
+                found[name] = self._checked(name, value)
         return found
+
+    def _checked(self, name: str, value: Any) -> Any:
+        from hookline.config.values import checked_value
+
+        if name not in self._fields:
+            near = get_close_matches(name, self._fields, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{self.cls.__qualname__} has no {name!r}.{meant} There are: {', '.join(self._fields) or 'none'}."
+            )
+        return checked_value(value, self._hints[name])
 
 
 def _default(one: dataclasses.Field[Any], given: Mapping[str, Any]) -> Any:

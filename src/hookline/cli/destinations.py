@@ -7,13 +7,15 @@ begins, with the line that installs it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any, Final
 
 from hookline.cli.load import load_object, nearest_text
 from hookline.cli.options import SinkOptions
 from hookline.errors import OptionError
+from hookline.hooks.own_copy import own_copy
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "FILES", "destinations", "sink_class", "sink_files"]
 
@@ -40,20 +42,33 @@ FILES: Final = {
 _LAST_PORT: Final = 65535
 
 
-def destinations(options: SinkOptions, others: Iterable[tuple[str, dict[str, Any]]]) -> Callable[[], list[Any]]:
-    """What makes the sinks, anew for each strategy; that they can be had is found out now."""
+At = Callable[[Sequence[str | int]], AbstractContextManager[None]]
+"""Collects the error about what stands at a path of a file; one about a flag it lets through."""
+
+
+def destinations(
+    options: SinkOptions, others: Iterable[tuple[str, dict[str, Any]]], at: At = lambda path: nullcontext()
+) -> Callable[[], list[Any]]:
+    """Return what makes the sinks, anew for each strategy; that they can be had is found out now."""
     made: list[tuple[Any, dict[str, Any]]] = []
     for name in BUILT_IN:
         chosen = getattr(options, f"hook_{name}")
         if chosen is not None and chosen is not False:
-            made.append((sink_class(name), _arguments(name, chosen)))
-    _check_port(options.hook_prometheus)
-    for path, arguments in [*((path, {}) for path in options.hook_sink), *others]:
-        made.append((sink_class(path), arguments))
-    for cls, _ in made:
-        if hasattr(cls, "check"):
-            cls.check()
+            with at(["sinks", name]):
+                _check_port(options.hook_prometheus)
+                made.append((_available(sink_class(name)), _arguments(name, chosen)))
+    made += [(_available(sink_class(path)), {}) for path in options.hook_sink]
+    for number, (path, arguments) in enumerate(others):
+        with at(["sinks", "others", number]):
+            made.append((_available(sink_class(path)), arguments))
     return lambda: [_make(cls, arguments) for cls, arguments in made]
+
+
+def _available(cls: Any) -> Any:
+    """Return `cls`; raise if a package that it needs is missing."""
+    if hasattr(cls, "check"):
+        cls.check()
+    return cls
 
 
 def _check_port(port: int | None) -> None:
@@ -87,7 +102,7 @@ def sink_class(name: str) -> Any:
 
 def _make(cls: Any, arguments: dict[str, Any]) -> Any:
     try:
-        return cls(**arguments)
+        return cls(**own_copy(arguments))  # each strategy has sinks of its own
     except TypeError as error:
         raise OptionError(
             f"The sink {cls.__name__} cannot be made of {arguments or 'no arguments'}: {error}. Arguments are given in "

@@ -8,11 +8,14 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.load import nearest_text
-from hookline.errors import ConfigError, HookNameError, OptionError
+from hookline.errors import HookNameError, OptionError
+
+if TYPE_CHECKING:
+    from hookline.config.mistakes import Mistakes
 
 __all__ = ["as_declared", "file_argument", "read_hook_config"]
 
@@ -26,21 +29,21 @@ _SEQUENCES: Final = (list, tuple, set, frozenset, Sequence, Iterable)
 def read_hook_config(
     items: Sequence[str],
     given: Mapping[str, Mapping[str, Any]],
-    hooks: Sequence[str],
-    place: Callable[[Sequence[str | int]], str],
+    hooks: Sequence[str] | None,
+    mistakes: Mistakes,
 ) -> dict[str, dict[str, Any]]:
-    """Arguments by hook: those of a file, checked, and over them those of the flags, converted.
+    """Return arguments by hook: those of a file, checked, and over them those of the flags, converted.
 
     Args:
         items: ``hook.param=value`` each.
         given: What a file says.
-        hooks: The hooks of the run; for another an argument would have no effect, and is an error.
-        place: Where something stands in the file.
+        hooks: The hooks of the run; for another an argument would have no effect, and is an error. None if they are
+            not known, since the file does not say them right.
+        mistakes: What is wrong with the file.
     """
     found: dict[str, dict[str, Any]] = {}
     for hook, arguments in given.items():
-        for name, value in arguments.items():
-            found.setdefault(hook, {})[name] = _from_file(hook, name, value, hooks, place)
+        _from_file(hook, arguments, hooks, mistakes, found.setdefault(hook, {}))
     for item in items:
         hook, name, text = _split(item)
         found.setdefault(hook, {})[name] = _from_flag(hook, name, text, hooks)
@@ -55,12 +58,12 @@ def _split(item: str) -> tuple[str, str, str]:
     return hook, name, text
 
 
-def _from_flag(hook: str, name: str, text: str, hooks: Sequence[str]) -> Any:
+def _from_flag(hook: str, name: str, text: str, hooks: Sequence[str] | None) -> Any:
     said = f"--hook-config {hook}.{name}"
     if hook == _REFERENCE:
-        _check_reference(name, said)
+        _check_reference(name, f"{said}: ")
         return text
-    _check_is_on(hook, hooks, said, unknown="--hook-config")
+    _check_is_on(hook, hooks, said, unknown="--hook-config: ")
     parameter, hint = _parameter(hook, name)
     try:
         return as_declared(text, hint, parameter.default)
@@ -69,41 +72,44 @@ def _from_flag(hook: str, name: str, text: str, hooks: Sequence[str]) -> Any:
 
 
 def _from_file(
-    hook: str, name: str, value: Any, hooks: Sequence[str], place: Callable[[Sequence[str | int]], str]
-) -> Any:
-    said = place(["hooks", "config", hook, name])
-    if hook == _REFERENCE:
-        _check_reference(name, said)
-        return value
-    where = place(["hooks", "config", hook])
-    _check_is_on(hook, hooks, f"{where}: {hook}.{name}", unknown=where)
-    return file_argument(hook, name, value, said)
+    hook: str, arguments: Mapping[str, Any], hooks: Sequence[str] | None, mistakes: Mistakes, found: dict[str, Any]
+) -> None:
+    """Put the arguments that a file has for a hook into `found`, but for those that are wrong."""
+    here = ("hooks", "config", hook)
+    before = len(mistakes)
+    if hook != _REFERENCE and arguments:
+        with mistakes.at(*here):
+            _check_is_on(hook, hooks, "this")
+    if len(mistakes) > before:
+        return
+    for name, value in arguments.items():
+        with mistakes.at(*here, name):
+            if hook == _REFERENCE:
+                _check_reference(name)
+            found[name] = value if hook == _REFERENCE else file_argument(hook, name, value)
 
 
-def file_argument(hook: str, name: str, value: Any, place: str) -> Any:
-    """A value of a file as the hook's signature declares it; an error begins with the place."""
+def file_argument(hook: str, name: str, value: Any) -> Any:
+    """Return a value of a file as the hook's signature declares it."""
     from hookline.config.values import checked_value
 
-    try:
-        parameter, hint = _parameter(hook, name)
-    except OptionError as error:
-        raise ConfigError(f"{place}: {error}") from None
-    return value if hint is parameter.empty else checked_value(value, hint, place)
+    parameter, hint = _parameter(hook, name)
+    return value if hint is parameter.empty else checked_value(value, hint)
 
 
-def _check_reference(name: str, said: str) -> None:
+def _check_reference(name: str, said: str = "") -> None:
     if name != "path":
-        raise OptionError(f"{said}: reference weights have a path, and nothing else.")
+        raise OptionError(f"{said}reference weights have a path, and nothing else.")
 
 
-def _check_is_on(hook: str, hooks: Sequence[str], said: str, *, unknown: str) -> None:
-    """That the hook is known, and one of this run."""
+def _check_is_on(hook: str, hooks: Sequence[str] | None, said: str, *, unknown: str = "") -> None:
+    """Raise unless the hook is known, and one of this run, if those are known."""
     from hookline.dispatch.registry import HookRegistry
 
     known = HookRegistry.known()
     if hook not in known:
-        raise HookNameError(f"{unknown}: Unknown hook: {hook!r}.{nearest_text(hook, known, 'Available')}")
-    if hook not in hooks:
+        raise HookNameError(f"{unknown}Unknown hook: {hook!r}.{nearest_text(hook, known, 'Available')}")
+    if hooks is not None and hook not in hooks:
         raise OptionError(
             f"{said} would have no effect: {hook} is not among the hooks of this run ({', '.join(hooks) or 'none'}); "
             f"add it: --hooks {hook}."

@@ -6,22 +6,20 @@ Takes what flags and a run file say, checked before anything is trained; hands f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hookline.cli.choose import known_name
 from hookline.cli.hook_config import file_argument
-from hookline.errors import ConfigError, HooklineError, NoMatchError
+from hookline.errors import ConfigError, NoMatchError
 
 if TYPE_CHECKING:
+    from hookline.config.mistakes import Mistakes, Path
     from hookline.hooks.training_hook import TrainingHook
     from hookline.lifecycle.schedule import StepSchedule
 
 __all__ = ["HookObjects", "TrackerChoice", "checked_schedules", "checked_trackers"]
-
-Place = Callable[[Sequence[str | int]], str]
 
 
 @dataclass(frozen=True)
@@ -91,23 +89,26 @@ class HookObjects:
 
 
 def checked_schedules(
-    given: Mapping[str, Mapping[str, Any]], names: Sequence[str], place: Place
+    given: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None, mistakes: Mistakes
 ) -> dict[str, StepSchedule]:
-    """Schedules by hook; one that would have no effect is an error."""
+    """Return schedules by hook; one that would have no effect is an error. `names` is None if they are not known."""
     from hookline.lifecycle.schedule import StepSchedule
 
-    for name in given:
-        reason = _no_effect(name, names)
-        if reason:
-            raise ConfigError(f"{place(['hooks', 'schedules', name])}: this schedule would have no effect: {reason}")
-    return {name: StepSchedule(**arguments) for name, arguments in given.items()}
+    found = {}
+    for name, arguments in given.items():
+        with mistakes.at("hooks", "schedules", name):
+            reason = _no_effect(name, names)
+            if reason:
+                raise ConfigError(f"this schedule would have no effect: {reason}")
+            found[name] = StepSchedule(**arguments)
+    return found
 
 
-def _no_effect(name: str, names: Sequence[str]) -> str:
+def _no_effect(name: str, names: Sequence[str] | None) -> str:
     from hookline.dispatch.registry import HookRegistry
     from hookline.lifecycle.point import HookPoint
 
-    if name not in names:
+    if names is not None and name not in names:
         return f"{name} is not among the hooks of this run ({', '.join(names) or 'none'})."
     hook = HookRegistry.get(name)
     declared = [hook.hook_points or (), *(hook.loop_points or {}).values()]
@@ -121,53 +122,60 @@ def _no_effect(name: str, names: Sequence[str]) -> str:
 # -- trackers --------------------------------------------------------------------------------------------------
 
 
-def checked_trackers(given: Sequence[Mapping[str, Any]], names: Sequence[str], place: Place) -> list[TrackerChoice]:
-    """The trackers of a run file; everything that is wrong with them at once."""
+def checked_trackers(
+    given: Sequence[Mapping[str, Any]], names: Sequence[str], mistakes: Mistakes
+) -> list[TrackerChoice]:
+    """Return the trackers of a run file, but for those that something is wrong with."""
     found: list[TrackerChoice] = []
-    wrong: list[str] = []
     taken = list(names)
     for number, entry in enumerate(given):
-        below = partial(_below, place, number)
-        try:
-            tracker = _checked_tracker(entry, taken, below)
-        except HooklineError as error:
-            text = str(error)
-            wrong.append(text if isinstance(error, ConfigError) else f"{below(['tracker'])}: {text}")
-        else:
+        tracker = _checked_tracker(entry, taken, mistakes, ("trackers", number))
+        if tracker is not None:
             found.append(tracker)
             taken.append(tracker.name)
-    if wrong:
-        raise ConfigError("\n".join(wrong))
     return found
 
 
-def _below(place: Place, number: int, path: Sequence[str | int]) -> str:
-    return place(["trackers", number, *path])
+def _checked_tracker(
+    entry: Mapping[str, Any], taken: Sequence[str], mistakes: Mistakes, here: Path
+) -> TrackerChoice | None:
+    before = len(mistakes)
+    with mistakes.at(*here, "tracker"):
+        tracker = _known_tracker(str(entry["tracker"]))
+    if len(mistakes) > before:
+        return None
+    name = entry.get("name") or tracker
+    with mistakes.at(*here):
+        if name in taken:
+            raise ConfigError(f"two hooks of this run are called {name!r}; give this one a name of its own.")
+    options = {}
+    for key, value in (entry.get("options") or {}).items():
+        with mistakes.at(*here, "options", key):
+            if key in ("targets", "exclude"):
+                raise ConfigError("modules are named by target_modules and exclude.")
+            options[key] = file_argument(tracker, key, value)
+    patterns = {}
+    for key in ("target_modules", "exclude"):
+        with mistakes.at(*here, key):
+            patterns[key] = _patterns(entry.get(key))
+    if len(mistakes) > before:
+        return None
+    place = mistakes.place((*here, "target_modules"))
+    return TrackerChoice(name, tracker, patterns["target_modules"], patterns["exclude"], options, place)
 
 
-def _checked_tracker(entry: Mapping[str, Any], taken: Sequence[str], place: Place) -> TrackerChoice:
+def _known_tracker(name: str) -> str:
     from hookline.dispatch.registry import HookRegistry
 
-    tracker = known_name(str(entry["tracker"]))
-    parameters = inspect.signature(HookRegistry.get(tracker)).parameters
-    if not {"targets", "exclude"} <= set(parameters):
-        raise ConfigError(f"{place(['tracker'])}: {tracker} is no tracker of modules; it goes into hooks: names.")
-    name = entry.get("name") or tracker
-    if name in taken:
-        raise ConfigError(f"{place([])}: two hooks of this run are called {name!r}; give this one a name of its own.")
-    options = dict(entry.get("options") or {})
-    for key in options:
-        if key in ("targets", "exclude"):
-            raise ConfigError(f"{place(['options', key])}: modules are named by target_modules and exclude.")
-        options[key] = file_argument(tracker, key, options[key], place(["options", key]))
-    targets = _patterns(entry.get("target_modules"), place(["target_modules"]))
-    exclude = _patterns(entry.get("exclude"), place(["exclude"]))
-    return TrackerChoice(name, tracker, targets, exclude, options, place(["target_modules"]))
+    tracker = known_name(name)
+    if not {"targets", "exclude"} <= set(inspect.signature(HookRegistry.get(tracker)).parameters):
+        raise ConfigError(f"{tracker} is no tracker of modules; it goes into hooks: names.")
+    return tracker
 
 
-def _patterns(value: Any, place: str) -> tuple[str, ...]:
+def _patterns(value: Any) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else tuple(value or ())
     for pattern in patterns:
         if "," in pattern:
-            raise ConfigError(f"{place}: a pattern of a tracker has no comma, got {pattern!r}; write a list.")
+            raise ConfigError(f"a pattern of a tracker has no comma, got {pattern!r}; write a list.")
     return patterns

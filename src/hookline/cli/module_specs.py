@@ -6,13 +6,16 @@ Takes specs and where they stand from `request` and `check`; what they name is i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hookline.cli.load import see_current_folder
 from hookline.errors import ConfigError
 from hookline.wording import a_or_an
 
-__all__ = ["PlacedSpec", "check_factories", "specs_of_file", "wrong_factory"]
+if TYPE_CHECKING:
+    from hookline.config.mistakes import Mistakes, Path
+
+__all__ = ["PlacedSpec", "check_factories", "check_specs", "specs_of_file", "wrong_factory"]
 
 PlacedSpec = tuple[str, Mapping[str, Any]]
 """Where a spec stands, for errors, and the spec."""
@@ -28,7 +31,7 @@ def specs_of_file(file: str) -> list[PlacedSpec]:
 
 
 def check_factories(specs: Sequence[PlacedSpec]) -> list[dict[str, Any]]:
-    """The specs; if a factory is not there, an error tells of all that are not."""
+    """Return the specs; if a factory is not there, an error tells of all that are not."""
     see_current_folder()
     wrong = [f"{place}: {text}" for place, spec in specs if (text := wrong_factory(spec))]
     if wrong:
@@ -36,12 +39,31 @@ def check_factories(specs: Sequence[PlacedSpec]) -> list[dict[str, Any]]:
     return [dict(spec) for _, spec in specs]
 
 
+def check_specs(specs: Sequence[Any], path: Path, mistakes: Mistakes) -> None:
+    """Add to `mistakes` why nothing would come of some of `specs`, a list of a file that `path` leads to.
+
+    Only of those that can be specs at all; what is wrong with the others has been told.
+    """
+    from hookline.hooks.specs import HookSpec
+
+    see_current_folder()
+    for number, entry in enumerate(specs):
+        if HookSpec.faults(entry) or entry.get("enabled") is False:
+            continue
+        who = f"Hook {mistakes.original((*path, number))[-1]} ({entry.get('name') or 'without a name'})"
+        lacking = [key for key in ("target_modules", "hook_factory") if entry.get(key) in (None, [], ())]
+        if lacking:
+            mistakes.add((*path, number), f"{who} has no {' and no '.join(lacking)}.")
+        elif text := wrong_factory(entry):
+            mistakes.add((*path, number, "hook_factory"), f"{who}: {text}")
+
+
 def wrong_factory(spec: Mapping[str, Any]) -> str:
     """Why the factory of a spec cannot be had; empty if it can, or if nothing would be made of the spec."""
     from hookline.hooks.resolve import resolve_callable
 
     path = spec.get("hook_factory")
-    if not path or spec.get("enabled") is False:
+    if path is None or spec.get("enabled") is False:
         return ""
     try:
         factory = resolve_callable(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Annotated, Any, Final
 
@@ -20,9 +21,9 @@ from hookline.cli.config_flags import ConfigFlags
 from hookline.cli.experiments import Found, find_experiment
 from hookline.cli.hook_config import read_hook_config
 from hookline.cli.hook_objects import HookObjects, checked_schedules, checked_trackers
-from hookline.cli.module_specs import check_factories, specs_of_file
+from hookline.cli.module_specs import check_factories, check_specs, specs_of_file
 from hookline.cli.options import RunOptions, flat
-from hookline.errors import ConfigError, OptionError
+from hookline.errors import OptionError
 
 __all__ = ["Request", "first_look", "read_request"]
 
@@ -31,6 +32,15 @@ _SEVERAL: Final = ("--hooks", "--hook-config", "--hook-sink", "--hooks-describe"
 _NOT_SAVED: Final = frozenset(
     ("experiment", "resume", "force", "dry_run", "config", "hooks_list", "hooks_describe", "hook_config")
 )
+_FLAGS: Final[dict[tuple[str | int, ...], str]] = {
+    ("hooks", "with_hooks"): "with_hooks",
+    ("hooks", "names"): "hooks",
+}
+"""Flags that are called otherwise than in a run file."""
+_NAMES_HOOKS: Final = (("hooks", "names"), ("hooks", "with_hooks"), ("experiment",))
+"""What says in a run file which hooks there are."""
+UNKNOWN: Final = Found("", "", make=lambda config, strategy: None)
+"""Stands for an experiment that there is not, while the rest of a run file is checked."""
 _ABOUT: Final = """Train an experiment, with hooks.
 
 Examples:
@@ -68,29 +78,57 @@ class Request:
         }
 
     def hook_objects(self) -> HookObjects:
-        """What makes its hooks; that they are known, and take what they are given, is found out now."""
+        """Return what makes its hooks; that they are known, and take what they are given, is found out now."""
         asked, settings = self.options.hook, self.settings
-        names = choose_hooks(asked.with_hooks, asked.hooks, self.found.hook_sets, self.found.name, self._said_at)
-        trackers = checked_trackers(settings.trackers, names, settings.place)
+        mistakes = settings.mistakes
+        groups = None if self.found is UNKNOWN else self.found.hook_sets
+        names = choose_hooks(asked.with_hooks, asked.hooks, groups, self.found.name, self._at)
+        trackers = checked_trackers(settings.trackers, names, mistakes)
         if trackers and not names:
             names = [ALWAYS]
-        config = read_hook_config(asked.hook_config, settings.hook_config, names, settings.place)
+        known = None if mistakes.has_any(*_NAMES_HOOKS) else names  # of others, nobody can say what has no effect
+        config = read_hook_config(asked.hook_config, settings.hook_config, known, mistakes)
         for name, arguments in self.found.hook_config.items():
             if name in names:
                 config[name] = {**arguments, **config.get(name, {})}
-        return HookObjects(names, config, checked_schedules(settings.schedules, names, settings.place), trackers)
+        return HookObjects(names, config, checked_schedules(settings.schedules, known, mistakes), trackers)
 
     def module_specs(self) -> list[dict[str, Any]]:
         """The hooks on modules, of the run file and of ``--hook-specs``; their factories are looked for now."""
-        placed = [(self.settings.place(["specs", number]), spec) for number, spec in enumerate(self.settings.specs)]
+        place = self.settings.mistakes.place
+        placed = [(place(["specs", number]), spec) for number, spec in enumerate(self.settings.specs)]
         file = self.options.hook.hook_specs
         return check_factories([*placed, *(() if file is None else specs_of_file(file))])
 
-    def _said_at(self, path: Sequence[str | int]) -> str:
-        """Where the file says which hooks, unless flags have said otherwise."""
-        flag = {"with_hooks": "with_hooks", "names": "hooks"}[str(path[1])]
-        value = getattr(self.options.hook, flag)
-        return self.settings.place(path) if value is not None and value == self.settings.flags.get(flag) else ""
+    def check(self) -> None:
+        """Look up everything that the run file names, and raise one error with all that is wrong with the file.
+
+        What flags say instead is not held against the file.
+        """
+        from hookline.cli.destinations import destinations
+        from hookline.cli.settings import device_of, dtype_of
+
+        options, settings = self.options, self.settings
+        self.hook_objects()
+        destinations(options.sink, settings.sinks, self._at)
+        check_specs(settings.specs, ("specs",), settings.mistakes)
+        with self._at(["strategy"]):
+            if self.found is not UNKNOWN:
+                self.found.chosen(options.training.strategy)
+        with self._at(["device"]):
+            device_of(options.training.device)
+        with self._at(["dtype"]):
+            dtype_of(options.training.dtype)
+        settings.mistakes.check()
+
+    def _at(self, path: Sequence[str | int]) -> AbstractContextManager[None]:
+        """Collect the errors of a block about a value of the file, unless a flag has said otherwise."""
+        flag = _FLAGS.get(tuple(path[:2]), str(path[0]))
+        if path[0] == "sinks":
+            flag = f"hook_{path[1]}"
+        value = flat(self.options).get(flag)
+        is_of_file = path[:2] == ["sinks", "others"] or (value is not None and value == self.settings.flags.get(flag))
+        return self.settings.mistakes.at(*path) if is_of_file else nullcontext()
 
 
 def first_look(argv: Sequence[str]) -> tuple[RunOptions, list[str]]:
@@ -104,24 +142,48 @@ def first_look(argv: Sequence[str]) -> tuple[RunOptions, list[str]]:
 
 
 def read_request(options: RunOptions, arguments: Sequence[str]) -> Request:
-    """All options, the experiment's own among them."""
+    """All options, the experiment's own among them; what is wrong with a run file is raised, all of it at once."""
     if options.experiment is None and options.checkpoint.config is None:
         _only_help(arguments)
     settings, path = settings_of_file(options)
-    found = find_experiment(path)
+    mistakes = settings.mistakes
+    found = _found(path, settings)
     if options.checkpoint.resume and not settings.flags and not settings.config:
         settings = settings_of_run(options, found) or settings
+        mistakes = settings.mistakes
     flags = ConfigFlags(found.config_class, flat(options)) if found.config_class is not None else None
-    given = {} if flags is None else flags.checked(settings.config, lambda name: settings.place(["config", name]))
-    if flags is None and settings.config:
-        raise ConfigError(f"{settings.place(['config'])}: {found.name} takes no options of its own.")
+    given = {} if flags is None else flags.checked(settings.config, mistakes)
+    if flags is None and settings.config and found is not UNKNOWN:
+        mistakes.add(["config"], f"{found.name} takes no options of its own.")
+    if len(mistakes):
+        Request(_merged(options, settings), found, None, {}, settings).check()  # tells the rest as well
     values = _second_look(options, arguments, found, flags, given, settings)
     config = None
     if flags is not None:
         config = flags.make(vars(values.config), flat(values.options), given)
     loop = {name: value for name, value in vars(values.loop).items() if value is not None}
     values.options.experiment = path
-    return Request(values.options, found, config, loop, settings)
+    request = Request(values.options, found, config, loop, settings)
+    if settings.flags:  # of a file, or of the run that is resumed
+        request.check()
+    return request
+
+
+def _found(path: str, settings: Settings) -> Found:
+    """Return the experiment; UNKNOWN if the run file does not name one that there is."""
+    if not settings.says_experiment:
+        return find_experiment(path)
+    if path:
+        with settings.mistakes.at("experiment"):
+            return find_experiment(path)
+    return UNKNOWN
+
+
+def _merged(options: RunOptions, settings: Settings) -> RunOptions:
+    """Return the settings of the file with the flags over them, as far as these can be told without the experiment."""
+    defaults = flat(RunOptions())
+    given = {name: value for name, value in flat(options).items() if value != defaults[name]}
+    return RunOptions().with_values(settings.flags | given)
 
 
 def _only_help(arguments: Sequence[str]) -> None:

@@ -6,16 +6,17 @@ keys that may have been meant, its path and its line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import pathlib
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hookline.config.faults import sentences
+from hookline.config.faults import faults_of
+from hookline.config.mistakes import Mistakes, Path
 from hookline.config.read import Document, read_document
 from hookline.config.spec_files import checked_list, is_server_file, server_settings, spec_faults
 from hookline.errors import ConfigError
+from hookline.hooks.own_copy import own_copy
 
 __all__ = [
     "HookChoice",
@@ -24,7 +25,6 @@ __all__ = [
     "SinkChoice",
     "SinkEntry",
     "TrackerEntry",
-    "place_of",
     "placed_specs",
     "read_specs",
 ]
@@ -147,13 +147,16 @@ class RunFile(_Strict):
     report: bool = Field(default=True, description="Write report.html at the end.")
 
     @classmethod
-    def read(cls, path: str | Path) -> RunFile:
+    def read(cls, path: str | pathlib.Path) -> RunFile:
         """Read and check a file; the paths in it that are files stand beside it, or in the current folder."""
         return cls.of(read_document(path))
 
     @classmethod
-    def of(cls, document: Document) -> RunFile:
-        """Check what was read."""
+    def of(cls, document: Document, mistakes: Mistakes | None = None) -> RunFile:
+        """Check what was read.
+
+        What is wrong is added to `mistakes`, and what is returned has the rest; without `mistakes` it is raised.
+        """
         values = document.values
         if values is None:
             raise ConfigError(f"{document.path} is empty; it says at least which experiment to run: experiment: NAME.")
@@ -162,17 +165,27 @@ class RunFile(_Strict):
             raise ConfigError(
                 f"{document.path} holds {what}, and settings are keys with values (experiment, strategy, config, …)."
             )
-        values, key = _in_place(values)
-        found = _both(document) + spec_faults(document, values.get("specs"), (key,))
-        if found:
-            values = {name: value for name, value in values.items() if name != "specs"}
-        try:
-            run = cls.model_validate(values)
-        except ValidationError as error:
-            found = sentences(error, cls, lambda path: place_of(document, path)) + found
-        if found:
-            raise ConfigError("\n".join(found))
+        found = Mistakes.of(document) if mistakes is None else mistakes
+        run = cls._valid_part(document, found)
+        if mistakes is None:
+            found.check()
         return run
+
+    @classmethod
+    def _valid_part(cls, document: Document, mistakes: Mistakes) -> RunFile:
+        """Return what can be made of the file; what cannot is left out, one layer of it after the other."""
+        _check_one_list(document, mistakes)
+        values = own_copy(_in_place(document.values))
+        faults = spec_faults(values.get("specs"), ("specs",))
+        while True:
+            for path, text in faults:
+                mistakes.add(path, text)
+            _empty_schedules(values, faults)
+            mistakes.drop(values, [path for path, _ in faults if not _is_in_schedule(path)])
+            try:
+                return cls.model_validate(values)
+            except ValidationError as error:
+                faults = faults_of(error, cls)
 
     def given_specs(self) -> list[dict[str, Any]]:
         """The hooks on modules, as the file says them; none if they are switched off."""
@@ -204,36 +217,35 @@ def placed_specs(document: Document) -> list[tuple[tuple[str | int, ...], dict[s
     return [((key, number), spec) for key, listed in lists.items() for number, spec in enumerate(listed)]
 
 
-def place_of(document: Document, path: Sequence[str | int]) -> str:
-    """Where a value stands; of one that was checked under another key, where it was written."""
-    keys = tuple(path)
-    if isinstance(document.values, dict) and isinstance(document.values.get("hooks"), list):
-        if keys[:2] == ("hooks", "names"):
-            keys = ("hooks", *keys[2:])
-        elif keys[:1] == ("specs",) and "specs" not in document.values:
-            keys = ("hooks", *keys[1:])
-    return document.place(keys)
-
-
-def _in_place(values: dict[Any, Any]) -> tuple[dict[Any, Any], str]:
-    """``hooks`` may be a list, of names or of the objects that a server takes; and which key has the specs then.
+def _in_place(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the values with ``hooks`` as an object: it may be a list, of names or of the objects that a server takes.
 
     Null is the same as nothing.
     """
     values = {key: value for key, value in values.items() if key != "$schema" and value is not None}
     listed = values.get("hooks")
     if not isinstance(listed, list):
-        return values, "specs"
+        return values
     del values["hooks"]
     if all(isinstance(entry, str) for entry in listed):
-        return values | {"hooks": {"names": listed}}, "specs"
-    return values | {"specs": listed}, "hooks"
+        return values | {"hooks": {"names": listed}}
+    return {"specs": listed} | values
 
 
-def _both(document: Document) -> list[str]:
+def _is_in_schedule(path: Path) -> bool:
+    return path[:2] == ("hooks", "schedules") and len(path) > 2
+
+
+def _empty_schedules(values: dict[Any, Any], faults: list[tuple[Path, str]]) -> None:
+    """Make schedules that something is wrong with empty: whether their hooks can have one is still to be checked."""
+    for path, _ in faults:
+        if _is_in_schedule(path):
+            values["hooks"]["schedules"][path[2]] = {}
+
+
+def _check_one_list(document: Document, mistakes: Mistakes) -> None:
     listed = document.values.get("hooks")
     if not isinstance(listed, list) or "specs" not in document.values:
-        return []
-    if all(isinstance(entry, str) for entry in listed):
-        return []
-    return [f"{document.place(['hooks'])}: hooks on modules are here and under specs; put them into one list."]
+        return
+    if not all(isinstance(entry, str) for entry in listed):
+        mistakes.add(["hooks"], "hooks on modules are here and under specs; put them into one list.")

@@ -11,6 +11,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Final
 
+from hookline.config.mistakes import Mistakes, Path
 from hookline.config.read import Document
 from hookline.errors import ConfigError
 from hookline.hooks.specs import HookSpec
@@ -41,46 +42,51 @@ def is_server_file(values: Any) -> bool:
     return "enable_hooks" in values or "forward_hooks" in values or is_list_of_specs
 
 
-def server_settings(document: Document) -> dict[str, Any]:
-    """The settings of a server, their hooks checked; other keys are as they are."""
+def server_settings(document: Document, mistakes: Mistakes | None = None) -> dict[str, Any]:
+    """Return the settings of a server, their hooks checked; other keys are as they are.
+
+    What is wrong with the hooks is added to `mistakes`, and raised if there are none given.
+    """
     values = document.values
     if values is None:
         raise ConfigError(f"{document.path} is empty; settings of a server have enable_hooks and hooks, at least.")
     if not isinstance(values, dict):
         raise ConfigError(f"{document.path} holds {_kind(values)}; settings of a server are enable_hooks, hooks, ….")
+    found = Mistakes.of(document) if mistakes is None else mistakes
     switch = values.get("enable_hooks")
-    found = [] if switch is None or isinstance(switch, bool) else [_no_switch(document, switch)]
+    if switch is not None and not isinstance(switch, bool):
+        found.add(["enable_hooks"], f"expected true or false, got {shown(switch)}.")
     for key in ("hooks", "forward_hooks"):
-        found += spec_faults(document, values.get(key), (key,))
-    if found:
-        raise ConfigError("\n".join(found))
+        for path, text in spec_faults(values.get(key), (key,)):
+            found.add(path, text)
+    if mistakes is None:
+        found.check()
     return {key: value for key, value in values.items() if key != "$schema"}
 
 
-def _no_switch(document: Document, value: Any) -> str:
-    return f"{document.place(['enable_hooks'])}: expected true or false, got {shown(value)}."
-
-
 def checked_list(document: Document) -> list[dict[str, Any]]:
-    """The specs of a file that is a list of them."""
-    found = spec_faults(document, document.values, ())
-    if found:
-        raise ConfigError("\n".join(found))
+    """Return the specs of a file that is a list of them."""
+    mistakes = Mistakes.of(document)
+    for path, text in spec_faults(document.values, ()):
+        mistakes.add(path, text)
+    mistakes.check()
     return list(document.values)
 
 
-def spec_faults(document: Document, values: Any, path: Sequence[str | int]) -> list[str]:
-    """A sentence for each thing that is wrong with a list of specs; None is no list, and nothing is wrong with it."""
+def spec_faults(values: Any, path: Path) -> list[tuple[Path, str]]:
+    """Return the path and a sentence for each thing that is wrong with a list of specs, which `path` leads to.
+
+    None is no list, and nothing is wrong with it.
+    """
     if values is None:
         return []
     if not isinstance(values, list):
-        return [f"{document.place(path)}: expected a list of hook specs, got {_kind(values)}; write [spec]."]
+        return [(path, f"expected a list of hook specs, got {_kind(values)}; write [spec].")]
     found = []
     for number, entry in enumerate(values):
         for fault in HookSpec.faults(entry):
-            keys = (*path, number, *fault.keys)
             text = unknown_key(fault.keys[-1], _FIELDS) if fault.is_unknown else str(fault.error)
-            found.append(f"{document.place(keys)}: {text}")
+            found.append(((*path, number, *fault.keys), text))
     return found
 
 

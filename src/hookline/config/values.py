@@ -12,8 +12,8 @@ from hookline.errors import ConfigError
 __all__ = ["checked_value"]
 
 
-def checked_value(value: Any, declared: Any, place: str) -> Any:
-    """The value as its declaration has it; ``place`` begins the error if it does not fit."""
+def checked_value(value: Any, declared: Any, place: str = "") -> Any:
+    """Return `value` as `declared` has it; `place` begins the error if it does not fit."""
     from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
     try:
@@ -28,4 +28,4 @@ def checked_value(value: Any, declared: Any, place: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         text = str(first["msg"]).removeprefix("Input should be ")
-        raise ConfigError(f"{place}: expected {text}, got {value!r}.") from None
+        raise ConfigError(f"{place}{': ' if place else ''}expected {text}, got {value!r}.") from None

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import yaml
 
+from hookline.hooks.own_copy import own_copy
+
 __all__ = ["Lines", "YamlText", "load_yaml"]
 
 Lines = dict[tuple[str | int, ...], int]
@@ -83,7 +85,8 @@ class YamlText:
             self._root = loader.get_single_node()
             if self._root is not None:
                 _written_out(self._root, {})
-            self.value = None if self._root is None else loader.construct_document(self._root)
+            value = None if self._root is None else loader.construct_document(self._root)
+            self.value = own_copy(value)  # an alias is written out: who writes into one value changes no other
         finally:
             loader.dispose()
 

@@ -125,7 +125,7 @@ def _prepare(
     """
     if not spec.target_modules:
         raise _Skipped(f"Hook spec '{spec.name}' has no 'target_modules', skipping")
-    if not spec.hook_factory:
+    if spec.hook_factory is None:  # an empty path is one, and is wrong
         raise _Skipped(f"Hook spec '{spec.name}' has no 'hook_factory', skipping")
     hook = _made(spec, allow)
     made.append(hook)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hookline.errors import HookSignatureError, OptionError
+from hookline.hooks.own_copy import own_copy
 from hookline.hooks.training_hook import InterventionHook, TrainingHook
 
 __all__ = ["check_hook", "make_hook"]
@@ -59,7 +60,8 @@ def _check_call(cls: type[TrainingHook], method: str, arguments: tuple[str, ...]
 
 
 def make_hook(cls: type[TrainingHook], options: Mapping[str, Any]) -> TrainingHook:
-    """A hook of that class; an argument it does not take is an error that names it."""
+    """Make a hook of class `cls` with a copy of `options`; an argument it does not take is an error that names it."""
+    options = own_copy(dict(options))
     try:
         parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):  # pragma: no cover  (a class whose metaclass hides it)

@@ -15,6 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HookSignatureError, OptionError
+from hookline.hooks.own_copy import own_copy
 from hookline.hooks.resolve import resolve_callable
 from hookline.hooks.specs import HookSpec
 from hookline.sites import _torch
@@ -28,11 +29,11 @@ logger = logging.getLogger("hookline.hooks.specs")
 
 
 def hook_made_by(path: Any, config: Mapping[str, Any], allow: Iterable[str] | None) -> Any:
-    """What a factory, or the one at a path, makes of a configuration; None if that is what it returns."""
+    """Return what a factory, or the one at a path, makes of a copy of `config`; None if that is what it returns."""
     factory = resolve_callable(path, allow) if isinstance(path, str) else path
     if not callable(factory):
         raise HookSignatureError(f"Hook factory '{path}' is called with a config, and is {a_or_an(factory)}.")
-    hook = factory(dict(config))
+    hook = factory(own_copy(dict(config)))
     if inspect.iscoroutine(hook):
         hook.close()  # it would warn that nobody waited for it
         raise HookSignatureError(f"Hook factory '{path}' is async: it gives no hook, but a promise of one.")

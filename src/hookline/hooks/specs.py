@@ -7,11 +7,12 @@ so that configuration can be checked without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from hookline.errors import HooklineError, KindError, OptionError
+from hookline.hooks.own_copy import own_copy
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, Subject
 from hookline.wording import shown
 
@@ -24,6 +25,18 @@ __all__ = ["Fault", "HookSpec", "register_hooks"]
 
 _ON_ERROR: Final = ("raise", "warn", "disable")
 _ON_FUNCTION: Final = "function_"
+
+
+class _Configuration:
+    """The field `HookSpec.config`: copied when it is set and whenever it is read, so that nobody can write into it."""
+
+    def __get__(self, spec: HookSpec | None, owner: type[HookSpec]) -> Mapping[str, Any]:
+        # Asked of the class, this is the default of the field.
+        return None if spec is None else own_copy(vars(spec)["_config"])  # type: ignore[return-value]
+
+    def __set__(self, spec: HookSpec, value: Mapping[str, Any] | None) -> None:
+        _check_mapping("config", value)
+        vars(spec)["_config"] = own_copy(dict(value or {}))
 
 
 @dataclass(frozen=True)
@@ -46,8 +59,9 @@ class HookSpec:
     """``"package.module:factory"`` or ``"package.module.factory"``; from Python, the factory itself will do.
 
     It is called once with the configuration, and gives the one hook that all these modules share."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """What the factory is called with, as a dictionary."""
+    config: _Configuration = _Configuration()
+    """What the factory is called with, as a dictionary. Read it as often as you like: each time it is a copy, of its
+    dicts, lists, sets and tuples; other objects in it, such as tensors, are the same ones."""
     on: str = "forward"
     """The kind of hook (see `Kind`); ``"function_forward"`` and its sisters are for functions, by name, that are
     called in the model's forwards."""
@@ -73,7 +87,6 @@ class HookSpec:
         put(self, "name", self.name or "")
         put(self, "target_modules", _patterns(self.target_modules))
         put(self, "exclude", _patterns(self.exclude) or None)
-        put(self, "config", dict(self.config or {}))
 
     def check_options(self) -> None:
         """Raise for an option that means nothing, or does not go with the others."""
@@ -131,7 +144,7 @@ class Fault(NamedTuple):
 
 def register_hooks(
     model: nn.Module,
-    specs: Iterable[HookSpec | Mapping[str, Any]],
+    hook_specs: Iterable[HookSpec | Mapping[str, Any]],
     *,
     strict: bool = False,
     allow: Iterable[str] | None = None,
@@ -159,7 +172,7 @@ def register_hooks(
 
     Args:
         model: The model; names are relative to it.
-        specs: Objects of `HookSpec`, or dictionaries with the same keys.
+        hook_specs: Objects of `HookSpec`, or dictionaries with the same keys; they are only read.
         strict: Raise where otherwise a line is logged and the spec passed over: no ``target_modules``, no
             ``hook_factory``, a factory that returns None, a pattern that matches nothing.
         allow: What paths of factories may begin with, see `resolve_callable`; None allows all.
@@ -173,9 +186,9 @@ def register_hooks(
     """
     from hookline.hooks.apply_specs import apply_specs
 
-    if isinstance(specs, str | Mapping | HookSpec) or not isinstance(specs, Iterable):
-        raise OptionError(f"Hook specs come in a list, got {type(specs).__name__}; write [spec].")
-    return apply_specs(model, list(specs), strict=strict, allow=allow)
+    if isinstance(hook_specs, str | Mapping | HookSpec) or not isinstance(hook_specs, Iterable):
+        raise OptionError(f"Hook specs come in a list, got {type(hook_specs).__name__}; write [spec].")
+    return apply_specs(model, list(hook_specs), strict=strict, allow=allow)
 
 
 # -- one field after the other -------------------------------------------------------------------------------

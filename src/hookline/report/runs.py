@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from hookline.errors import OptionError
 from hookline.report.series import Collector, Series
 from hookline.sinks.log import Context, read_log
+from hookline.sinks.record import Record
 
-__all__ = ["FACTS", "LOG", "RunData", "distinct_names", "find_runs", "read_run"]
+__all__ = ["FACTS", "LOG", "RunData", "RunPart", "distinct_names", "find_runs", "read_parts", "read_run"]
 
 LOG: Final = "records.jsonl"
 """The name of the log in the folder of a run."""
@@ -83,20 +84,53 @@ def read_run(path: Path) -> list[RunData]:
 
     Recipe: ``read_run(Path("runs/digits/default"))[0].series.curves``.
     """
+    return [
+        RunData(part.name, part.folder, part.facts, part.found.series(part.started), part.remarks)
+        for part in read_parts(path, Collector)
+    ]
+
+
+class Takes(Protocol):
+    """Whatever records are handed to, one after the other."""
+
+    def take(self, record: Record) -> None: ...
+
+
+T = TypeVar("T", bound=Takes)
+
+
+@dataclass(slots=True)
+class RunPart(Generic[T]):
+    """One run of a folder or a log, with whatever took its records."""
+
+    name: str
+    folder: Path
+    facts: dict[str, Any]
+    found: T
+    started: float | None
+    """When, in seconds since 1970; None if nothing says so."""
+    remarks: list[str]
+
+
+def read_parts(path: Path, make: Callable[[], T]) -> list[RunPart[T]]:
+    """Read a folder or a log, and hand the records of each run in it to an object that `make` gives.
+
+    Recipe: ``read_parts(Path("runs/digits/default"), Collector)[0].found.series()``.
+    """
     folder, log = (path.parent, path) if path.is_file() else (path, path / LOG)
     remarks: list[str] = []
     facts = _read_facts(folder / FACTS, remarks)
-    by_strategy, contexts = _read_records(log, remarks)
-    runs = []
-    for strategy, collector in by_strategy.items() or [(None, Collector())]:
+    by_strategy, contexts = _read_records(log, remarks, make)
+    parts = []
+    for strategy, found in by_strategy.items() or [(None, make())]:
         alone = len(by_strategy) < 2
         told = contexts.get(strategy, Context({}))
         own = dict(facts or told.context)
         if strategy and not (alone and own.get("strategy")):
             own["strategy"] = strategy
-        series = collector.series((_seconds(facts.get("started")) if alone else None) or told.time or None)
-        runs.append(RunData(_name(own, folder, alone=alone), folder, own, series, list(remarks)))
-    return runs
+        started = (_seconds(facts.get("started")) if alone else None) or told.time or None
+        parts.append(RunPart(_name(own, folder, alone=alone), folder, own, found, started, list(remarks)))
+    return parts
 
 
 def _read_facts(path: Path, remarks: list[str]) -> dict[str, Any]:
@@ -124,8 +158,10 @@ def _shaped(facts: dict[str, Any]) -> dict[str, Any]:
     return {**found, "hooks": hooks}
 
 
-def _read_records(path: Path, remarks: list[str]) -> tuple[dict[str | None, Collector], dict[str | None, Context]]:
-    found: dict[str | None, Collector] = {}
+def _read_records(
+    path: Path, remarks: list[str], make: Callable[[], T]
+) -> tuple[dict[str | None, T], dict[str | None, Context]]:
+    found: dict[str | None, T] = {}
     contexts: dict[str | None, Context] = {}
     if not path.exists():
         remarks.append(f"There is no {path.name}: nothing was recorded, or the run has not begun.")
@@ -138,7 +174,10 @@ def _read_records(path: Path, remarks: list[str]) -> tuple[dict[str | None, Coll
                 contexts.setdefault(strategy, entry)  # a run that was resumed has told it more than once
             else:
                 # A record that names no strategy belongs to the run that is going on.
-                found.setdefault(entry.strategy or strategy, Collector()).take(entry)
+                key = entry.strategy or strategy
+                if key not in found:
+                    found[key] = make()
+                found[key].take(entry)
     except (OSError, ValueError) as error:
         remarks.append(f"{path.name} could be read only in part ({error}).")
     if not found:
@@ -160,10 +199,17 @@ def _name(facts: dict[str, Any], folder: Path, *, alone: bool) -> str:
     return " / ".join(str(part) for part in parts if part)
 
 
-def distinct_names(runs: Sequence[RunData]) -> None:
+class Named(Protocol):
+    """A run with a name that may be lengthened."""
+
+    name: str
+    folder: Path
+
+
+def distinct_names(runs: Sequence[Named]) -> None:
     """Runs of one name are told apart by where their folders part, and by numbers if they share one."""
     for mark in (_by_folder, _by_number):
-        same: dict[str, list[RunData]] = {}
+        same: dict[str, list[Named]] = {}
         for run in runs:
             same.setdefault(run.name, []).append(run)
         for twins in same.values():
@@ -172,11 +218,11 @@ def distinct_names(runs: Sequence[RunData]) -> None:
                     run.name += label
 
 
-def _by_folder(runs: list[RunData]) -> list[str]:
+def _by_folder(runs: list[Named]) -> list[str]:
     folders = [run.folder.resolve() for run in runs]
     shared = os.path.commonpath(folders)
     return [f" ({label})" if (label := os.path.relpath(folder, shared)) != "." else "" for folder in folders]
 
 
-def _by_number(runs: list[RunData]) -> list[str]:
+def _by_number(runs: list[Named]) -> list[str]:
     return [f" {number}" for number in range(1, len(runs) + 1)]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hookline.sinks.record import Record, StepSeries
 
-__all__ = ["Clock", "Collector", "Curve", "Grid", "Series"]
+__all__ = ["Clock", "Collector", "Curve", "Grid", "Series", "shown_names"]
 
 Steps = NDArray[np.int64]
 Values = NDArray[np.float64]
@@ -165,7 +165,7 @@ class Collector:
 
     def series(self, started: float | None = None) -> Series:
         """Everything so far; seconds count from ``started``."""
-        shown = _shown_names([*self.numbers, *self.lists])
+        shown = shown_names([*self.numbers, *self.lists])
         return Series(
             curves=[_curve(shown[key], *points) for key, points in self.numbers.items()],
             grids=[grid for key, points in self.lists.items() for grid in _grids(shown[key], *points)],
@@ -197,8 +197,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _shown_names(keys: list[_Key]) -> dict[_Key, str]:
-    """The name alone, if that says which; the moment and the rank where it does not."""
+def shown_names(keys: list[_Key]) -> dict[_Key, str]:
+    """Return a name for each of `keys`: the metric's, with the moment and the rank where several share it."""
     points: dict[str, set[str]] = {}
     ranks: dict[str, set[int]] = {}
     for name, point, rank in keys:

@@ -222,7 +222,7 @@ class LiveHooks:
         checked = [self._checked(spec) for spec in specs]
         factories = [Factory(spec, allow, compiled=self._is_compiled) for spec in checked]
         ready = [
-            replace(spec, hook_factory=factory, on_error="raise") if spec.hook_factory else spec
+            replace(spec, hook_factory=factory, on_error="raise") if spec.hook_factory is not None else spec
             for spec, factory in zip(checked, factories, strict=True)
         ]
         try:

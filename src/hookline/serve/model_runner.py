@@ -76,17 +76,17 @@ class ModelRunner:
 
     def register_hooks(
         self,
-        specs: Iterable[HookSpec | Mapping[str, Any]],
+        hook_specs: Iterable[HookSpec | Mapping[str, Any]],
         *,
         strict: bool = False,
         allow: Iterable[str] | None = None,
     ) -> HandleSet:
-        """Attach the hooks that specs describe, all of them or none, whether the settings enable hooks or not.
+        """Attach the hooks that `hook_specs` describe, all or none, whether the settings enable hooks or not.
 
         Returns:
             Their handles alone; they are among ``hook_handles`` as well. See `register_hooks` of hookline.
         """
-        handles = register_hooks(self.model, specs, strict=strict, allow=allow)
+        handles = register_hooks(self.model, hook_specs, strict=strict, allow=allow)
         with self._lock:
             kept = [handle for handle in self.hook_handles if not self._is_done_with(handle)]
             self.hook_handles._handles = [*kept, *handles]  # whole: somebody may be going through the old one

@@ -6,6 +6,8 @@ a server have is kept as it is. Needs torch, pydantic and the packages of ``hook
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from hookline.errors import OptionError
+from hookline.hooks.own_copy import own_copy
 from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ class ServerArgs:
 
     Args:
         enable_hooks: Whether ``hooks`` are attached.
-        hooks: Hook specs: objects, or `HookSpec`.
+        hooks: Hook specs: objects, of which copies are kept, or `HookSpec`.
         forward_hooks: The same by its newer name, which needs no switch: a list that has something in it is attached.
         others: Any other settings; kept, and found as attributes.
     """
@@ -88,9 +91,32 @@ class ServerArgs:
 
         return cls.from_dict(server_settings(read_document(path)))
 
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Add the flags of these settings to `parser`: ``--forward-hooks``, ``--enable-hooks``, ``--hooks``, ….
+
+        Recipe::
+
+            parser = argparse.ArgumentParser()
+            hookline.ServerArgs.add_cli_args(parser)
+            args = hookline.ServerArgs.from_cli_args(parser.parse_args())
+
+        Hook specs are given as a JSON list. ``--model-path`` is kept, and not about hooks.
+        """
+        parser.add_argument("--model-path", "--model", metavar="PATH", help="The model; kept as model_path.")
+        parser.add_argument("--enable-hooks", action="store_true", default=False, help="Attach what --hooks says.")
+        for flag, needs in (("--hooks", "; attached if --enable-hooks is given"), ("--forward-hooks", "")):
+            about = f"Hook specs (name, target_modules, hook_factory, config, …) as a JSON list{needs}."
+            parser.add_argument(flag, type=_json_list, default=None, metavar="JSON", help=about)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Make settings of parsed flags; those that other code has added to the parser are kept, unless None."""
+        return cls(**{name: value for name, value in vars(args).items() if value is not None})
+
     def hook_specs(self) -> list[HookSpec | Mapping[str, Any]]:
-        """What is to be attached: ``hooks`` if they are enabled, then ``forward_hooks``."""
-        return [*((self.hooks or ()) if self.enable_hooks else ()), *(self.forward_hooks or ())]
+        """Return copies of what is to be attached: ``hooks`` if they are enabled, then ``forward_hooks``."""
+        return own_copy([*((self.hooks or ()) if self.enable_hooks else ()), *(self.forward_hooks or ())])
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN or name == "others":  # being copied or unpickled, and not there yet
@@ -115,7 +141,18 @@ def _listed(name: str, value: Any) -> list[Any] | None:
         return None
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise OptionError(f"{name} is a list of hook specs, got {a_or_an(value)}; write [spec].")
-    return list(value)
+    return own_copy(list(value))
+
+
+def _json_list(text: str) -> list[Any]:
+    """Return the list that `text` says in JSON; argparse prints the error."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list):
+        raise argparse.ArgumentTypeError(f"Invalid JSON list: {text}. Please provide a valid JSON list.")
+    return value
 
 
 def _tell_of_slips(others: Iterable[str]) -> None:

@@ -1,0 +1,218 @@
+"""Everything that is wrong with a run file is told in one go, by line, whoever reads it and in whichever language."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers_cli import EXPERIMENTS, TINY, run_here
+
+YAML = f"""\
+experiment: {TINY}
+sed: 3
+strategy: sideways
+config:
+  epoch: 3
+  lr: high
+device: warp
+hooks:
+  with_hooks: all_of_them
+  names: [norms, 3, nrms, hessian]
+  config:
+    norms: {{wdth: 3}}
+    hesian: {{epsilon: 1}}
+    hessian:
+      epsilon: small
+  schedules:
+    hessian: {{mode: brst}}
+    norms: {{stride: 0}}
+console: loud
+trackers:
+- {{tracker: relu_activation}}
+- {{tracker: relu_activations, options: {{per_unit: maybe}}}}
+- {{traker: relu_activations}}
+specs:
+- {{name: a, target_modules: [x], hook_factory: "nowhere_at_all:f"}}
+- {{name: b, target_modules: [x], hook_factory: ""}}
+- {{name: c, target_module: [x]}}
+- {{name: d, target_modules: [x], hook_factory: "json:nope", on: forward}}
+- {{name: e, hook_factory: "json:dumps"}}
+sinks:
+  csv: 7
+  others:
+  - nowhere.mod:Sink
+  - {{snk: x}}
+  - unheard_of
+"""
+
+TOLD = [
+    (2, "$.sed", "nothing is called 'sed' here. Did you mean 'seed'?"),
+    (3, "$.strategy", "tiny has no strategy 'sideways'."),
+    (5, "$.config.epoch", "Config has no 'epoch'. Did you mean 'epochs'?"),
+    (6, "$.config.lr", "expected a valid number"),
+    (7, "$.device", "warp"),
+    (9, "$.hooks.with_hooks", "Unknown group of hooks: 'all_of_them'."),
+    (10, "$.hooks.names[1]", "expected a valid string, got 3."),
+    (10, "$.hooks.names[2]", "Unknown hook: 'nrms'. Did you mean 'norms'?"),
+    (12, "$.hooks.config.norms.wdth", "Hook 'norms' takes no 'wdth'."),
+    (13, "$.hooks.config.hesian", "Unknown hook: 'hesian'. Did you mean 'hessian'?"),
+    (15, "$.hooks.config.hessian.epsilon", "expected a valid number"),
+    (17, "$.hooks.schedules.hessian.mode", "expected 'continual', 'stride' or 'burst', got 'brst'."),
+    (18, "$.hooks.schedules.norms.stride", "expected greater than or equal to 1, got 0."),
+    (18, "$.hooks.schedules.norms", "this schedule would have no effect: norms fires at"),
+    (19, "$.console", "expected 'normal', 'live', 'silent' or 'none', got 'loud'."),
+    (21, "$.trackers[0].tracker", "Unknown hook: 'relu_activation'."),
+    (22, "$.trackers[1].options.per_unit", "expected a valid boolean"),
+    (23, "$.trackers[2].tracker", "this is missing."),
+    (23, "$.trackers[2].traker", "nothing is called 'traker' here."),
+    (25, "$.specs[0].hook_factory", "Hook 0 (a): No module named 'nowhere_at_all'"),
+    (26, "$.specs[1].hook_factory", "Hook 1 (b): Invalid hook callable path ''."),
+    (27, "$.specs[2].target_module", "nothing is called 'target_module' here."),
+    (28, "$.specs[3].hook_factory", "Hook 3 (d): Module 'json' has no attribute 'nope'"),
+    (29, "$.specs[4]", "Hook 4 (e) has no target_modules."),
+    (31, "$.sinks.csv", "expected a valid boolean"),
+    (33, "$.sinks.others[0]", "There is no module 'nowhere.mod'"),
+    (34, "$.sinks.others[1].sink", "this is missing."),
+    (34, "$.sinks.others[1].snk", "nothing is called 'snk' here."),
+    (35, "$.sinks.others[2]", "Unknown sink 'unheard_of'."),
+]
+
+
+def told(text: str, file: str) -> list[tuple[int, str, str]]:
+    """The line, the path and the words of each mistake that was printed."""
+    found = re.findall(rf"^(?:hookline: )?{re.escape(file)}, line (\d+), at (\S+): (.*)$", text, re.MULTILINE)
+    assert len(found) == len(text.strip().splitlines())
+    return [(int(line), path, words) for line, path, words in found]
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_all_mistakes_of_a_run_file_are_told_in_one_go(command, capsys, tmp_path):
+    """Unknown keys, wrong types, unknown names, parameters, schedules, factories, sinks: each once, by line."""
+    Path("run.yaml").write_text(YAML)
+    assert run_here(command, "run.yaml") == 2
+    said = told(capsys.readouterr().err, "run.yaml")
+    assert [(line, path) for line, path, _ in said] == [(line, path) for line, path, _ in TOLD]
+    for (_, _, words), (_, _, expected) in zip(said, TOLD, strict=True):
+        assert expected in words
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_mending_all_that_was_told_is_enough(capsys):
+    """There is no second round."""
+    Path("run.yaml").write_text(
+        f"experiment: {TINY}\nstrategy: backward\nconfig: {{epochs: 1, lr: 0.1}}\n"
+        "hooks: {names: [norms, hessian], config: {hessian: {epsilon: 0.1}}, schedules: {hessian: {stride: 2}}}\n"
+        "trackers: [{tracker: relu_activations}]\n"
+        "specs: [{name: d, target_modules: ['*'], hook_factory: 'experiments:count_calls'}]\n"
+        "sinks: {csv: true}\n"
+    )
+    assert run_here("check", "run.yaml") == 0
+    assert "nothing is wrong with it" in capsys.readouterr().out
+
+
+JSON = """\
+{
+  "config": {"epoch": 1},
+  "hooks": ["nrms",
+            "norms"],
+  "sinks": {"others": ["unheard_of"]},
+  "specs": [{"target_modules": ["x"], "hook_factory": "nowhere_at_all:f"},
+            {"target_modules": ["x"],
+             "hook_factory": "abc", "evry": 2}],
+  "seed": "x",
+  "experiment": "%s",
+  "sed": 1
+}
+"""
+TOML = """\
+seed = "x"
+sed = 1
+hooks = ["nrms",
+  "norms"]
+experiment = "%s"
+[config]
+epoch = 1
+[[specs]]
+target_modules = ["x"]
+hook_factory = "nowhere_at_all:f"
+[[specs]]
+evry = 2
+[sinks]
+others = ["unheard_of"]
+"""
+LINES = {
+    "json": {
+        "$.config.epoch": 2, "$.hooks[0]": 3, "$.sinks.others[0]": 5, "$.specs[0].hook_factory": 6,
+        "$.specs[1].evry": 8, "$.seed": 9, "$.sed": 11,
+    },
+    "toml": {
+        "$.seed": 1, "$.sed": 2, "$.hooks[0]": 3, "$.config.epoch": 7, "$.specs[0].hook_factory": 10,
+        "$.specs[1].evry": 12, "$.sinks.others[0]": 14,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize(("language", "text"), [("json", JSON), ("toml", TOML)])
+def test_json_and_toml_have_their_lines_too(language, text, command, capsys):
+    """In the order in which the file has them, whatever that is."""
+    file = f"run.{language}"
+    Path(file).write_text(text % TINY)
+    assert run_here(command, file) == 2
+    assert {path: line for line, path, _ in told(capsys.readouterr().err, file)} == LINES[language]
+    assert list(LINES[language].values()) == sorted(LINES[language].values())
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words"),
+    [
+        ("experiment: nothere\n", "line 1, at $.experiment: Unknown experiment 'nothere'."),
+        ("experiment: 3\n", "line 1, at $.experiment: expected a valid string, got 3."),
+        (f"experiment: {EXPERIMENTS}:Nothere\n", "line 1, at $.experiment: "),
+        ("", "run.yaml does not say what to run: experiment: NAME, or path/file.py:Class."),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_without_an_experiment_the_rest_is_still_checked(experiment, words, command, capsys):
+    """But for what only the experiment knows; a hook that its groups may have is not said to be missing."""
+    rest = (
+        "hooks: {with_hooks: observers, names: [nrms], config: {hessian: {epsilon: x}}}\nconfig: {epoch: 1}\nseed: x\n"
+    )
+    Path("run.yaml").write_text(experiment + rest)
+    assert run_here(command, "run.yaml") == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Unknown hook: 'nrms'" in said
+    assert "$.hooks.config.hessian.epsilon: expected" in said
+    assert "$.seed: expected" in said
+    assert len(said.strip().splitlines()) == 4
+
+
+def test_what_a_flag_says_instead_is_not_held_against_the_file(capsys):
+    """Flags win, also over mistakes; the other mistakes are told."""
+    Path("run.yaml").write_text(
+        f"experiment: {TINY}\nstrategy: sideways\nsed: 1\n"
+        "hooks: {names: [nrms], config: {hessian: {epsilon: 1}}}\n"
+    )
+    assert run_here("run", "run.yaml", "--strategy", "forward", "--hooks", "hessian") == 2
+    said = capsys.readouterr().err
+    assert [path for _, path, _ in told(said, "run.yaml")] == ["$.sed"]
+
+
+def test_the_mistakes_of_a_servers_file_are_told_in_one_go(capsys):
+    """Its keys, its specs, and the factories that they name; a list of specs alike."""
+    specs = [
+        {"name": "a", "target_modules": ["x"], "hook_factory": "nowhere_at_all:f"},
+        {"nme": "b"},
+        {"name": "c", "target_modules": ["x"]},
+    ]
+    server = json.dumps({"hooks": specs, "enable_hooks": "yes"}, indent=0)
+    for file, text, prefix in (("server.json", server, "$.hooks"), ("list.json", json.dumps(specs, indent=0), "$")):
+        Path(file).write_text(text)
+        assert run_here("check", file) == 2
+        said = told(capsys.readouterr().err, file)
+        assert [path for _, path, _ in said][:3] == [f"{prefix}[0].hook_factory", f"{prefix}[1].nme", f"{prefix}[2]"]
+        assert [line for line, _, _ in said] == sorted(line for line, _, _ in said)
+        assert len(said) == 3 + (file == "server.json")

@@ -1,0 +1,270 @@
+"""Runs read back into Python: what was recorded comes back as it was, whatever became of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+from helpers_report import facts
+
+import hookline as hl
+from hookline import HookPoint, Record, StepSeries
+from hookline.sinks.log import RecordLog
+
+EXPERIMENTS = Path(__file__).parent.parent / "cli" / "experiments.py"
+
+
+def write(folder: Path, *records: Record, context: dict | None = None, **more) -> Path:
+    """A folder as a run leaves it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = RecordLog(folder / "records.jsonl")
+    if context is not None:
+        log.append_context(context)
+    for record in records:
+        log.append(record)
+    log.close()
+    if more:
+        (folder / "run.json").write_text(json.dumps(facts(**more)))
+    return folder
+
+
+def at(epoch: int, step: int | None, point: str = "POST_EPOCH", rank: int = 0, **metrics) -> Record:
+    return Record({name.replace("__", "/"): value for name, value in metrics.items()}, epoch, point, step, rank=rank)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two epochs of two steps, with every kind of value."""
+    first = {"norms/total": StepSeries([1.0, math.nan], [0, 1]), "norms/top": [3.0, math.inf], "note/text": "warm"}
+    second = {"norms/total": StepSeries([2.0, 4.0], [2, 3]), "norms/top": [1.0], "tree/a": {"b": {"c": 5}, "d": 0.5}}
+    return write(
+        tmp_path / "digits" / "default",
+        Record({"loss": 9.0}, 0, HookPoint.PRE_EPOCH, None),
+        Record(first, 0, HookPoint.POST_EPOCH, 1),
+        Record(second, 1, HookPoint.POST_EPOCH, 3),
+        name="digits",
+    )
+
+
+# -- what comes back -------------------------------------------------------------------------------------------
+
+
+def test_records_and_settings_come_back(run):
+    """In order, with what JSON has no word for."""
+    loaded = hl.load_run(run)
+    assert (loaded.name, loaded.folder, len(loaded), loaded.remarks) == ("digits / default", run, 3, [])
+    assert [record.step for record in loaded] == [None, 1, 3] == [record.step for record in loaded.records]
+    assert loaded.records[1].hook_point is HookPoint.POST_EPOCH
+    assert loaded.settings["config"]["learning_rate"] == 0.003
+    assert loaded.settings["result"]["steps"] == 200
+    assert loaded.metrics == ["loss", "norms/total", "norms/top", "note/text", "tree/a/b/c", "tree/a/d"]
+
+
+def test_a_series_is_steps_and_values(run):
+    """Of single steps each has its own; NaN is a value; lists and text are objects; before the first step is -1."""
+    loaded = hl.load_run(run)
+    steps, values = loaded.series("norms/total")
+    assert (steps.dtype, values.dtype, steps.tolist()) == (np.int64, np.float64, [0, 1, 2, 3])
+    np.testing.assert_array_equal(values, [1.0, math.nan, 2.0, 4.0])
+    steps, values = loaded.series("norms/top")
+    assert (steps.tolist(), values.dtype, values.tolist()) == ([1, 3], object, [[3.0, math.inf], [1.0]])
+    assert loaded.series("note/text")[1].tolist() == ["warm"]
+    assert [each.tolist() for each in loaded.series("tree/a/b/c")] == [[3], [5.0]]
+    assert [each.tolist() for each in loaded.series("loss")] == [[-1], [9.0]]
+    assert loaded.latest["norms/total"] == 4.0
+
+
+def test_an_unknown_metric_names_the_nearest(run):
+    """And where all are."""
+    with pytest.raises(hl.OptionError, match=r"has no metric 'norms/totl'\. Nearest: 'norms/total'.*run\.metrics\."):
+        hl.load_run(run).series("norms/totl")
+
+
+def test_a_table_of_pandas_has_a_row_for_each_step(run):
+    """A column for each metric, the epoch first; NaN where nothing was recorded."""
+    table = hl.load_run(run).to_pandas()
+    assert (table.index.name, table.index.tolist()) == ("step", [-1, 0, 1, 2, 3])
+    assert table.columns.tolist() == ["epoch", *hl.load_run(run).metrics]
+    assert (table["epoch"].dtype, table["epoch"].tolist()) == (np.int64, [0, 0, 0, 1, 1])
+    assert table["norms/total"].dtype == np.float64
+    np.testing.assert_array_equal(table["norms/total"], [math.nan, 1.0, math.nan, 2.0, 4.0])
+    assert table["norms/top"].loc[1] == [3.0, math.inf]
+    assert table["note/text"].dropna().tolist() == ["warm"]
+    assert table["norms/total"].mean() == pytest.approx(7 / 3)
+
+
+def test_a_name_at_several_moments_or_ranks_is_told_apart(tmp_path):
+    """As on the page; a metric called like a column of ours is moved aside."""
+    loaded = hl.load_run(
+        write(
+            tmp_path,
+            Record({"m/x": 1.0, "step": 7}, 0, "PRE_STEP", 0),
+            at(0, 0, "POST_STEP", m__x=2.0),
+            at(0, 0, "POST_STEP", rank=1, m__x=3.0),
+        )
+    )
+    assert loaded.metrics == [
+        "m/x @ PRE_STEP (rank 0)",
+        "metric/step",
+        "m/x @ POST_STEP (rank 0)",
+        "m/x @ POST_STEP (rank 1)",
+    ]
+    assert loaded.to_pandas().loc[0].tolist() == [0.0, 1.0, 7.0, 2.0, 3.0]
+
+
+def test_without_the_package_the_error_has_the_line_that_installs_it(run, monkeypatch):
+    """And the way that needs none."""
+    for package in ("pandas", "polars"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(hl.MissingPackageError, match=rf"pip install {package}\. Without it: .*run\.series\(name\)"):
+            getattr(hl.load_run(run), f"to_{package}")()
+
+
+def test_a_table_of_polars_is_made_of_columns_of_one_type(tmp_path, monkeypatch):
+    """Missing is null and NaN stays NaN; what has several types is text. Seen through a stand-in for the package."""
+    polars = types.ModuleType("polars")
+    for name in ("Int64", "Float64", "Boolean", "String"):
+        setattr(polars, name, name)
+    polars.List = lambda dtype: f"List({dtype})"
+    polars.Series = lambda name, values, dtype: (name, (values, dtype))
+    polars.DataFrame = dict
+    monkeypatch.setitem(sys.modules, "polars", polars)
+    log = write(
+        tmp_path,
+        at(0, 0, num=1.5, big=2**80, whole=1, flag=True, text="x", list=[1, 2.0], mixed=[[1], "a"], odd="x"),
+        at(1, 1, num=math.nan, whole=2, flag=False, text="y", list=[], odd=2.5),
+        at(2, 2, whole=3),
+    )
+    made = hl.load_run(log).to_polars()
+    values, dtype = made.pop("num")
+    assert (values[0], math.isnan(values[1]), values[2], dtype) == (1.5, True, None, "Float64")
+    assert made == {
+        "step": ([0, 1, 2], "Int64"),
+        "epoch": ([0, 1, 2], "Int64"),
+        "big": ([2.0**80, None, None], "Float64"),
+        "whole": ([1, 2, 3], "Int64"),
+        "flag": ([True, False, None], "Boolean"),
+        "text": (["x", "y", None], "String"),
+        "list": ([[1.0, 2.0], [], None], "List(Float64)"),
+        "mixed": (['[[1],"a"]', None, None], "String"),
+        "odd": (['"x"', "2.5", None], "String"),
+    }
+
+
+def test_it_shows_itself(run):
+    """As text and in a notebook; names of others are escaped there."""
+    loaded = hl.load_run(run)
+    assert repr(loaded) == "<LoadedRun digits / default, finished, 3 records, 6 metrics, steps -1 to 3>"
+    shown = loaded._repr_html_()
+    assert "<td>norms/total</td><td>4</td><td>4 steps, 0 to 3</td>" in shown
+    nasty = write(run.parent / "nasty", at(0, 0, **{"<b>": 1.0}))
+    assert "<td>&lt;b&gt;</td>" in hl.load_run(nasty)._repr_html_()
+
+
+# -- what became of it -----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_killed_is_read_as_far_as_it_got(run):
+    """A line that was half written counts for nothing; without run.json, the log says what it knows."""
+    with (run / "records.jsonl").open("ab") as file:
+        file.write(b'{"n":3,"time":1.0,"epoch":2,"step":5,"point":"POST_EPOCH","strat')
+    (run / "run.json").unlink()
+    loaded = hl.load_run(run)
+    assert len(loaded) == 3
+    assert loaded.series("norms/total")[0].tolist() == [0, 1, 2, 3]
+    assert any("run.json" in remark for remark in loaded.remarks)
+
+
+def test_of_a_step_that_was_recorded_twice_the_newest_counts(tmp_path):
+    """Where a log was not cut back; the records themselves are all there."""
+    loaded = hl.load_run(
+        write(tmp_path, *[at(step, step, m__x=float(value)) for step, value in ((0, 1), (1, 2), (1, 5), (2, 3))])
+    )
+    assert [each.tolist() for each in loaded.series("m/x")] == [[0, 1, 2], [1.0, 5.0, 3.0]]
+    assert len(loaded) == 4
+
+
+def test_a_run_without_records_is_one(tmp_path):
+    """It has settings, and says what is missing."""
+    (tmp_path / "run.json").write_text(json.dumps(facts()))
+    loaded = hl.load_run(tmp_path)
+    assert bool(loaded)
+    assert (len(loaded), loaded.metrics, loaded.settings["seed"]) == (0, [], 7)
+    assert loaded.to_pandas().empty
+    assert "records.jsonl" in loaded.remarks[0]
+
+
+# -- which runs ------------------------------------------------------------------------------------------------
+
+
+def test_several_runs_come_by_name(tmp_path):
+    """Of a folder that holds them, or of a list; one is read by load_run, several are not."""
+    one = write(tmp_path / "digits" / "a", at(0, 0, m__x=1.0), strategy="a")
+    two = write(tmp_path / "digits" / "b", at(0, 0, m__x=2.0), strategy="b")
+    for given in (tmp_path, tmp_path / "digits", [one, two / "records.jsonl"]):
+        loaded = hl.load_runs(given)
+        assert {name: run.latest["m/x"] for name, run in loaded.items()} == {"digits / a": 1.0, "digits / b": 2.0}
+    assert hl.load_run(two / "records.jsonl").folder == two
+    with pytest.raises(hl.OptionError, match=r"holds 2 runs \('digits / a', 'digits / b'\); read them with load_runs"):
+        hl.load_run(tmp_path)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    """By where their folders part."""
+    for folder in ("default", "default_1"):
+        write(tmp_path / folder, at(0, 0, m__x=1.0), name="digits")
+    assert list(hl.load_runs(tmp_path)) == ["digits / default (default)", "digits / default (default_1)"]
+
+
+def test_strategies_of_one_log_are_runs_each(tmp_path):
+    """A manager may have written several into one."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    for strategy, value in (("a", 1.0), ("b", 2.0)):
+        log.append_context({"strategy": strategy})
+        log.append(Record({"m/x": value}, 0, "POST_EPOCH", 0, strategy))
+    log.close()
+    assert [run.latest["m/x"] for run in hl.load_runs(tmp_path).values()] == [1.0, 2.0]
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    """With what was looked for."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(hl.OptionError, match=r"is no folder of a run: it has neither records\.jsonl nor run\.json"):
+        hl.load_run(tmp_path / "empty")
+    with pytest.raises(hl.OptionError, match=r"There is no run at .*nothere"):
+        hl.load_run(tmp_path / "nothere")
+
+
+# -- a real one ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_the_command_line_comes_back(tmp_path, monkeypatch):
+    """Stopped and resumed: each step once, and the table has what the log has."""
+    from hookline.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    arguments = ["run", f"{EXPERIMENTS}:Tiny", "--hooks", "norms", "--no-report", "--silent"]
+    assert main([*arguments, "--epochs", "2", "--save-checkpoints", "1"]) == 0
+    (folder,) = hl.load_runs("runs").values()
+    loaded = hl.load_run(folder.folder)
+    log = [found for found in hl.read_log(folder.folder) if isinstance(found, Record)]
+    assert loaded.records == log
+    assert loaded.settings["status"] == "finished"
+    table = loaded.to_pandas()
+    assert isinstance(table, pandas.DataFrame)
+    assert table.index.is_unique
+    for name in loaded.metrics:
+        steps, values = loaded.series(name)
+        assert table[name].loc[steps].tolist() == values.tolist()
+    assert any(name.startswith("norms/") for name in loaded.metrics)
+    assert main([*arguments, "--epochs", "4", "--save-checkpoints", "1", "--resume", "--force"]) == 0
+    resumed = hl.load_run(folder.folder)
+    steps, values = resumed.series("training_metrics/loss")
+    assert steps.tolist() == sorted(set(steps.tolist()))
+    assert len(values) == 2 * len(loaded.series("training_metrics/loss")[0])
