@@ -148,7 +148,7 @@ def test_a_hook_that_cannot_be_made_is_told(change, said, capsys):
 
 
 def test_a_page_is_made_of_one_run_and_of_two(tmp_path, capsys):
-    """By the folder of the run, or one above it that has one run alone."""
+    """By the folders of the runs, or one above them, which has the page if it holds several."""
     assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET) == 0
     capsys.readouterr()
     assert run_here("report", "runs") == 0
@@ -160,8 +160,9 @@ def test_a_page_is_made_of_one_run_and_of_two(tmp_path, capsys):
     assert run_here("report", "runs/tiny/forward", "runs/tiny/backward/records.jsonl", "-o", "both.html") == 0
     assert capsys.readouterr().out.strip() == "both.html"
     assert Path("both.html").exists()
-    assert run_here("report", "runs") == 2
-    assert "Runs below it: runs/tiny/backward, runs/tiny/forward" in capsys.readouterr().err
+    assert run_here("report", "runs") == 0
+    assert Path(capsys.readouterr().out.strip()) == Path("runs/report.html")
+    assert "<title>tiny / backward · tiny / forward" in Path("runs/report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("to", "name"), [("csv", "forward.csv"), ("jsonl", "forward.jsonl")])

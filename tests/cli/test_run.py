@@ -129,6 +129,18 @@ def test_a_second_run_has_a_folder_of_its_own(tmp_path):
     assert names == ["forward", "forward_1", "forward_2"]
 
 
+def test_all_strategies_end_with_one_page_that_compares_them(tmp_path, capsys):
+    """Beside their folders, and named in the closing lines; of one strategy, or without pages, there is none."""
+    page = tmp_path / "runs" / "tiny" / "comparison.html"
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "norms") == 0
+    assert run_here("run", TINY, "--strategy", "all", "--epochs", "1", "--hooks", "norms", "--no-report") == 0
+    assert not page.exists()
+    capsys.readouterr()
+    assert run_here("run", TINY, "--strategy", "all", "--epochs", "1", "--hooks", "norms") == 0
+    assert "<title>tiny / forward · tiny / backward" in page.read_text(encoding="utf-8")
+    assert capsys.readouterr().out.rstrip().endswith("comparison   runs/tiny/comparison.html")
+
+
 def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
     """Each its own folder, log and files; one group; hooks made once and reset for each."""
     flags = ("--hooks", NOTED, "--hook-csv", "--no-report", "--silent")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_page import CARD, cards, drawn, page_width, slide, until
 from helpers_report import STATISTICS, large_run, loss_at, small_run, stat_at
 
 from hookline.report import page as page_module
@@ -19,41 +19,6 @@ from hookline.sinks.log import RecordLog
 from hookline.sinks.record import Record, StepSeries
 
 Visit = Callable[..., Any]
-
-_CARD = "article[data-metric='{}'] .plot"
-
-
-def _until(page: Any, expression: str, arg: Any = None) -> None:
-    """Wait until it holds. The page's own policy forbids what playwright's wait_for_function does."""
-    deadline = time.monotonic() + 20
-    while not page.evaluate(expression, arg):
-        assert time.monotonic() < deadline, f"never true: {expression}"
-        page.wait_for_timeout(20)
-
-
-def _drawn(page: Any, selector: str) -> list[dict[str, Any]]:
-    """The traces of a plot, once it is drawn."""
-    page.locator(selector).scroll_into_view_if_needed()
-    _until(page, "s => document.querySelector(s)?.data?.length > 0", selector)
-    script = """s => document.querySelector(s).data.map(t => ({ type: t.type, name: t.name, meta: t.meta ?? null,
-        x: [...(t.x ?? [])], y: [...(t.y ?? [])], z: t.z ? t.z.map(r => [...r].map(v => v ?? 'gap')) : null,
-        told: t.customdata ? t.customdata.map(r => [...r]) : null }))"""
-    traces: list[dict[str, Any]] = page.evaluate(script, selector)
-    return traces
-
-
-def _cards(page: Any) -> list[str]:
-    names: list[str] = page.eval_on_selector_all("article", "all => all.map(one => one.dataset.metric)")
-    return names
-
-
-def _width(page: Any) -> int:
-    width: int = page.evaluate("document.documentElement.scrollWidth")
-    return width
-
-
-def _slide(page: Any, selector: str, value: float) -> None:
-    page.eval_on_selector(selector, "(e, v) => { e.value = v; e.dispatchEvent(new Event('input')); }", value)
 
 
 def test_the_page_is_whole_and_says_what_the_run_was(visit: Visit, made: Path) -> None:
@@ -87,11 +52,11 @@ def test_the_browser_holds_the_page_to_asking_for_nothing(visit: Visit, made: Pa
 
 
 def test_no_button_of_a_plot_sends_anything_away(visit: Visit, made: Path) -> None:
-    """plotly has one that does; the page has four that do not."""
+    """plotly has one that does; the page has five that do not."""
     page = visit(made / "small.html").load()
-    _drawn(page, "#map")
+    drawn(page, "#map")
     titles = page.eval_on_selector_all("#map .modebar-btn", "all => all.map(one => one.dataset.title)")
-    assert sorted(titles) == ["Download plot as a PNG", "Pan", "Reset axes", "Zoom"]
+    assert sorted(titles) == ["Download numbers as CSV", "Download plot as a PNG", "Pan", "Reset axes", "Zoom"]
 
 
 def test_a_curve_that_never_moves_is_shown_at_its_value(visit: Visit, tmp_path: Path) -> None:
@@ -100,21 +65,21 @@ def test_a_curve_that_never_moves_is_shown_at_its_value(visit: Visit, tmp_path: 
     log.append(Record({"train/lr": StepSeries([0.002] * 50, range(50))}, 0, "POST_STEP", 49))
     log.close()
     page = visit(write_report([tmp_path])).load()
-    _drawn(page, _CARD.format("train/lr"))
-    low, high = page.evaluate("s => document.querySelector(s)._fullLayout.yaxis.range", _CARD.format("train/lr"))
+    drawn(page, CARD.format("train/lr"))
+    low, high = page.evaluate("s => document.querySelector(s)._fullLayout.yaxis.range", CARD.format("train/lr"))
     assert (low, high) == pytest.approx((0.001, 0.003), rel=1e-4)
 
 
 def test_a_search_narrows_the_metrics_and_finds_those_of_layers(visit: Visit, made: Path) -> None:
     """All words have to match; metrics of single layers come up only when they are looked for."""
     page = visit(made / "small.html").load()
-    assert _cards(page) == ["train/loss", "eval/loss", "eval/accuracy", "norms/total"]
+    assert cards(page) == ["train/loss", "eval/loss", "eval/accuracy", "norms/total"]
     page.fill("#search", "loss")
-    _until(page, "document.querySelectorAll('article').length === 2")
-    assert _cards(page) == ["train/loss", "eval/loss"]
+    until(page, "document.querySelectorAll('article').length === 2")
+    assert cards(page) == ["train/loss", "eval/loss"]
     page.fill("#search", "NORM layers.3.")
-    _until(page, "document.querySelectorAll('article').length === 1")
-    assert _cards(page) == ["stats/layers.3.mlp/forward/norm"]
+    until(page, "document.querySelectorAll('article').length === 1")
+    assert cards(page) == ["stats/layers.3.mlp/forward/norm"]
     page.fill("#search", "nothing like it")
     page.wait_for_selector("#cards .empty")
     assert page.inner_text("#search-result") == "0 of 40 metrics"
@@ -123,14 +88,14 @@ def test_a_search_narrows_the_metrics_and_finds_those_of_layers(visit: Visit, ma
 def test_smoothing_draws_a_moving_average_beside_the_curve(visit: Visit, made: Path) -> None:
     """Unsmoothed, the curve is what was recorded; smoothed, the average is drawn, the curve stays behind it."""
     page = visit(made / "small.html").load()
-    card = _CARD.format("train/loss")
+    card = CARD.format("train/loss")
     recorded = [loss_at(step) for step in range(200)]
-    (plain,) = _drawn(page, card)
+    (plain,) = drawn(page, card)
     assert plain["x"] == list(range(200))
     assert plain["y"] == pytest.approx(recorded, rel=1e-6)
-    _slide(page, "#smoothing", 0.9)
-    _until(page, "s => document.querySelector(s).data.length === 2", card)
-    raw, smooth = _drawn(page, card)
+    slide(page, "#smoothing", 0.9)
+    until(page, "s => document.querySelector(s).data.length === 2", card)
+    raw, smooth = drawn(page, card)
     total = weight = 0.0
     expected = []
     for value in recorded:
@@ -144,11 +109,11 @@ def test_smoothing_draws_a_moving_average_beside_the_curve(visit: Visit, made: P
 def test_curves_can_be_drawn_over_epochs_and_time_and_by_their_logarithm(visit: Visit, made: Path) -> None:
     """50 steps are an epoch, 4 a second; the axis is the reader's choice."""
     page = visit(made / "small.html").load()
-    card = _CARD.format("train/loss")
-    _drawn(page, card)
+    card = CARD.format("train/loss")
+    drawn(page, card)
     for axis, last in (("epoch", 4.0), ("time", 50.0), ("step", 199)):
         page.check(f"input[name=x][value={axis}]", force=True)
-        (trace,) = _drawn(page, card)
+        (trace,) = drawn(page, card)
         assert trace["x"][-1] == pytest.approx(last)
     page.check("input[name=y][value=log]", force=True)
     assert page.evaluate("s => document.querySelector(s).layout.yaxis.type", card) == "log"
@@ -157,7 +122,7 @@ def test_curves_can_be_drawn_over_epochs_and_time_and_by_their_logarithm(visit: 
 def test_the_map_has_the_value_of_each_layer_at_each_step(visit: Visit, made: Path) -> None:
     """Rows in the order of the model, columns by step; the first statistic is drawn as it is."""
     page = visit(made / "small.html").load()
-    (trace,) = _drawn(page, "#map")
+    (trace,) = drawn(page, "#map")
     assert trace["x"] == list(range(200))
     for layer, row in enumerate(trace["z"]):
         assert row == pytest.approx([stat_at(layer, step, "mean") for step in range(200)], rel=2e-5, abs=1e-6)
@@ -171,24 +136,24 @@ def test_the_slider_goes_through_the_statistics_by_keyboard(visit: Visit, made: 
     for statistic in STATISTICS[1:]:
         page.keyboard.press("ArrowRight")
         assert page.inner_text("#map-statistic-name") == statistic
-        (trace,) = _drawn(page, "#map")
+        (trace,) = drawn(page, "#map")
         values = [stat_at(5, step, statistic) for step in range(200)]
         assert trace["told"][5] == pytest.approx(values, rel=2e-5)
     page.keyboard.press("ArrowLeft")
     page.select_option("#map-colour", "log")
-    (trace,) = _drawn(page, "#map")
+    (trace,) = drawn(page, "#map")
     assert trace["z"][5][7] == pytest.approx(math.log10(stat_at(5, 7, "norm")), abs=1e-4)
 
 
 def test_a_click_on_the_map_shows_the_curve_of_that_layer(visit: Visit, made: Path) -> None:
     """The row under the mouse is the row of the curve; the list beside it does the same by keyboard."""
     page = visit(made / "small.html").load()
-    _drawn(page, "#map")
+    drawn(page, "#map")
     box = page.locator("#map .nsewdrag").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * 7.5 / 12)
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] * 7.5 / 12)
-    _until(page, "document.querySelector('#row-title').textContent.startsWith('layers.7.mlp')")
-    (curve,) = _drawn(page, "#row-plot")
+    until(page, "document.querySelector('#row-title').textContent.startsWith('layers.7.mlp')")
+    (curve,) = drawn(page, "#row-plot")
     assert curve["y"] == pytest.approx([stat_at(7, step, "mean") for step in range(200)], rel=2e-5, abs=1e-6)
     page.select_option("#row-layer", label="layers.2.mlp")
     assert page.inner_text("#row-title") == "layers.2.mlp – stats/forward/mean"
@@ -202,7 +167,7 @@ def test_anomalies_come_first_and_open_their_plot(visit: Visit, made: Path) -> N
     page.click("a.sight >> text=stats/layers.3/forward/norm")
     page.wait_for_selector("#focus[open]")
     assert page.inner_text("#focus-title") == "stats/layers.3/forward/norm"
-    _drawn(page, "#focus-plot")
+    drawn(page, "#focus-plot")
     assert page.evaluate("document.querySelector('#focus-plot').layout.shapes[0].x0") == 70
     page.keyboard.press("Escape")
     page.wait_for_selector("#focus:not([open])", state="attached")
@@ -219,12 +184,12 @@ def test_a_link_to_a_metric_opens_it_when_the_page_is_loaded(visit: Visit, made:
 def test_what_is_not_finite_is_marked_on_the_map_and_on_the_curve(visit: Visit, made: Path) -> None:
     """In a colour of its own on the map; as crosses where the curve has a gap."""
     page = visit(made / "ill.html").load()
-    _, bad = _drawn(page, "#map")
+    _, bad = drawn(page, "#map")
     assert bad["meta"] == "bad"
     assert [row.count(1) for row in bad["z"]] == [0, 0, 0, 0, 20, 0]
     page.select_option("#row-layer", label="layers.4")
-    _until(page, "document.querySelector('#row-plot').data?.length === 2")
-    _, crosses = _drawn(page, "#row-plot")
+    until(page, "document.querySelector('#row-plot').data?.length === 2")
+    _, crosses = drawn(page, "#row-plot")
     assert crosses["x"] == list(range(80, 100))
 
 
@@ -233,7 +198,7 @@ def test_light_and_dark_follow_the_system_and_the_switch(visit: Visit, made: Pat
     page = visit(made / "small.html", color_scheme="dark").load()
     ink = "document.querySelector('#map').layout.font.color"
     ground = "getComputedStyle(document.body).backgroundColor"
-    _drawn(page, "#map")
+    drawn(page, "#map")
     dark = page.evaluate(f"[{ink}, {ground}]")
     page.click("#theme")
     light = page.evaluate(f"[{ink}, {ground}]")
@@ -249,8 +214,8 @@ def test_nothing_is_wider_than_a_phone(visit: Visit, made: Path, name: str, widt
     """The body never scrolls sideways; tables do so by themselves."""
     page = visit(made / name, width=width, height=800, has_touch=True, is_mobile=True).load()
     for selector in ("#map", "#row-plot"):
-        _drawn(page, selector)
-    assert _width(page) == width
+        drawn(page, selector)
+    assert page_width(page) == width
     page.evaluate("document.querySelector('h1').textContent = 'x '.repeat(9) + '\\u00a0'.repeat(400)")
     assert page.evaluate("document.body.style.width = '900px', document.documentElement.scrollWidth") > width  # control
 
@@ -258,35 +223,35 @@ def test_nothing_is_wider_than_a_phone(visit: Visit, made: Path, name: str, widt
 def test_two_runs_lie_over_each_other(visit: Visit, made: Path) -> None:
     """A curve for each in its own colour, the map by choice, facts that differ marked."""
     page = visit(made / "two.html").load()
-    legend = page.eval_on_selector_all("#legend > span", "all => all.map(one => one.textContent)")
+    legend = page.eval_on_selector_all("#legend > button", "all => all.map(one => one.textContent)")
     assert legend == ["digits / default", "digits / stride"]
-    first, second = _drawn(page, _CARD.format("train/loss"))
+    first, second = drawn(page, CARD.format("train/loss"))
     assert first["y"] == pytest.approx([loss_at(step, 0) for step in range(200)], rel=1e-6)
     assert second["y"] == pytest.approx([loss_at(step, 2) for step in range(200)], rel=1e-6)
-    colours = page.evaluate("s => document.querySelector(s).data.map(t => t.line.color)", _CARD.format("train/loss"))
+    colours = page.evaluate("s => document.querySelector(s).data.map(t => t.line.color)", CARD.format("train/loss"))
     assert len(set(colours)) == 2
     page.select_option("#map-run", label="digits / stride")
-    assert len(_drawn(page, "#row-plot")) == 2
-    differing = page.eval_on_selector_all(".differs th", "all => all.map(one => one.textContent)")
+    assert len(drawn(page, "#row-plot")) == 2
+    differing = page.eval_on_selector_all(".facts .differs th", "all => all.map(one => one.textContent)")
     assert set(differing) == {"folder", "strategy", "seed"}
 
 
 def test_distributions_are_shown_over_time_and_at_one_moment(visit: Visit, made: Path) -> None:
     """Counts by bin as shares on the map, as counts at the moment of the slider."""
     page = visit(made / "small.html").load()
-    (bars,) = _drawn(page, "#grid-bars")
+    (bars,) = drawn(page, "#grid-bars")
     assert bars["x"] == ["zero", *map(str, range(-12, 3))]
     assert bars["y"] == pytest.approx(
         [40] + [int(1000 * math.exp(-((e + 7) ** 2) / 8)) for e in range(-12, 3)], rel=1e-4
     )
-    _slide(page, "#grid-step", 0)
+    slide(page, "#grid-step", 0)
     assert page.inner_text("#grid-step-name") == "step 49"
-    (bars,) = _drawn(page, "#grid-bars")
+    (bars,) = drawn(page, "#grid-bars")
     assert bars["y"][1:] == pytest.approx([int(1000 * math.exp(-((e + 4) ** 2) / 8)) for e in range(-12, 3)], rel=1e-4)
-    (shares,) = _drawn(page, "#grid-map")
+    (shares,) = drawn(page, "#grid-map")
     assert [sum(column) for column in zip(*shares["z"], strict=True)] == pytest.approx([1.0] * 4, rel=1e-4)
     page.select_option("#grid-metric", label="spectrum/top")
-    (bars,) = _drawn(page, "#grid-bars")
+    (bars,) = drawn(page, "#grid-bars")
     assert bars["y"] == pytest.approx([8.25 - k for k in range(8)], rel=1e-4)
 
 
@@ -336,7 +301,7 @@ def test_names_are_shown_as_they_are_and_run_nothing(visit: Visit, tmp_path: Pat
         '{"experiment": "<script>window.hurt=1</script>", "config": {"</style>": "<b>"}}'
     )
     page = visit(write_report([tmp_path])).load()
-    assert set(_cards(page)) == set(nasty)
+    assert set(cards(page)) == set(nasty)
     assert page.locator("h1").inner_text() == "<script>window.hurt=1</script>"
     page.click("button[aria-label='Open d/a&b=c#d']")
     assert page.inner_text("#focus-title") == "d/a&b=c#d"
@@ -357,7 +322,7 @@ def test_a_run_without_records_or_in_the_middle_of_one_has_a_page(visit: Visit, 
         file.write('{"n":12,"time":17900')
     page = visit(write_report([going])).load()
     assert "This run was going when the page was made" in page.inner_text("#head")
-    assert len(_drawn(page, _CARD.format("train/loss"))[0]["y"]) == 200
+    assert len(drawn(page, CARD.format("train/loss"))[0]["y"]) == 200
 
 
 def test_a_long_curve_is_thinned_until_it_is_looked_at_closely(visit: Visit, tmp_path: Path) -> None:
@@ -368,14 +333,14 @@ def test_a_long_curve_is_thinned_until_it_is_looked_at_closely(visit: Visit, tmp
     log.append(Record({"train/loss": StepSeries(values, range(30_000))}, 0, "POST_STEP", 29_999))
     log.close()
     page = visit(write_report([tmp_path])).load()
-    card = _CARD.format("train/loss")
-    (trace,) = _drawn(page, card)
+    card = CARD.format("train/loss")
+    (trace,) = drawn(page, card)
     assert len(trace["x"]) < 3000
     assert max(trace["y"]) == 7.0
     page.evaluate(
         "s => Plotly.relayout(document.querySelector(s), {'xaxis.range[0]': 12300, 'xaxis.range[1]': 12400})", card
     )
-    (trace,) = _drawn(page, card)
+    (trace,) = drawn(page, card)
     assert [x for x in trace["x"] if 12_300 <= x <= 12_400] == list(range(12_300, 12_401))
 
 
@@ -391,7 +356,7 @@ def test_plotly_of_another_version_is_used_whole(visit: Visit, made: Path, monke
             cached.cache_clear()
     assert path.stat().st_size > 1_000_000 + (made / "small.html").stat().st_size
     page = visit(path).load()
-    assert len(_drawn(page, "#map")[0]["z"]) == 12
+    assert len(drawn(page, "#map")[0]["z"]) == 12
 
 
 def test_200_layers_over_2000_steps_are_drawn_within_three_seconds(visit: Visit, made: Path, tmp_path: Path) -> None:

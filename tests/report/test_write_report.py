@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from importlib.resources import files
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def test_without_plotly_the_error_says_what_to_install(tmp_path: Path, monkeypat
     page._plotly.cache_clear()
     plotly_script.plotly_script.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'hookline\[report\]'"):
+    with pytest.raises(MissingPackageError, match=r"Next: pip install plotly\."):
         write_report([run])
     assert not (run / "report.html").exists()
 
@@ -138,6 +139,15 @@ def test_the_files_of_the_page_are_in_the_package_and_torch_is_not_needed() -> N
         assert "https://" not in text
     code = "import hookline.report.page, sys; assert not {'torch', 'plotly'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_plotly_is_installed_with_the_package_and_imported_for_a_page_alone() -> None:
+    """`pip install hookline` has the page; importing hookline, or asking for help, does not pay for it."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert any(one.startswith("plotly") for one in project["dependencies"])
+    for code in ("import hookline", "from hookline.cli.main import main; main(['--help'])"):
+        tail = "; import sys; assert 'hookline' in sys.modules; assert 'plotly' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code + tail], check=True, timeout=120, stdout=subprocess.DEVNULL)
 
 
 def test_facts_of_any_kind_become_json(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class FourierHook(Analysis):
                 "freq_powers",
                 "share of every frequency that ever counted, once there is one",
                 f"P[k] where once {over}",
+                keys="frequency",
             ),
             MetricInfo("n_tracked_freqs", "how many there have been, up to p//2", over, "a staircase"),
             MetricInfo("newly_acquired_freqs", "those that came since the last report, if any", over),

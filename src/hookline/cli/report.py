@@ -24,17 +24,18 @@ __all__ = ["ReportOptions", "command"]
 
 @dataclass
 class ReportOptions:
-    """Make one HTML page of one or more runs; several are drawn over one another.
+    """Make one HTML page of one or more runs; several are compared.
 
     Examples:
       hookline report runs/mod_arithmetic/random
+      hookline report runs/mod_arithmetic                     # all runs in it
       hookline report runs/mod_arithmetic/random runs/mod_arithmetic/stride -o compared.html --open
     """
 
     runs: Annotated[Positional[tuple[str, ...]], arg(metavar="RUN ...", help_behavior_hint="")]
-    """Folders of runs."""
+    """Folders of runs, or folders that hold runs."""
     output: Annotated[str | None, arg(metavar="FILE", aliases=("-o",), help_behavior_hint="")] = None
-    """Where the page goes; report.html in the first run's folder if left out."""
+    """Where the page goes; report.html in the first folder if left out."""
     open: Annotated[bool, arg(help_behavior_hint="")] = False
     """Show it in the browser."""
 
@@ -44,7 +45,7 @@ def command(arguments: Sequence[str]) -> int:
     options = parse(ReportOptions, arguments, "report")
     if not options.runs:
         raise OptionError("hookline report needs the folder of a run: hookline report runs/EXPERIMENT/STRATEGY.")
-    folders = [run_folder(run) for run in options.runs]
+    folders = [_folder(run) for run in options.runs]
     from hookline.report.page import write_report
 
     page = write_report(folders, None if options.output is None else Path(options.output))
@@ -52,3 +53,11 @@ def command(arguments: Sequence[str]) -> int:
     if options.open:
         webbrowser.open(page.resolve().as_uri())
     return DONE
+
+
+def _folder(path: str) -> Path:
+    """Return the folder of the run that is meant, or `path` itself if it holds several runs."""
+    from hookline.report.runs import find_runs
+
+    folder = Path(path)
+    return folder if folder.is_dir() and len(find_runs([folder])) > 1 else run_folder(folder)

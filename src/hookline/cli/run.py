@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from hookline.cli.destinations import destinations, sink_files
@@ -91,6 +92,7 @@ def _run_all(prepared: Prepared) -> int:
         _say_where(prepared, session, ended[-1], has_page=has_page)
         if ended[-1].interrupted is not None:
             return _stopped(prepared, ended[-1])
+    _compare(prepared, ended)
     return DONE
 
 
@@ -110,14 +112,22 @@ def _where(prepared: Prepared) -> list[str]:
 # -- closing lines ---------------------------------------------------------------------------------------------
 
 
-def _report(prepared: Prepared, ended: Sequence[Ended]) -> bool:
+def _compare(prepared: Prepared, ended: Sequence[Ended]) -> None:
+    """Write one page of all strategies beside their folders, if there were several."""
+    if len(ended) > 1:
+        page = ended[0].folder.parent / "comparison.html"
+        if _report(prepared, ended, page):
+            prepared.screen.say(f"  {'comparison':<13}{page}")
+
+
+def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None) -> bool:
     """The page, and whether it is there; that it cannot be made does not make the run fail."""
     if prepared.request.options.output.no_report or not prepared.hooks:
         return False
     try:
         from hookline.report.page import write_report
 
-        write_report([one.folder for one in ended])
+        write_report([one.folder for one in ended], page)
         return True
     except KeyboardInterrupt:
         print(f"hookline: no report.html: stopped. Later: hookline report {ended[0].folder}", file=sys.stderr)

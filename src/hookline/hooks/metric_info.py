@@ -27,3 +27,5 @@ class MetricInfo:
     """What a high, low or negative value says."""
     label: str = ""
     """What to write beside a curve of it."""
+    keys: str = ""
+    """What the keys stand for, if the metric is a dictionary with numbers for keys: ``frequency``, ``class``."""

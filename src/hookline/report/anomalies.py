@@ -1,13 +1,14 @@
-"""What looks wrong in a run, the worst first.
+"""Find what looks wrong in a run, the worst first.
 
 Takes facts and curves of one run, hands findings to `page`. Each rule is one function, with its threshold and the
-reason for it beside it; all look at every value that was recorded, before anything is thinned.
+reason for it beside it; all look at every value that was recorded, before anything is thinned. The rules that compare
+a value with those just before it are in `recent`. docs/report.md has what they found in recorded runs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.report.families import Place
+from hookline.report.recent import FEWEST, Event, end_above_best, falls, rises
 from hookline.report.series import Curve, Series
 
-__all__ = ["find_anomalies"]
+__all__ = ["find_anomalies", "looked_at"]
 
 _DEAD: Final = 0.99
 """A layer of which so large a share is zero passes nothing on. ReLU alone leaves about half."""
@@ -26,13 +28,19 @@ _EXPLODED: Final = 100.0
 _VANISHED: Final = 1e-6
 """Of the largest gradient among the layers at that moment: what float32 can add to a weight that moves with it."""
 _SPIKE: Final = 3.0
-"""Times the median of the steps before, and this many times further from it than they were."""
-_SPREAD: Final = 8.0
-_SMALL: Final = 0.25
-"""Of the loss at the start: below that, batches differ by more than threefold in good health."""
-_WINDOW: Final = 20
+"""A loss that is so many times its recent level."""
+_SMALL: Final = 0.01
+"""Of the loss at the start: a rise that stays below this share of it is of no account."""
+_GRADIENT_SPIKE: Final = 5.0
+"""A gradient norm that is so many times its recent level. It moves more than a loss does."""
+_FALL: Final = 0.05
+"""An accuracy that is so far below its best, on a scale of 1."""
+_ENDS_ABOVE: Final = 1.5
+"""A training loss that ends at so many times its best level, and a twentieth of the first loss above it."""
+_ENDS_SMALL: Final = 0.05
 _FEW: Final = 5
 """Nothing is said of a curve before it has so many points."""
+_LEVELS: Final = ("error", "warning", "notice")
 _MAX_NAMED: Final = 50
 """So many metrics of one finding have a link; the rest are counted."""
 
@@ -40,7 +48,10 @@ _ZERO_SHARE: Final = re.compile(r"(zero|dead)_fraction$")
 _SATURATED_SHARE: Final = re.compile(r"saturated_fraction$")
 _SIZES: Final = re.compile(r"(^|_)(norm|rms|absmax|std)$")
 _GRADIENT: Final = re.compile(r"(^|/|_)(grad|gradient|backward|param_grad)")
+_GRADIENT_NORM: Final = re.compile(r"(^|/|_)(norm|rms)(_mean|_max)?$")
 _LOSS: Final = re.compile(r"(^|/|_)loss$")
+_NOT_TRAINED_ON: Final = re.compile(r"(^|/|_)(val|valid|validation|test|heldout|dev|initial)(_|/)|^eval/loss$")
+_ACCURACY: Final = re.compile(r"(^|/|_)(acc|accuracy)$|(^|/)top[15]$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +83,78 @@ class _Named:
 
 
 def find_anomalies(facts: Mapping[str, Any], series: Series, where: Mapping[str, Place]) -> list[dict[str, Any]]:
-    """Findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more`` there are.
+    """Return findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more``.
 
     Recipe: ``find_anomalies({}, series, places(curve.name for curve in series.curves))[0]["title"]``.
     """
-    curves = [_Named(curve, where.get(curve.name)) for curve in series.curves if curve.steps.size]
-    return [
+    curves = _named(series, where)
+    found = [
         *_of_the_run(facts),
         *_not_finite(curves),
         *_spikes(curves),
-        *_exploded(curves),
+        *_falls(curves),
+        *_rose(curves),
+        *_sizes(curves, facts),
         *_dead(curves),
         *_vanished(curves),
         *_silent(facts),
     ]
+    return sorted(found, key=lambda finding: _LEVELS.index(finding["level"]))
+
+
+def looked_at(facts: Mapping[str, Any], series: Series, where: Mapping[str, Place]) -> dict[str, Any]:
+    """Return how many curves of each kind the rules could judge: ``kinds``, and how many were too ``short``.
+
+    Recipe: ``looked_at({}, series, {})["kinds"]`` is ``[["loss", 2], ["accuracy", 1], ["gradient norm", 0]]``.
+    """
+    curves = _named(series, where)
+    kinds = [
+        ("loss", _chosen(curves, _is_loss)),
+        ("accuracy", _chosen(curves, _is_accuracy)),
+        ("gradient norm", _chosen(curves, _gradient_norms(facts))),
+    ]
+    long = {kind: sum(bool(named.curve.steps.size > FEWEST) for named in found) for kind, found in kinds}
+    short = sum(len(found) for _, found in kinds) - sum(long.values())
+    return {"kinds": [[kind, count] for kind, count in long.items()], "short": short}
+
+
+def _named(series: Series, where: Mapping[str, Place]) -> list[_Named]:
+    """Return the curves that have points; of those that are the same throughout, the first."""
+    return [_Named(curve, where.get(curve.name)) for curve in series.curves if curve.steps.size and not curve.same_as]
+
+
+def _chosen(curves: Iterable[_Named], is_one: Callable[[_Named], bool]) -> list[_Named]:
+    return [named for named in curves if is_one(named)]
+
+
+def _is_loss(named: _Named) -> bool:
+    return bool(_LOSS.search(_without_moment(named)))
+
+
+def _is_accuracy(named: _Named) -> bool:
+    return bool(_ACCURACY.search(_without_moment(named)))
+
+
+def _without_moment(named: _Named) -> str:
+    """Return the name without the moment or rank that tells two of a name apart."""
+    return named.curve.name.split(" ")[0]
+
+
+def _gradient_norms(facts: Mapping[str, Any]) -> Callable[[_Named], bool]:
+    """Return what tells gradient norms: their name says so, or the description that their hook declares."""
+    hooks = facts.get("hooks")
+    told = {
+        f"{hook}/{metric['name']}"
+        for hook, one in (hooks.items() if isinstance(hooks, Mapping) else ())
+        for metric in (one.get("metrics") or () if isinstance(one, Mapping) else ())
+        if isinstance(metric, Mapping) and "name" in metric and "gradient" in str(metric.get("description", ""))
+    }
+
+    def is_one(named: _Named) -> bool:
+        name = _without_moment(named)
+        return bool(_GRADIENT_NORM.search(name)) and bool(_GRADIENT.search(name) or name in told)
+
+    return is_one
 
 
 def _finding(level: str, title: str, text: str, sights: Sequence[Sight] = ()) -> dict[str, Any]:
@@ -173,12 +242,21 @@ def _since(marked: NDArray[np.bool_]) -> int | None:
     return int(clear[-1]) + 1 if clear.size else 0
 
 
-def _exploded(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
+def _sizes(curves: Sequence[_Named], facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Norms that exploded, then gradient norms that spiked without exploding."""
     sights = [sight for named in curves if _SIZES.search(named.statistic) and (sight := _explosion(named.curve))]
     if sights:
         sights.sort(key=lambda sight: sight.step)
         text = f"{_metrics(len(sights))} at more than {_EXPLODED:g} × their median before; first {sights[0].metric}."
         yield _finding("warning", "Exploding norms", text, sights)
+    exploded = {sight.metric for sight in sights}
+    rest = [named for named in _chosen(curves, _gradient_norms(facts)) if named.curve.name not in exploded]
+    spikes = [_risen(named, event) for named in rest for event in rises(named.curve, _GRADIENT_SPIKE)]
+    if spikes:
+        text = (
+            f"{_metrics(len({sight.metric for sight in spikes}))} at {_GRADIENT_SPIKE:g} × their recent level or more."
+        )
+        yield _finding("warning", "Gradient spikes", text, sorted(spikes, key=lambda sight: sight.step))
 
 
 def _explosion(curve: Curve) -> Sight | None:
@@ -196,10 +274,11 @@ def _explosion(curve: Curve) -> Sight | None:
 
 def _vanished(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
     """Gradients that are nothing beside those of other layers, in the second half of the run."""
-    groups: dict[str, dict[str, list[Curve]]] = {}
+    groups: dict[str, dict[str, dict[str, Curve]]] = {}
     for named in curves:
         if named.place and _GRADIENT.search(named.group) and _SIZES.search(named.statistic):
-            groups.setdefault(named.group, {}).setdefault(named.statistic, []).append(named.curve)
+            found = groups.setdefault(named.group, {}).setdefault(named.statistic, {})
+            found[named.place.layer] = named.curve
     # A layer is small by all of its statistics or by none: one of them is enough to say so.
     rows = [found.get("norm") or next(iter(found.values())) for found in groups.values()]
     sights = [sight for group in rows for sight in _beside_others(group)]
@@ -208,37 +287,82 @@ def _vanished(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
         yield _finding("notice", "Vanishing gradients", text, sights)
 
 
-def _beside_others(rows: Sequence[Curve]) -> Iterator[Sight]:
-    with np.errstate(invalid="ignore"):
-        ends = [np.abs(curve.values[curve.values.size // 2 :]) for curve in rows]
-        sizes = [float(np.median(end[np.isfinite(end)])) if np.isfinite(end).any() else np.nan for end in ends]
-    largest = np.nanmax(sizes) if np.isfinite(sizes).any() else 0.0
-    for curve, size in zip(rows, sizes, strict=True):
-        if largest > 0 and size < _VANISHED * largest and curve.values.size > _FEW:
+def _beside_others(rows: Mapping[str, Curve]) -> Iterator[Sight]:
+    """Yield the rows, by layer, that are small beside the largest."""
+    sizes = {layer: _late_size(curve) for layer, curve in rows.items()}
+    largest = max((size for size in sizes.values() if np.isfinite(size)), default=0.0)
+    small = {layer for layer, size in sizes.items() if size < _VANISHED * largest}
+    for layer, curve in rows.items():
+        if layer in small and curve.values.size > _FEW and not _is_cancelled(layer, small, rows):
             middle = int(curve.steps[curve.values.size // 2])
-            yield Sight(curve.name, middle, f"{size:.2g} beside {largest:.2g}")
+            yield Sight(curve.name, middle, f"{sizes[layer]:.2g} beside {largest:.2g}")
+
+
+def _late_size(curve: Curve) -> float:
+    """Return the median size in the second half of a curve; NaN if nothing there is finite."""
+    late = np.abs(curve.values[curve.values.size // 2 :])
+    finite = late[np.isfinite(late)]
+    return float(np.median(finite)) if finite.size else np.nan
+
+
+def _is_cancelled(layer: str, small: Collection[str], rows: Mapping[str, Curve]) -> bool:
+    """Return whether it is a bias whose weight is well: in front of a normalization its gradient is zero by nature."""
+    weight = layer.removesuffix("bias") + "weight"
+    return layer.endswith("bias") and weight in rows and weight not in small
 
 
 def _spikes(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
-    sights = [sight for named in curves if _LOSS.search(named.curve.name) for sight in _jumps(named.curve)]
+    sights = [
+        _risen(named, event)
+        for named in _chosen(curves, _is_loss)
+        for event in rises(named.curve, _SPIKE, _SMALL * _first(named.curve))
+    ]
     if sights:
-        text = f"{len(sights)} × a loss that is {_SPIKE:g} times the median of the {_WINDOW} before it."
-        yield _finding("warning", "Loss spikes", text, sights)
+        text = f"{_metrics(len({sight.metric for sight in sights}))} at {_SPIKE:g} × their recent level or more."
+        yield _finding("warning", "Loss spikes", text, sorted(sights, key=lambda sight: sight.step))
 
 
-def _jumps(curve: Curve) -> Iterator[Sight]:
-    finite = np.isfinite(curve.values)
-    values, steps = curve.values[finite], curve.steps[finite]
-    if values.size <= _WINDOW:
-        return
-    windows = np.lib.stride_tricks.sliding_window_view(values, _WINDOW)[:-1]  # (moments, window), each before its own
-    middle = np.median(windows, axis=1)
-    spread = np.median(np.abs(windows - middle[:, None]), axis=1)
-    now = values[_WINDOW:]
-    high = (now > _SPIKE * middle) & (now > middle + _SPREAD * spread) & (now > _SMALL * middle[0])
-    begins = high & ~np.concatenate([[False], high[:-1]])  # a spike of several steps is one
-    for index in np.flatnonzero(begins)[:_MAX_NAMED]:
-        yield Sight(curve.name, int(steps[index + _WINDOW]), f"{now[index]:.4g} after {middle[index]:.4g}")
+def _first(curve: Curve) -> float:
+    """Return the level at the start, 0 if there is none."""
+    finite = curve.values[np.isfinite(curve.values)][:_FEW]
+    return float(np.median(finite)) if finite.size else 0.0
+
+
+def _risen(named: _Named, event: Event) -> Sight:
+    times = event.extreme / event.level
+    until = "to the end" if event.until is None else f"over by {_step(event.until)}"
+    return Sight(named.curve.name, event.step, f"from {event.level:.3g} to {event.extreme:.3g}, ×{times:.3g}; {until}")
+
+
+def _falls(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
+    sights = [_fallen(named, event) for named in _chosen(curves, _is_accuracy) for event in _falls_of(named.curve)]
+    if sights:
+        text = f"{_metrics(len({sight.metric for sight in sights}))} at {_FALL:.0%} or more below the best before."
+        yield _finding("warning", "Accuracy falls", text, sorted(sights, key=lambda sight: sight.step))
+
+
+def _falls_of(curve: Curve) -> Iterator[Event]:
+    """Yield its falls; a curve that goes beyond 1 is of percents."""
+    largest = float(np.max(curve.values, initial=0.0, where=np.isfinite(curve.values)))
+    yield from falls(curve, _FALL * (1.0 if largest <= 1.0 else 100.0))
+
+
+def _fallen(named: _Named, event: Event) -> Sight:
+    until = "to the end" if event.until is None else f"back at {_step(event.until)}"
+    return Sight(named.curve.name, event.step, f"from {event.level:.3g} to {event.extreme:.3g}; {until}")
+
+
+def _rose(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
+    """Training losses that end far above their best; a loss of other data may, when a model overfits."""
+    sights = []
+    for named in _chosen(curves, _is_loss):
+        if not _NOT_TRAINED_ON.search(named.curve.name):
+            event = end_above_best(named.curve, _ENDS_ABOVE, _ENDS_SMALL * _first(named.curve))
+            if event is not None:
+                text = f"best {event.level:.3g}, in the end {event.extreme:.3g}"
+                sights.append(Sight(named.curve.name, event.step, text))
+    if sights:
+        yield _finding("warning", "The loss rose", "It ends far above its best, which is where the link leads.", sights)
 
 
 def _step(step: int) -> str:

@@ -64,17 +64,6 @@ function tilesOf(run) {
   return tiles.map(([name, value]) => [name.charAt(0).toUpperCase() + name.slice(1), shown(value)]);
 }
 
-function runTable() {
-  const names = ["Run", "Status", "Steps", "Loss", "Duration"];
-  const rows = page.runs.map((run) => make("tr", {},
-    make("th", { scope: "row" }, make("span", { class: "swatch", "data-run": run.index }), run.name),
-    make("td", {}, run.facts.status ?? "–"),
-    make("td", { class: "number" }, shown(numSteps(run))),
-    make("td", { class: "number" }, shown(run.facts.result?.loss ?? lastOf(run, "train/loss"))),
-    make("td", { class: "number" }, shownDuration(duration(run)))));
-  return table("runs", names, rows, [2, 3, 4]);
-}
-
 /** A table that scrolls by itself when it is wider than the page; `numbers` are the columns that hold them. */
 function table(kind, names, rows, numbers = []) {
   const head = names.map((name, i) => make("th", { scope: "col", class: numbers.includes(i) ? "number" : undefined }, name));
@@ -89,14 +78,24 @@ function paintSwatches() {
 // -- anomalies -------------------------------------------------------------------------------------------
 
 const WORTH = { error: 0, warning: 1, notice: 2 };
-const LOOKED_FOR = "NaN and Inf, loss spikes, exploding norms, dead units, vanishing gradients";
+const RULES = "NaN and Inf, spikes of losses and gradients, falls of accuracy, a loss that rises, exploding norms, dead units, vanishing gradients";
+
+/** What could be judged: a curve of a few points cannot, and what was not recorded was not looked at. */
+function lookedAt() {
+  const counts = new Map();
+  for (const run of page.runs) for (const [kind, count] of run.looked.kinds) counts.set(kind, (counts.get(kind) ?? 0) + count);
+  const short = page.runs.reduce((sum, run) => sum + run.looked.short, 0);
+  const many = { loss: "losses", accuracy: "accuracies" };
+  const found = [...counts].map(([kind, count]) => (count ? plural(count, kind, many[kind]) : `no ${kind}`)).join(", ");
+  return `Looked for: ${RULES}. There were ${found} long enough to judge${short ? `; ${shown(short)} had too few points` : ""}.`;
+}
 
 function showAnomalies() {
   const all = page.runs.flatMap((run) => run.anomalies.map((finding) => ({ run, ...finding })));
   all.sort((a, b) => WORTH[a.level] - WORTH[b.level]);
-  const recorded = page.runs.some((run) => run.curves.length);
+  const recorded = page.runs.some((run) => run.curves.length), judged = page.runs.every((run) => run.looked.kinds.some(([, count]) => count));
   const none = recorded
-    ? make("p", { class: "finding all-well" }, `Nothing unusual was found. Looked for: ${LOOKED_FOR}.`)
+    ? make("p", { class: `finding ${judged ? "all-well" : "notice"}` }, `Nothing unusual was found. ${lookedAt()}`)
     : make("p", { class: "empty" }, "Nothing was recorded, so there is nothing to look for.");
   $("findings").replaceChildren(...(all.length ? all.map(findingBox) : [none]));
   return all.length;
@@ -120,6 +119,8 @@ function findingBox(finding) {
 
 // -- hooks and facts -------------------------------------------------------------------------------------
 
+const HOOK_COLUMNS = ["Hook", "Fired", "In all", "Each time", "Of the run", "What it does"];
+
 function showHooks() {
   const runs = runsWith((run) => Object.keys(run.facts.hooks ?? {}).length);
   const unknown = "What hooks there were, and what they cost, is not known: run.json says nothing of them.";
@@ -127,7 +128,7 @@ function showHooks() {
   for (const run of runs) {
     const hooks = Object.entries(run.facts.hooks).sort(([, a], [, b]) => (b.cost?.total_ms ?? 0) - (a.cost?.total_ms ?? 0));
     const rows = hooks.map(([name, hook]) => hookRow(name, hook, duration(run)));
-    const box = table("hooks", ["Hook", "Fired", "In all", "Each time", "Of the run", "What it does"], rows, [1, 2, 3, 4]);
+    const box = table("hooks", HOOK_COLUMNS, rows, [1, 2, 3, 4]);
     const folded = () => make("details", { class: "of-run", open: run === runs[0] }, make("summary", {}, make("h3", {}, run.name)), box);
     $("hook-tables").append(page.runs.length > 1 ? folded() : box);
   }
@@ -140,12 +141,13 @@ function hookRow(name, hook, seconds) {
     metric.description ? ` – ${metric.description}` : "", metric.formula ? make("div", { class: "mono note" }, metric.formula) : null));
   const about = metrics.length
     ? make("details", {}, make("summary", {}, plural(metrics.length, "metric")), make("ul", {}, ...metrics)) : null;
+  const number = (label, ...text) => make("td", { class: "number", "data-label": label }, ...text); // the label is for phones
   return make("tr", {},
     make("th", { scope: "row" }, name, hook.kind ? make("div", { class: "kind note" }, hook.kind) : null),
-    make("td", { class: "number" }, shown(hook.fired ?? cost.count)),
-    make("td", { class: "number" }, shownMilliseconds(cost.total_ms)),
-    make("td", { class: "number" }, shownMilliseconds(cost.mean_ms)),
-    make("td", { class: "number" }, share === null ? "–" : shownShare(share), share === null ? null : bar),
+    number(HOOK_COLUMNS[1], shown(hook.fired ?? cost.count)),
+    number(HOOK_COLUMNS[2], shownMilliseconds(cost.total_ms)),
+    number(HOOK_COLUMNS[3], shownMilliseconds(cost.mean_ms)),
+    number(HOOK_COLUMNS[4], share === null ? "–" : shownShare(share), share === null ? null : bar),
     make("td", {}, hook.description ?? "", about));
 }
 

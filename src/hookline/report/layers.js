@@ -19,7 +19,9 @@ function startMap() {
   $("map-run").onchange = () => chooseRun(mapParts().group?.name);
   $("map-group").onchange = () => chooseGroup();
   $("map-statistic").oninput = (event) => { state.statistic = Number(event.target.value); showMap(); };
+  if ([...$("map-colour").options].some((option) => option.value === asked.get("colour"))) $("map-colour").value = asked.get("colour");
   $("map-colour").onchange = showMap;
+  choose($("map-run"), "map-run");
   $("row-layer").onchange = (event) => { state.layer = mapParts().group.layers[event.target.selectedIndex]; showMap(); };
   chooseRun();
 }
@@ -30,13 +32,14 @@ function chooseRun() {
   const run = runsWith((each) => each.groups.length)[$("map-run").selectedIndex];
   const names = run.groups.map((group) => group.name.replace("/", " / "));
   fill($("map-group"), names);
-  $("map-group").selectedIndex = Math.max(0, names.indexOf(before));
+  if (before === undefined) choose($("map-group"), "map");
+  else $("map-group").selectedIndex = Math.max(0, names.indexOf(before));
   chooseGroup();
 }
 
 function chooseGroup() {
   const { group } = mapParts(), names = group.statistics.map((statistic) => statistic.name);
-  const before = $("map-statistic").getAttribute("aria-valuetext");
+  const before = $("map-statistic").getAttribute("aria-valuetext") ?? asked.get("stat");
   state.statistic = Math.max(0, names.indexOf(before));
   $("map-statistic").max = names.length - 1;
   $("map-statistic").value = state.statistic;
@@ -60,6 +63,7 @@ function showMap() {
   const title = `${group.name}/${statistic.name}`, how = $("map-colour").value;
   plotInto($("map"), mapPlot({ rows, names: group.layers, steps, how, title, chosen, onClick }), { now: true });
   showRow(group, statistic, chosen);
+  keepInUrl();
 }
 
 /** Rows that have a value, or null, at every step that any of them has. */
@@ -103,16 +107,19 @@ function startGrids() {
   if (!runs.length) return;
   fill($("grid-run"), runs.map((run) => run.name));
   $("grid-run-label").hidden = runs.length < 2;
-  const chooseRun = () => { fill($("grid-metric"), runs[$("grid-run").selectedIndex].grids.map((grid) => grid.name)); chooseGrid(); };
-  $("grid-run").onchange = chooseRun;
+  const fillGrids = () => fill($("grid-metric"), runs[$("grid-run").selectedIndex].grids.map((grid) => grid.name));
+  $("grid-run").onchange = () => { fillGrids(); chooseGrid(); };
   $("grid-metric").onchange = chooseGrid;
   $("grid-step").oninput = showGrid;
-  chooseRun();
+  choose($("grid-run"), "grid-run");
+  fillGrids();
+  choose($("grid-metric"), "grid");
+  chooseGrid(asked.get("at"));
 }
 
-function chooseGrid() {
+function chooseGrid(moment) {
   $("grid-step").max = gridChosen().steps.length - 1;
-  $("grid-step").value = $("grid-step").max;
+  $("grid-step").value = typeof moment === "string" ? moment : $("grid-step").max;
   showGrid();
 }
 
@@ -123,4 +130,5 @@ function showGrid() {
   const onClick = (event) => { $("grid-step").value = grid.steps.indexOf(event.points[0].x); showGrid(); };
   plotInto($("grid-map"), gridMap(grid, moment, onClick));
   plotInto($("grid-bars"), gridBars(grid, moment));
+  keepInUrl();
 }

@@ -8,14 +8,17 @@ let numOpen = 0;
 
 // -- metrics ---------------------------------------------------------------------------------------------
 
-/** Names of all metrics, losses and evaluations first; those of single layers only if asked for. */
+/** Names of all metrics, losses and evaluations first; those of single layers only if asked for, twins under one name. */
 function metricNames(withLayers) {
-  const names = new Set();
-  for (const run of page.runs) for (const curve of run.curves) if (withLayers || curve.layer === undefined) names.add(curve.name);
+  const names = new Set(), isOwn = (curve) => curve.same === undefined && (withLayers || curve.layer === undefined);
+  for (const run of page.runs) for (const curve of run.curves) if (isOwn(curve)) names.add(curve.name);
   const place = (hook) => (FIRST.includes(hook) ? FIRST.indexOf(hook) : hook === "initial" ? 9 : FIRST.length);
   const worth = (name) => place(hookOf(name)) - (/loss/.test(name) ? 0.5 : 0);
   return [...names].sort((a, b) => worth(a) - worth(b)); // among equals, as they were first seen
 }
+
+/** Other names of the same curve, as a hook may report what the evaluation found. */
+const twinsOf = (name) => [...new Set(page.runs.flatMap((run) => run.curves.filter((curve) => curve.same === name).map((curve) => curve.name)))];
 
 const opened = new Set(); // hooks of which all cards are shown
 
@@ -24,7 +27,8 @@ function showCards() {
   const searching = state.words.length > 0;
   let names = metricNames(searching);
   const total = names.length;
-  names = names.filter((name) => state.words.every((word) => name.toLowerCase().includes(word)));
+  const isFound = (name) => state.words.every((word) => name.toLowerCase().includes(word));
+  names = names.filter((name) => isFound(name) || (searching && twinsOf(name).some(isFound)));
   const layered = page.runs.some((run) => run.groups.length);
   const hint = layered && !searching && total ? "Metrics of single layers are in the map below; a search finds them as well." : "";
   const cut = names.length > CARDS_FOUND && searching ? `, the first ${CARDS_FOUND} are shown` : "";
@@ -66,25 +70,19 @@ function card(name) {
   const curves = page.runs.map((run) => run.byName.get(name)).filter(Boolean);
   const last = curves.length === 1 ? shown(curves[0].values.at(-1)) : "";
   const plot = make("div", { class: "plot", role: "img", "aria-label": `Plot of ${name}` });
-  const onclick = () => { location.hash = linkTo(name); };
+  const onclick = () => { location.hash = linkTo(name); }, twins = twinsOf(name);
   const open = make("button", { type: "button", class: "quiet open", "aria-label": `Open ${name}`, onclick }, "⤢");
   plotInto(plot, curvePlot(curves, { small: true }));
   const hook = name.includes("/") ? `${hookOf(name)}/` : "";
-  const title = make("h4", { title: name }, make("span", {}, hook), name.slice(hook.length));
+  const title = make("h4", { title: [name, ...twins].join(", also ") }, make("span", {}, hook), name.slice(hook.length));
   return make("article", { class: "card", "data-metric": name },
     make("div", { class: "card-head" }, title, make("span", { class: "last" }, last), open), plot);
 }
 
-function showLegend() {
-  if (page.runs.length < 2) return;
-  const entry = (run) => make("span", {}, make("span", { class: "swatch", "data-run": run.index }), run.name);
-  $("legend").replaceChildren(...page.runs.map(entry));
-}
-
 /** A few choices side by side, of which one holds. */
-function choice(fieldset, name, options, onChoose) {
-  const box = make("div", { class: "choice" }, ...options.map(([value, text], index) => make("label", {},
-    make("input", { type: "radio", name, value, checked: index === 0, onchange: () => onChoose(value) }), make("span", {}, text))));
+function choice(fieldset, name, options, chosen, onChoose) {
+  const box = make("div", { class: "choice" }, ...options.map(([value, text]) => make("label", {},
+    make("input", { type: "radio", name, value, checked: value === chosen, onchange: () => onChoose(value) }), make("span", {}, text))));
   fieldset.append(box);
 }
 
@@ -96,17 +94,18 @@ function linkTo(metric, run, step) {
 }
 
 function followLink() {
-  if (!location.hash.includes("open=")) return;
   const wanted = new URLSearchParams(location.hash.slice(1));
   const name = wanted.get("open"), run = page.runs[wanted.get("run") ?? 0];
   const step = wanted.has("step") ? Number(wanted.get("step")) : null;
   const curves = page.runs.map((each) => each.byName.get(name)).filter(Boolean);
   if (!curves.length || !run) return;
+  state.open = Object.fromEntries(FOCUS.filter((key) => wanted.has(key)).map((key) => [key, wanted.get(key)]));
   $("focus-title").textContent = name;
   $("focus-text").textContent = step === null ? "" : `The line is at ${shownStep(step)}${page.runs.length > 1 ? ` of ${run.name}` : ""}.`;
   $("focus-about").replaceChildren(...about(name, curves).flatMap(([term, text]) => [make("dt", {}, term), make("dd", {}, text)]));
   if (!$("focus").open) $("focus").showModal();
   plotInto($("focus-plot"), curvePlot(curves, { mark: step === null ? null : { run, step } }), { now: true });
+  keepInUrl();
 }
 
 /** What the hook says of a metric, and what it came to. */
@@ -120,7 +119,8 @@ function about(name, curves) {
     const text = `${plural(curve.values.length, "point")}, last ${shown(curve.values.at(-1))}${range}`;
     return [page.runs.length > 1 ? curve.run.name : "Values", text];
   });
-  return [...told, ...ends];
+  const twins = twinsOf(name);
+  return [...told, ...ends, ...(twins.length ? [["The same as", twins.join(", ")]] : [])];
 }
 
 function infoOf(name) {
@@ -133,5 +133,6 @@ function infoOf(name) {
 }
 
 function leaveFocus() {
-  if (location.hash.includes("open=")) history.replaceState(null, "", location.pathname + location.search);
+  state.open = null;
+  writeUrl();
 }

@@ -2,7 +2,7 @@
 // All scripts are one module in the page; this one is its last part and calls the others.
 
 const $ = (id) => document.getElementById(id);
-const state = { axis: "step", scale: "linear", smoothing: 0, words: [], statistic: 0, layer: null };
+const state = { axis: "step", scale: "linear", smoothing: 0, words: [], statistic: 0, layer: null, hidden: new Set(), sort: null, open: null };
 let page = null; // what unpack() gave
 
 /** An element: make("a", { href: "#x", class: "y" }, "text", child). */
@@ -48,29 +48,54 @@ function startTheme() {
 function showNav(numFindings) {
   for (const section of document.querySelectorAll("main > section:not([hidden])")) {
     const count = section.id === "anomalies" && numFindings ? make("span", { class: "count" }, numFindings) : null;
-    $("nav").append(make("a", { href: `#${section.id}` }, section.querySelector("h2").textContent, count));
+    // The address keeps what was chosen, so a press moves the page and leaves the address alone.
+    const onclick = (event) => { event.preventDefault(); section.scrollIntoView(); section.focus({ preventScroll: true }); };
+    $("nav").append(make("a", { href: `#${section.id}`, onclick }, section.querySelector("h2").textContent, count));
   }
 }
 
+/** What the link to the page asks for; what makes no sense of it is passed over. */
+function restore() {
+  if (["epoch", "time"].includes(asked.get("x"))) state.axis = asked.get("x");
+  if (asked.get("y") === "log") state.scale = "log";
+  const smoothing = Number(asked.get("smooth"));
+  if (smoothing > 0 && smoothing < 1) state.smoothing = smoothing;
+  $("search").value = asked.get("find") ?? "";
+  state.words = searchedWords();
+  state.layer = asked.get("layer");
+  state.sort = asked.get("sort");
+  for (const index of (asked.get("hide") ?? "").split(",")) if (index !== "" && page.runs[index]) state.hidden.add(Number(index));
+}
+
+const searchedWords = () => $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+
 function startTools() {
   const axes = [["step", "step"], ...(page.runs.some((run) => run.clock.epochs) ? [["epoch", "epoch"]] : []), ["time", "time"]];
-  choice($("x-axis"), "x", axes, (value) => { state.axis = value; redraw(); });
-  choice($("y-axis"), "y", [["linear", "linear"], ["log", "log"]], (value) => { state.scale = value; redraw(); });
+  if (!axes.some(([value]) => value === state.axis)) state.axis = "step";
+  choice($("x-axis"), "x", axes, state.axis, (value) => { state.axis = value; redraw(); keepInUrl(); });
+  choice($("y-axis"), "y", [["linear", "linear"], ["log", "log"]], state.scale, (value) => { state.scale = value; redraw(); keepInUrl(); });
   let soon;
-  $("search").oninput = (event) => {
-    state.words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+  $("search").oninput = () => {
+    state.words = searchedWords();
     clearTimeout(soon);
     soon = setTimeout(showCards, 120); // typing goes on
+    keepInUrl();
   };
+  const showSmoothing = () => { $("smoothing-value").textContent = state.smoothing; };
+  $("smoothing").value = state.smoothing;
+  showSmoothing();
   $("smoothing").oninput = (event) => {
     state.smoothing = Number(event.target.value);
-    $("smoothing-value").textContent = event.target.value;
+    showSmoothing();
     redraw();
+    keepInUrl();
   };
   $("focus-close").onclick = () => $("focus").close();
+  $("focus-image").onclick = () => saveImage($("focus-plot"));
+  $("focus-numbers").onclick = () => saveNumbers($("focus-plot"));
   $("focus").onclose = leaveFocus;
   $("focus").onclick = (event) => { if (event.target === $("focus")) $("focus").close(); };
-  addEventListener("hashchange", followLink);
+  addEventListener("hashchange", followAddress);
 }
 
 async function loadPlotly() {
@@ -83,6 +108,7 @@ async function start() {
   startTheme();
   if (!window.DecompressionStream) throw new Error("This page needs a browser of 2023 or later, which can unpack what is in it.");
   page = await unpack();
+  restore();
   showHead();
   showNav(showAnomalies());
   startTools();
@@ -97,7 +123,8 @@ async function start() {
   startGrids();
   for (const link of [...$("nav").children]) if ($(link.hash.slice(1)).hidden) link.remove();
   paintSwatches();
-  followLink();
+  startPaper();
+  if (asked.has("open")) followLink();
   document.documentElement.dataset.ready = Math.round(performance.now());
 }
 

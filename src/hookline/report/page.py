@@ -11,7 +11,7 @@ import gzip
 import html
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from importlib.resources import files
@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hookline.report.anomalies import find_anomalies
+from hookline.report.anomalies import find_anomalies, looked_at
 from hookline.report.families import KINDS, Place, places
 from hookline.report.pack import Packer, squeezed, thinned
 from hookline.report.plotly_script import plotly_script
@@ -29,7 +29,10 @@ from hookline.report.series import Curve, Grid
 
 __all__ = ["write_report"]
 
-_SCRIPTS: Final = ("data.js", "draw.js", "facts.js", "metrics.js", "layers.js", "page.js")
+_SCRIPTS: Final = (
+    "data.js", "url.js", "draw.js", "maps.js", "files.js", "print.js",
+    "facts.js", "compare.js", "metrics.js", "layers.js", "page.js",
+)  # fmt: skip
 _MAX_VALUES: Final = 4_000_000
 """Of all runs together; 200 layers × 2,000 steps × 9 statistics are 3.6 million, in a file of about 10 MB."""
 _MIN_POINTS: Final = 100
@@ -131,9 +134,10 @@ def _run(run: RunData, packer: Packer, limit: int) -> dict[str, Any]:
         "words": series.words,
         "clock": {"steps": clock.steps, "seconds": clock.seconds, "epochs": clock.epochs},
         "anomalies": find_anomalies(run.facts, series, where),
+        "looked": looked_at(run.facts, series, where),
         "groups": list(_groups(series.curves, where)),
         "curves": [_curve(curve, where.get(curve.name), packer, limit) for curve in series.curves],
-        "grids": [_grid(grid, packer, limit) for grid in series.grids],
+        "grids": [_grid(grid, run.facts, packer, limit) for grid in series.grids],
     }
 
 
@@ -147,13 +151,35 @@ def _thinning(longest: int, limit: int) -> str:
 def _curve(curve: Curve, place: Place | None, packer: Packer, limit: int) -> dict[str, Any]:
     steps, values = thinned(curve.steps, curve.values[None], limit)
     packed = {"name": curve.name, "steps": packer.steps(steps), "at": packer.values(values, short=place is not None)}
+    if curve.same_as:
+        packed["same"] = curve.same_as
     return packed if place is None else {**packed, "layer": place.layer}
 
 
-def _grid(grid: Grid, packer: Packer, limit: int) -> dict[str, Any]:
+def _grid(grid: Grid, facts: Mapping[str, Any], packer: Packer, limit: int) -> dict[str, Any]:
     steps, values = thinned(grid.steps, grid.values, limit)
     place = {"steps": packer.steps(steps), "at": packer.values(values, short=True)}
-    return {"name": grid.name, **place, "bins": grid.bins, "counts": grid.counts}
+    told = {"bins": grid.bins, "counts": grid.counts, "keys": _keys(grid, facts)}
+    return {"name": grid.name, **place, **told}
+
+
+def _keys(grid: Grid, facts: Mapping[str, Any]) -> str:
+    """Return what the rows of a grid stand for: what the metric's hook declares, else what is known of their form."""
+    hook, _, rest = grid.name.split(" ")[0].partition("/")
+    for metric in facts.get("hooks", {}).get(hook, {}).get("metrics", ()):
+        if metric.get("keys") and _matches(str(metric.get("name", "")), rest):
+            return str(metric["keys"])
+    if not grid.by_key:
+        return "place in the list"
+    *_, kind, statistic = ("", "", *rest.split("/"))
+    # The histogram of a watch is known by its name: nothing else counts by binary exponent here.
+    return "binary exponent" if statistic == "histogram" and kind in KINDS else "key"
+
+
+def _matches(declared: str, name: str) -> bool:
+    """Return whether a declared name is that of a metric; ``norm_{param}`` stands for one of each parameter."""
+    pattern = "".join(".+" if part.startswith("{") else re.escape(part) for part in re.split(r"(\{\w+\})", declared))
+    return re.fullmatch(pattern, name) is not None
 
 
 def _groups(curves: Sequence[Curve], where: dict[str, Place]) -> Iterator[dict[str, Any]]:

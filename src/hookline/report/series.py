@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -25,6 +25,8 @@ Values = NDArray[np.float64]
 
 _MAX_BINS: Final = 256
 """Longer lists are averaged down to this many; a screen has no more rows for them."""
+_OF_THE_LOOP: Final = ("train/", "eval/")
+"""How metrics begin that the loop itself records."""
 _MAX_ANCHORS: Final = 1000
 """Between so many moments, the time and epoch of a step are interpolated."""
 
@@ -39,6 +41,8 @@ class Curve:
     """Strictly increasing; -1 is before the first step."""
     values: Values
     """NaN and infinities are kept: they are values."""
+    same_as: str = ""
+    """The curve seen before that is the same at every step, as when a hook reports what the evaluation found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,11 @@ class Grid:
     bins: list[str]
     """What each row stands for: a place in the list, or a bin."""
     counts: bool
-    """Whether the rows are bins that were counted."""
+    """Whether the numbers are counts, so that their shares mean something."""
     values: Values
-    """(bins, steps); NaN where a list was shorter."""
+    """(bins, steps); NaN where a list was shorter, or a key was missing from what is no count."""
+    by_key: bool = False
+    """Whether the rows are keys of a dictionary; else they are places in a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +173,7 @@ class Collector:
         """Everything so far; seconds count from ``started``."""
         shown = shown_names([*self.numbers, *self.lists])
         return Series(
-            curves=[_curve(shown[key], *points) for key, points in self.numbers.items()],
+            curves=_with_twins([_curve(shown[key], *points) for key, points in self.numbers.items()]),
             grids=[grid for key, points in self.lists.items() for grid in _grids(shown[key], *points)],
             words=self.words,
             clock=_clock(self.moments, started),
@@ -184,7 +190,7 @@ def _flat(value: list[Any]) -> Iterable[Any]:
 
 
 def _is_histogram(value: Mapping[str, Any]) -> bool:
-    """Whether keys are numbers, as of counts by binary exponent; there may be a few words among them."""
+    """Return whether keys are numbers: bins, frequencies, classes; there may be a few words among them."""
     if not value or not all(isinstance(item, (int, float)) for item in value.values()):
         return False
     return all(_number(key) is not None or key in ("zero", "nonfinite") for key in value)
@@ -226,6 +232,25 @@ def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> Curve:
     return Curve(name, at, np.asarray(values, dtype=np.float64)[chosen])
 
 
+def _with_twins(curves: list[Curve]) -> list[Curve]:
+    """Name the twin of each curve that another hook reports under the same name with the same numbers.
+
+    The evaluation's ``eval/val_acc`` and the hook's ``training_metrics/val_acc`` are one curve; the loop's own is kept.
+    """
+    kept: dict[tuple[str, bytes, bytes], str] = {}
+    for curve in sorted(curves, key=lambda curve: not curve.name.startswith(_OF_THE_LOOP)):
+        kept.setdefault(_identity(curve), curve.name)
+    names = [kept[_identity(curve)] for curve in curves]
+    return [
+        curve if curve.name == name else replace(curve, same_as=name) for curve, name in zip(curves, names, strict=True)
+    ]
+
+
+def _identity(curve: Curve) -> tuple[str, bytes, bytes]:
+    hook, _, rest = curve.name.partition("/")
+    return rest or hook, curve.steps.tobytes(), curve.values.tobytes()
+
+
 def _as_float(value: float) -> float:
     try:
         return float(value)
@@ -234,13 +259,20 @@ def _as_float(value: float) -> float:
 
 
 def _grids(name: str, steps: list[int], rows: list[Any]) -> Iterable[Grid]:
-    """Lists as one grid, counts by bin as another: a metric may have been both."""
-    for counts in (False, True):
-        picked = [(at, row) for at, row in zip(steps, rows, strict=True) if isinstance(row, Mapping) == counts]
+    """Yield lists as one grid, numbers by key as another: a metric may have been both."""
+    for by_key in (False, True):
+        picked = [(at, row) for at, row in zip(steps, rows, strict=True) if isinstance(row, Mapping) == by_key]
         if picked:
             at, chosen = _newest([step for step, _ in picked])
-            bins, values = (_count_rows if counts else _list_rows)([row for _, row in picked])
-            yield Grid(name, at, bins, counts, values[:, chosen])
+            found = [row for _, row in picked]
+            counts = by_key and _are_counts(found)
+            bins, values = _key_rows(found, 0.0 if counts else np.nan) if by_key else _list_rows(found)
+            yield Grid(name, at, bins, counts, values[:, chosen], by_key)
+
+
+def _are_counts(rows: list[Mapping[str, Any]]) -> bool:
+    """Return whether all numbers are whole and none is negative; shares of power, by frequency, are no counts."""
+    return all(isinstance(item, int) and item >= 0 for row in rows for item in row.values())
 
 
 def _list_rows(rows: list[list[float]]) -> tuple[list[str], Values]:
@@ -261,14 +293,14 @@ def _mean(values: Values) -> Values:
     return np.where(seen > 0, total / np.maximum(seen, 1), np.nan)
 
 
-def _count_rows(rows: list[Mapping[str, float]]) -> tuple[list[str], Values]:
+def _key_rows(rows: list[Mapping[str, float]], missing: float) -> tuple[list[str], Values]:
     labels = {label for row in rows for label in row}
     bins = sorted(labels, key=_place)
     place = {label: index for index, label in enumerate(bins)}
-    values = np.zeros((len(bins), len(rows)))
+    values = np.full((len(bins), len(rows)), missing)
     for column, row in enumerate(rows):
-        for label, count in row.items():
-            values[place[label], column] = _as_float(count)
+        for label, number in row.items():
+            values[place[label], column] = _as_float(number)
     return bins, values
 
 

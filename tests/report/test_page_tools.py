@@ -1,0 +1,341 @@
+"""Hovering, saving, sharing and printing a page, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_page import CARD, cards, drawn, slide, until
+from helpers_report import facts, loss_at
+
+from hookline.report.page import write_report
+from hookline.sinks.log import RecordLog
+from hookline.sinks.record import Record, StepSeries
+
+Visit = Callable[..., Any]
+
+LOSS, ACCURACY, NORMS = (CARD.format(name) for name in ("train/loss", "eval/accuracy", "norms/total"))
+
+
+def _hovered(page: Any, selector: str) -> list[list[float]]:
+    """Where the hover of a plot is: [x, y] of each curve that it tells of."""
+    points: list[list[float]] = page.evaluate(
+        "s => (document.querySelector(s)._hoverdata ?? []).map(p => [p.x, p.y])", selector
+    )
+    return points
+
+
+def _move_to(page: Any, selector: str, share: float, height: float = 0.1) -> None:
+    box = page.locator(f"{selector} .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + share * box["width"], box["y"] + height * box["height"], steps=3)
+
+
+def test_the_mouse_is_told_of_the_nearest_step_wherever_it_is(visit: Visit, made: Path) -> None:
+    """Between two points and far from the curve; the box says which step that is."""
+    page = visit(made / "small.html").load()
+    drawn(page, ACCURACY)  # four points, 50 steps apart
+    _move_to(page, ACCURACY, 0.30, height=0.95)
+    until(page, "s => document.querySelector(s)._hoverdata?.length === 1", ACCURACY)
+    assert _hovered(page, ACCURACY) == [[99, pytest.approx(0.65)]]
+    until(page, "s => document.querySelector(s).querySelector('.hoverlayer').textContent.includes('0.65')", ACCURACY)
+    assert "step 99" in page.locator(f"{ACCURACY} .hoverlayer").text_content()
+
+
+def test_all_curves_show_the_step_under_the_mouse(visit: Visit, made: Path) -> None:
+    """The nearest that each of them has; when the mouse leaves, so do they. The address stays as it is."""
+    page = visit(made / "small.html").load()
+    for selector in (LOSS, ACCURACY, NORMS):
+        drawn(page, selector)
+    _move_to(page, NORMS, 0.60)
+    until(page, "s => document.querySelector(s)._hoverdata?.length === 1", NORMS)
+    ((x, _),) = _hovered(page, NORMS)
+    assert 100 < x < 140
+    until(page, "s => document.querySelector(s)._hoverdata?.length === 1", LOSS)
+    assert _hovered(page, LOSS) == [[x, pytest.approx(loss_at(int(x)), rel=1e-5)]]
+    assert _hovered(page, ACCURACY) == [[99 if x < 124 else 149, pytest.approx(0.65 if x < 124 else 0.8)]]
+    page.mouse.move(5, 5, steps=3)
+    for selector in (NORMS, LOSS, ACCURACY):
+        until(page, "s => !document.querySelector(s).querySelector('.hoverlayer').textContent", selector)
+    assert "#" not in page.url
+
+
+def _saved(page: Any, selector: str, title: str) -> tuple[str, bytes]:
+    page.locator(selector).hover()
+    with page.expect_download() as download:
+        page.click(f"{selector} .modebar-btn[data-title='{title}']")
+    return download.value.suggested_filename, Path(download.value.path()).read_bytes()
+
+
+def test_a_plot_is_saved_under_the_name_of_its_metric(visit: Visit, made: Path) -> None:
+    """As a picture; that of the map has the name of what it shows now."""
+    page = visit(made / "small.html").load()
+    drawn(page, LOSS)
+    name, data = _saved(page, LOSS, "Download plot as a PNG")
+    assert name == "train_loss.png"
+    assert data.startswith(b"\x89PNG")
+    drawn(page, "#map")
+    slide(page, "#map-statistic", 1)
+    name, _ = _saved(page, "#map", "Download plot as a PNG")
+    assert name == "stats_forward_norm.png"
+
+
+def test_the_numbers_of_a_plot_are_saved_as_csv(visit: Visit, made: Path) -> None:
+    """Every step with its value, a column for each run or row, whatever the smoothing."""
+    page = visit(made / "small.html").load()
+    slide(page, "#smoothing", 0.9)
+    drawn(page, LOSS)
+    name, data = _saved(page, LOSS, "Download numbers as CSV")
+    assert name == "train_loss.csv"
+    head, *rows = [line.split(",") for line in data.decode().split()]
+    assert head == ["step", "train/loss"]
+    assert [int(step) for step, _ in rows] == list(range(200))
+    assert [float(value) for _, value in rows] == pytest.approx([loss_at(step) for step in range(200)], rel=1e-6)
+    drawn(page, "#map")
+    _, data = _saved(page, "#map", "Download numbers as CSV")
+    head, *rows = [line.split(",") for line in data.decode().split()]
+    assert (head[0], len(head), len(rows)) == ("step", 13, 200)
+    two = visit(made / "two.html").load()
+    two.click("button[aria-label='Open train/loss']")
+    with two.expect_download() as download:
+        two.click("#focus-numbers")
+    assert Path(download.value.path()).read_text().splitlines()[0] == "step,digits / default,digits / stride"
+
+
+def test_what_was_chosen_is_in_the_address(visit: Visit, made: Path) -> None:
+    """A link shows what its sender saw: axes, smoothing, search, map, distribution, hidden runs, open metric."""
+    opened = visit(made / "two.html")
+    page = opened.load()
+    page.check("input[name=x][value=epoch]", force=True)
+    page.check("input[name=y][value=log]", force=True)
+    slide(page, "#smoothing", 0.5)
+    page.fill("#search", "loss")
+    page.click("#legend button >> nth=1")
+    slide(page, "#map-statistic", 2)
+    page.select_option("#row-layer", label="layers.3.mlp")
+    page.select_option("#map-colour", "row")
+    page.select_option("#grid-metric", label="spectrum/top")
+    slide(page, "#grid-step", 1)
+    until(page, "document.querySelectorAll('article').length === 2")
+    page.click("button[aria-label='Open eval/loss']")
+    until(page, "location.hash.includes('open=eval') && location.hash.includes('x=epoch')")
+    link = "#" + page.url.split("#")[1]
+    page.goto("about:blank")
+    page = opened.load(link)
+    assert page.inner_text("#focus-title") == "eval/loss"
+    page.keyboard.press("Escape")
+    assert cards(page) == ["train/loss", "eval/loss"]
+    traces = drawn(page, LOSS)
+    assert [trace["name"] for trace in traces] == ["raw", "digits / default"]
+    assert traces[0]["x"][-1] == 4.0
+    assert page.evaluate("s => document.querySelector(s).layout.yaxis.type", LOSS) == "log"
+    assert page.inner_text("#map-statistic-name") == "zero_fraction"
+    assert page.inner_text("#row-title").startswith("layers.3.mlp")
+    assert page.input_value("#map-colour") == "row"
+    assert page.locator("#grid-metric option:checked").inner_text() == "spectrum/top"
+    assert page.inner_text("#grid-step-name") == "step 99"
+    until(page, "!location.hash.includes('open=') && location.hash.includes('smooth=0.5')")
+
+
+def test_a_link_within_the_page_keeps_what_was_chosen(visit: Visit, made: Path) -> None:
+    """To a section, or to an anomaly; going back closes what was opened and nothing else."""
+    page = visit(made / "ill.html").load()
+    page.check("input[name=y][value=log]", force=True)
+    until(page, "location.hash === '#y=log'")
+    page.click("nav >> text=Layers over steps")
+    until(page, "document.activeElement.id === 'layers'")
+    assert page.evaluate("location.hash") == "#y=log"
+    page.click("a.sight >> text=train/loss")
+    until(page, "location.hash.includes('y=log') && location.hash.includes('open=train')")
+    page.go_back()
+    page.wait_for_selector("#focus:not([open])", state="attached")
+    assert page.is_checked("input[name=y][value=log]")
+
+
+def test_a_link_that_makes_no_sense_is_passed_over(visit: Visit, made: Path) -> None:
+    """The page is as it is without it."""
+    link = "#x=depth&y=&smooth=9&map=99&stat=no&layer=no&hide=7,x&grid=-1&at=99&sort=no&open=no&step=x"
+    page = visit(made / "two.html").load(link)
+    assert [trace["x"][-1] for trace in drawn(page, LOSS)] == [199, 199]
+    assert page.inner_text("#map-statistic-name") == "mean"
+    assert not page.locator("#focus[open]").count()
+
+
+def _paths(pdf: bytes) -> int:
+    """How many straight lines there are on all pages of a PDF."""
+    total = 0
+    for match in re.finditer(rb"stream\r?\n(.*?)\r?\nendstream", pdf, re.DOTALL):
+        try:
+            total += zlib.decompress(match[1]).count(b" l\n")
+        except zlib.error:  # a font, or what is not compressed
+            continue
+    return total
+
+
+def test_the_printed_page_has_every_curve(visit: Visit, made: Path) -> None:
+    """Also those that were never in view: 200 points of the loss, 200 of the norm, and those of one layer."""
+    page = visit(made / "small.html", height=300).load()
+    assert page.evaluate("s => !document.querySelector(s).data", NORMS)  # control: not drawn yet
+    assert _paths(page.pdf(format="A4")) > 600
+    drawn(page, NORMS)  # and on the screen when it comes into view
+
+
+def test_on_paper_all_plots_are_drawn_light_and_as_wide_as_the_paper(visit: Visit, made: Path) -> None:
+    """Nothing beyond 680 pixels, whatever the window; afterwards the page is as it was."""
+    page = visit(made / "small.html", width=1600, height=300, color_scheme="dark").load()
+    page.emulate_media(media="print")
+    until(page, "'printing' in document.documentElement.dataset")
+    right = "[...document.querySelectorAll('.plot')].filter(e => e.clientWidth).map(e => e.querySelector('.main-svg'))"
+    ends: list[float] = page.evaluate(f"{right}.map(svg => svg ? svg.getBoundingClientRect().right : 9999)")
+    assert len(ends) == 8
+    assert max(ends) <= 700
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.evaluate("s => document.querySelector(s).layout.font.color", LOSS) == "#1b1d21"
+    page.emulate_media(media="screen")
+    until(page, "!('printing' in document.documentElement.dataset)")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(19, 21, 24)"
+    drawn(page, "#map")
+    until(page, "document.querySelector('#map .main-svg').getBoundingClientRect().width > 1000")
+
+
+def test_on_a_phone_every_section_and_every_hook_can_be_read(visit: Visit, made: Path) -> None:
+    """Nothing of them is beyond the edge, and nothing has to be scrolled sideways."""
+    page = visit(made / "small.html", width=390, height=800, has_touch=True, is_mobile=True).load()
+    ends = page.eval_on_selector_all("nav a", "all => all.map(one => one.getBoundingClientRect().right)")
+    assert len(ends) == 6
+    assert max(ends) <= 390
+    cells = "#hook-tables th[scope=row], #hook-tables td"
+    assert max(page.eval_on_selector_all(cells, "all => all.map(one => one.getBoundingClientRect().right)")) <= 390
+    box = page.locator("#hook-tables .scroll")
+    assert box.evaluate("e => e.scrollWidth <= e.clientWidth")
+    assert "Each time: 8.15 ms" in " ".join(
+        page.eval_on_selector_all(
+            "#hook-tables td[data-label]",
+            "all => all.map(e => getComputedStyle(e, '::before').content.replaceAll('\"', '') + e.textContent)",
+        )
+    )
+
+
+def test_one_curve_under_two_names_is_shown_once(visit: Visit, tmp_path: Path) -> None:
+    """Under the loop's own name; the other is told, and found by a search. What differs at one step is two curves."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    for epoch in range(5):
+        both = {"val_acc": epoch / 10, "val_loss": 1.0}
+        metrics = {f"{hook}/{name}": value for hook in ("training_metrics", "eval") for name, value in both.items()}
+        metrics["training_metrics/val_loss"] = 1.0 if epoch < 4 else 2.0
+        log.append(Record(metrics, epoch, "POST_EPOCH", epoch))
+    log.close()
+    page = visit(write_report([tmp_path])).load()
+    assert cards(page) == ["eval/val_loss", "eval/val_acc", "training_metrics/val_loss"]
+    page.fill("#search", "training_metrics acc")
+    until(page, "document.querySelectorAll('article').length === 1")
+    assert cards(page) == ["eval/val_acc"]
+    page.click("button[aria-label='Open eval/val_acc']")
+    assert "training_metrics/val_acc" in page.inner_text("#focus-about")
+
+
+def test_a_dictionary_is_labelled_by_what_its_metric_declares(visit: Visit, tmp_path: Path) -> None:
+    """Frequencies, classes; keys of which nothing is known are keys; only a watch's histogram has exponents."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    powers = {"h/powers": {"2": 0.25, "26": 0.5}, "h/by_class": {"0": 3, "1": 9}, "h/list": [1.0, 2.0]}
+    watched = {"stats/fc/forward/histogram": {"zero": 1, "-3": 2}}
+    log.append(Record(powers | watched, 0, "POST_EPOCH", 0))
+    log.close()
+    (tmp_path / "run.json").write_text('{"hooks": {"h": {"metrics": [{"name": "po{x}", "keys": "frequency"}]}}}')
+    page = visit(write_report([tmp_path])).load()
+    labels = {}
+    for name in (*powers, *watched):
+        page.select_option("#grid-metric", label=name)
+        (trace, *_) = drawn(page, "#grid-map")
+        labels[name] = page.evaluate("document.querySelector('#grid-map').layout.yaxis.title.text")
+        if name == "h/powers":
+            assert trace["z"] == [[0.25], [0.5]]  # no counts: shown as they are
+        if name == "h/by_class":
+            assert trace["z"] == [[0.25], [0.75]]  # counts: the share of each
+    assert labels == {
+        "h/powers": "frequency",
+        "h/by_class": "key",
+        "h/list": "place in the list",
+        "stats/fc/forward/histogram": "binary exponent",
+    }
+
+
+# -- several runs ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of three runs that differ in their learning rate and seed; the second has no accuracy."""
+    folder = tmp_path_factory.mktemp("compared")
+    runs = (("a", 0.1, 1, (0.5, 0.9, 0.7)), ("b", 0.01, 2, ()), ("c", 0.001, 10, (0.2, 0.4, 0.8)))
+    for name, rate, seed, accuracies in runs:
+        log = RecordLog(folder / name / "records.jsonl")
+        for epoch in range(3):
+            found = {"eval/val_acc": accuracies[epoch]} if accuracies else {}
+            loss = StepSeries([1.0 / (seed + epoch)], [epoch])
+            log.append(Record({"train/loss": loss, **found}, epoch, "POST_EPOCH", epoch))
+        log.close()
+        config = {"lr": rate, "hidden": [8, 8], "epochs": 3}
+        (folder / name / "run.json").write_text(json.dumps(facts(strategy=name, seed=seed, config=config)))
+    return write_report(folder)
+
+
+def _column(page: Any, name: str) -> list[str]:
+    names = page.eval_on_selector_all(".runs thead th", "all => all.map(one => one.textContent)")
+    rows: list[list[str]] = page.eval_on_selector_all(
+        ".runs tbody tr", "all => all.map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    return [row[names.index(name)] for row in rows]
+
+
+def test_a_comparison_has_what_differs_and_what_came_out(visit: Visit, compared: Path) -> None:
+    """Settings that are the same are left out; of accuracies and losses there is the last and the best."""
+    page = visit(compared).load()
+    names = page.eval_on_selector_all(".runs thead th", "all => all.map(one => one.textContent)")
+    assert names == [
+        "run", "status", "strategy", "seed", "lr", "val_acc", "best val_acc", "loss", "best loss",
+        "steps", "duration", "findings",
+    ]  # fmt: skip
+    assert _column(page, "val_acc") == ["0.7", "–", "0.8"]
+    assert _column(page, "best val_acc") == ["0.9", "–", "0.8"]
+    assert _column(page, "lr") == ["0.1", "0.01", "0.001"]
+    assert _column(page, "best loss") == ["0.3333", "0.25", "0.08333"]
+
+
+def test_a_comparison_is_sorted_by_any_column_both_ways(visit: Visit, compared: Path) -> None:
+    """Numbers as numbers; runs without a value come last; the address keeps it."""
+    opened = visit(compared)
+    page = opened.load()
+    page.click(".runs .sort >> text='seed'")
+    assert _column(page, "seed") == ["1", "2", "10"]
+    page.click(".runs .sort >> text='seed'")
+    assert _column(page, "seed") == ["10", "2", "1"]
+    assert page.get_attribute(".runs th[aria-sort]", "aria-sort") == "descending"
+    for expected in (["0.7", "0.8", "–"], ["0.8", "0.7", "–"]):
+        page.click(".runs .sort >> text='val_acc'")
+        assert _column(page, "val_acc") == expected
+    until(page, "location.hash.includes('sort=-val_acc')")
+    page.reload()
+    page.wait_for_selector("html[data-ready]", state="attached")
+    assert _column(page, "val_acc") == ["0.8", "0.7", "–"]
+
+
+def test_the_legend_hides_a_run_in_all_curves(visit: Visit, compared: Path) -> None:
+    """In cards and in the window of one metric; a second press shows it again. The table does the same."""
+    page = visit(compared).load()
+    assert len(drawn(page, LOSS)) == 3
+    page.click("#legend button >> nth=1")
+    assert [trace["name"] for trace in drawn(page, LOSS)] == ["digits / a", "digits / c"]
+    assert page.get_attribute("#legend button >> nth=1", "aria-pressed") == "false"
+    page.click("button[aria-label='Open train/loss']")
+    assert len(drawn(page, "#focus-plot")) == 2
+    page.keyboard.press("Escape")
+    page.click(".runs button.run-name >> nth=0")
+    assert [trace["name"] for trace in drawn(page, LOSS)] == ["digits / c"]
+    page.click("#legend button >> nth=0")
+    page.click("#legend button >> nth=1")
+    assert len(drawn(page, LOSS)) == 3
