@@ -1,6 +1,6 @@
 """Which hooks a run has: a group of the experiment, hooks by name, hooks from files, and always `training_metrics`.
 
-Takes the flags, hands names to `HookManager`; an empty list is no manager at all.
+Takes the flags, hands names to `HookManager`; an empty list, which only ``none`` gives, is no manager at all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ __all__ = ["ALWAYS", "choose_hooks", "known_name"]
 
 ALWAYS: Final = "training_metrics"
 """Loss, accuracy and learning rate flow beside whatever else is asked for."""
+_NONE: Final = "none"
+"""The group of no hooks: every experiment has it."""
 
 
 def choose_hooks(
@@ -25,24 +27,26 @@ def choose_hooks(
     experiment: str,
     said_at: Callable[[Sequence[str | int]], str] = lambda path: "",
 ) -> list[str]:
-    """The names of the hooks, each once, `training_metrics` first; none if no hook is asked for.
+    """The names of the hooks, each once, `training_metrics` first and always; but none if that is what is asked for.
 
     Args:
         group: What ``--with-hooks`` says.
-        names: What ``--hooks`` says; None if it is not given, empty if it is given bare.
+        names: What ``--hooks`` says; None if it is not given, empty if it is given bare; ``none`` is the group.
         hook_sets: The groups of the experiment.
         experiment: Its name, for messages.
         said_at: Where a file says it (``["hooks", "names", 2]``), to begin an error with; empty for a flag.
     """
     from hookline.dispatch.registry import HookRegistry
 
+    if names is not None and list(names) == [_NONE]:
+        group, names = group or _NONE, None
     _check_all(
         [(said_at(["hooks", "with_hooks"]), lambda: None if group is None else _of_group(group, hook_sets, experiment))]
         + [(said_at(["hooks", "names", place]), partial(_known, name)) for place, name in enumerate(names or ())]
     )
     found = [] if group is None else _of_group(group, hook_sets, experiment)
     found += HookRegistry.resolve([known_name(name) for name in names or ()])
-    if not found and names is None:
+    if not found and names is None and group is not None:
         return []
     return list(dict.fromkeys([ALWAYS, *found]))
 
@@ -70,6 +74,8 @@ def _known(name: str) -> None:
 def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: str) -> list[str]:
     from hookline.dispatch.registry import HookRegistry
 
+    if group == _NONE and _NONE not in hook_sets:
+        return []
     if not hook_sets:
         raise HookNameError(
             f"--with-hooks {group}: {experiment} names no groups of hooks (hook_sets); choose hooks with --hooks NAME."
