@@ -1,9 +1,9 @@
-"""The commands beside ``run``: hooks, find, check, report, replay, new, completion."""
+"""The commands beside ``run``: hooks, find, check, report, replay, new."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,12 +23,24 @@ def test_all_hooks_are_listed_with_what_they_do(arguments, capsys):
     assert run_here(*arguments) == 0
     out = capsys.readouterr().out
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert "observer" in lines["norms"]
-    assert "POST_EPOCH" in lines["norms"]
-    assert "grads" in lines["norms"]
-    assert "intervention" in lines["hessian"]
-    assert "intervention (debug)" in lines["counterfactual_validator"]
+    assert list(lines).index("observer") < list(lines).index("norms") < list(lines).index("intervention")
+    assert list(lines).index("intervention") < list(lines).index("hessian")
+    assert "length of the mean gradient, as a whole and by parameter" in lines["norms"]
+    assert "(for debugging)" in lines["counterfactual_validator"]
     assert f"{len(BUILT_IN)} hooks" in out
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+def test_the_list_of_hooks_can_be_read_on_a_screen(columns, capsys, monkeypatch):
+    """No hook takes more than three lines, and none is wider than the screen."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run_here("hooks") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert len(lines) <= 3 * len(BUILT_IN)
+    starts = [number for number, line in enumerate(lines) if line.split(" ")[0] in BUILT_IN]
+    assert len(starts) == len(BUILT_IN)
+    assert max(later - sooner for sooner, later in itertools.pairwise(starts[:20])) <= 3
 
 
 @pytest.mark.parametrize("arguments", [("hooks", "norms"), ("run", "--hooks-describe", "norms")])
@@ -181,7 +193,7 @@ def test_a_replayed_run_is_what_the_sink_would_have_written(tmp_path, to, name, 
 
 def test_a_run_without_records_cannot_be_replayed(capsys):
     """As it had no hooks."""
-    assert run_here("run", TINY, "--epochs", "1", *QUIET) == 0
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "none", *QUIET) == 0
     assert run_here("replay", "runs/tiny/forward", "--to", "csv") == 2
     assert "has no records to replay" in capsys.readouterr().err
 
@@ -238,22 +250,3 @@ def test_what_cannot_be_written_is_told(arguments, said, capsys):
     assert said in capsys.readouterr().err
     assert Path("there.py").read_text() == "mine"
     assert run_here("new", "hook", "there.py", "--force") == 0
-
-
-# -- completion ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_told_every_command(shell, capsys):
-    """And the flags of run."""
-    assert run_here("completion", shell) == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in ("replay", "report", "with-hooks", "hook-wandb"))
-
-
-def test_bash_takes_the_script(tmp_path, capsys):
-    """Without a complaint."""
-    assert run_here("completion", "bash") == 0
-    Path("script").write_text(capsys.readouterr().out)
-    done = subprocess.run(["bash", "-n", "script"], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

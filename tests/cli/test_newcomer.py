@@ -90,7 +90,7 @@ def test_a_negative_length_is_wrong_use_and_makes_no_folder(capsys, own, tmp_pat
 @pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
 def test_sinks_without_hooks_are_not_passed_over_in_silence(capsys, own):
     """Nothing would be written; with a hook there is no warning."""
-    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hook-csv", *QUIET) == 0
+    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hook-csv", "--hooks", "none", *QUIET) == 0
     err = capsys.readouterr().err
     assert "--hook-csv will write nothing: no hooks are on" in err
     assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 0
@@ -145,7 +145,7 @@ def test_the_bar_ends_with_the_figures_of_the_end(capsys):
 
 def test_a_snapshot_of_the_step_loop_is_one_table(capsys, own):
     """What hooks say and what the evaluation says."""
-    flags = ("--steps", "5", "--snapshot-every", "2", "--hooks", "norms", "--no-report")
+    flags = ("--steps", "5", "--snapshot-every", "2", "--hooks", "norms", "--no-report", "--console", "tables")
     assert run_here("run", f"{own}:Steps", *flags) == 0
     out = capsys.readouterr().out
     for step in (0, 2, 4):

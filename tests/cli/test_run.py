@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -102,12 +103,25 @@ def test_the_help_of_an_experiment_shows_its_own_options(capsys):
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(("--epochs", "many"), "--epochs"), (("--kind", "narrow"), "--kind"), (("--lr",), "--lr")],
+    [
+        (("--epochs", "many"), "--epochs: a whole number is wanted, such as 10; got 'many'"),
+        (("--lr", "fast"), "--lr: a number is wanted, such as 0.1 or 1e-3; got 'fast'"),
+        (("--seed", "1.5"), "--seed: a whole number is wanted, such as 10; got '1.5'"),
+        (("--eval-every", "x"), "--eval-every: a whole number is wanted, such as 10; got 'x'"),
+        (("--save-checkpoints", "x"), "--save-checkpoints: a whole number is wanted, such as 10, or none at all;"),
+        (("--matmul-precision", "low"), "--matmul-precision: one of highest, high, medium is wanted, got 'low'"),
+        (("--console", "loud"), "--console: one of live, lines, tables, silent, none is wanted, got 'loud'"),
+        (("--kind", "narrow"), "--kind"),
+        (("--lr",), "--lr"),
+    ],
 )
 def test_a_value_of_another_type_is_refused(flags, said, capsys, tmp_path):
     """By the flag's name, before anything is written."""
     assert run_here("run", TINY, *flags) == 2
-    assert said in capsys.readouterr().err
+    heard = capsys.readouterr().err
+    assert said in heard
+    assert "int()" not in heard
+    assert "NoneType" not in heard
     assert not any(tmp_path.iterdir())
 
 
@@ -179,7 +193,13 @@ def test_without_hooks_there_is_no_log_and_no_table(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "table", "line"),
-    [((), True, True), (("--silent",), False, True), (("--no-console-output", "--silent", "--live"), False, False)],
+    [
+        (("--console", "tables"), True, True),
+        (("--console", "silent"), False, True),
+        (("--silent",), False, True),
+        (("--no-console-output", "--silent", "--live"), False, False),
+        (("--console", "none"), False, False),
+    ],
 )
 def test_what_is_shown(flags, table, line, capsys):
     """Nothing goes before silent, which goes before live."""
@@ -190,12 +210,13 @@ def test_what_is_shown(flags, table, line, capsys):
     assert line or (heard.out, heard.err) == ("", "")
 
 
-def test_live_on_no_terminal_says_so_and_prints_tables(capsys):
-    """As the sink decides."""
+def test_live_on_no_terminal_says_so_and_prints_lines(capsys):
+    """What would be printed without the flag."""
     assert run_here("run", TINY, "--epochs", "1", "--hooks", "--no-report", "--live") == 0
     out = capsys.readouterr().out
-    assert "live view needs a terminal" in out
-    assert "Hook Metrics" in out
+    assert out.count("The live view needs a terminal; metrics are printed as lines.") == 1
+    assert "Hook Metrics" not in out
+    assert re.search(r"^epoch   step +loss +val_acc$", out, re.MULTILINE)
 
 
 def test_profiled_hooks_are_listed_at_the_end(capsys):

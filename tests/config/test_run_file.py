@@ -61,7 +61,10 @@ def test_a_whole_run_file_is_read(tmp_path):
             r"line 5, at \$\.hooks\.names\[2\]: expected a valid string, got 3\.",
         ),
         ("seed: -1\n", r"line 1, at \$\.seed: expected greater than or equal to 0, got -1\."),
-        ("console: loud\n", r"at \$\.console: expected 'normal', 'live', 'silent' or 'none', got 'loud'\."),
+        (
+            "console: loud\n",
+            r"at \$\.console: expected 'live', 'lines', 'tables', 'normal', 'silent' or 'none', got 'loud'\.",
+        ),
         ("sinks:\n  others:\n    - {snk: a}\n", r"line 3, at \$\.sinks\.others\[0\]"),
         (
             "specs:\n  - nme: x\n",

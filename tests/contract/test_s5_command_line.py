@@ -124,18 +124,18 @@ def test_an_experiment_without_groups_says_so(capsys):
 
 
 @pytest.mark.filterwarnings("ignore:--hook-csv will write nothing")
-@pytest.mark.parametrize("flags", [(), ("--with-hooks", "none")])
+@pytest.mark.parametrize("flags", [("--hooks", "none"), ("--with-hooks", "none")])
 def test_no_hooks_no_manager(flags):
-    """Neither flag, or an empty group alone: no log, no sinks."""
+    """An empty group alone: no log, no sinks."""
     assert run_here("run", TINY, *QUIET, *flags, "--hook-csv") == 0
     assert facts_of(FOLDER)["hooks"] == {}
     assert not (FOLDER / "records.jsonl").exists()
     assert not (FOLDER / "forward.csv").exists()
 
 
-@pytest.mark.parametrize("flags", [("--hooks",), ("--with-hooks", "none", "--hooks"), ("--with-hooks", "minimal")])
+@pytest.mark.parametrize("flags", [(), ("--hooks",), ("--with-hooks", "none", "--hooks"), ("--with-hooks", "minimal")])
 def test_bare_hooks_are_the_training_metrics(flags):
-    """``--hooks`` without a name."""
+    """``--hooks`` without a name; and no flag at all, where the source records nothing."""
     assert run_here("run", TINY, *QUIET, *flags) == 0
     assert list(facts_of(FOLDER)["hooks"]) == ["training_metrics"]
     assert any("training_metrics/loss" in record["metrics"] for record in records_of(FOLDER))
@@ -217,7 +217,8 @@ def test_offloaded_hooks_give_the_same_metrics():
     [
         (("--live", "--silent", "--no-console-output"), False, False),
         (("--live", "--silent"), False, True),
-        ((), True, True),
+        (("--console", "tables"), True, True),
+        (("--console", "tables", "--silent"), False, True),
     ],
 )
 def test_nothing_goes_before_silent_goes_before_live(flags, tables, lines, capsys):

@@ -111,7 +111,9 @@ def test_nothing_is_printed_of_no_metrics_and_of_other_processes():
         (10_000.0, "10000.000000"),
         (10_001.0, "1.0001e+04"),
         (-12345.678, "-1.2346e+04"),
-        (0.0, "0.0000e+00"),
+        (0.0, "0"),
+        (-0.0, "0"),
+        ([0.0, 0.0], "0 (n=2)"),
         (7, "7"),
         (True, "True"),
         (None, "–"),
@@ -288,7 +290,7 @@ def test_without_a_terminal_live_is_normal_said_once_and_without_control_codes()
 
 def test_wrong_options_are_told():
     """A mode that is none, and two answers to one question."""
-    with pytest.raises(hl.OptionError, match=r"'normal' or 'live', got 'loud'\."):
+    with pytest.raises(hl.OptionError, match=r"'live' or 'lines', got 'loud'\."):
         ConsoleSink("loud")  # type: ignore[arg-type]
     with pytest.raises(hl.OptionError, match="got both"):
         ConsoleSink(console=terminal(), width=3)

@@ -84,13 +84,13 @@ def _flags_of(run: Any) -> dict[str, Any]:
         "no_determinism": not run.determinism,
         "matmul_precision": run.matmul_precision,
         "output_dir": run.output_dir,
-        "live": run.console == "live",
-        "silent": run.console == "silent",
-        "no_console_output": run.console == "none",
+        "console": "tables" if run.console == "normal" else run.console,
+        "show": tuple(run.show),
         "no_report": not run.report,
         "with_hooks": run.hooks.with_hooks,
         "hooks": None if run.hooks.names is None else tuple(run.hooks.names),
         "hook_offload_state": run.hooks.offload_state,
+        "on_hook_error": run.hooks.on_error,
         "profile_hooks": run.hooks.profile,
     }
     found |= {f"hook_{name}": value for name, value in run.sinks if name != "others"}
@@ -117,6 +117,8 @@ def settings_of_run(options: RunOptions, found: Found) -> Settings | None:
             facts = read_run_file(folder)
             saved = facts.get("options", {})
             flags = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.get("flags", {}).items()}
+            if not facts.get("hooks") and flags.get("with_hooks") is None and flags.get("hooks") is None:
+                flags["with_hooks"] = "none"  # of a version in which no flag meant no hooks
             flags |= {"strategy": options.training.strategy, "output_dir": options.output.output_dir}
             return Settings(
                 flags | {"loop": saved.get("loop", {}), "run_group": saved.get("run_group")},

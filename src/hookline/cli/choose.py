@@ -1,6 +1,6 @@
 """Which hooks a run has: a group of the experiment, hooks by name, hooks from files, and always `training_metrics`.
 
-Takes the flags, hands names to `HookManager`; an empty list is no manager at all.
+Takes the flags, hands names to `HookManager`; an empty list, which only ``none`` gives, is no manager at all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ __all__ = ["ALWAYS", "choose_hooks", "known_name"]
 
 ALWAYS: Final = "training_metrics"
 """Loss, accuracy and learning rate flow beside whatever else is asked for."""
+_NONE: Final = "none"
+"""The group of no hooks: every experiment has it."""
 
 
 def choose_hooks(
@@ -25,11 +27,11 @@ def choose_hooks(
     experiment: str,
     at: Callable[[Sequence[str | int]], AbstractContextManager[None]] = lambda path: nullcontext(),
 ) -> list[str]:
-    """Return the names of the hooks, each once, `training_metrics` first; none if no hook is asked for.
+    """Return the names of the hooks, each once, `training_metrics` first and always; none if that is asked for.
 
     Args:
         group: What ``--with-hooks`` says.
-        names: What ``--hooks`` says; None if it is not given, empty if it is given bare.
+        names: What ``--hooks`` says; None if it is not given, empty if it is given bare; ``none`` is the group.
         hook_sets: The groups of the experiment; None if it is not known which experiment that is.
         experiment: Its name, for messages.
         at: Collects the error about what stands at a path of a file (``["hooks", "names", 2]``); one about a flag it
@@ -37,6 +39,8 @@ def choose_hooks(
     """
     from hookline.dispatch.registry import HookRegistry
 
+    if names is not None and list(names) == [_NONE]:
+        group, names = group or _NONE, None
     found: list[str] = []
     if group is not None and hook_sets is not None:
         with at(["hooks", "with_hooks"]):
@@ -44,7 +48,7 @@ def choose_hooks(
     for place, name in enumerate(names or ()):
         with at(["hooks", "names", place]):
             found += HookRegistry.resolve([known_name(name)])
-    if not found and names is None:
+    if not found and names is None and group is not None:
         return []
     return list(dict.fromkeys([ALWAYS, *found]))
 
@@ -52,6 +56,8 @@ def choose_hooks(
 def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: str) -> list[str]:
     from hookline.dispatch.registry import HookRegistry
 
+    if group == _NONE and _NONE not in hook_sets:
+        return []
     if not hook_sets:
         raise HookNameError(
             f"--with-hooks {group}: {experiment} names no groups of hooks (hook_sets); choose hooks with --hooks NAME."

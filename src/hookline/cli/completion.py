@@ -1,74 +1,60 @@
-"""``hookline completion SHELL``: the script that makes a shell complete commands and flags.
+"""``hookline completion bash``: the script that makes bash complete commands, flags and their values.
 
-Takes the name of a shell, prints what tyro makes of the options of all commands.
+Takes the name of a shell, prints a script that asks `complete` at every Tab.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Final, Literal
 
-import tyro
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg, subcommand
+from tyro.conf import Positional, arg
 
 from hookline.cli.failures import DONE
 from hookline.cli.parse import parse
 
-__all__ = ["CompletionOptions", "command"]
+__all__ = ["ASK", "CompletionOptions", "command"]
+
+ASK: Final = "__complete"
+"""The command that the script calls; it is in no list."""
+
+_BASH: Final = """\
+# Completion of hookline for bash. What could stand at the cursor is asked of hookline itself.
+_hookline() {
+    local kind words=() files=()
+    { IFS= read -r kind; mapfile -t words; } < <(
+        "${1/#\\~/$HOME}" @ASK@ "$COMP_LINE" "$COMP_POINT" "$COMP_WORDBREAKS" 2>/dev/null
+    )
+    if [[ $kind == files ]]; then
+        compopt -o filenames 2>/dev/null
+        mapfile -t files < <(compgen -f -- "$2")
+    fi
+    COMPREPLY=("${words[@]}" "${files[@]}")
+    # A hook is followed by its argument, a file by what is in it.
+    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *@(.|.py) ]]; then
+        compopt -o nospace 2>/dev/null
+    fi
+}
+complete -F _hookline hookline
+"""
 
 
 @dataclass
 class CompletionOptions:
-    """Print what makes a shell complete hookline's commands and flags.
+    """Print what makes bash complete hookline's commands, flags, hooks, experiments and files.
 
     Examples:
       hookline completion bash > ~/.local/share/bash-completion/completions/hookline
-      hookline completion zsh > ~/.zfunc/_hookline
+      eval "$(hookline completion bash)"                      # in this shell alone
     """
 
-    shell: Annotated[Positional[Literal["bash", "zsh", "fish"]], arg(help_behavior_hint="")]
-    """Which shell."""
+    shell: Annotated[Positional[Literal["bash"]], arg(help_behavior_hint="")]
+    """Which shell; bash 4 or later is the one there is."""
 
 
 def command(arguments: Sequence[str]) -> int:
     """Print the script."""
-    options = parse(CompletionOptions, arguments, "completion")
-    try:
-        tyro.cli(
-            _everything(),
-            args=["--tyro-print-completion", options.shell],
-            prog="hookline",
-            config=(OmitArgPrefixes, FlagCreatePairsOff),
-        )
-    except SystemExit as left:
-        return int(left.code or DONE)
+    parse(CompletionOptions, arguments, "completion")
+    print(_BASH.replace("@ASK@", ASK), end="")
     return DONE
-
-
-def _everything() -> Any:
-    """All commands as one type."""
-    from hookline.cli.check import CheckOptions
-    from hookline.cli.find import FindOptions
-    from hookline.cli.hooks import HooksOptions
-    from hookline.cli.new import NewOptions
-    from hookline.cli.options import RunOptions
-    from hookline.cli.replay import ReplayOptions
-    from hookline.cli.report import ReportOptions
-    from hookline.cli.schema import SchemaOptions
-    from hookline.cli.serve import ServeOptions
-
-    commands: dict[str, Any] = {
-        "run": RunOptions,
-        "hooks": HooksOptions,
-        "find": FindOptions,
-        "check": CheckOptions,
-        "schema": SchemaOptions,
-        "serve": ServeOptions,
-        "report": ReportOptions,
-        "replay": ReplayOptions,
-        "new": NewOptions,
-        "completion": CompletionOptions,
-    }
-    marked = tuple(Annotated.__class_getitem__((cls, subcommand(name))) for name, cls in commands.items())  # type: ignore[attr-defined]
-    return Union.__getitem__(marked)

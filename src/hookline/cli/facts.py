@@ -70,6 +70,7 @@ def hook_facts(manager: Any) -> dict[str, Any]:
             "description": hook.description or (type(hook).__doc__ or "").strip().partition("\n")[0],
             "metrics": [asdict(metric) for metric in hook.describe_metrics()],
             "fired": manager.fired[name],
+            "failed": manager.hook_errors.get(name, 0),
             "cost": costs.get(name, {"count": 0, "total_ms": 0.0, "mean_ms": 0.0}),
         }
     return found

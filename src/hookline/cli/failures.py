@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-__all__ = ["BUG", "DONE", "FAILED", "WRONG_USE", "RunFailed", "explain", "explain_error", "own_frames"]
+__all__ = ["BUG", "DONE", "FAILED", "WRONG_USE", "RunFailed", "explain", "explain_error", "own_frames", "own_text"]
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -24,7 +24,7 @@ _PACKAGE: Final = Path(__file__).resolve().parent.parent
 
 
 class RunFailed(Exception):
-    """Training raised; the cause is told, and its exit code is 1, whatever kind of error it is."""
+    """Training raised; the cause is told, then what to do next; the exit code is 1, whatever kind of error it is."""
 
 
 def explain(error: BaseException, *, debug: bool) -> int:
@@ -33,6 +33,8 @@ def explain(error: BaseException, *, debug: bool) -> int:
 
     if isinstance(error, RunFailed) and error.__cause__ is not None:
         explain_error(error.__cause__, debug=debug)
+        if str(error):
+            print(f"hookline: {error}", file=sys.stderr)
         return FAILED
     explain_error(error, debug=debug)
     return WRONG_USE if isinstance(error, HooklineError) else FAILED
@@ -44,10 +46,22 @@ def explain_error(error: BaseException, *, debug: bool) -> None:
 
     if debug:
         traceback.print_exception(error)
-    elif isinstance(error, HooklineError) and not own_frames(error.__traceback__):
-        print(f"hookline: {error}", file=sys.stderr)
+    elif isinstance(error, HooklineError) and _says_it_all(error):
+        print("\n".join([f"hookline: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     else:
-        _print_own(error)
+        print(own_text(error), file=sys.stderr)
+
+
+def _says_it_all(error: BaseException) -> bool:
+    """Whether the sentence is enough: nothing of the user's called it, or a package is missing, whoever needs it.
+
+    What an experiment that comes with hookline raises of its own is about its options.
+    """
+    from hookline.errors import MissingPackageError
+
+    frames = own_frames(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(_PACKAGE)]
+    return isinstance(error, MissingPackageError) or not theirs
 
 
 def own_frames(trace: TracebackType | None) -> traceback.StackSummary:
@@ -66,16 +80,18 @@ def _is_theirs(filename: str) -> bool:
     return "site-packages" not in path.parts and not path.is_relative_to(Path(traceback.__file__).resolve().parent)
 
 
-def _print_own(error: BaseException) -> None:
-    frames = own_frames(error.__traceback__)
+def own_text(error: BaseException) -> str:
+    """The frames of an error that are the user's, and what it says."""
+    frames, lines = own_frames(error.__traceback__), []
     if frames:
-        print("Traceback (your code; all of it: --debug):", file=sys.stderr)
+        lines.append("Traceback (your code; all of it: --debug):")
     elif not (isinstance(error, SyntaxError) and _is_theirs(error.filename or "<")):  # that names its place itself
         frames = _last_call(error.__traceback__)
-        print("Traceback (none of it is your code; from hookline's last call on; all of it: --debug):", file=sys.stderr)
+        lines.append("Traceback (none of it is your code; from hookline's last call on; all of it: --debug):")
     if frames:
-        print("".join(frames.format()).rstrip(), file=sys.stderr)
-    print("".join(traceback.format_exception_only(error)).rstrip(), file=sys.stderr)
+        lines.append("".join(frames.format()).rstrip())
+    lines.append("".join(traceback.format_exception_only(error)).rstrip())
+    return "\n".join(lines)
 
 
 def _last_call(trace: TracebackType | None) -> traceback.StackSummary:

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,6 +73,8 @@ def _age(folder: Path) -> tuple[float, int]:
 def run_folder(path: str | Path) -> Path:
     """The folder that a user means: of a run, or the log in it."""
     folder = Path(path)
+    if not folder.exists():
+        raise OptionError(f"There is no folder {path}.{_runs_near(folder)}")
     if folder.is_file():
         folder = folder.parent
     if (folder / LOG).exists() or (folder / _FACTS).exists():
@@ -80,7 +83,19 @@ def run_folder(path: str | Path) -> Path:
     if len(below) == 1:
         return below[0]
     there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else ""
-    raise OptionError(f"{path} is no folder of a run: there is no {LOG} in it.{there}")
+    raise OptionError(f"{path} is no folder of a run: there is no {LOG} in it.{there or _runs_near(folder)}")
+
+
+def _runs_near(folder: Path) -> str:
+    """The end of an error about a folder: the runs there are, the nearest name first, at most eight."""
+    known = sorted({str(one.parent) for one in Path("runs").glob(f"*/*/{_FACTS}")})
+    near = get_close_matches(str(folder), known, n=1)
+    by_name = [run for run in known if folder.name and folder.name in Path(run).parts]
+    meant = (near or by_name)[:1]
+    listed = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    if not known:
+        return " A run leaves one in runs/EXPERIMENT/STRATEGY: hookline run EXPERIMENT."
+    return (f" Did you mean {meant[0]!r}?" if meant else "") + f" Runs here: {listed}."
 
 
 def read_run_file(folder: Path) -> dict[str, Any]:

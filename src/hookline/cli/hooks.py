@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from tyro.conf import Positional, arg
 
@@ -16,6 +16,10 @@ from hookline.cli.parse import parse
 from hookline.cli.show import print_table, tell
 
 __all__ = ["HooksOptions", "command", "describe_hooks", "list_hooks"]
+
+
+_HEADINGS: Final = {"observer": "observer", "intervention": "intervention"}
+"""By kind, what stands above the names."""
 
 
 @dataclass
@@ -44,13 +48,17 @@ def list_hooks() -> int:
 
     with messages():
         known = HookRegistry.get_all_info()
-    rows = [
-        (name, _kind(info), ", ".join(info["hook_points"]), _needs(info), info["description"])
-        for name, info in known.items()
-    ]
-    print_table("", ("hook", "kind", "points", "needs", "what it does"), rows)
-    tell(f"{len(rows)} hooks. What their metrics mean: hookline hooks NAME")
+    for kind, heading in _HEADINGS.items():
+        rows = [(name, _what(info)) for name, info in known.items() if info["kind"] == kind]
+        if rows:
+            print_table("", (heading, "what it does"), rows)
+            tell()
+    tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
     return DONE
+
+
+def _what(info: Any) -> str:
+    return f"{info['description']}{' (for debugging)' if info['debug'] else ''}"
 
 
 def _kind(info: Any) -> str:

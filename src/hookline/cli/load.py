@@ -97,7 +97,9 @@ def _import(name: str, wanted: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise OptionError(
-                f"There is no module {name!r} to take {wanted} from. A file is written with its ending: {name}.py:NAME."
+                f"There is no module {name!r} to take {wanted} from: Python cannot import {error.name!r}, neither from "
+                "here nor from the installed packages. Next: check the name (PACKAGE.MODULE:NAME), or name a file with "
+                f"its ending: {name.replace('.', '/')}.py:NAME."
             ) from None
         raise
     except (ValueError, TypeError):

@@ -52,6 +52,16 @@ class Made:
         """What most of its parameters are."""
         return next((one.dtype for one in self.experiment.model.parameters()), None)
 
+    @property
+    def epochs_to_snapshot(self) -> int | None:
+        """How many epochs from one snapshot to the next; None in the step loop."""
+        if self.loop == "step":
+            return None
+        if self.snapshot_every is not None:
+            return self.snapshot_every
+        own = getattr(getattr(self.experiment, "config", None), "snapshot_every", None)
+        return 1 if own is None else int(own)
+
     def move(self, device: Any, dtype: Any) -> None:
         """To a device, before training begins."""
         if hasattr(self.experiment, "to"):

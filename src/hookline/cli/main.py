@@ -26,7 +26,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "report": ("hookline.cli.report", "make the HTML page of one or more runs"),
     "replay": ("hookline.cli.replay", "feed a run's records to another destination"),
     "new": ("hookline.cli.new", "write a file to start from: experiment, hook or sink"),
-    "completion": ("hookline.cli.completion", "print what makes a shell complete these commands"),
+    "completion": ("hookline.cli.completion", "print what makes bash complete these commands"),
 }
 """Each command: the module that has its ``command(arguments)``, and what it does."""
 
@@ -71,7 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return DONE
     except Exception as error:
+        if _is_interrupted(error) and not debug:
+            return 130
         return explain(error, debug=debug)
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C came first: while torch is being imported, what cleans up after it meets half a module."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _print_anything() -> None:
@@ -92,6 +101,10 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"hookline {__version__}")
         return DONE
     name, rest = arguments[0], arguments[1:]
+    if name == "__complete":
+        from hookline.cli import complete
+
+        return complete.command(rest)
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         meant = f" Did you mean {near[0]!r}?" if near else ""

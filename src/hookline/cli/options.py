@@ -7,11 +7,12 @@ quick.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final
 
 from tyro.conf import Positional, arg
+from tyro.constructors import PrimitiveConstructorSpec
 
-__all__ = ["RunOptions", "flat"]
+__all__ = ["CONSOLES", "RunOptions", "flat"]
 
 
 def _arg(metavar: str | None = None, hint: str | None = "") -> Any:
@@ -19,6 +20,43 @@ def _arg(metavar: str | None = None, hint: str | None = "") -> Any:
     return arg(metavar=metavar, help_behavior_hint=hint)
 
 
+def _one_of(*words: str) -> Any:
+    """A flag that takes one of some words; of `Literal` beside None tyro would offer ``None`` as a word."""
+
+    def word(given: list[str]) -> str:
+        if given[0] not in words:
+            raise ValueError(f"one of {', '.join(words)} is wanted, got {given[0]!r}")
+        return given[0]
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="|".join(words),
+        instance_from_str=word,
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _whole_numbers() -> Any:
+    """A flag that takes whole numbers, or none; of those beside None tyro would tell what it tried."""
+
+    def numbers(given: list[str]) -> tuple[int, ...]:
+        try:
+            return tuple(map(int, given))
+        except ValueError:
+            raise ValueError(f"a whole number is wanted, such as 10, or none at all; got {' '.join(given)!r}") from None
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[N]",
+        instance_from_str=numbers,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [str(one) for one in value or ()],
+    )
+
+
+CONSOLES: Final = ("live", "lines", "tables", "silent", "none")
+"""What the terminal can show."""
 Flag = Annotated[bool, _arg()]
 
 
@@ -39,7 +77,7 @@ class TrainingOptions:
     """Compile the model (torch.compile); hooks fire all the same."""
     no_determinism: Flag = False
     """Let torch take kernels that may differ from run to run."""
-    matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, _arg("highest|high|medium")] = None
+    matmul_precision: Annotated[str | None, _one_of("highest", "high", "medium"), _arg()] = None
     """How exactly a GPU multiplies float32 matrices."""
 
 
@@ -57,6 +95,9 @@ class HookOptions:
     """Hooks on modules, as data: a JSON, YAML or TOML list of name, target_modules, hook_factory, config."""
     hook_offload_state: Flag = False
     """Keep the tensors of hooks on the CPU while they do not run."""
+    on_hook_error: Annotated[str, _one_of("raise", "warn", "disable"), _arg(None, None)] = "raise"
+    """When a hook raises, and what it did is undone: the run fails; a warning, and the hook stays on; or the hook is
+    switched off."""
     profile_hooks: Flag = False
     """Time every hook until the device has done its work, and print a table at the end."""
     hooks_list: Flag = False
@@ -93,12 +134,17 @@ class OutputOptions:
 
     output_dir: Annotated[str, _arg("DIR", None)] = "runs"
     """Where the folders of runs are: DIR/EXPERIMENT/STRATEGY."""
+    console: Annotated[str | None, _one_of(*CONSOLES), _arg()] = None
+    """live: a column of chosen metrics with trends; lines: a line of numbers per snapshot; tables: all metrics at every
+    snapshot; silent: progress and closing lines alone; none. If left out: live on a terminal, lines elsewhere."""
+    show: Annotated[tuple[str, ...], _arg("METRIC ...")] = ()
+    """Which metrics are in the lines and the live view: val_acc, norms/total_norm, 'hessian/*'."""
     live: Flag = False
-    """Show chosen metrics beside the progress, with trends."""
+    """The same as --console live."""
     silent: Flag = False
-    """No tables of metrics; progress and closing lines stay."""
+    """The same as --console silent; goes before --live."""
     no_console_output: Flag = False
-    """Print nothing but errors. Goes before --silent, which goes before --live."""
+    """The same as --console none: print nothing but errors. Goes before --silent."""
     no_report: Flag = False
     """Do not write report.html at the end."""
     record_trajectory: Flag = False
@@ -111,10 +157,10 @@ class OutputOptions:
 class CheckpointOptions:
     """Saving and going on"""
 
-    save_checkpoints: Annotated[tuple[int, ...] | None, _arg("[N]")] = None
+    save_checkpoints: Annotated[tuple[int, ...] | None, _whole_numbers(), _arg()] = None
     """Save every N epochs (step loop: steps; 1 and 100 if N is left out). One is written at the end and on Ctrl-C in
     any case."""
-    validate_checkpoints: Annotated[tuple[int, ...] | None, _arg("[N]")] = None
+    validate_checkpoints: Annotated[tuple[int, ...] | None, _whole_numbers(), _arg()] = None
     """The same, and each is read back and compared with what was saved, bit for bit: OK or MISMATCH."""
     resume: Flag = False
     """Go on with the newest run of this experiment and strategy, with its options; flags given here win over them."""

@@ -1,18 +1,21 @@
 """The options of a command, read from its arguments.
 
-Takes a dataclass whose docstring is the help, hands back one that is filled; tyro does the rest.
+Takes a dataclass whose docstring is the help, hands back one that is filled; tyro does the rest, but for the words it
+has for numbers.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import tyro
 from tyro.conf import FlagCreatePairsOff
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-__all__ = ["parse"]
+__all__ = ["NUMBERS", "parse"]
 
 _Options = TypeVar("_Options")
 
@@ -21,5 +24,49 @@ def parse(cls: type[_Options], arguments: Sequence[str], command: str) -> _Optio
     """The options; a mistake in them leaves the process with exit code 2."""
     about = inspect.cleandoc(cls.__doc__ or "")
     return tyro.cli(
-        cls, args=list(arguments), prog=f"hookline {command}", description=about, config=(FlagCreatePairsOff,)
+        cls,
+        args=list(arguments),
+        prog=f"hookline {command}",
+        description=about,
+        config=(FlagCreatePairsOff,),
+        registry=NUMBERS,
+    )
+
+
+NUMBERS = ConstructorRegistry()
+"""Whole numbers and numbers, with a sentence for what is none: ``int()`` speaks of literals and bases."""
+
+
+@NUMBERS.primitive_rule
+def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    kinds = set(get_args(info.type)) if get_origin(info.type) in (Union, UnionType) else {info.type}
+    or_none = NoneType in kinds
+    kinds -= {NoneType}
+    if kinds == {int}:
+        return _spec(int, "a whole number is wanted, such as 10", or_none=or_none)
+    if kinds == {float}:
+        return _spec(float, "a number is wanted, such as 0.1 or 1e-3", or_none=or_none)
+    return None
+
+
+def _spec(kind: Callable[[str], Any], wanted: str, *, or_none: bool) -> PrimitiveConstructorSpec[Any]:
+    def read(given: list[str]) -> Any:
+        if or_none and given[0].lower() == "none":
+            return None
+        try:
+            return kind(given[0])
+        except ValueError:
+            raise ValueError(f"{wanted}; got {given[0]!r}") from None
+
+    def fits(value: Any) -> Any:
+        # As tyro has it: a whole number will do for a number.
+        is_same = type(value) is kind or (or_none and value is None)
+        return "~" if not is_same and kind is float and isinstance(value, int) else is_same
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=getattr(kind, "__name__", "").upper(),
+        instance_from_str=read,
+        is_instance=fits,
+        str_from_instance=lambda value: [str(value)],
     )

@@ -29,9 +29,12 @@ class FigureSink(MetricSink):
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
+        self.names: set[str] = set()
+        """Every metric that has come."""
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Keep those that are shown; of values by step the last."""
+        self.names.update(metrics)
         for name, shown in _FIGURES.items():
             value = metrics.get(name)
             value = value[-1] if isinstance(value, list) and value else value

@@ -23,12 +23,13 @@ from hookline.cli.hook_config import read_hook_config
 from hookline.cli.hook_objects import HookObjects, checked_schedules, checked_trackers
 from hookline.cli.module_specs import check_factories, check_specs, specs_of_file
 from hookline.cli.options import RunOptions, flat
+from hookline.cli.parse import NUMBERS
 from hookline.errors import OptionError
 
 __all__ = ["Request", "first_look", "read_request"]
 
 _MARKERS: Final = (OmitArgPrefixes, FlagCreatePairsOff)
-_SEVERAL: Final = ("--hooks", "--hook-config", "--hook-sink", "--hooks-describe")
+_SEVERAL: Final = ("--hooks", "--hook-config", "--hook-sink", "--hooks-describe", "--show")
 _NOT_SAVED: Final = frozenset(
     ("experiment", "resume", "force", "dry_run", "config", "hooks_list", "hooks_describe", "hook_config")
 )
@@ -135,7 +136,14 @@ def first_look(argv: Sequence[str]) -> tuple[RunOptions, list[str]]:
     """The flags that every experiment has, and the arguments with flags of several values joined."""
     joined = _joined(argv)
     without_help = [one for one in joined if one not in ("-h", "--help")]
-    options, _ = tyro.cli(RunOptions, args=without_help, prog="hookline run", return_unknown_args=True, config=_MARKERS)
+    options, _ = tyro.cli(
+        RunOptions,
+        args=without_help,
+        prog="hookline run",
+        return_unknown_args=True,
+        config=_MARKERS,
+        registry=NUMBERS,
+    )
     if options.experiment == "[]":  # tyro 1.0, for a positional that is not there beside flags it does not know
         options.experiment = None
     return options, joined
@@ -241,10 +249,13 @@ def _second_look(
             prog=f"hookline run {options.experiment or found.name}",
             description=f"Train {found.name}, with hooks.",
             config=(FlagCreatePairsOff,),
+            registry=NUMBERS,
         )
     except SystemExit as left:
         if left.code:  # tyro has said what is wrong
-            print(f"All options of {found.name}: hookline run {options.experiment} --help", file=sys.stderr)
+            own = [f"--{name.replace('_', '-')}" for name in ([] if flags is None else flags.names)]
+            takes = f"{found.name} itself takes {', '.join(own)}. " if own else ""
+            print(f"{takes}All options of {found.name}: hookline run {options.experiment} --help", file=sys.stderr)
         raise
 
 

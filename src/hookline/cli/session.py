@@ -128,11 +128,12 @@ class Session:
         own = self._own_hooks(made)
         if not prepared.hook_objects.names and not own and not prepared.hooks:
             _warn_of_unused(self.request)
+            prepared.screen.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
             return None
         from hookline.dispatch.manager import HookManager
         from hookline.sinks.fan_out import FanOut
 
-        self._sinks = [*prepared.screen.sinks(), *prepared.make_sinks()]
+        self._sinks = [*prepared.screen.sinks(made.epochs_to_snapshot), *prepared.make_sinks()]
         sinks = FanOut([*self._sinks, self._figures], log=folder / LOG)
         manager = HookManager(
             (),
@@ -142,6 +143,7 @@ class Session:
             prepared.hook_objects.reference,
             profile_hooks=self.request.options.hook.profile_hooks,
             loop_type=made.loop,
+            on_error=self.request.options.hook.on_hook_error,
         )
         prepared.hooks[:] = manager.hooks.values()
         made.report_trackers_to(manager)
@@ -199,16 +201,40 @@ class Session:
             raise ResumeError(str(error).replace("Checkpoints(..., force=True)", "--force")) from error
         except Exception as error:
             notes.end("failed", time.perf_counter() - began, error=error)
-            raise RunFailed from error
+            raise RunFailed(self._after_failure(folder, manager)) from error
         except BaseException as error:  # a second Ctrl-C
             notes.end("stopped", time.perf_counter() - began, error=error)
             self.prepared.screen.say(_left_at_once(folder))
             raise
+        if manager is not None:
+            self.prepared.screen.say_what_is_missing(self._figures.names)
+            self._say_who_failed(manager)
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
         notes.end(status, seconds, result=result)
         profile = str(manager.profiler) if manager is not None and manager.profiler.enabled else ""
         return Ended(folder, result, seconds, status, profile)
+
+    def _after_failure(self, folder: Path, manager: Any) -> str:
+        """What a user does next: where the run is, how to go on, and without whom."""
+        lines = [f"The run failed; what it recorded until then is in {folder}."]
+        failed = [] if manager is None else list(manager.hook_errors)
+        if failed:
+            lines.append(
+                f"Next: to train on when {' or '.join(failed)} raises: --on-hook-error disable (it is switched off) or "
+                "warn (it stays on)."
+            )
+        if _newest_checkpoint(folder) is not None:
+            lines.append("To go on from its last checkpoint: --resume.")
+        return " ".join(lines)
+
+    def _say_who_failed(self, manager: Any) -> None:
+        """Tell of hooks that raised while the run went on."""
+        off = manager.plan().left_out
+        for name, count in manager.hook_errors.items():
+            became = "was switched off" if name in off else "stayed on"
+            times = "once" if count == 1 else f"{count} times"
+            self.prepared.screen.say(f"The hook {name} raised {times} and {became}: its metrics are incomplete.")
 
     def _loop(self, made: Made, folder: Path, manager: Any, *, resume: bool) -> Any:
         checkpoints = self._checkpoints(made, folder / "checkpoints")

@@ -79,6 +79,9 @@ class HookChoice(_Strict):
     offload_state: bool = Field(
         default=False, description="Keep the tensors of hooks on the CPU while they do not run."
     )
+    on_error: Literal["raise", "warn", "disable"] = Field(
+        default="raise", description="When one raises: the run fails; a warning; or the hook is switched off."
+    )
     profile: bool = Field(default=False, description="Time every hook, the device's work included.")
 
 
@@ -131,9 +134,11 @@ class RunFile(_Strict):
     enable_hooks: bool = Field(default=True, description="Whether the hooks on modules are attached.")
     trackers: list[TrackerEntry] = Field(default_factory=list, description="Trackers on modules.")
     sinks: SinkChoice = Field(default_factory=lambda: SinkChoice(), description="Where metrics go.")
-    console: Literal["normal", "live", "silent", "none"] = Field(
-        default="normal", description="What the terminal shows."
+    console: Literal["live", "lines", "tables", "normal", "silent", "none"] | None = Field(
+        default=None,
+        description="What the terminal shows; normal is tables. If left out: live on a terminal, lines elsewhere.",
     )
+    show: list[str] = Field(default_factory=list, description="Which metrics are in the lines and the live view.")
     seed: int = Field(default=199, ge=0, description="What random streams start from.")
     output_dir: str = Field(default="runs", description="Where the folders of runs are.")
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1, …")

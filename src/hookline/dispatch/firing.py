@@ -190,7 +190,16 @@ class Firing:
         # Nobody keeps the error itself: its traceback holds the context, and with it a batch, perhaps gradients.
         self.current = None
         self.done.append((entry, seconds, receipt, _in_words(error)))
-        return self._troubles.goes_on_after(error, entry)
+        if self._troubles.goes_on_after(error, entry):
+            return True
+        self._name_hook(error, entry)
+        return False
+
+    def _name_hook(self, error: BaseException, entry: Entry) -> None:
+        """Add to the error which hook raised it, and when: the traceback of a class of analyses names neither."""
+        note = f"Raised by the hook {entry.name!r} at {self.point.name}, step {self.step}, epoch {self.ctx.epoch}."
+        if isinstance(error, Exception) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 def receipt_of(entry: Entry, seconds: float, receipt: Any, error: str) -> FiringReceipt:

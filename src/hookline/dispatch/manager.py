@@ -201,8 +201,12 @@ class HookManager(Dispatcher, Reporting):
     def start(self, model: nn.Module) -> None:
         """Tell every hook that training begins, or goes on; what the loops of hookline do."""
         with kept_rng():
-            for hook in self.hooks.values():
-                hook.start(model)
+            for name, hook in self.hooks.items():
+                try:
+                    hook.start(model)
+                except Exception as error:
+                    error.add_note(f"Raised by the hook {name!r} when training began, in start(model).")
+                    raise
 
     def finish(self) -> None:
         """Tell every hook that training is over; what the loops of hookline do, whatever ended it."""

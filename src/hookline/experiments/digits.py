@@ -32,7 +32,7 @@ class Config:
     steps: int = 600
     """How many steps to train for."""
     snapshot_every: int = 100
-    """How many steps from one snapshot, evaluation and table to the next."""
+    """How many steps from one snapshot, evaluation and line to the next."""
     batch_size: int = 64
     """How many images make a step."""
     train_fraction: float = 0.8

@@ -23,9 +23,9 @@ __all__ = ["Config", "ModArithmetic", "ModularTransformer"]
 
 _OBSERVERS = [
     *("training_metrics", "norms", "consecutive", "variance", "batch_dynamics", "weight_tracking", "parameter_delta"),
-    *("path_length", "training_diagnostics", "gradient_projection", "subspace_gradient_info", "attention", "fourier"),
-    *("token_gradient", "phases", "stats"),
-]
+    *("path_length", "training_diagnostics", "subspace_gradient_info", "attention", "fourier", "token_gradient"),
+    *("phases", "stats"),
+]  # gradient_projection compares with the weights of another run: it is asked for together with their file
 _INTERVENTIONS = ["hessian", "counterfactual", "adam_dynamics"]
 
 
@@ -36,7 +36,7 @@ class Config:
     epochs: int = 100
     """How often to go through the training pairs."""
     snapshot_every: int = 25
-    """How many epochs from one snapshot, and table, to the next."""
+    """How many epochs from one snapshot, and line, to the next."""
     eval_every: int = 1
     """How many epochs from one evaluation to the next."""
     p: int = 59

@@ -1,4 +1,4 @@
-"""Metrics on the screen: a table at every snapshot, or a column beside the progress of the run that is always there.
+"""Metrics on the screen: a table or a line at every snapshot, or a column beside the progress that is always there.
 
 Takes records from the fan-out, hands text to rich. Several sinks and the progress bar share one screen through the same
 rich ``Console``.
@@ -7,11 +7,13 @@ rich ``Console``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, get_args
 
 from hookline.errors import OptionError
+from hookline.sinks.console_choice import MetricChoice
 from hookline.sinks.console_format import format_value, is_troubled, printable, split_key
+from hookline.sinks.console_lines import SnapshotLines
 from hookline.sinks.record import Record
 from hookline.sinks.sink import MetricSink
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConsoleSink", "Mode"]
 
-Mode = Literal["normal", "live"]
+Mode = Literal["normal", "live", "lines"]
 _MOST_SLASHES: Final = 1
 """A name with more is that of one layer or parameter: hundreds, which are for files and the page."""
 
@@ -43,8 +45,13 @@ class ConsoleSink(MetricSink):
         mode: ``"normal"`` keeps the newest value of every metric and prints a table when a SNAPSHOT has come, and at
             the end; while `progress_bar` moves, when the snapshot is over, so that what hooks and the evaluation say
             of it is in one. ``"live"`` shows a column with chosen metrics and whether they rise or fall, always up to
-            date; on what is no terminal it says so once, and prints tables.
-        live_metrics: What is in the column: ``{group: {label: metric}}``. If left out: what comes, by hook.
+            date; on what is no terminal it says so once, and prints tables. ``"lines"`` prints a line where
+            ``"normal"`` prints a table: eight numbers at most, or those of ``show``.
+        live_metrics: What is in the column: ``{group: {label: metric}}``. If left out: what comes, by hook. In lines,
+            what goes before the metrics of other hooks.
+        show: Which metrics are in the lines and in the column: ``"hook/metric"``, a metric's name alone, or a pattern
+            with ``*``. Goes before ``live_metrics``.
+        snapshot_every: How many epochs from one line to the next where no hook says that a snapshot has come.
         console: A rich console to print to. If left out, one is made on ``file``.
         file: Where to print to; the standard output if left out.
         width: How many characters fit in a line; as the terminal says if left out.
@@ -56,18 +63,27 @@ class ConsoleSink(MetricSink):
         mode: Mode = "normal",
         live_metrics: Mapping[str, Mapping[str, str]] | None = None,
         *,
+        show: Sequence[str] = (),
+        snapshot_every: int | None = None,
         console: Console | None = None,
         file: IO[str] | None = None,
         width: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if str(mode).lower() not in get_args(Mode):
-            raise OptionError(f"mode= of ConsoleSink is 'normal' or 'live', got {mode!r}.")
+            raise OptionError(f"mode= of ConsoleSink is 'normal', 'live' or 'lines', got {mode!r}.")
+        if isinstance(show, str):
+            raise OptionError(f"show= of ConsoleSink is a list of metrics, got {show!r}; write [{show!r}].")
         if console is not None and (file is not None or width is not None):
             raise OptionError("ConsoleSink takes either a console, which has a file and a width, or these; got both.")
-        self.mode: Mode = "live" if str(mode).lower() == "live" else "normal"
+        self.mode: Mode = next(known for known in get_args(Mode) if known == str(mode).lower())
         """As asked for; `live` tells what came of it."""
         self._live_metrics = live_metrics
+        declared = [key for labels in (live_metrics or {}).values() for key in labels.values()]
+        self.choice = MetricChoice(show, declared)
+        """Which metrics are shown where there is room for few."""
+        self._lines = SnapshotLines(self.choice)
+        self._snapshot_every = snapshot_every
         self._given = (console, file, width)
         self._clock = clock
         self._console: Console | None = None
@@ -101,7 +117,8 @@ class ConsoleSink(MetricSink):
         if self._column is None and self.mode == "live" and _can_be_redrawn(self.console):
             from hookline.sinks.console_live import LiveColumn
 
-            self._column = LiveColumn(self.console, self._live_metrics, clock=self._clock)
+            chosen = self.choice if self.choice.asked else self._live_metrics
+            self._column = LiveColumn(self.console, chosen, clock=self._clock)
         return self._column
 
     def progress_bar(self) -> RunProgress:
@@ -124,7 +141,7 @@ class ConsoleSink(MetricSink):
         if self.live is not None:
             self.live.update(record, self._strategy)
             return
-        if self._last is not None and (record.point, record.step) != (self._last.point, self._last.step):
+        if self._last is not None and self._moment(record) != self._moment(self._last):
             self._settle()
         self._latest |= record.metrics
         self._last = record
@@ -132,6 +149,12 @@ class ConsoleSink(MetricSink):
             self._is_due = True
             if self._bar is None or not self._bar.is_running:
                 self._settle()
+        elif self.mode == "lines" and record.point == "POST_EPOCH" and self._snapshot_every:
+            self._is_due = self._is_due or record.epoch % self._snapshot_every == 0
+
+    def _moment(self, record: Record) -> tuple[Any, ...]:
+        """What records of one table or line have in common; a line has the end of the epoch and its snapshot."""
+        return (record.epoch, record.step) if self.mode == "lines" else (record.point, record.step)
 
     def _settle(self) -> None:
         """A snapshot is over: the next step is made, or something else is told."""
@@ -141,13 +164,14 @@ class ConsoleSink(MetricSink):
     def set_run_context(self, **context: Any) -> None:
         """Another run begins: what was kept of the last one is forgotten; ``flush`` is what prints it."""
         self._latest.clear()
+        self._lines.clear()
         self._is_due = False
         self._strategy = context.get("strategy", self._strategy)
         if self._column is not None:
             self._column.clear(self._strategy)
 
     def flush(self) -> None:
-        """What has come since the last table is printed."""
+        """Print what has come since the last table or line."""
         self._print_table()
         if self._column is not None:
             self._column.refresh()
@@ -162,7 +186,10 @@ class ConsoleSink(MetricSink):
 
     def _print_table(self) -> None:
         latest, self._latest, self._is_due = self._latest, {}, False
-        if latest and self._last is not None:
+        if latest and self._last is not None and self.mode == "lines":
+            for line in self._lines.lines(latest, self._last):
+                self.console.print(self._text(line), soft_wrap=True)
+        elif latest and self._last is not None:
             shown = {key: latest[key] for key in sorted(latest) if key.count("/") <= _MOST_SLASHES}
             num_hidden = len(latest) - len(shown)
             if shown:

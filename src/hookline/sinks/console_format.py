@@ -9,7 +9,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["DOWN", "FLAT", "UP", "format_value", "is_troubled", "printable", "split_key", "trend", "typical"]
+__all__ = [
+    "DOWN",
+    "FLAT",
+    "UP",
+    "format_short",
+    "format_value",
+    "is_troubled",
+    "printable",
+    "split_key",
+    "trend",
+    "typical",
+]
 
 UP: Final = "▲"
 DOWN: Final = "▼"
@@ -23,7 +34,7 @@ _LONGEST: Final = 60
 
 
 def format_value(value: Any) -> str:
-    """One value in a few characters: ``.6f``, or ``.4e`` below 0.001 and over 10,000; of a list its mean.
+    """One value in a few characters: ``.6f``, or ``.4e`` below 0.001 and over 10,000, 0 as 0; of a list its mean.
 
     Recipe: ``format_value([1.0, 2.0])`` is ``"1.500000 (n=2)"``.
     """
@@ -41,9 +52,26 @@ def format_value(value: Any) -> str:
     return _cut(" ".join(str(value).split()))
 
 
+def format_short(value: Any) -> str:
+    """One value in a column: four significant digits; of a list its mean, of what is no number its text.
+
+    Recipe: ``format_short(0.0272341)`` is ``"0.02723"``.
+    """
+    number = typical(value)
+    if number is None:
+        return format_value(value)
+    if isinstance(number, int):
+        return _cut(str(number))
+    if 0 < abs(number) < 0.001:
+        return f"{number:.2e}"  # as wide as 0.001234
+    return "0" if number == 0 else f"{number:.4g}"
+
+
 def _number(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
+    if value == 0:
+        return "0"
     return f"{value:.4e}" if abs(value) < 0.001 or abs(value) > 10_000 else f"{value:.6f}"
 
 

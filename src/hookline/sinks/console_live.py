@@ -6,10 +6,11 @@ Takes records from `ConsoleSink` and, from `RunProgress`, what else is to be on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from hookline.sinks.console_choice import MetricChoice
 from hookline.sinks.console_format import (
     DOWN,
     UP,
@@ -36,6 +37,9 @@ _ROOM_BESIDE: Final = 56
 """What the progress of the run needs at least; on a narrower screen it goes below."""
 _MOST_ROWS: Final = 24
 """Of metrics that nobody has chosen."""
+_FRAME: Final = 3
+_FRAME_AND_BAR: Final = 5
+"""Lines of the screen that are not metrics: the frame, the line of the cursor; the bar and its figures."""
 _REDRAWS_PER_SECOND: Final = 4
 
 
@@ -45,7 +49,7 @@ class LiveColumn:
     def __init__(
         self,
         console: Console,
-        metrics: Mapping[str, Mapping[str, str]] | None = None,
+        metrics: Mapping[str, Mapping[str, str]] | MetricChoice | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -107,7 +111,7 @@ class LiveColumn:
         parts: list[RenderableType] = [self._panel()] if self._groups() else []
         if self._beside is None or not parts:
             return Group(*parts, *([self._beside] if self._beside is not None else []))
-        if self._console.width < _WIDTH + _ROOM_BESIDE:
+        if not self._is_wide:
             return Group(*parts, self._beside)
         from rich.table import Table
 
@@ -132,7 +136,10 @@ class LiveColumn:
         rows.add_column(justify="right", no_wrap=True)
         rows.add_column(width=1)
         values, history = self._values, self._history
-        for group, labels in self._groups().items():
+        shown, num_hidden = _cut_to(
+            self._groups(), self._console.height - (_FRAME if self._is_wide else _FRAME_AND_BAR)
+        )
+        for group, labels in shown.items():
             rows.add_row(self._text(group, "bold"))
             for label, key in labels.items():
                 value, mark = values.get(key), trend(history.get(key, ()))
@@ -142,23 +149,50 @@ class LiveColumn:
                     self._text(format_value(value), style),
                     self._text(mark, {UP: "green", DOWN: "magenta"}.get(mark, "dim")),
                 )
+        if num_hidden:
+            rows.add_row(self._text(f"… {num_hidden} more", "dim"))
         return rows
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether there is room for the progress of the run beside the column."""
+        return self._console.width >= _WIDTH + _ROOM_BESIDE
 
     def _groups(self) -> dict[str, dict[str, str]]:
         """What there is to show: of every group the metrics that have come."""
+        if isinstance(self._chosen, MetricChoice):
+            return _by_hook(self._chosen.choose(self._values))
         if self._chosen:
             found = {
                 group: {label: key for label, key in labels.items() if key in self._values}
                 for group, labels in self._chosen.items()
             }
             return {group: labels for group, labels in found.items() if labels}
-        by_hook: dict[str, dict[str, str]] = {}
-        for key in [key for key in self._values if key.count("/") == 1][:_MOST_ROWS]:
-            hook, metric = split_key(key)
-            by_hook.setdefault(hook, {})[metric] = key
-        return by_hook
+        return _by_hook([key for key in self._values if key.count("/") == 1][:_MOST_ROWS])
 
     def _text(self, text: str, style: str = "") -> Text:
         from rich.text import Text
 
         return Text(printable(text, self._console.encoding), style=style)
+
+
+def _cut_to(groups: Mapping[str, Mapping[str, str]], num_lines: int) -> tuple[dict[str, dict[str, str]], int]:
+    """Return the groups that fit into so many lines, each with its heading, and how many metrics do not."""
+    total = sum(map(len, groups.values()))
+    if total + len(groups) <= num_lines:
+        return {group: dict(labels) for group, labels in groups.items()}, 0
+    shown: dict[str, dict[str, str]] = {}
+    left = num_lines - 1  # the last says how many there are yet
+    for group, labels in groups.items():
+        if left >= 2:  # a heading alone says nothing
+            shown[group] = dict(list(labels.items())[: left - 1])
+            left -= 1 + len(shown[group])
+    return shown, total - sum(map(len, shown.values()))
+
+
+def _by_hook(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        hook, metric = split_key(key)
+        found.setdefault(hook, {})[metric] = key
+    return found

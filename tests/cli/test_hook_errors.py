@@ -1,0 +1,133 @@
+"""A hook that raises: what ``--on-hook-error`` makes of it, and what the user is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_cli import TINY, facts_of, run_here
+
+FOLDER = Path("runs/tiny/forward")
+QUIET = ("--silent", "--no-report", "--epochs", "4")
+BOOM = """
+import hookline as hl
+
+class Boom(hl.TrainingHook):
+    name = "boom"
+    hook_points = {hl.HookPoint.POST_EPOCH}
+
+    def compute(self, ctx):
+        if ctx.epoch >= 1:
+            raise ValueError("no such luck")
+        return {"ok": 1.0}
+
+class Late(hl.TrainingHook):
+    name = "late"
+    hook_points = {hl.HookPoint.POST_EPOCH}
+
+    def start(self, model):
+        raise ValueError("not ready")
+
+    def compute(self, ctx):
+        return {}
+"""
+
+
+@pytest.fixture(autouse=True)
+def boom() -> None:
+    Path("boom.py").write_text(BOOM)
+
+
+def test_by_default_the_run_fails_and_says_who_when_where_and_what_next(capsys):
+    """Hook, point, step, folder, and the flag to go on with."""
+    assert run_here("run", TINY, "--hooks", "boom.py:Boom", *QUIET) == 1
+    err = capsys.readouterr().err
+    assert "ValueError: no such luck" in err
+    assert "Raised by the hook 'boom' at POST_EPOCH, step 5, epoch 1." in err
+    assert "The run failed; what it recorded until then is in runs/tiny/forward." in err
+    assert "to train on when boom raises: --on-hook-error disable" in err
+    assert facts_of(FOLDER)["status"] == "failed"
+    assert facts_of(FOLDER)["hooks"]["boom"]["failed"] == 1
+
+
+@pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
+@pytest.mark.parametrize(
+    ("policy", "count", "said"),
+    [
+        ("warn", 3, "The hook boom raised 3 times and stayed on: its metrics are incomplete."),
+        ("disable", 1, "The hook boom raised once and was switched off: its metrics are incomplete."),
+    ],
+)
+def test_the_run_goes_on_if_that_is_asked_for(policy, count, said, capsys):
+    """The frames that are the user's are shown once; the end says what is missing."""
+    assert run_here("run", TINY, "--hooks", "boom.py:Boom", "norms", "--on-hook-error", policy, *QUIET) == 0
+    heard = capsys.readouterr()
+    assert said in heard.out
+    assert heard.err.count("Traceback") == 1
+    assert "boom.py" in heard.err
+    assert "firing.py" not in heard.err
+    assert "manager.hook_errors" not in heard.err
+    facts = facts_of(FOLDER)
+    assert (facts["status"], facts["hooks"]["boom"]["failed"], facts["hooks"]["norms"]["failed"]) == (
+        "finished",
+        count,
+        0,
+    )
+
+
+def test_a_run_file_says_it_and_a_resumed_run_keeps_it(capsys):
+    """``hooks: {on_error: disable}``."""
+    text = f"experiment: {TINY}\nhooks: {{names: ['boom.py:Boom'], on_error: disable}}\n"
+    Path("run.yaml").write_text(text)
+    assert run_here("run", "run.yaml", *QUIET) == 0
+    assert facts_of(FOLDER)["options"]["flags"]["on_hook_error"] == "disable"
+    assert run_here("run", TINY, "--resume", *QUIET[:2], "--epochs", "6") == 0
+    assert facts_of(FOLDER)["result"]["epochs"] == 6
+    assert run_here("run", "run.yaml", "--on-hook-error", "raise", *QUIET) == 1
+
+
+def test_a_hook_that_cannot_start_is_named(capsys):
+    """Before the first step."""
+    assert run_here("run", TINY, "--hooks", "boom.py:Late", *QUIET) == 1
+    err = capsys.readouterr().err
+    assert "Raised by the hook 'late' when training began, in start(model)." in err
+    assert "in runs/tiny/forward." in err
+
+
+def test_a_failure_that_is_no_hooks_names_the_folder_alone(capsys):
+    """The experiment's own."""
+    assert run_here("run", TINY.replace(":Tiny", ":Broken"), *QUIET) == 1
+    err = capsys.readouterr().err
+    assert "what it recorded until then is in runs/broken/forward." in err
+    assert "--on-hook-error" not in err
+
+
+def test_a_missing_package_is_its_install_line(capsys, monkeypatch):
+    """Whoever needs it: the experiment that comes with hookline, or a file of one's own."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    hidden = {"sklearn": None, "sklearn.datasets": None}
+    for name, nothing in hidden.items():
+        monkeypatch.setitem(sys.modules, name, nothing)
+    assert run_here("run", "digits", "--steps", "1") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("hookline: The experiment 'digits' takes its images from scikit-learn")
+    assert "pip install 'hookline[experiments]'" in err
+    assert "Traceback" not in err
+    assert "your code" not in err
+
+
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(capsys, monkeypatch):
+    """What cleans up after it meets half a module, and that error is none of the user's business."""
+    from hookline.cli import run
+
+    def interrupted(arguments):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("partially initialized module")
+
+    monkeypatch.setattr(run, "command", interrupted)
+    assert run_here("run", TINY) == 130
+    assert capsys.readouterr().err == ""

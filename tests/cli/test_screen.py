@@ -1,0 +1,162 @@
+"""What a run shows: the live view on a terminal, a line per snapshot elsewhere, tables when they are asked for."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_cli import TINY, facts_of, records_of, run_here, same_weights
+
+from hookline.cli.options import OutputOptions
+from hookline.cli.screen import mode_of
+
+SMALL = ("--p", "11", "--width", "8", "--batch-size", "32", "--epochs", "3", "--snapshot-every", "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "on_terminal", "elsewhere"),
+    [
+        ({}, "live", "lines"),
+        ({"live": True}, "live", "lines"),
+        ({"console": "lines"}, "lines", "lines"),
+        ({"console": "tables"}, "tables", "tables"),
+        ({"console": "tables", "live": True}, "live", "lines"),
+        ({"live": True, "silent": True}, "silent", "silent"),
+        ({"console": "live", "no_console_output": True, "silent": True}, "none", "none"),
+    ],
+)
+def test_a_terminal_has_the_live_view_and_what_is_none_has_lines(options, on_terminal, elsewhere):
+    """Unless something else is asked for."""
+    asked = OutputOptions(**options)
+    assert (mode_of(asked, can_redraw=True), mode_of(asked, can_redraw=False)) == (on_terminal, elsewhere)
+
+
+@pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
+def test_the_run_of_the_makefile_is_a_few_lines_and_begins_with_no_warning(capsys):
+    """Names of columns, a line per snapshot, where everything is."""
+    flags = ("--with-hooks", "observers", "--hook-csv", "--hook-jsonl")
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    assert f"hookline run mod_arithmetic {' '.join(flags)}" in makefile
+    assert run_here("run", "mod_arithmetic", *flags, *SMALL) == 0
+    heard = capsys.readouterr()
+    assert heard.err == ""
+    lines = heard.out.splitlines()
+    assert len(lines) <= 20
+    assert lines[0].split()[:6] == ["epoch", "step", "loss", "val_acc", "val_loss", "train_acc"]
+    assert [line.split()[0] for line in lines if re.match(r" +\d", line)] == ["0", "1", "2"]
+    assert max(len(line) for line in lines) <= 160
+
+
+@pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
+def test_no_group_of_an_experiment_needs_a_file(capsys):
+    """What needs reference weights is asked for together with them; its warning has the flag."""
+    assert run_here("run", "mod_arithmetic", "--hooks", "gradient_projection", "--no-report", *SMALL) == 0
+    heard = capsys.readouterr()
+    assert "--hook-config reference_weights.path=FILE" in heard.err
+    assert "HookManager(" not in heard.err
+
+
+def test_a_line_has_the_metrics_that_are_asked_for(capsys):
+    """By name, with its hook, or as a pattern; what never comes is told."""
+    flags = ("--hooks", "norms", "--show", "val_acc", "norms/total_norm", "los", "--epochs", "2", "--no-report")
+    assert run_here("run", TINY, *flags) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["epoch", "step", "val_acc", "total_norm"]
+    assert "--show los: no metric of that name has come. Did you mean 'loss'?" in out
+    assert "--show val_acc" not in out
+
+
+def test_a_run_file_chooses_what_is_shown_and_flags_win(capsys):
+    """``console:`` and ``show:``."""
+    text = f"experiment: {TINY}\nconfig: {{epochs: 1}}\nreport: false\nconsole: tables\nshow: [loss]\n"
+    Path("run.yaml").write_text(text)
+    assert run_here("run", "run.yaml") == 0
+    assert "Hook Metrics" in capsys.readouterr().out
+    assert run_here("run", "run.yaml", "--console", "lines") == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["epoch", "step", "loss"]
+    assert run_here("run", "run.yaml", "--silent") == 0
+    assert "Hook Metrics" not in capsys.readouterr().out
+
+
+def test_a_bare_run_records_its_loss_and_has_a_page(capsys, tmp_path):
+    """Nobody who trains wants no curve; and the run is the same bit for bit."""
+    assert run_here("run", TINY, "--epochs", "8", "--snapshot-every", "3") == 0
+    folder = tmp_path / "runs" / "tiny" / "forward"
+    assert (folder / "report.html").exists()
+    assert sum("training_metrics/loss" in record["metrics"] for record in records_of(folder)) == 8
+    assert sum("eval/val_acc" in record["metrics"] for record in records_of(folder)) == 8
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if re.match(r" +\d", line)] == ["0", "3", "6", "7"]
+    assert run_here("run", TINY, "--epochs", "8", "--hooks", "none", "--silent") == 0
+    assert same_weights(folder, tmp_path / "runs" / "tiny" / "forward_1")
+    assert run_here("run", TINY, "--epochs", "8", "--hooks", "none", "--silent", "--seed", "5") == 0
+    assert not same_weights(folder, tmp_path / "runs" / "tiny" / "forward_2")
+
+
+@pytest.mark.parametrize("name", ["Tiny", "Steps"])
+def test_no_hooks_is_said(name, capsys, tmp_path):
+    """That nothing is recorded is no surprise then; of an experiment without groups as well."""
+    path = TINY.replace(":Tiny", f":{name}")
+    assert run_here("run", path, "--hooks", "none", "--save-checkpoints") == 0
+    assert "No hooks: metrics are not recorded, and there is no page." in capsys.readouterr().out
+    (folder,) = (tmp_path / "runs").glob("*/*")
+    assert facts_of(folder)["hooks"] == {}
+    assert not (folder / "report.html").exists()
+
+
+# -- on a terminal ---------------------------------------------------------------------------------------------
+
+
+def on_terminal(*arguments: str, until: bytes, then: int | None = None) -> tuple[bytes, int]:
+    """``hookline ...`` on a terminal of 80 by 24; what it wrote, and its exit code. ``then`` is a signal, once."""
+    child, terminal = pty.fork()
+    if child == 0:
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, "-m", "hookline", *arguments], environment)
+    found, sent = b"", then is None
+    while True:
+        ready, _, _ = select.select([terminal], [], [], 120)  # a safety net
+        try:
+            part = os.read(terminal, 65536) if ready else b""
+        except OSError:  # the other side has gone
+            part = b""
+        if not part:
+            break
+        found += part
+        if not sent and until in found:
+            sent = True
+            os.kill(child, then)
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    assert until in found, found[-2000:]
+    return found, os.waitstatus_to_exitcode(status)
+
+
+HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"
+
+
+def test_on_a_terminal_the_view_is_live_and_the_cursor_comes_back():
+    """No tables, no lines of columns; the last state stays, and the closing lines are below it."""
+    found, code = on_terminal("run", TINY, "--epochs", "3", "--no-report", until=b"finished")
+    assert code == 0
+    assert HIDE in found
+    assert found.rindex(SHOW) > found.rindex(HIDE)
+    assert "╭".encode() in found
+    assert b"epoch   step" not in found
+    assert b"Hook Metrics" not in found.replace(b"Hook Metrics \xc2\xb7", b"")
+    assert found.rindex(b"finished") > found.rindex("╭".encode())
+
+
+def test_ctrl_c_leaves_the_terminal_as_it_was():
+    """The cursor is there, the run is saved, and how to go on is said."""
+    flags = ("--epochs", "100000", "--pause", "0.01", "--no-report")
+    found, code = on_terminal("run", TINY, *flags, until="╭".encode(), then=signal.SIGINT)
+    assert code == 130
+    assert found.rindex(SHOW) > found.rindex(HIDE)
+    assert b"Stopped by SIGINT, and saved." in found
