@@ -16,6 +16,7 @@ from hookline.lifecycle.schedule import StepSchedule
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
+from hookline.sites.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.optimizers import attach_optimizer
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class ByOptimizer(Steps):
     ) -> None:
         super().__init__(schedule)
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        optimizers = [unwrap_optimizer(each) for each in optimizers]  # hooks are called with the one inside
         if not optimizers:
             raise OptionError("optimizer= is an empty list; leave it out, or give the optimizers whose steps count.")
 
