@@ -274,7 +274,8 @@ def test_trackers_count_training_and_only_that_unless_told(name):
         step(policy)
     assert metrics(context) == {}
     assert metrics(other) == evaluated != {}
-    step(policy)
+    with in_phase("train"):
+        step(policy)
     assert metrics(other) == evaluated
     assert metrics(context) != {}
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 import hookline as hl
 
+pytestmark = pytest.mark.filterwarnings("ignore:Component 'body' gives ReLUGradientFlowState nothing")
+"""Its input is data, so no gradient comes out of it; that this is said is tested in test_silent_trackers."""
+
 
 @functools.cache
 def bare(compiled: bool = False) -> dict[str, Tensor]:

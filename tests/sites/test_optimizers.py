@@ -885,6 +885,13 @@ class Wrapper(Optimizer):
         return self.optimizer.step(closure)
 
 
+class Hidden(Wrapper):
+    """A wrapper that keeps the real one where nobody looks for it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.the_real_one = optimizer
+
+
 class Bare(Wrapper):
     """A wrapper that does not show what it holds."""
 
@@ -902,7 +909,10 @@ class Bare(Wrapper):
             lambda: torch.optim.lr_scheduler.StepLR(make(), 1),
             r"got a StepLR\. Pass the optimizer inside it: its \.optimizer\.$",
         ),
-        (lambda: Wrapper(make()), r"Wrapper has no place for hooks.*Pass the optimizer inside it: its \.optimizer\.$"),
+        (
+            lambda: Hidden(make()),
+            r"Hidden has no place for hooks.*Pass the optimizer inside it: its \.the_real_one\.$",
+        ),
         (lambda: Bare(), r"Bare has no place for hooks.*Pass the optimizer inside it\.$"),
     ],
 )

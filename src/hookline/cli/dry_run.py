@@ -126,6 +126,9 @@ def _optimizer_bytes(optimizer: Any, trained: int) -> int:
     """What an optimizer will hold once it has made a step; by its kind, as it holds nothing yet."""
     import torch
 
+    from hookline.sites.optimizer_wrappers import unwrap_optimizer
+
+    optimizer = unwrap_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.Adamax | torch.optim.NAdam):
         return 2 * trained + (trained if optimizer.defaults.get("amsgrad") else 0)
     if isinstance(optimizer, torch.optim.SGD):

@@ -60,12 +60,13 @@ def steps_counted(experiment: Any, bar: Any, figures: Mapping[str, float]) -> It
     from torch.optim import Optimizer
 
     from hookline.lifecycle.phase import phase
+    from hookline.sites.optimizer_wrappers import unwrap_optimizer
 
     def count(*_: Any) -> None:
         if phase() == "train":
             bar.advance(1, **figures)
 
-    optimizer = getattr(experiment, "optimizer", None)
+    optimizer = unwrap_optimizer(getattr(experiment, "optimizer", None))
     with _after_each(experiment, count) if not isinstance(optimizer, Optimizer) else nullcontext():
         handle = optimizer.register_step_post_hook(count) if isinstance(optimizer, Optimizer) else None
         try:

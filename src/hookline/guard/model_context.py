@@ -23,6 +23,7 @@ from hookline.guard.pre_epoch import PreEpochState
 from hookline.guard.signals import undisturbed
 from hookline.guard.snapshot import Snapshot, roots_of
 from hookline.sites.nearest import nearest
+from hookline.sites.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules, submodule
 
 __all__ = ["ModelDataContext"]
@@ -101,13 +102,13 @@ class ModelDataContext:
     @property
     def param_groups(self) -> tuple[Mapping[str, Any], ...]:
         """The optimizer's groups with their learning rates, to read."""
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        groups = [] if self._optimizer is None else unwrap_optimizer(self._optimizer).param_groups
         return tuple(MappingProxyType(group) for group in groups)
 
     def optimizer_state(self, name: str) -> Mapping[str, Any]:
         """What the optimizer keeps about the parameter of that name (``exp_avg``, …), to read; empty if nothing."""
         parameter = self._parameter(name)
-        state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+        state = {} if self._optimizer is None else unwrap_optimizer(self._optimizer).state.get(parameter, {})
         return MappingProxyType(state)
 
     @property
@@ -233,7 +234,7 @@ class ModelDataContext:
 
     def scale_learning_rates(self, factor: float) -> None:
         """Multiply the learning rates of all groups of the optimizer."""
-        for group in () if self._optimizer is None else self._optimizer.param_groups:
+        for group in () if self._optimizer is None else unwrap_optimizer(self._optimizer).param_groups:
             group["lr"] = group["lr"] * factor
 
     def get_shuffled_loader(self, *, num_workers: int = 0) -> Any:

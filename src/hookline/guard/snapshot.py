@@ -24,6 +24,7 @@ from hookline.sites import _torch
 from hookline.sites.entry import next_order
 from hookline.sites.find import attached
 from hookline.sites.handle import HookHandle
+from hookline.sites.optimizer_wrappers import unwrap_optimizer
 
 __all__ = ["Change", "Snapshot", "roots_of"]
 
@@ -36,7 +37,10 @@ def roots_of(
     """The objects that a run hangs on, by what they are called in messages; refuses what has no attributes."""
     if not isinstance(model, nn.Module):
         raise GuardError(f"The guard takes a model, that is a torch.nn.Module; got {type(model).__name__}.")
-    roots = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    # Wrappers that are no optimizers themselves may lie around each other, and the walk enters optimizers alone.
+    inner = unwrap_optimizer(optimizer)
+    roots = {"model": model, "optimizer": inner, "scheduler": scheduler, "scaler": scaler}
+    roots |= {} if inner is optimizer else {"optimizer wrapper": optimizer}
     for name, root in roots.items():
         if root is not None and not hasattr(root, "__dict__"):
             raise GuardError(f"{name}= has no attributes to save: it is {root!r}. Next: pass the object itself.")

@@ -18,28 +18,27 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import TargetError
+from hookline.hooks.tracker_hooks import TrackerHook
 from hookline.hooks.turns import is_first_in_backward
-from hookline.lifecycle.phase import Phases, phase
 from hookline.observe.trackers.fisher import FisherInformationState
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet, HookHandle
+from hookline.sites.site import Site
 from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import walk
 
 __all__ = ["FisherHook"]
 
 
-class FisherHook:
+class FisherHook(TrackerHook):
     """Shows a tracker the gradients of a component's parameters, those of modules below it included."""
 
-    def __init__(self, tracker: FisherInformationState, component: str, during: Phases) -> None:
-        self.tracker, self.component, self.during = tracker, component, during
-        self.__qualname__ = type(tracker).__name__
+    tracker: FisherInformationState
 
-    def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+    def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any, *, site: Site | None = None) -> None:
         """A backward hook, for whoever attaches it as one: takes the gradients as they have been accumulated."""
-        if phase() not in self.during:
+        if not self.during.takes_forward(module.training if site is None else site.training, True, object()):
             return
         for name, owner, key in _parameters(module):
             parameter = owner._parameters[key]
@@ -52,22 +51,28 @@ class FisherHook:
 
     def take(self, leaf: _Leaf, gradient: Tensor) -> None:
         """One parameter's gradient in one backward pass is there."""
-        if phase() in self.during and leaf.accumulates():
+        if leaf.accumulates() and self.during.takes_forward(leaf.is_training(), True, _torch.graph_task_id()):
             self._take(leaf.name, leaf.seen, gradient)
+
+    def note_without_parameters(self, are_frozen: bool) -> None:
+        """Note that a component was called that has no parameter a gradient could come to."""
+        self._note(_no_parameters, are_frozen)
 
     def _take(self, name: str, leaf: int | None, gradient: Tensor) -> None:
         # With the leaf: policies that share a tracker may have components of the same name.
         if is_first_in_backward(self.tracker, (self.component, name, leaf), self):
             self.tracker.update(self.component, f"{self.component}.{name}", gradient)
+            self._note(_no_numbers)
 
 
 class _Leaf:
     """One parameter by its name: where it is found, and the handle of the hook on what was found there last."""
 
-    __slots__ = ("_handle", "_hook", "_owner", "key", "name", "seen")
+    __slots__ = ("_handle", "_hook", "_model", "_owner", "key", "name", "seen")
 
-    def __init__(self, hook: FisherHook, name: str, owner: nn.Module, key: str) -> None:
+    def __init__(self, hook: FisherHook, model: nn.Module, name: str, owner: nn.Module, key: str) -> None:
         self._hook, self.name, self.key = hook, name, key
+        self._model = weakref.ref(model)
         self._owner = weakref.ref(owner)  # a hook on a leaf is invisible to the garbage collector
         self._handle: HookHandle | None = None
         self.seen: int | None = None
@@ -77,6 +82,11 @@ class _Leaf:
         """What is there by now."""
         owner = self._owner()
         return None if owner is None else owner._parameters.get(self.key)
+
+    def is_training(self) -> bool:
+        """Return whether the model is in training mode."""
+        model = self._model()
+        return model is None or model.training
 
     def follow(self) -> None:
         """Sit on what is there by now."""
@@ -115,7 +125,8 @@ class _OnLeaves(HandleSet):
 
     def __init__(self, hook: FisherHook, model: nn.Module, module: nn.Module) -> None:
         super().__init__()
-        self._leaves = [_Leaf(hook, name, owner, key) for name, owner, key in _parameters(module)]
+        self._hook = hook
+        self._leaves = [_Leaf(hook, model, name, owner, key) for name, owner, key in _parameters(module)]
         # Parameters are looked at before each forward: FSDP, load_state_dict(assign=True) and a plain assignment put
         # others in their place, and lazy ones have no shape until then.
         try:
@@ -126,6 +137,8 @@ class _OnLeaves(HandleSet):
 
     def _follow(self, module: nn.Module, args: Any) -> None:
         self._follow_all()
+        if all(leaf.seen is None for leaf in self._leaves):
+            self._hook.note_without_parameters(bool(self._leaves))
 
     def _follow_all(self) -> None:
         for leaf in self._leaves:
@@ -146,3 +159,12 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield (f"{path}.{key}" if path else key), owner, key
+
+
+def _no_parameters(are_frozen: bool) -> str:
+    why = "none of its parameters requires a gradient" if are_frozen else "it has no parameters"
+    return f"{why}; hook a component that is trained"
+
+
+def _no_numbers() -> str:
+    return "the gradients of its parameters have no real numbers to count; hook a component with floating-point ones"

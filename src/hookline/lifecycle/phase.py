@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 
 from hookline.errors import OptionError
 
-__all__ = ["PHASES", "Phases", "checked_phases", "in_phase", "phase"]
+__all__ = ["PHASES", "Phases", "checked_phases", "in_phase", "phase", "told_phase"]
 
 PHASES: Final = ("train", "eval", "intervention")
 Phases = frozenset[str]
@@ -28,6 +28,11 @@ class _Now:
 def phase() -> str:
     """What the run is doing now: what was entered last, by whichever thread; "train" if nothing was."""
     return _Now.phase
+
+
+def told_phase() -> str | None:
+    """Return what was entered last, by whichever thread; None where nobody has said what the run is doing."""
+    return _Now.phase if _Now.entered else None
 
 
 class in_phase:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hookline.errors import CheckpointError, ResumeError
 from hookline.guard.loaders import generators_on
 from hookline.loops.streams import generator_states, set_generators
+from hookline.sites.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
 from hookline.wording import a_or_an
 
@@ -159,9 +160,10 @@ def state_of(thing: Any, name: str) -> Any:
             "Give it both, or leave checkpoints= out."
         )
     saved = {"kind": type(thing).__name__, "state": thing.state_dict()}
-    if isinstance(thing, torch.optim.Optimizer):
+    optimizer = unwrap_optimizer(thing)
+    if isinstance(optimizer, torch.optim.Optimizer):
         # Whether it has made a step: a scheduler that comes first in a resumed run would be warned of otherwise.
-        saved["stepped"] = getattr(thing, "_opt_called", False)
+        saved["stepped"] = getattr(optimizer, "_opt_called", False)
     return saved
 
 
@@ -178,8 +180,9 @@ def check_state(thing: Any, saved: Any, name: str, *, force: bool = False) -> No
             f"The {name} is another one than was saved: it was {was} and is {kind}. Nothing was loaded. "
             "Next: make it as it was, or begin a run in another folder."
         )
-    if isinstance(thing, torch.optim.Optimizer):
-        _check_groups(thing, saved["state"], name)
+    optimizer = unwrap_optimizer(thing)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_groups(optimizer, saved["state"], name)
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], name: str) -> None:
@@ -202,9 +205,10 @@ def load_state(thing: Any, saved: Any) -> None:
     if thing is None:
         return
     thing.load_state_dict(saved["state"])
-    if isinstance(thing, torch.optim.Optimizer):
-        thing._opt_called = saved["stepped"]  # type: ignore[attr-defined]
-        _widen(thing, saved["state"])
+    optimizer = unwrap_optimizer(thing)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer._opt_called = saved["stepped"]  # type: ignore[attr-defined]
+        _widen(optimizer, saved["state"])
 
 
 def _widen(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -9,12 +9,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
 from hookline.dispatch.manager import HookManager
 from hookline.errors import OptionError
+from hookline.lifecycle.phase import in_phase
 from hookline.lifecycle.point import HookPoint
 from hookline.loops.contexts import Contexts
 from hookline.loops.demand import Demand
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from hookline.loops.progress import LoopProgress
 
 __all__ = ["LoopResult", "Run"]
+
+_TRAINING: Final = in_phase("train")
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +149,8 @@ class Run:
 
     def train_step(self) -> None:
         """Make it."""
-        result = self.blocks.train_and_schedule(self.batch)
+        with _TRAINING:
+            result = self.blocks.train_and_schedule(self.batch)
         self.loss, self.accuracy = result.loss, result.metrics.get("train_acc")
         self._losses.add(result.loss)
         self._accuracies.add(self.accuracy)

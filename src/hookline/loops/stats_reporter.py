@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hookline.hooks.builders import TRACKERS
+from hookline.observe.trackers.components import ComponentTracker
 from hookline.observe.trackers.weights import compute_dead_neuron_stats
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class StatsReporter:
         Trackers are reset when every sink has had its turn. A tracker that raises is logged, once, and the others go
         on; one that could not be collected is not reset. A sink that raises is logged, and the others get theirs.
 
+        Of a component that passes came through and that has given its tracker nothing, one warning says why.
+
         Args:
             epoch: Its number; one more than the last if left out.
         """
@@ -71,6 +74,8 @@ class StatsReporter:
             metrics |= self._collect("policy", functools.partial(compute_dead_neuron_stats, self.policy)) or {}
         collected = []
         for key, tracker in list(self._trackers()):
+            if isinstance(tracker, ComponentTracker):
+                tracker.warn_if_silent()
             found = self._collect(key, tracker.to_metrics)
             if found is not None:
                 metrics |= found

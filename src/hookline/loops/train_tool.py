@@ -17,6 +17,7 @@ from hookline.dispatch.manager import HookManager
 from hookline.errors import HooklineWarning, OptionError
 from hookline.hooks.components import PolicyAutoBuilder
 from hookline.loops.trainer import Trainer, made_up_data, made_up_policy
+from hookline.observe.trackers.components import ComponentTracker
 from hookline.sites.wrappers import unwrap
 from hookline.wording import a_or_an, outside
 
@@ -156,6 +157,7 @@ class TrainTool:
             yield
         finally:
             self._clear_policy_hooks()
+        _warn_of_silent(getattr(trainer, "context", None))
 
     def _register_policy_hooks(self, *, policy: nn.Module, trainer: Any) -> None:
         """Make and attach all hooks that were added; those of an earlier policy come off first."""
@@ -205,6 +207,13 @@ def _attach(
         hook = builder(name, context)
         if hook is not None:
             yield register(component_name=name, hook=hook)
+
+
+def _warn_of_silent(context: Any) -> None:
+    """Warn of the components that have given the trackers of `context` nothing, where nobody has asked these yet."""
+    for tracker in list(getattr(context, "model_metrics", {}).values()):
+        if isinstance(tracker, ComponentTracker):
+            tracker.warn_if_silent()
 
 
 def _warn(text: str) -> None:

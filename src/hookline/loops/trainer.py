@@ -19,6 +19,7 @@ from hookline.hooks.components import ComponentContext, PolicyAutoBuilder
 from hookline.loops.epoch_loop import epoch_loop
 from hookline.loops.experiment import Experiment
 from hookline.loops.stats_reporter import StatsReporter
+from hookline.sites.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import Table, number_text
 
@@ -114,8 +115,9 @@ def _loader(data: Any) -> Iterable[Any]:
 
 
 def _optimizer(policy: nn.Module, given: Any) -> Optimizer:
-    if isinstance(given, torch.optim.Optimizer):
-        return given
+    if isinstance(unwrap_optimizer(given), torch.optim.Optimizer):
+        wrapped: Optimizer = given
+        return wrapped
     return torch.optim.AdamW(policy.parameters(), lr=_LEARNING_RATE) if given is None else given(policy.parameters())
 
 

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from torch import Tensor
 
 from hookline.errors import NoMatchError, OptionError
-from hookline.lifecycle.phase import checked_phases, phase
+from hookline.lifecycle.during import During
+from hookline.lifecycle.phase import checked_phases
 from hookline.lifecycle.schedule import StepSchedule
+from hookline.observe.stats.counts import Counts
 from hookline.observe.stats.engine import Engine
 from hookline.observe.stats.hooks import ModuleHook
 from hookline.observe.stats.layout import Layout
+from hookline.observe.stats.options import check_scaler, checked_kinds
 from hookline.observe.stats.parameters import Parameters
+from hookline.observe.stats.passes import Passes
 from hookline.observe.stats.saved import counted, load_counted
-from hookline.observe.stats.steps import ByForward, ByHand, ByOptimizer, Steps
+from hookline.observe.stats.steps import ByForward, ByHand, ByOptimizer
 from hookline.observe.stats.table import table_of
 from hookline.sites import _torch
 from hookline.sites.attach import check_request, fasten
@@ -30,7 +34,6 @@ from hookline.sites.parameters import select_parameters
 from hookline.sites.select import Named, check_model, select, without_scripted
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
-from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
     from hookline.types import Target
 
 __all__ = ["Watch", "watch"]
-
-_KINDS: Final = ("forward", "backward", "param", "param_grad")
 
 
 def watch(
@@ -90,14 +91,19 @@ def watch(
             be given; a step is over when the last of them has made its own. One that a scaler skips is none.
         scaler: The ``GradScaler`` in use: gradients are reported as they would be without it.
         during: What the run has to be doing: ``"train"``, ``"eval"``, ``"intervention"``, or several. The loops of
-            hookline tell; in a loop of your own, ``with watch.paused():`` around whatever is not to count.
+            hookline tell. In any other loop, training is a forward that began with the model in training mode and
+            gradients on; every other is an evaluation. Until there was training, forwards that are most like it count
+            (a served model has no others), and they are forgotten when training begins. What was left out is in the
+            report and below the table; ``{"train", "eval"}`` counts it too; ``with watch.paused():`` leaves out more.
 
     Without an optimizer, a step is whatever lies between two calls of ``watch.step()``; if you never call it, one
     outermost forward of the model, and gradients of parameters are read at the end of each backward pass through it.
+    Of a model whose own forward is not called (Lightning calls ``training_step``), a step is one call of the part of it
+    that is called first.
     """
     check_model(model)
-    kinds = _checked_kinds(on)
-    _check_scaler(scaler)
+    kinds = checked_kinds(on)
+    check_scaler(scaler)
     layout = Layout.of(stats if stats is None or isinstance(stats, str) else tuple(stats))
     found = Watch(unwrap(model), layout, StepSchedule.of(every), checked_phases(during), scaler)
     try:
@@ -123,17 +129,16 @@ class Watch(ShownAsTable):
         self._model = model
         self._layout = layout
         self._schedule = schedule
-        self._during = during
         self._scaler = scaler
         self._engine = Engine(layout)
         self._chosen: list[Named] = []
         self._hooks: dict[str, ModuleHook] = {}
         self._handles = HandleSet()
         self._parameters: Parameters | None = None
-        self._steps: Steps = ByHand(schedule)
+        self._passes: Passes | None = None
+        self._counts = Counts(model, During(during, self._forget), ByHand(schedule))
         self._is_on = False
         self._looks_closer = False
-        self._paused = 0
         self._removed = False
 
     # -- what was counted --------------------------------------------------------------------------------
@@ -157,7 +162,7 @@ class Watch(ShownAsTable):
         """Count a tensor of your own under a name: ``watch.update("loss", loss)``."""
         if not isinstance(tensor, Tensor):
             raise OptionError(f"update({name!r}, ...) takes a tensor, got {type(tensor).__name__}.")
-        if self._due():
+        if self._counts.told():
             place = self._engine.place(name, "")
             self._engine.take(place, tensor)
             self._engine.take_beside(place, tensor)
@@ -165,29 +170,31 @@ class Watch(ShownAsTable):
     @property
     def steps(self) -> int:
         """How many steps there have been."""
-        return self._steps.count
+        return self._counts.steps.count
 
     @property
     def step_is(self) -> str:
         """What counts as a step, in words."""
-        return self._steps.what
+        return self._counts.steps.what
 
     def report(self) -> dict[str, Any]:
-        """How often each place was looked at, what counts as a step, and why a place has nothing to tell."""
+        """Return how often each place was looked at, what a step is, what was left out, and why a place is silent."""
         read = self._engine.read()
         return {
             "step": self.step_is,
             "steps": self.steps,
+            "left_out": self._counts.during.left_out,
             "fired": {place.label: int(cells["fires"]) for place, cells in read.items()},
             "silent": {
-                place.label: place.silent or place.unread or "nothing came by"
+                place.label: place.silent or place.unread or self._counts.why_silent(place)
                 for place, cells in read.items()
                 if place.silent or not (cells["fires"] or place.kind == "param")
             },
         }
 
     def _table(self) -> Table:
-        return table_of(self.to_metrics())
+        table = table_of(self.to_metrics())
+        return replace(table, foot=(*table.foot, *self._counts.in_words()))
 
     def _state(self) -> str:
         return OFF if self._removed else ON
@@ -196,11 +203,12 @@ class Watch(ShownAsTable):
 
     def step(self) -> None:
         """A step is over; call it after the backward pass, before gradients are set to zero."""
-        if isinstance(self._steps, ByOptimizer):
+        if isinstance(self._counts.steps, ByOptimizer):
             raise OptionError("The optimizer makes the steps of this watch; call step(), or give optimizer=, not both.")
-        if isinstance(self._steps, ByForward):
+        if isinstance(self._counts.steps, ByForward):
             self._count_by_hand()
-        if self._parameters is not None and self._due():
+        self._counts.during.step_was_made()
+        if self._parameters is not None and self._counts.told():
             self._parameters.read_gradients(self._engine, None)
         self._advance()
 
@@ -211,43 +219,50 @@ class Watch(ShownAsTable):
                 "watch.step() cannot tell whether the scaler has unscaled the gradients of parameters yet; give "
                 "optimizer= to watch(), or leave 'param_grad' out of on=."
             )
-        self._steps.remove()
-        self._steps = ByHand(self._schedule)
+        self._counts.steps.remove()
+        self._counts.steps = ByHand(self._schedule)
         if self._parameters is not None:
             self._parameters.forget_gradients(self._engine)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to know: all that was counted, and which step it is in."""
-        by_hand = isinstance(self._steps, ByHand)
-        return {"counted": counted(self._engine), "steps": self._steps.state_dict(), "by_hand": by_hand}
+        by_hand = isinstance(self._counts.steps, ByHand)
+        steps, during = self._counts.steps.state_dict(), self._counts.during.state_dict()
+        return {"counted": counted(self._engine), "steps": steps, "by_hand": by_hand, "during": during}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
-        if state["by_hand"] and isinstance(self._steps, ByForward):
+        if state["by_hand"] and isinstance(self._counts.steps, ByForward):
             self._count_by_hand()  # or the first step from now on would begin the count anew
         load_counted(self._engine, state["counted"])
-        self._steps.load_state_dict(state["steps"])
-        self._turn(self._steps.is_due or self._steps.keeps_hooks())
+        self._counts.steps.load_state_dict(state["steps"])
+        if "during" in state:
+            self._counts.during.load_state_dict(state["during"])
+        self._turn(self._counts.needs_hooks())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """For as long as the block lasts, nothing is counted: ``with watch.paused(): evaluate()``."""
-        self._paused += 1
+        self._counts.paused += 1
         try:
             yield
         finally:
-            self._paused -= 1
+            self._counts.paused -= 1
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take all hooks off; what was counted stays. Warns, unless ``quiet``, if the model ran unseen."""
         if self._removed:
             return
         self._removed = True
-        self._steps.remove()
+        self._counts.steps.remove()
+        if self._passes is not None:
+            self._passes.let_go()
         # That one module of many was never called is in the report; that none was is worth a warning.
-        seen = any(report.fired for report in self._handles.report()) or not self._steps.is_due
+        seen = any(report.fired for report in self._handles.report()) or not self._counts.steps.is_due
         self._handles.remove(quiet=quiet or seen)
         self._engine.flush()
+        if not quiet:
+            self._counts.warn_if_nothing_did()
 
     def __enter__(self) -> Self:
         return self
@@ -266,15 +281,19 @@ class Watch(ShownAsTable):
         if modules:
             modules = self._choose_modules(target, exclude, modules, lenient=lenient)
         for kind in modules:
-            scale = self._scale if kind == "backward" else None
-            self._hooks[kind] = ModuleHook(self._engine, self._chosen, kind, self._due, scale)
+            scale, due = (self._scale, self._counts.backward) if kind == "backward" else (None, self._counts.forward)
+            self._hooks[kind] = ModuleHook(self._engine, self._chosen, kind, due, scale)
         if set(kinds) - set(_MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, required=not modules)
         if optimizer is not None:
-            self._steps = ByOptimizer(self._schedule, optimizer, self._before_step, self._advance)
+            self._counts.steps = ByOptimizer(self._schedule, optimizer, self._before_step, self._advance)
         else:
-            self._steps = ByForward(self._schedule, self._model, self._advance)
-        self._turn(self._steps.is_due or self._steps.keeps_hooks())
+            counts = self._counts
+            counts.steps = ByForward(self._schedule, self._model, counts.wanted, self._advance, self._started)
+            counts.find_root()
+            if self._passes is not None and not self._hooks:
+                self._passes.hold_parameters()  # nothing else would show that the model's own forward is not called
+        self._turn(self._counts.needs_hooks())
 
     def _choose_modules(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool) -> list[str]:
         try:
@@ -295,6 +314,8 @@ class Watch(ShownAsTable):
         values = chosen if "param" in kinds else []
         gradients = chosen if "param_grad" in kinds else []
         self._parameters = Parameters(self._engine, values, gradients)
+        if gradients:
+            self._passes = Passes(self._model, gradients, self._pass_is_over)
 
     def _turn(self, on: bool) -> None:
         """Have the hooks on or off."""
@@ -315,35 +336,40 @@ class Watch(ShownAsTable):
             if self._layout.by_unit:
                 more = check_request(getattr(hook, beside), as_kind, observe=True, name=f"{self.name} by unit")
                 self._handles.add(fasten(more, self._model, self._chosen))
-        if self._reads_after_backward():
-            request = check_request(self._backward_begins, Kind.BACKWARD_PRE, observe=True, name=self.name)
+        self._counts.find_root()
+        if self._passes is not None and isinstance(self._counts.steps, ByForward):
+            request = check_request(self._passes.begins, Kind.BACKWARD_PRE, observe=True, name=self.name)
             self._handles.add(fasten(request, self._model, [("", self._model)]))
 
-    def _reads_after_backward(self) -> bool:
-        """Whether gradients of parameters are read when a backward pass is over."""
-        by_forward = isinstance(self._steps, ByForward)
-        return by_forward and self._parameters is not None and self._parameters.wants_gradients
+    def _pass_is_over(self) -> None:
+        """A backward pass is over: gradients of parameters are as final as they get without an optimizer."""
+        steps = self._counts.steps
+        if self._parameters is None or self._removed or not isinstance(steps, ByForward):
+            return
+        if self._counts.backward():
+            self._parameters.read_gradients(self._engine, self._scale())
+        if not self._hooks and not steps.has_begun:  # the model itself is not called, and there are no calls to go by
+            steps.what = "one backward pass, since the model's own forward is not called"
+            self._advance()
 
-    def _backward_begins(self, module: nn.Module, grads: Any) -> None:
-        # Queued from the end of the pass, so that it comes after DDP, which averages gradients there. A pass inside of
-        # this one, as reentrant checkpointing makes them, ends before.
-        _torch.queue_end_of_backward(lambda: _torch.queue_end_of_backward(self._read_gradients))
+    def _started(self) -> None:
+        """The first step has begun: it is known by now whose forwards the steps are."""
+        if self._passes is not None:
+            (self._passes.let_go if self._counts.root.stand_in is None else self._passes.hold_parameters)()
+        self._turn(self._counts.needs_hooks())
 
     def _advance(self) -> None:
         """A step is over: the hooks are on for the next one if it is due."""
         self._engine.flush()
-        self._steps.advance()
+        self._counts.steps.advance()
         if not self._removed:
-            self._turn(self._steps.is_due or self._steps.keeps_hooks())
+            self._turn(self._counts.needs_hooks())
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self._parameters is not None and self._due():
+        self._counts.during.step_was_made()
+        if self._parameters is not None and self._counts.told():
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
             self._parameters.read_gradients(self._engine, scale, of=optimizer)
-
-    def _read_gradients(self) -> None:
-        if self._parameters is not None and self._due() and self._reads_after_backward():
-            self._parameters.read_gradients(self._engine, self._scale())
 
     def _look_closer(self, metrics: dict[str, Any]) -> None:
         """Where compiled code has come by something that is not finite, have it count NaN and Inf from now on."""
@@ -358,8 +384,13 @@ class Watch(ShownAsTable):
                 self._turn(False)
                 self._turn(True)
 
-    def _due(self) -> bool:
-        return self._steps.is_due and not self._paused and phase() in self._during
+    def _forget(self) -> None:
+        """Training begins: what was counted until now was something else."""
+        self._engine.flush()
+        for place in list(self._engine.places.values()):
+            if place.kind not in ("", "param"):
+                self._engine.empty(place)
+        self._counts.steps.restart()
 
     def _scale(self) -> Tensor | None:
         return None if self._scaler is None else _torch.scale_of(self._scaler)
@@ -370,22 +401,6 @@ _MODULE_KINDS: Final[dict[str, tuple[Kind, str, str]]] = {
     "backward": (Kind.BACKWARD_PRE, "backward", "beside_backward"),
 }
 """For each kind: what to attach as, the method of the hook, and the method for what is kept per unit."""
-
-
-def _checked_kinds(on: str | Iterable[str] | None) -> list[str]:
-    kinds = list(dict.fromkeys(_KINDS if on is None else [on] if isinstance(on, str) else on))
-    unknown = [kind for kind in kinds if kind not in _KINDS]
-    if unknown or not kinds:
-        near = get_close_matches(str(unknown[0]), _KINDS, n=1) if unknown else []
-        meant = f" Did you mean {near[0]!r}?" if near else ""
-        got = f"unknown kind {unknown[0]!r}" if unknown else "no kind"
-        raise OptionError(f"watch(on=...): {got}.{meant} There are {', '.join(map(repr, _KINDS))}.")
-    return kinds
-
-
-def _check_scaler(scaler: Any) -> None:
-    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
-        raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {a_or_an(scaler)}.")
 
 
 def _nothing_watched() -> Watch:

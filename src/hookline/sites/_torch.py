@@ -411,6 +411,18 @@ def running_modules() -> tuple[nn.Module | None, nn.Module | None]:
     )
 
 
+def all_running() -> list[nn.Module]:
+    """Return the modules whose calls are under way in this thread, the innermost first."""
+    code = nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
+    found: list[nn.Module] = []
+    while frame is not None:
+        if frame.f_code is code:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
+
+
 def times_running(module: nn.Module) -> int:
     """How many calls of that module are under way in this thread; those inside of compiled code do not show."""
     code = nn.Module._call_impl.__code__

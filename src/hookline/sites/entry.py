@@ -102,6 +102,8 @@ class Attachment:
     """Told when the hook comes off."""
     retired: int = 0
     """Firings on modules that are gone, and whose entries were let go."""
+    gradients_before: tuple[object, ...] | None = None
+    """For a hook on the model itself: the gradients that its parameters had when it came on (`gradient_marks`)."""
     turns: dict[str, tuple[int, int]] | None = None
     """For a hook that is called at each firing and runs at some: how often it ran at each site, and in which forward
     last."""
@@ -189,7 +191,9 @@ class Entry:
     def site(self, module: Any) -> Site:
         """This firing, for a hook that asked to know."""
         step, call = self.root.moment(self)
-        return Site(self.name, module, self.attachment.kind, call, step, _torch.in_recomputation())
+        training, gradients = self.root.mode()
+        kind, again = self.attachment.kind, _torch.in_recomputation()
+        return Site(self.name, module, kind, call, step, again, training=training, gradients=gradients)
 
     def call(self, module: Any, args: tuple[Any, ...], site: Any = None) -> Any:
         """Run the hook with whatever options it has; ``args`` are those of its kind after the module."""

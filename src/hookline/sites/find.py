@@ -18,6 +18,7 @@ from hookline.sites.functions.kernels import operators
 from hookline.sites.functions.mode import unbound_attachments
 from hookline.sites.handle import HookHandle
 from hookline.sites.leaves import ParameterPort, parameter_entries
+from hookline.sites.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere
 from hookline.sites.ports import Port, drop_stale
 from hookline.sites.registration import registration_entries_everywhere
@@ -110,7 +111,7 @@ def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:
 def _attachments(where: Any) -> Iterator[Attachment]:
     if where is None:
         yield from _attachments_of_the_process()
-    elif isinstance(where, Optimizer):
+    elif isinstance(unwrap_optimizer(where), Optimizer):
         yield from (entry.attachment for entry in optimizer_entries(where))
     else:
         check_model(where)

@@ -545,7 +545,8 @@ class GradientCall:
             return Site(fn.name, owner, kind, fn.call, fn.step, began=self._began, ended=self._ended)
         step, call = self._moments.get(entry.root, (-1, 0))
         names = self._input_names, self._output_names
-        return Site(entry.name, self._module, kind, call, step, False, *names, self._began, self._ended)
+        mode = entry.root.training_now()
+        return Site(entry.name, self._module, kind, call, step, False, *names, self._began, self._ended, mode)
 
 
 def _swap(aliases: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:

@@ -22,6 +22,7 @@ from hookline.sites.attach import check_request
 from hookline.sites.entry import Entry, Holder, Phase
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import OPTIMIZER, Kind
+from hookline.sites.optimizer_wrappers import takes_hooks, unwrap_optimizer
 from hookline.sites.ports import StalePort
 from hookline.sites.root import Root
 from hookline.sites.table import LOCK
@@ -91,7 +92,8 @@ def attach_optimizer(
             optimizer.step()
 
     Args:
-        optimizer: A ``torch.optim.Optimizer``; of a wrapper that is none itself, the one inside.
+        optimizer: A ``torch.optim.Optimizer``, or a wrapper that keeps one (Accelerate's, Lightning's, DeepSpeed's):
+            the hook is put on the one inside, is called with it, and fires for the steps that this one makes.
         hook: Called as its kind says: ``(optimizer, args, kwargs)`` around a step, where ``args[0]`` is the
             optimizer; ``(optimizer)`` or ``(optimizer, state_dict)`` on saving and loading. Where it declares a
             keyword-only ``site``, it gets an `OptimizerSite`.
@@ -107,11 +109,11 @@ def attach_optimizer(
     ``step_post``; a step that a ``GradScaler`` skips fires nothing, or is marked (`OptimizerSite.found_inf`).
 
     Raises:
-        UnhookableError: if it is no optimizer, or a wrapper around one.
+        UnhookableError: if it is no optimizer, or wraps one in an attribute that is not known.
         KindError, OptionError, HookSignatureError: before anything is attached.
     """
     kind = Kind.parse(on, OPTIMIZER)
-    _check_optimizer(optimizer)
+    optimizer = _checked_optimizer(optimizer)
     attachment = check_request(
         hook, kind, subject=OPTIMIZER, prepend=prepend, observe=observe, name=name, profile=profile
     )
@@ -135,8 +137,9 @@ def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
 
 
 def optimizer_entries(optimizer: Optimizer) -> Iterator[Entry]:
-    """The hooks of ours on the optimizer itself; those on every optimizer are on none in particular."""
-    table = _existing_table(optimizer)
+    """The hooks of ours on the optimizer itself, or inside it; those on every optimizer are on none in particular."""
+    optimizer = unwrap_optimizer(optimizer)
+    table = _existing_table(optimizer) if takes_hooks(optimizer) else None
     if table is not None:
         yield from table.entries()
 
@@ -404,21 +407,24 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str) else a_or_an(value)
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    """Raise unless torch can call hooks on it."""
-    inside = "" if isinstance(optimizer, type) else _optimizer_inside(optimizer)
+def _checked_optimizer(given: Any) -> Optimizer:
+    """Return the optimizer that `given` is or wraps; raise unless torch can call hooks on it."""
+    optimizer = unwrap_optimizer(given)
     if not isinstance(optimizer, Optimizer):
-        what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else a_or_an(optimizer)
-        raise UnhookableError(f"attach_optimizer takes a torch.optim.Optimizer, got {what}.{inside}")
-    if not all(_torch.takes_optimizer_hooks(optimizer, kind) for kind in OPTIMIZER.args):
+        what = f"the class {given.__name__}" if isinstance(given, type) else a_or_an(given)
+        raise UnhookableError(f"attach_optimizer takes a torch.optim.Optimizer, got {what}.{_optimizer_inside(given)}")
+    if not takes_hooks(optimizer):
         raise UnhookableError(
             f"{type(optimizer).__name__} has no place for hooks: it wraps an optimizer without being set up as one "
-            f"itself.{inside or ' Pass the optimizer inside it.'}"
+            f"itself.{_optimizer_inside(given) or ' Pass the optimizer inside it.'}"
         )
+    return optimizer
 
 
 def _optimizer_inside(wrapper: Any) -> str:
-    names = [name for name, value in getattr(wrapper, "__dict__", {}).items() if isinstance(value, Optimizer)]
+    """Return the sentence that names the attribute of `wrapper` with an optimizer in it; nothing if there is none."""
+    own = {} if isinstance(wrapper, type) else getattr(wrapper, "__dict__", {})
+    names = [name for name, value in own.items() if isinstance(value, Optimizer)]
     return f" Pass the optimizer inside it: its .{names[0]}." if names else ""
 
 

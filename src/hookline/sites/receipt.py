@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.errors import HookNeverFired
 from hookline.sites import _torch
@@ -27,14 +29,24 @@ if TYPE_CHECKING:
 
     from hookline.sites.entry import Attachment, Entry
 
-__all__ = ["NOT_CALLED", "Receipt", "Receipts", "SiteReceipt", "likely_cause", "receipt_of", "warn_if_never_fired"]
+__all__ = [
+    "NOT_CALLED",
+    "Receipt",
+    "Receipts",
+    "SiteReceipt",
+    "gradient_marks",
+    "likely_cause",
+    "receipt_of",
+    "warn_if_never_fired",
+]
 
 NOT_CALLED: Final = -2
 """Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
 
 _MAX_SITES: Final = 60
 """How many sites a receipt shows."""
-
+_FEW: Final = 8
+"""Parameters that are looked at."""
 # Modules whose forward is never called; their children's are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -179,12 +191,35 @@ def _silent(attachment: Attachment) -> list[Entry]:
         return []  # nobody says when these are due
     entries = attachment.members()
     silent = [entry for entry in entries if not entry.fired and entry.root.step > entry.step_at_attach]
+    if not silent and _has_trained_uncalled(attachment, entries):
+        return entries
     if len(silent) == len(entries):
         return silent
     if attachment.subject is FUNCTION:
         return []  # of all the functions that a glob matches, a model uses a few
     # In a glob over everything, containers come along; nobody means them.
     return [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
+
+
+def gradient_marks(model: nn.Module) -> tuple[object, ...]:
+    """Return what tells later whether the parameters of `model` have got gradients since; a few of them suffice."""
+    some = itertools.islice((p for p in model.parameters() if p.requires_grad and not is_lazy(p)), _FEW)
+    return tuple(None if p.grad is None else (id(p.grad), _version(p.grad)) for p in some)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _has_trained_uncalled(attachment: Attachment, entries: list[Entry]) -> bool:
+    """Return whether a hook on the model itself never fired, and its parameters have got gradients meanwhile."""
+    if attachment.gradients_before is None or attachment.scope is not None or entries[0].fired:
+        return False
+    model = entries[0].table.module()
+    if model is None:
+        return False
+    pairs = zip(attachment.gradients_before, gradient_marks(model), strict=False)
+    return any(now not in (None, before) for before, now in pairs)
 
 
 def _site_receipt(entry: Entry) -> SiteReceipt:
@@ -215,6 +250,11 @@ def likely_cause(entry: Entry, attachment: Attachment) -> str:
         return "it ran, but no backward pass came through its outputs before it came off"
     if attachment.scope is not None:
         return "no call was made in the context that attached it (scope='context'), though others may have made some"
+    if not entry.name and (entry.root.stand_in is not None or entry.root.step == entry.step_at_attach):
+        return (
+            "the model's own forward was never called, only parts of it (as training_step() and other methods do); "
+            "hook the modules that are called"
+        )
     parent, child = _parent_of(entry)
     cause = _cause_in_parent(parent, child) if parent is not None else None
     if cause is not None:

@@ -49,6 +49,11 @@ class Site:
     ended: Any = None
     """For a profiler's gradient hook: its clock, when the call had sent the last gradient to its inputs."""
 
+    training: bool = True
+    """Whether the model was in training mode when its forward began; for gradient hooks, whether it is now."""
+    gradients: bool = True
+    """Whether gradients were on when the model's forward began, whatever they are around this module."""
+
     @property
     def type(self) -> str:
         """The module's class name."""

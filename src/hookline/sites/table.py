@@ -435,6 +435,9 @@ def release_roots(attachment: Attachment) -> None:
     for root in list(attachment.roots):  # which shrink when a model is collected
         root.users -= 1
         model = root.model()
+        if root.users == 0 and root.stand_in is not None:
+            root.stand_in.remove()
+            root.stand_in = None
         if root.users == 0 and model is not None:
             table_of(model).set_root(None)
 

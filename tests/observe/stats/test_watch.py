@@ -193,7 +193,7 @@ def test_without_gradients_outputs_are_still_watched(mode: Any):
     """A watch that began inside inference mode goes on outside of it, and the other way round."""
     model = make_model()
     outputs = []
-    with mode(), hl.watch(model, "2", on=("forward", "backward")) as watch:
+    with mode(), hl.watch(model, "2", on=("forward", "backward"), during=("train", "eval")) as watch:
         outputs.append(model(batch(0)))
         with torch.inference_mode(False), torch.enable_grad():
             outputs.append(model(batch(1)))

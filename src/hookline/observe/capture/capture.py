@@ -95,7 +95,8 @@ def capture(
         scope: ``"context"``: capture the calls of this thread, or asyncio task, alone; ``"process"``: all calls.
         during: What the run has to be doing: ``"train"``, ``"eval"``, ``"intervention"``, or several. By default all of
             them, unlike ``watch``, which goes on for a whole run and counts training alone: who opens a capture around
-            an evaluation means that one. It is the forward that counts; gradients belong to theirs.
+            an evaluation means that one. It is the forward that counts; gradients belong to theirs. The loops of
+            hookline tell; elsewhere training is a forward that began in training mode with gradients on.
         strict: Raise if nothing matches; with False, warn and return a cache that stays empty.
 
     Raises:

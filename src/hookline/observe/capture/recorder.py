@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.lifecycle.phase import PHASES, Phases, phase
+from hookline.lifecycle.phase import PHASES, Phases, told_phase
 from hookline.observe.capture.calls import CapturedCall
 from hookline.observe.capture.store import Kept, NoNumbers, Store, each_tensor
 from hookline.sites import _torch
@@ -26,6 +26,7 @@ from hookline.sites.context import open_scopes
 
 if TYPE_CHECKING:
     from hookline.sites.entry import Entry
+    from hookline.sites.root import Root
     from hookline.sites.site import Site
     from hookline.types import Grads, Hook
 
@@ -136,7 +137,8 @@ class Recorder:
         It finds out whose call it is by itself, and leaves counting calls for later: together 1 to 2 of the 8 to 10 µs
         that it adds to a call in a tiny GPT-2 (benchmarks/capturing.py).
         """
-        name, here, append = entry.name, entry.root.here, self.notes.append
+        name, root, append = entry.name, entry.root, self.notes.append
+        here = root.here
         task, keep = _torch.graph_task_id, self._keep_and_stop
         plain = self.store.is_plain and not self.stops
         during, is_wrapped = self.during, _torch.is_wrapped
@@ -146,8 +148,8 @@ class Recorder:
                 return
             if task() != -1 and _torch.in_recomputation():
                 return  # it was noted the first time
-            if during is not None and phase() not in during:
-                self._leave_out_for_phase(name)
+            if during is not None and (now := _phase_of(root)) not in during:
+                self._leave_out_for_phase(name, now)
                 return
             if plain and type(output) is Tensor and not is_wrapped(output):
                 try:
@@ -169,10 +171,10 @@ class Recorder:
         if self.stops:
             self._stop_after(name)
 
-    def _leave_out_for_phase(self, name: str) -> None:
+    def _leave_out_for_phase(self, name: str, now: str) -> None:
         assert self.during is not None
         wanted = ", ".join(sorted(self.during))
-        self.left_out[name] = f"it was called in phase {phase()!r} of the run, and during= asks for: {wanted}"
+        self.left_out[name] = f"it was called in phase {now!r} of the run, and during= asks for: {wanted}"
 
     def _stop_after(self, name: str) -> None:
         self._ahead.discard(name)
@@ -200,9 +202,9 @@ class Recorder:
         name, here = entry.name, self._here
         step, number = entry.root.moment(entry)
         call = CapturedCall(name, step, number, takes_grads=self.takes_grads, settle=self.store.settle)
-        if self.during is not None and phase() not in self.during:
+        if self.during is not None and (now := _phase_of(entry.root)) not in self.during:
             call.is_left_out = True
-            self._leave_out_for_phase(name)
+            self._leave_out_for_phase(name, now)
         elif self.takes_inputs:
             self._keep_inputs(call, args, kwargs)
         under_way = here.open[name]
@@ -274,6 +276,11 @@ class Recorder:
         shaped = each_tensor(call.kept_output.value, lambda path, tensor: by_path.get(path), lambda leaf: None)
         with suppress(NoNumbers):
             call.add_grad(self.store.keep(shaped, f"gradient of {site.name!r}"))
+
+
+def _phase_of(root: Root) -> str:
+    """Return what the run is doing: what a loop says, or else what the model's mode and gradients tell."""
+    return told_phase() or ("train" if all(root.mode()) else "eval")
 
 
 def _alive(module: nn.Module, begun: list[CapturedCall]) -> int:

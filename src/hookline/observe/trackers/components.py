@@ -9,13 +9,14 @@ import dataclasses
 import numbers
 import threading
 import warnings
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.observe.trackers.values import countable, unit_axis
+from hookline.wording import outside
 
 __all__ = ["LOCK", "BlendOptions", "ComponentTracker", "UnitOptions", "as_number", "as_plain"]
 
@@ -68,6 +69,9 @@ class ComponentTracker(Generic[OptionsT]):
         self._given: dict[str, dict[str, Any]] = {}
         """By component: the options that somebody asked for."""
         self._warned: set[str] = set()
+        self._reasons: dict[str, str] = {}
+        """By component that has given nothing yet: why what came by was passed over."""
+        self._has_given: set[str] = set()
 
     def has_component(self, component: str) -> bool:
         """Whether the component is registered."""
@@ -79,6 +83,29 @@ class ComponentTracker(Generic[OptionsT]):
             self._known.pop(component, None)
             self._given.pop(component, None)
             self._drop(component)
+
+    def forget_counts(self, component: str) -> None:
+        """Start a component at zero; its options stay."""
+        with LOCK:
+            self._drop(component)
+
+    def note_pass(self, component: str, why_not: Callable[[], str]) -> None:
+        """Note that a pass came through a component; if nothing was ever kept of it, `why_not()` says why."""
+        if component in self._has_given:
+            return
+        if self._has_begun(component):
+            self._has_given.add(component)
+            self._reasons.pop(component, None)
+        elif component not in self._warned:
+            self._reasons[component] = why_not()
+
+    def warn_if_silent(self) -> None:
+        """Warn, once for each, of the components that passes came through and that have given nothing yet."""
+        for component, why in list(self._reasons.items()):
+            if component not in self._warned:
+                self._warned.add(component)
+                text = f"Component {component!r} gives {type(self).__name__} nothing: {why}."
+                warnings.warn(text, HooklineWarning, stacklevel=outside())
 
     def _drop(self, component: str) -> None:
         """Let go of what was kept of a component."""

@@ -70,10 +70,10 @@ def _token(*args: Any) -> Tensor:
 
 
 @ops.behind(ops.BEGIN, _token)
-def _begin(key: Tensor, serial: int) -> Tensor:
+def _begin(key: Tensor, serial: int, gradients: bool) -> Tensor:
     table = table_with(key)
     if table is not None and table.root is not None:
-        table.root.begin()
+        table.root.begin(gradients)
     return _token()
 
 
@@ -304,4 +304,5 @@ def _site(entry: Entry, module: Any, noted: _Mark | None, what: What) -> Site | 
     if not entry.attachment.wants_site:
         return None
     step, call = noted.moments.get(entry.root, (-1, 0)) if noted is not None else (-1, 0)
-    return Site(entry.name, module, entry.attachment.kind, call, step, False, *what.names)
+    mode = entry.root.training_now()
+    return Site(entry.name, module, entry.attachment.kind, call, step, False, *what.names, training=mode)

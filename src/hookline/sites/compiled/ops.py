@@ -4,7 +4,7 @@ The compiler cannot look into them, so the Python behind them may do anything, a
 are declared to have side effects. Each is given the key of a `Table`, a tensor and no number, so that twelve blocks
 of one model share one graph; what is in the table counts at that moment, so removal takes effect at once.
 
-``begin``  a model's forward begins
+``begin``  a model's forward begins; whether with gradients on, which the graph itself cannot see when it runs
 ``fire``   observers of a forward: the structure as a text (`layout`), the tensors beside it (each further argument
            costs half a microsecond a call, so numbers, which are rare, have an operator of their own)
 ``count``  a hook that edits, and is therefore part of the graph itself, has run
@@ -51,7 +51,7 @@ __all__ = [
 
 _LIBRARY: Final[Any] = torch.library.Library("hookline", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS: Final = {
-    "begin": "(Tensor key, int serial) -> Tensor",
+    "begin": "(Tensor key, int serial, bool gradients) -> Tensor",
     "fire": "(Tensor key, str what, Tensor[] tensors) -> ()",
     "fire_with": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
     "count": "(Tensor key, str what) -> ()",

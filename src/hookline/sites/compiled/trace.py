@@ -78,7 +78,7 @@ def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     changed = False
     steps, reads, plan, ticks = port.recipe.split("/")
     if ticks and not _without_operators():
-        ops.BEGIN(port.key, _serial())
+        ops.BEGIN(port.key, _serial(), torch.is_grad_enabled())
     for place, step in enumerate(steps):
         if step == "w":
             _fire(port, steps, place, reads, args, kwargs, ())

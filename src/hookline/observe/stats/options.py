@@ -1,0 +1,33 @@
+"""Check what ``watch`` is asked for; called by it before anything is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Final
+
+from hookline.errors import OptionError
+from hookline.wording import a_or_an
+
+__all__ = ["KINDS", "check_scaler", "checked_kinds"]
+
+KINDS: Final = ("forward", "backward", "param", "param_grad")
+"""What can be watched."""
+
+
+def checked_kinds(on: str | Iterable[str] | None) -> list[str]:
+    """Return the kinds that `on` names; all of them for None."""
+    kinds = list(dict.fromkeys(KINDS if on is None else [on] if isinstance(on, str) else on))
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        near = get_close_matches(str(unknown[0]), KINDS, n=1) if unknown else []
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        got = f"unknown kind {unknown[0]!r}" if unknown else "no kind"
+        raise OptionError(f"watch(on=...): {got}.{meant} There are {', '.join(map(repr, KINDS))}.")
+    return kinds
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raise unless `scaler` is None or scales as torch's do."""
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
+        raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {a_or_an(scaler)}.")
