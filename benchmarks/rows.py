@@ -23,6 +23,7 @@ from peers import peers
 from serving import serving
 from subject import Setting
 from threads import threads
+from training_peers import training_peers
 from watching import watching
 
 __all__ = ["BENCHMARKS", "ON_CPU", "ON_GPU"]
@@ -54,6 +55,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "threads": threads,
     "serving": serving,
     "peers": peers,
+    "training_peers": training_peers,
     "gpu_kernel": gpu_kernel,
     "gpu_eager": gpu_eager,
     "gpu_compiled": gpu_compiled,
