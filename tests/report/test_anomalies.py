@@ -116,6 +116,7 @@ def test_a_gradient_spikes_by_its_name_or_by_what_its_hook_says_of_it() -> None:
         s["metric"] for s in _found(h__grad_norm=values, norms__total_norm=values)["Gradient spikes"]["sights"]
     } == {"h/grad_norm"}
     assert _found(h__grad_norm=[*[1.0] * 20, 4.0, *[1.0] * 9]) == {}
+    assert _found(h__grad_norm=0.05 * 1.7 ** np.arange(9)) == {}  # steady growth, as when learning sets in
 
 
 def test_an_accuracy_falls_at_once_or_slowly() -> None:

@@ -203,11 +203,12 @@ def test_on_paper_all_plots_are_drawn_light_and_as_wide_as_the_paper(visit: Visi
 
 
 def test_on_a_phone_every_section_and_every_hook_can_be_read(visit: Visit, made: Path) -> None:
-    """Nothing of them is beyond the edge, and nothing has to be scrolled sideways."""
-    page = visit(made / "small.html", width=390, height=800, has_touch=True, is_mobile=True).load()
-    ends = page.eval_on_selector_all("nav a", "all => all.map(one => one.getBoundingClientRect().right)")
-    assert len(ends) == 6
-    assert max(ends) <= 390
+    """Nothing of them is beyond the edge, and nothing has to be scrolled sideways; sections also on a tablet."""
+    for width in (961, 750, 390):
+        page = visit(made / "small.html", width=width, height=800, has_touch=True, is_mobile=True).load()
+        ends = page.eval_on_selector_all("nav a", "all => all.map(one => one.getBoundingClientRect().right)")
+        assert len(ends) == 6
+        assert max(ends) <= page.locator("nav").evaluate("e => e.getBoundingClientRect().right")
     cells = "#hook-tables th[scope=row], #hook-tables td"
     assert max(page.eval_on_selector_all(cells, "all => all.map(one => one.getBoundingClientRect().right)")) <= 390
     box = page.locator("#hook-tables .scroll")

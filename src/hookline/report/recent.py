@@ -63,12 +63,18 @@ def rises(curve: Curve, factor: float, floor: float = 0.0) -> Iterator[Event]:
             continue
         level = float(np.median(logs[candidate - _LEVEL : candidate]))
         noise = _noise(logs[max(0, candidate - _WINDOW) : candidate])
-        if logs[candidate] - level > max(np.log(factor), _SIGMAS * noise):
+        if logs[candidate] - level - _growth(logs[:candidate]) > max(np.log(factor), _SIGMAS * noise):
             back = np.flatnonzero(logs[candidate:] < level + np.log(_OVER))
             index = candidate + int(back[0]) if back.size else values.size
             peak = float(values[candidate:index].max())
             yield Event(int(steps[candidate]), float(np.exp(level)), peak, int(steps[index]) if back.size else None)
             index = max(index, candidate + _LEVEL)  # what comes right after belongs to it
+
+
+def _growth(logs: Values) -> float:
+    """Return how much the level lags behind a curve that grows steadily, as gradients do when learning sets in."""
+    steps = np.diff(logs[-_LEVEL - 1 :])
+    return (_LEVEL + 1) / 2 * float(np.median(steps)) if (steps > 0).all() else 0.0
 
 
 def _candidates(logs: Values, least: float, floor: float) -> Iterator[int]:
