@@ -76,7 +76,7 @@ class During:
         if "train" not in self.phases:
             return False
         if likeness > self.best and raises and not self._has_stepped:
-            if self.counted:
+            if self.counted and "eval" not in self.phases:
                 self._forget()
                 self.left_out, self.counted = self.left_out + self.counted, 0
             self.best = likeness

@@ -259,6 +259,7 @@ class Watch(ShownAsTable):
             self._passes.let_go()
         # That one module of many was never called is in the report; that none was is worth a warning.
         seen = any(report.fired for report in self._handles.report()) or not self._counts.steps.is_due
+        seen = seen or self._counts.goes_by_parts()
         self._handles.remove(quiet=quiet or seen)
         self._engine.flush()
         if not quiet:

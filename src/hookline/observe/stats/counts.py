@@ -73,6 +73,10 @@ class Counts:
         """Return whether gradients count that come by now."""
         return self.due() and self.during.takes_backward(self._model.training)
 
+    def goes_by_parts(self) -> bool:
+        """Return whether steps are counted by something else than forwards of the model, since it has none."""
+        return isinstance(self.steps, ByForward) and self.steps.what != ByForward.what
+
     def why_silent(self, place: Watched) -> str:
         """Return why `place` has nothing to tell, as far as is known."""
         steps = self.steps
@@ -87,7 +91,7 @@ class Counts:
     def in_words(self) -> list[str]:
         """Return what whoever reads the numbers should know: what was left out, and a step that is an odd one."""
         told = [self.during.in_words()]
-        if isinstance(self.steps, ByForward) and self.steps.what != ByForward.what:
+        if self.goes_by_parts():
             told.append(f"a step is {self.steps.what}; optimizer= makes it the optimizer's")
         return [text for text in told if text]
 

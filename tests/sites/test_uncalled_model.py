@@ -1,0 +1,159 @@
+"""Hooks through a model whose own forward is never called: steps, calls, and a hook on the model itself."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+
+
+class Module(nn.Module):
+    """As a LightningModule: `training_step` calls parts, each several times; `forward` is for other uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x) + self.body(x)).sum()  # type: ignore[no-any-return]
+
+
+class Seen:
+    """A hook that notes where and when it fires."""
+
+    def __init__(self) -> None:
+        self.moments: list[tuple[str, int, int]] = []
+
+    def __call__(self, module: nn.Module, args: Any, output: Any, *, site: hl.Site) -> None:
+        self.moments.append((site.name, site.step, site.call))
+
+
+def test_steps_and_calls_are_counted_by_the_part_that_is_called_first() -> None:
+    """Each call of it begins a step, so that a part that is called twice in a step begins two; none is -1."""
+    model, seen = Module(), Seen()
+    with hl.attach(model, ["body.0", "head"], seen) as handle:
+        for _ in range(2):
+            model.training_step(torch.randn(3, 4))
+        assert handle.report().last_step == 3
+    assert seen.moments == [
+        ("body.0", 0, 0),
+        ("body.0", 1, 0),
+        ("head", 1, 0),
+        ("body.0", 2, 0),
+        ("body.0", 3, 0),
+        ("head", 3, 0),
+    ]
+    hl.assert_no_hooks(model)
+
+
+def test_calls_inside_of_the_first_part_belong_to_one_step() -> None:
+    """It is the outermost part that begins steps, not the first module that a hook is on."""
+
+    class Unrolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.cell(x)
+            return x
+
+    model, seen = nn.ModuleDict({"rnn": Unrolled()}), Seen()
+    with hl.attach(model, "rnn.cell", seen):
+        for _ in range(2):
+            model["rnn"](torch.randn(3, 4))
+    assert seen.moments == [("rnn.cell", step, call) for step in (0, 1) for call in (0, 1, 2)]
+
+
+def test_a_model_that_is_called_now_and_then_has_one_count() -> None:
+    """A forward of the model is one step, also though the part that stands in for it is called inside."""
+    model, seen = Module(), Seen()
+    with hl.attach(model, "head", seen):
+        model.head(torch.randn(3, 4))
+        model(torch.randn(3, 4))
+        model.head(torch.randn(3, 4))
+    assert [moment[1:] for moment in seen.moments] == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_gradient_hooks_know_the_step_too() -> None:
+    """That of their forward."""
+    model, steps = Module(), []
+    with hl.attach(model, "head", lambda module, gi, go, *, site: steps.append(site.step), on="backward"):
+        for _ in range(2):
+            model.head(torch.randn(3, 4)).sum().backward()
+    assert steps == [0, 1]
+
+
+def test_two_threads_on_parts_of_one_model_count_apart() -> None:
+    """Each call is a step of its own, and none is -1."""
+    model, seen = Module(), Seen()
+    with hl.attach(model, "head", seen):
+        model.head(torch.randn(3, 4))
+        threads = [threading.Thread(target=lambda: [model.head(torch.randn(3, 4)) for _ in range(5)]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(step for _, step, _ in seen.moments) == list(range(11))
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "backward"])
+def test_a_hook_on_a_model_that_trains_uncalled_says_so_when_it_comes_off(kind: str) -> None:
+    """Its parameters have got gradients, its forward was not called."""
+    model = Module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = hl.attach(model, lambda *args: None, on=kind)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.training_step(torch.randn(3, 4)).backward()
+        optimizer.step()
+    with pytest.warns(hl.HookNeverFired, match="own forward was never called, only parts of it.*hook the modules that"):
+        handle.remove()
+
+
+def test_a_hook_on_a_model_that_did_nothing_says_nothing() -> None:
+    """Gradients from before, or a state that was loaded, are no sign of a run."""
+    model = Module()
+    model.training_step(torch.randn(3, 4)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with hl.attach(model, lambda *args: None):
+            model.load_state_dict(model.state_dict())
+
+
+def test_site_tells_the_mode_that_the_forward_began_in() -> None:
+    """Of the model, whatever the module's own mode and the gradients around it."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.inner(x)  # type: ignore[no-any-return]
+
+    model, told = Part(), []
+    model.inner.eval()
+
+    def hook(module: nn.Module, args: Any, output: Any, *, site: hl.Site) -> None:
+        told.append((site.training, site.gradients))
+
+    with hl.attach(model, "inner", hook):
+        model(torch.randn(3, 4))
+        with torch.no_grad():
+            model(torch.randn(3, 4))
+        model.eval()(torch.randn(3, 4))
+    assert told == [(True, True), (True, False), (False, True)]
