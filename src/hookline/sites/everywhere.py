@@ -211,7 +211,7 @@ def _run_now(ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any
             continue
         args, named = result
         if isinstance(named, Carrier):
-            args = CarrierArgs(args)
+            args = CarrierArgs(*args)
             args.carrier = named
         if named is not kwargs:
             new = dict(named)

@@ -17,6 +17,7 @@ from hookline.sites import _torch
 from hookline.sites.always import StaleGuard
 from hookline.sites.compiled import marks, trace
 from hookline.sites.entry import Phase
+from hookline.sites.gradient_ahead import go_ahead
 from hookline.sites.gradient_inputs import Carrier
 from hookline.sites.gradients import GradientCall
 
@@ -342,6 +343,10 @@ class PostBack(BackPort):
             carrier = GradientCall(table, module).enter((), {})[1]
             carrier.call.order = table.entered
         watched = carrier.call.leave(output, carrier)
+        if table.backward_pre and _torch.has_backward_hooks(module):
+            hooks = _torch.backward_hooks_of_call()
+            if hooks is not None:
+                go_ahead(carrier.call, hooks, output, carrier)
         return None if watched is output else watched
 
 
