@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -563,3 +564,16 @@ def test_nothing_that_is_no_module_is_taken_for_a_scope():
     """within= wants a model."""
     with pytest.raises(hl.HooklineError):
         hl.attach_everywhere(ignore, within="layers")
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["of-a-model", "of-the-process"])
+def test_what_an_attention_never_calls_is_no_news(within):
+    """out_proj of a MultiheadAttention has its weights read; attach_everywhere does not warn of it, attach does."""
+    model, x = nn.MultiheadAttention(4, 2), torch.ones(1, 3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with hl.attach_everywhere(lambda *args: None, within=model if within else None) as handle:
+            model(x, x, x)
+            assert handle.report().silent == ("out_proj",)
+    with pytest.warns(hl.HookNeverFired, match="out_proj"), hl.attach(model, "out_proj", lambda *args: None):
+        model(x, x, x)

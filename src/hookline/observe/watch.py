@@ -94,7 +94,7 @@ def watch(
     Without an optimizer, a step is whatever lies between two calls of ``watch.step()``; if you never call it, one
     outermost forward of the model, and gradients of parameters are read at the end of each backward pass through it.
     """
-    check_model(model)
+    check_model(model, target)
     kinds = _checked_kinds(on)
     _check_scaler(scaler)
     layout = Layout.of(stats if stats is None or isinstance(stats, str) else tuple(stats))

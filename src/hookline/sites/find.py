@@ -75,7 +75,7 @@ class Sites(Sequence[Site]):
         widths = [max(len(row[column]) for row in (header, *rows)) for column in range(3)]
         lines = [_line(header, widths), _line(tuple("─" * width for width in (*widths, 5)), widths)]
         lines += [_line(row, widths) for row in rows]
-        return "\n".join([*lines, f"{len(rows)} modules"])
+        return "\n".join([*lines, _counted(self.names)])
 
 
 def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> Sites:
@@ -180,6 +180,13 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
         if not isinstance(hook, Port | ParameterPort):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
+
+
+def _counted(names: list[str]) -> str:
+    """How many modules there are, counted as error messages count them: those of the model, and not itself."""
+    inside = len([name for name in names if name])
+    modules = f"{inside} module{'s' * (inside != 1)}"
+    return modules if inside == len(names) else f"the model and {modules}"
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:
