@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -490,6 +491,7 @@ def test_the_global_hook_stays_until_the_last_process_wide_hook_goes():
     assert len(torch_module._global_forward_pre_hooks) == 1
     second.remove()
     assert not torch_module._global_forward_pre_hooks
+    thrown.clear()  # it comes back after the test
 
 
 def test_a_hook_that_was_removed_does_not_reach_modules_made_later():
@@ -577,3 +579,17 @@ def test_what_an_attention_never_calls_is_no_news(within):
             assert handle.report().silent == ("out_proj",)
     with pytest.warns(hl.HookNeverFired, match="out_proj"), hl.attach(model, "out_proj", lambda *args: None):
         model(x, x, x)
+
+
+def test_hooks_are_on_after_torchs_dictionary_was_thrown_away(monkeypatch):
+    """Tests of others put an empty dictionary in its place; the next attach_everywhere notices."""
+    model, seen = nn.Linear(2, 2), []
+    lost = hl.attach_everywhere(lambda *args: seen.append("lost"))
+    thrown = torch_module._global_forward_pre_hooks
+    monkeypatch.setattr(torch_module, "_global_forward_pre_hooks", OrderedDict())
+    with hl.attach_everywhere(lambda *args: seen.append("found")):
+        model(torch.ones(1, 2))
+    assert "found" in seen
+    lost.remove(quiet=True)
+    assert not torch_module._global_forward_pre_hooks
+    thrown.clear()  # it comes back after the test

@@ -81,6 +81,7 @@ __all__ = [
     "innermost_saved_hooks",
     "is_compiled",
     "is_compiled_function",
+    "is_global_pre_hook",
     "is_inner_step",
     "is_known_to_be_at_most",
     "is_native",
@@ -267,6 +268,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
         or module_py._global_backward_hooks
         or module_py._global_backward_pre_hooks
     )
+
+
+def is_global_pre_hook(hook_id: int) -> bool:
+    """Whether torch still has a global forward pre-hook of that id: some tests put another dictionary there."""
+    return hook_id in module_py._global_forward_pre_hooks
 
 
 def backward_hooks_of_call() -> Any:
