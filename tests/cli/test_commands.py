@@ -84,7 +84,7 @@ def test_find_prints_the_modules_of_a_pattern(what, pattern, names, capsys):
 def test_find_leaves_out_what_is_excluded_and_says_what_cannot_be_made(capsys):
     """A class that needs arguments is told as such."""
     assert run_here("find", f"{EXPERIMENTS}:make_model", "*", "--exclude", "1*") == 0
-    assert capsys.readouterr().out.endswith("\nthe model and 1 module")
+    assert capsys.readouterr().out.endswith("\nthe model and 1 module\n")
     assert run_here("find", "torch.nn:Linear") == 2
     assert "cannot be called without arguments" in capsys.readouterr().err
 

@@ -491,7 +491,6 @@ def test_the_global_hook_stays_until_the_last_process_wide_hook_goes():
     assert len(torch_module._global_forward_pre_hooks) == 1
     second.remove()
     assert not torch_module._global_forward_pre_hooks
-    thrown.clear()  # it comes back after the test
 
 
 def test_a_hook_that_was_removed_does_not_reach_modules_made_later():
