@@ -88,13 +88,15 @@ def test_find_prints_the_modules_of_a_pattern(what, pattern, names, capsys):
     assert run_here("find", what, pattern) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0].strip() for line in lines[2:-1]] == names
-    assert lines[-1] == f"{len(names)} modules"
+    inside = [name for name in names if name != "(the model)"]
+    count = f"{len(inside)} module{'s' * (len(inside) != 1)}"
+    assert lines[-1] == (count if inside == names else f"the model and {count}")
 
 
 def test_find_leaves_out_what_is_excluded_and_says_what_cannot_be_made(capsys):
     """A class that needs arguments is told as such."""
     assert run_here("find", f"{EXPERIMENTS}:make_model", "*", "--exclude", "1*") == 0
-    assert "2 modules" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("\nthe model and 1 module\n")
     assert run_here("find", "torch.nn:Linear") == 2
     assert "cannot be called without arguments" in capsys.readouterr().err
 
@@ -250,3 +252,11 @@ def test_what_cannot_be_written_is_told(arguments, said, capsys):
     assert said in capsys.readouterr().err
     assert Path("there.py").read_text() == "mine"
     assert run_here("new", "hook", "there.py", "--force") == 0
+
+
+def test_a_pattern_that_matches_nothing_is_answered_in_the_words_of_the_shell(capsys):
+    """The nearest names, and the command that lists all."""
+    assert run_here("find", f"{EXPERIMENTS}:make_model", "*.nowhere") == 2
+    err = capsys.readouterr().err
+    assert err.endswith(f"See all: hookline find {EXPERIMENTS}:make_model\n")
+    assert "print(" not in err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -563,3 +565,30 @@ def test_nothing_that_is_no_module_is_taken_for_a_scope():
     """within= wants a model."""
     with pytest.raises(hl.HooklineError):
         hl.attach_everywhere(ignore, within="layers")
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["of-a-model", "of-the-process"])
+def test_what_an_attention_never_calls_is_no_news(within):
+    """out_proj of a MultiheadAttention has its weights read; attach_everywhere does not warn of it, attach does."""
+    model, x = nn.MultiheadAttention(4, 2), torch.ones(1, 3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with hl.attach_everywhere(lambda *args: None, within=model if within else None) as handle:
+            model(x, x, x)
+            assert handle.report().silent == ("out_proj",)
+    with pytest.warns(hl.HookNeverFired, match="out_proj"), hl.attach(model, "out_proj", lambda *args: None):
+        model(x, x, x)
+
+
+def test_hooks_are_on_after_torchs_dictionary_was_thrown_away(monkeypatch):
+    """Tests of others put an empty dictionary in its place; the next attach_everywhere notices."""
+    model, seen = nn.Linear(2, 2), []
+    lost = hl.attach_everywhere(lambda *args: seen.append("lost"))
+    thrown = torch_module._global_forward_pre_hooks
+    monkeypatch.setattr(torch_module, "_global_forward_pre_hooks", OrderedDict())
+    with hl.attach_everywhere(lambda *args: seen.append("found")):
+        model(torch.ones(1, 2))
+    assert "found" in seen
+    lost.remove(quiet=True)
+    assert not torch_module._global_forward_pre_hooks
+    thrown.clear()  # it comes back after the test

@@ -76,7 +76,7 @@ def test_the_table_shows_name_type_parameters_and_hooks():
     assert lines[2].split() == ["(the", "model)", "Sequential", "15"]
     assert lines[3].split() == ["0", "Linear", "9", "watcher", "(forward),", "grads", "(backward)"]
     assert lines[6].split() == ["2.0", "Linear", "6"]
-    assert lines[-1] == "5 modules"
+    assert lines[-1] == "the model and 4 modules"
     assert len({line.index("Linear") for line in lines if "Linear" in line}) == 1
 
 
@@ -237,3 +237,12 @@ def test_a_copy_of_a_hooked_model_passes():
     model = make_model()
     with hl.attach(model, "*", watcher), hl.attach(model, "*", watcher, on="state_dict_post"):
         hl.assert_no_hooks(copy.deepcopy(model), foreign=True)
+
+
+def test_the_table_and_the_error_count_the_same_modules():
+    """Those inside the model; the model itself is told apart."""
+    model = make_model()
+    assert repr(hl.find(model)).endswith("\nthe model and 4 modules")
+    assert repr(hl.find(model, "0")).endswith("\n1 module")
+    with pytest.raises(hl.NoMatchError, match="in this Sequential of 4 modules;"):
+        hl.find(model, "*.nowhere")

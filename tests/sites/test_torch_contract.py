@@ -1175,3 +1175,38 @@ def test_tensors_end_to_end_are_a_vector_of_their_own():
     assert found.tolist() == [0, 3, 1, 4, 2, 5, 1, 1, 7]
     found.zero_()
     assert given[0].sum() == 15
+
+
+def test_the_backward_hooks_of_one_call_are_a_variable_of_torchs_frame():
+    """A forward hook finds them, with a list of pre-hooks that is the call's own."""
+    found = []
+
+    def hook(*args: object) -> None:
+        found.append(_torch.backward_hooks_of_call())
+
+    module = nn.Sigmoid()
+    module.register_forward_hook(hook)
+    x = torch.zeros(1, requires_grad=True)
+    module(x)
+    module.register_full_backward_pre_hook(lambda *args: None)
+    module(x)
+    module(x)
+    assert found[0] is None
+    assert [type(each) for each in found[1:]] == [torch.utils.hooks.BackwardHook] * 2
+    assert isinstance(found[1].user_pre_hooks, list)
+    assert found[1].user_pre_hooks is not found[2].user_pre_hooks
+
+
+@pytest.mark.parametrize("where", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_torch_says_which_modules_it_calls_backward_hooks_for(where, monkeypatch):
+    """Those with hooks of their own; with global ones, all."""
+    flag = "_global_is_full_backward_hook"  # torch never takes it back
+    monkeypatch.setattr(torch_module, flag, getattr(torch_module, flag))
+    module, other = nn.Sigmoid(), nn.Sigmoid()
+    handle = getattr(module, where)(lambda *args: None)
+    assert _torch.has_backward_hooks(module)
+    assert not _torch.has_backward_hooks(other)
+    handle.remove()
+    assert not _torch.has_backward_hooks(module)
+    with getattr(torch_module, where.replace("register_", "register_module_"))(lambda *args: None):
+        assert _torch.has_backward_hooks(other)

@@ -5,6 +5,7 @@ Takes a model by name, prints the table of `hookline.find`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,9 +16,9 @@ from hookline.cli.failures import DONE
 from hookline.cli.load import load_object
 from hookline.cli.parse import parse
 from hookline.cli.show import tell
-from hookline.errors import OptionError
+from hookline.errors import NoMatchError, OptionError
 
-__all__ = ["FindOptions", "command", "model_at"]
+__all__ = ["FindOptions", "command", "in_shell", "model_at"]
 
 
 @dataclass
@@ -43,8 +44,19 @@ def command(arguments: Sequence[str]) -> int:
     options = parse(FindOptions, arguments, "find")
     from hookline.sites.find import find
 
-    tell(repr(find(model_at(options.model), options.pattern, exclude=options.exclude)))
+    model = model_at(options.model)
+    try:
+        tell(repr(find(model, options.pattern, exclude=options.exclude)))
+    except NoMatchError as error:
+        raise NoMatchError(in_shell(error, options.model)) from None
     return DONE
+
+
+def in_shell(error: NoMatchError, model: str = "EXPERIMENT") -> str:
+    """Return the text of an error with the command that lists the modules of ``model``, in place of Python."""
+    from hookline.sites.select import SEE_ALL
+
+    return str(error).replace(SEE_ALL, f"See all: hookline find {shlex.quote(model)}")
 
 
 def model_at(path: str) -> Any:

@@ -47,12 +47,13 @@ class TrackerChoice:
 
     def check(self, model: Any) -> list[str]:
         """The names of the modules it would be on; an error says where the file asks for them."""
+        from hookline.cli.find import in_shell
         from hookline.sites.select import select
 
         try:
             chosen = select(model, list(self.targets), exclude=list(self.exclude) or None) if self.targets else []
         except NoMatchError as error:
-            raise ConfigError(f"{self.place}: {error}") from None
+            raise ConfigError(f"{self.place}: {in_shell(error)}") from None
         return [name for name, *_ in chosen]
 
 

@@ -101,7 +101,7 @@ def watch(
     Of a model whose own forward is not called (Lightning calls ``training_step``), a step is one call of the part of it
     that is called first.
     """
-    check_model(model)
+    check_model(model, target)
     kinds = checked_kinds(on)
     check_scaler(scaler)
     layout = Layout.of(stats if stats is None or isinstance(stats, str) else tuple(stats))

@@ -26,6 +26,7 @@ from torch._C import _FunctionBase as FunctionBase
 from torch._C._autograd import _get_sequence_nr
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.modules import module as module_py
 from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -43,6 +44,7 @@ __all__ = [
     "Shards",
     "add_port",
     "backends",
+    "backward_hooks_of_call",
     "being_walked",
     "below_autograd",
     "boundary",
@@ -65,6 +67,7 @@ __all__ = [
     "graph_task_id",
     "guards_of",
     "handles_modes",
+    "has_backward_hooks",
     "has_compiled",
     "has_numbers",
     "hook_tensor",
@@ -78,6 +81,7 @@ __all__ = [
     "innermost_saved_hooks",
     "is_compiled",
     "is_compiled_function",
+    "is_global_pre_hook",
     "is_inner_step",
     "is_known_to_be_at_most",
     "is_native",
@@ -123,6 +127,7 @@ __all__ = [
     "takes_optimizer_hooks",
     "times_running",
     "untraced",
+    "variable_of_caller",
     "vectorizing",
     "will_execute",
 ]
@@ -252,6 +257,37 @@ def queue_id(depth: int) -> int:
     ``depth`` is how many calls above this one torch's own frame is.
     """
     return id(sys._getframe(depth + 1))
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether torch itself calls backward hooks for the module, its own or global ones."""
+    # Looked up at each call: torch's own tests put other dictionaries in the place of the global ones.
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or module_py._global_backward_hooks
+        or module_py._global_backward_pre_hooks
+    )
+
+
+def is_global_pre_hook(hook_id: int) -> bool:
+    """Whether torch still has a global forward pre-hook of that id: some tests put another dictionary there."""
+    return hook_id in module_py._global_forward_pre_hooks
+
+
+def backward_hooks_of_call() -> Any:
+    """The ``BackwardHook`` that torch has made for the module call whose forward hook asks; None if there is none.
+
+    It is a variable of the frame that calls that forward hook, and its ``user_pre_hooks`` are a list of this call alone
+    (torch 2.11 to 2.13).
+    """
+    found = variable_of_caller("bw_hook", 2)
+    return found if hasattr(found, "user_pre_hooks") else None
+
+
+def variable_of_caller(name: str, depth: int) -> Any:
+    """The variable of that name in the function ``depth`` calls above the one that asks; None if it has none."""
+    return sys._getframe(depth + 1).f_locals.get(name)
 
 
 def in_transform() -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
@@ -29,9 +29,11 @@ from hookline.sites.wrappers import unwrap
 if TYPE_CHECKING:
     from hookline.types import Hook, Scope, Sees, Target
 
-__all__ = ["add_entries", "attach", "check_request", "fasten"]
+__all__ = ["TARGETS", "add_entries", "attach", "check_request", "fasten", "is_function"]
 
 _MISSING: Any = object()
+TARGETS: Final = str | list | tuple | set | frozenset | re.Pattern | type
+"""What is a target, and cannot be meant for a hook."""
 
 
 def attach(
@@ -87,7 +89,7 @@ def attach(
         NoMatchError: (a KeyError) naming the nearest modules.
         KindError, OptionError, TargetError, HookSignatureError, UnhookableError: before anything is attached.
     """
-    check_model(model)
+    check_model(model, target)
     place, wanted = _sort_out(target, hook)
     attachment = check_request(
         wanted,
@@ -118,10 +120,17 @@ def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
     """Target and hook as meant: ``attach(model, hook)`` and ``attach(model, hook=hook)`` have no target."""
     if hook is _MISSING:
         target, hook = None, target
-        if hook is _MISSING or isinstance(hook, type | str | list | tuple | re.Pattern | nn.Module):
+        if hook is _MISSING or isinstance(hook, TARGETS | nn.Module):
             given = "attach(model)" if hook is _MISSING else f"attach(model, {describe(hook)})"
             raise HookSignatureError(f"{given} has no hook; write attach(model, target, hook) or attach(model, hook).")
+    elif isinstance(hook, TARGETS) and is_function(target):
+        raise HookSignatureError(f"The arguments are swapped: write attach(model, {describe(hook)}, hook).")
     return (None if target is _MISSING else target), hook
+
+
+def is_function(value: Any) -> bool:
+    """Whether it can be called, and is no module or class, so that it may be a hook."""
+    return callable(value) and not isinstance(value, type | nn.Module)
 
 
 def check_request(

@@ -14,6 +14,8 @@ __all__ = ["close_scope", "open_scope", "open_scopes"]
 
 _NUMBERS: Final = itertools.count()
 _LIVE: Final[set[int]] = set()
+_MANY: Final = 64
+"""From how many scopes on a context looks which of them are closed."""
 _OPEN: Final[ContextVar[frozenset[int]]] = ContextVar("hookline_open_scopes", default=frozenset())
 
 open_scopes: Final = _OPEN.get
@@ -24,11 +26,17 @@ def open_scope() -> int:
     """Open a scope in this context; its number."""
     number = next(_NUMBERS)
     _LIVE.add(number)
-    _OPEN.set(frozenset({number, *(_OPEN.get() & _LIVE)}))
+    known = _OPEN.get()
+    if len(known) > _MANY:
+        known &= _LIVE
+    _OPEN.set(known | {number})
     return number
 
 
 def close_scope(number: int) -> None:
-    """The hook is off. Other contexts may still have the number, which nobody will ask for again."""
+    """Forget a scope whose hook is off.
+
+    Contexts keep the number until they have many: a firing that is under way still runs the hook, and afterwards nobody
+    asks for it again.
+    """
     _LIVE.discard(number)
-    _OPEN.set(_OPEN.get() - {number})

@@ -120,7 +120,7 @@ class _Everywhere:
             attachment.on_remove = self.drop
             self.attachments = (*self.attachments, attachment)
             self.generation += 1
-            if self._global is None:
+            if self._global is None or not _torch.is_global_pre_hook(self._global.id):  # torch's dictionary was emptied
                 self._global = register_module_forward_pre_hook(self._first_sight)
             if attachment.always_call or attachment.kind is Kind.FULL_BACKWARD:
                 # torch decides on these before it calls a pre-hook, so first sight comes too late for one call.
@@ -211,7 +211,7 @@ def _run_now(ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any
             continue
         args, named = result
         if isinstance(named, Carrier):
-            args = CarrierArgs(args)
+            args = CarrierArgs(*args)
             args.carrier = named
         if named is not kwargs:
             new = dict(named)

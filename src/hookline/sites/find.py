@@ -73,7 +73,7 @@ class Sites(ShownAsTable, Sequence[Site]):
             (site.name or "(the model)", site.type, f"{site.num_parameters:,}", ", ".join(self.hooks(site)))
             for site in self._sites
         ]
-        return Table(("name", "type", "parameters", "hooks"), rows, numbers=(2,), foot=(f"{len(rows)} modules",))
+        return Table(("name", "type", "parameters", "hooks"), rows, numbers=(2,), foot=(_counted(self.names),))
 
 
 def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> Sites:
@@ -178,3 +178,10 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
         if not isinstance(hook, Port | ParameterPort):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
+
+
+def _counted(names: list[str]) -> str:
+    """Return how many modules there are, counted as error messages count them: those of the model, not itself."""
+    inside = len([name for name in names if name])
+    modules = f"{inside} module{'s' * (inside != 1)}"
+    return modules if inside == len(names) else f"the model and {modules}"

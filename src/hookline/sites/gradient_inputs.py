@@ -5,13 +5,15 @@ Made and read by ``gradients``; torch hands the `Carrier` from our pre-hook to o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
+from hookline.sites import _torch
+
 if TYPE_CHECKING:
-    from hookline.sites import _torch, tree
+    from hookline.sites import tree
     from hookline.sites.gradients import GradientCall
 
 __all__ = ["Carrier", "CarrierArgs", "Taken", "Window"]
@@ -66,9 +68,20 @@ class Carrier(dict[str, Any]):
 
 
 class CarrierArgs(tuple[Any, ...]):
-    """Positional arguments with a `Carrier`, for a call whose keyword arguments cannot be exchanged."""
+    """Positional arguments with a `Carrier`, for a call whose keyword arguments cannot be exchanged.
 
-    carrier: Carrier
+    Where torch puts its own backward hooks around the call, it makes another tuple of the same type, item by item, as
+    named tuples are made; the carrier goes over to that one.
+    """
+
+    carrier: Carrier | None = None
+
+    def __new__(cls, *items: Any) -> Self:
+        new = super().__new__(cls, items)
+        before = _torch.variable_of_caller("args", 1)
+        if isinstance(before, CarrierArgs):
+            new.carrier = before.carrier
+        return new
 
 
 class Taken:

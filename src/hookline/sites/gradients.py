@@ -101,6 +101,8 @@ class GradientCall:
     """The backward pass that came by last."""
     done = True
     """Whether there is nothing more to fire in it."""
+    _ahead = -1
+    """The last backward pass in which ``backward_pre`` came before torch's own hooks of the module."""
 
     def __init__(self, table: GradientLanes, module: Any) -> None:
         self._table = table
@@ -346,16 +348,18 @@ class GradientCall:
             if not self._table.backward and not self._edits_inputs:
                 self._pre_done = self.done = True
                 self._grad_outputs = [None]
-                return self._fire(self._table.backward_pre, (grad,), ())[0]
+                return self.fire(self._table.backward_pre, (grad,), ())[0]
             self._pre_done, self.done = True, False
             self._ended = None
             self._grad_inputs = [None] * self._num_inputs
             at_end_of(task).append(self)
             if self._table.backward_pre:
-                (grad,) = self._fire(self._table.backward_pre, (grad,), ())
+                (grad,) = self.fire(self._table.backward_pre, (grad,), ())
             self._grad_outputs = [grad]
             return grad
         self.collect_output(index, grad)
+        if self._ahead == task:
+            return grad
         if self._last_outputs is None:
             return self.release_outputs()[index]
         self._awaited -= index in self._last_outputs
@@ -365,7 +369,7 @@ class GradientCall:
 
     def pass_gate(self, places: list[int], grads: Grads) -> Grads:
         """The gradients of all outputs that pass the gate have come; the gradients to go on with."""
-        if self._last_outputs is not None:
+        if self._last_outputs is not None or self._ahead == self._task:
             return grads  # others are tapped, and come later; then nothing is edited
         outputs = self.release_outputs()
         return tuple(outputs[place] for place in places)
@@ -374,16 +378,29 @@ class GradientCall:
         """Note the gradient of one output; the first in a backward pass begins it for this call."""
         task = _torch.graph_task_id()
         if task != self._task:
-            self._task = task
-            self._pre_done = self.done = False
-            if self._last_outputs is not None:
-                self._awaited = len(self._last_outputs)
-            if self._table.clock is not None:
-                self._began, self._ended = self._table.clock(), None
-            self._grad_outputs = [None] * self._num_outputs
-            self._grad_inputs = [None] * self._num_inputs
-            at_end_of(task).append(self)
-        self._grad_outputs[index] = grad
+            self._begin(task)
+        if not self.done:
+            self._grad_outputs[index] = grad
+
+    def _begin(self, task: int) -> None:
+        """Begin the backward pass ``task`` for this call."""
+        self._task = task
+        self._pre_done = self.done = False
+        if self._last_outputs is not None:
+            self._awaited = len(self._last_outputs)
+        if self._table.clock is not None:
+            self._began, self._ended = self._table.clock(), None
+        self._grad_outputs = [None] * self._num_outputs
+        self._grad_inputs = [None] * self._num_inputs
+        at_end_of(task).append(self)
+
+    def begin_ahead(self) -> tuple[Entry, ...]:
+        """Begin the backward pass that is under way, before torch's own hooks; the ``backward_pre`` hooks to run."""
+        self._ahead = _torch.graph_task_id()
+        self._begin(self._ahead)
+        self._pre_done = True
+        self.done = not self._table.backward and not self._edits_inputs  # then no gradient is kept
+        return self._table.backward_pre
 
     def release_outputs(self) -> list[Tensor | None]:
         """All gradients of the outputs are there: fire ``backward_pre``; the gradients to go on with."""
@@ -391,7 +408,7 @@ class GradientCall:
             self._pre_done = True
             entries = self._table.backward_pre
             if entries:
-                self._grad_outputs = list(self._fire(entries, tuple(self._grad_outputs), ()))
+                self._grad_outputs = list(self.fire(entries, tuple(self._grad_outputs), ()))
         return self._grad_outputs
 
     def _collect_input(self, index: int, grad: Tensor | None) -> None:
@@ -489,7 +506,7 @@ class GradientCall:
         self.done = True
         outputs, self._grad_outputs = tuple(self._grad_outputs), []
         inputs, self._grad_inputs = tuple(self._grad_inputs), []
-        grads = self._fire(self._table.backward, inputs, (outputs,))
+        grads = self.fire(self._table.backward, inputs, (outputs,))
         if self._edits_inputs:
             self._grad_inputs = list(grads)  # until the aliases have let them through
             self._shares = inputs
@@ -509,7 +526,7 @@ class GradientCall:
         for call in sorted(late, key=lambda call: -call.order):
             call.fire_post()
 
-    def _fire(self, entries: tuple[Entry, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
+    def fire(self, entries: tuple[Entry, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         """Call those hooks that were on when this call began; the gradients as edited."""
         if (
             type(self._module) is FunctionSite

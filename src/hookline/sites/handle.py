@@ -47,7 +47,7 @@ class HookHandle(_Handle):
             model(x)
             print(handle.report())
 
-    ``remove()`` takes effect at once, also between a forward and its backward, from inside a hook or from
+    ``remove()`` counts from the next firing on, also between a forward and its backward, from inside a hook or from
     another thread, and may be called again. The handle keeps neither the model nor its modules alive, and
     letting go of it removes nothing.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hookline.errors import HookReturnError, UnhookableError
+from hookline.errors import HookReturnError, HookSignatureError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.attach import check_request
 from hookline.sites.entry import Entry, Holder, Phase
@@ -113,6 +113,8 @@ def attach_optimizer(
         KindError, OptionError, HookSignatureError: before anything is attached.
     """
     kind = Kind.parse(on, OPTIMIZER)
+    if isinstance(hook, Optimizer) and callable(optimizer):
+        raise HookSignatureError("The arguments are swapped: write attach_optimizer(optimizer, hook).")
     optimizer = _checked_optimizer(optimizer)
     attachment = check_request(
         hook, kind, subject=OPTIMIZER, prepend=prepend, observe=observe, name=name, profile=profile

@@ -1,7 +1,7 @@
 """What torch calls: at most one hook of ours per module, kind and end of the queue, with a live table behind it.
 
 Takes torch's hook calls, runs the entries of its `Table`, hands back edits. A port reads its entries anew at
-each call, so removal takes effect at once; torch looks hook options up while it iterates, so a port also
+each call, so removal counts from the next one on; torch looks hook options up while it iterates, so a port also
 bears being called without the keyword arguments it asked for, when it was taken off in the middle of a call.
 """
 
@@ -16,7 +16,8 @@ from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.always import StaleGuard
 from hookline.sites.compiled import marks, trace
-from hookline.sites.entry import Phase
+from hookline.sites.entry import Phase, next_order
+from hookline.sites.gradient_ahead import go_ahead
 from hookline.sites.gradient_inputs import Carrier
 from hookline.sites.gradients import GradientCall
 
@@ -217,6 +218,7 @@ class PreFront(Port):
         later = () if back is None else back.entries
         if back is not None:
             back.release()
+        began, gradient_hooks = next_order(), (table.backward_pre, table.backward)
         given = args, kwargs
         named = {} if kwargs is _ABSENT else kwargs
         for entry in self.entries:
@@ -226,7 +228,7 @@ class PreFront(Port):
                 if table.guard is not None:
                     table.guard.note(args, named, None)
         if back is not None:
-            back.hold(later)
+            back.hold(later, began, changed=gradient_hooks != (table.backward_pre, table.backward))
         if kwargs is _ABSENT:
             return None if args is given[0] else args
         return None if args is given[0] and named is kwargs else (args, named)
@@ -241,23 +243,26 @@ class BackPort(Port):
         super().__init__(table)
         self.plan = table.plan
         self.write_recipe()
-        self._held: tuple[int, tuple[Entry, ...]] | None = None
+        self._held: tuple[int, tuple[Entry, ...], int] | None = None
 
-    def hold(self, entries: tuple[Entry, ...]) -> None:
-        """Hooks at the front of the queue have changed the observers: those of this call are still ``entries``."""
-        if self.entries is not entries:
-            self._held = _torch.queue_id(2), entries
+    def hold(self, entries: tuple[Entry, ...], began: int = -1, *, changed: bool = False) -> None:
+        """Keep ``entries`` as the observers of this call, if hooks at the front of the queue have changed these.
+
+        ``began`` is when the queue began, ``changed`` whether they have changed the gradient hooks.
+        """
+        if changed or self.entries is not entries:
+            self._held = _torch.queue_id(2), entries, began
 
     def release(self) -> None:
         """A queue begins; whatever an earlier one held that never came to its end is no longer due."""
         self._held = None
 
-    def due(self) -> tuple[Entry, ...]:
-        """The observers of the call under way."""
+    def due(self) -> tuple[tuple[Entry, ...], int]:
+        """The observers of the call under way, and when its queue began, on the clock of ``entry.next_order``."""
         held, self._held = self._held, None
         if held is not None and held[0] == _torch.queue_id(2):
-            return held[1]
-        return self.entries
+            return held[1:]
+        return self.entries, next_order()
 
 
 class PreBack(BackPort):
@@ -273,12 +278,16 @@ class PreBack(BackPort):
         table = self.table
         if len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1:
             table.keep_places()
+        began = -1
         if self.entries or self._held is not None:
-            for entry in self.due():
+            observers, began = self.due()
+            for entry in observers:
                 run_one_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)
         if kwargs is _ABSENT or not table.has_gradients or not torch.is_grad_enabled():
             return None
         call = GradientCall(table, module)
+        if began >= 0:  # a gradient hook that a pre-hook of this call has put on begins with the next
+            call.order = began
         table.entered = call.order
         return call.enter(args, kwargs)
 
@@ -327,7 +336,7 @@ class PostBack(BackPort):
         if is_dynamo_compiling():
             return trace.run_post(self, module, args, kwargs, output)
         if self.entries or self._held is not None:
-            for entry in self.due():
+            for entry in self.due()[0]:
                 run_one_post(entry, module, args, kwargs, output)
         table = self.table
         if not table.has_gradients:
@@ -342,6 +351,10 @@ class PostBack(BackPort):
             carrier = GradientCall(table, module).enter((), {})[1]
             carrier.call.order = table.entered
         watched = carrier.call.leave(output, carrier)
+        if table.backward_pre and _torch.has_backward_hooks(module):
+            hooks = _torch.backward_hooks_of_call()
+            if hooks is not None:
+                go_ahead(carrier.call, hooks, output, carrier)
         return None if watched is output else watched
 
 

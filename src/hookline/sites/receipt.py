@@ -193,11 +193,14 @@ def _silent(attachment: Attachment) -> list[Entry]:
     silent = [entry for entry in entries if not entry.fired and entry.root.step > entry.step_at_attach]
     if not silent and _has_trained_uncalled(attachment, entries):
         return entries
+    if attachment.everywhere and attachment.subject is MODULE:
+        silent = [entry for entry in silent if not isinstance(_parent_of(entry)[0], nn.MultiheadAttention)]
     if len(silent) == len(entries):
         return silent
     if attachment.subject is FUNCTION:
         return []  # of all the functions that a glob matches, a model uses a few
-    # In a glob over everything, containers come along; nobody means them.
+    # In a glob over everything, containers come along; nobody means them. Nor, with ``attach_everywhere``, the
+    # ``out_proj`` of an attention, which nobody calls: it has its weights read.
     return [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hookline.types import Target
 
 __all__ = [
+    "SEE_ALL",
     "Named",
     "as_list",
     "check_model",
@@ -42,6 +43,8 @@ __all__ = [
     "without_scripted",
 ]
 
+SEE_ALL: Final = "See all: print(hookline.find(model))."
+"""The last sentence of the error for a target that matches nothing; the command line has another."""
 Named: TypeAlias = tuple[str, nn.Module]
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
 
@@ -137,10 +140,11 @@ def _is_asked_for(named: Named, target: Any) -> bool:
     return any(item == named[0] if isinstance(item, str) else item is named[1] for item in as_list(target))
 
 
-def check_model(model: Any) -> None:
-    """Raise unless it is a module."""
+def check_model(model: Any, then: Any = None) -> None:
+    """Raise unless ``model`` is a module; if the argument after it, ``then``, is one, say that they are swapped."""
     if not isinstance(model, nn.Module):
-        raise UnhookableError(f"A torch.nn.Module is needed, got {a_or_an(model)}.")
+        hint = " The arguments are swapped: the model comes first." if isinstance(then, nn.Module) else ""
+        raise UnhookableError(f"A torch.nn.Module is needed, got {a_or_an(model)}.{hint}")
 
 
 def named_modules(model: nn.Module) -> Iterator[Named]:
@@ -252,6 +256,6 @@ def _no_match(model: nn.Module, everything: list[Place], item: Any) -> Exception
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
     hint = f"nearest: {', '.join(map(repr, nearest(text, names)))}" if names else "it has no submodules"
     return NoMatchError(
-        f"No module matches {describe(item)} in this {kind} of {len(names)} modules; {hint}. "
-        "See all: print(hookline.find(model))."
+        f"No module matches {describe(item)} in this {kind} of {len(names)} module{'s' * (len(names) != 1)}; {hint}. "
+        f"{SEE_ALL}"
     )

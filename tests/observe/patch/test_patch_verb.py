@@ -200,8 +200,17 @@ def test_what_cannot_be_done_is_said_before_anything_is_attached(case):
 def test_only_outputs_and_inputs_are_patched(on):
     """Where gradients are edited is said."""
     model, _ = made()
-    with pytest.raises(hl.KindError, match=f"on='forward_pre'.*not {on}: gradients are edited by hookline.attach"):
+    with pytest.raises(hl.KindError, match=f"on='forward_pre'.*not '{on}': gradients are edited by hookline.attach"):
         hl.patch(model, {"head": hl.ablate()}, on=on)
+
+
+@pytest.mark.parametrize("on", ["input", "inputs", "output", "pre"])
+def test_a_kind_that_is_none_is_told_the_two_that_patch_takes(on):
+    """Not the thirteen kinds of attach, of which it takes two."""
+    model, _ = made()
+    with pytest.raises(hl.KindError) as error:
+        hl.patch(model, {"head": hl.ablate()}, on=on)
+    assert str(error.value) == f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {on!r}."
 
 
 def test_a_bad_scope_leaves_nothing_on():

@@ -105,7 +105,7 @@ def capture(
         CaptureError: (a RuntimeError) when a value is read that is not there, or not what it was, and, inside of the
             forward, for an ``index`` that does not fit and for what goes over the ``limit``.
     """
-    check_model(model)
+    check_model(model, targets)
     check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
     check_scope(scope)
     store = Store(

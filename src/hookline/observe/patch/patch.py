@@ -82,7 +82,7 @@ def patch(
         HookReturnError: (a RuntimeError) in the call: a shape does not fit, or there is no tensor to edit.
         HookSignatureError, OptionError, TargetError, KindError: before anything is attached.
     """
-    check_model(model)
+    check_model(model, edits)
     kind = _checked_kind(on)
     if not isinstance(edits, Mapping):
         raise OptionError(f"patch() takes a mapping, such as {{'layers.3': ablate()}}, got {a_or_an(edits)}.")
@@ -129,12 +129,13 @@ def _where(names: list[str]) -> str:
 
 
 def _checked_kind(on: str | Kind) -> Kind:
-    kind = Kind.parse(on)
+    try:
+        kind = Kind.parse(on)
+    except KindError:  # which lists the kinds of ``attach``
+        kind = None
     if kind not in (Kind.FORWARD, Kind.FORWARD_PRE):
-        raise KindError(
-            f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {kind.value}: gradients are "
-            "edited by hookline.attach(…, on='backward')."
-        )
+        more = "" if kind is None else ": gradients are edited by hookline.attach(…, on='backward')"
+        raise KindError(f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {str(on)!r}{more}.")
     return kind
 
 

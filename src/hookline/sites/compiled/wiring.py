@@ -132,7 +132,7 @@ class _TracedCall(GradientCall):
             with _torch.never_recomputed():
                 self._mark = ops.MARK(key, _serial_on(key))
 
-    def _fire(self, entries: tuple[Any, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
+    def fire(self, entries: tuple[Any, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         if not entries:
             return grads
         if not more:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
+from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, TargetError, UnhookableError
 from hookline.sites import _torch
-from hookline.sites.attach import check_request
+from hookline.sites.attach import TARGETS, check_request, is_function
 from hookline.sites.entry import Entry
 from hookline.sites.functions.classes import function_classes
 from hookline.sites.functions.kernels import operators
@@ -25,6 +25,7 @@ from hookline.sites.gradients import GradientCall
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.receipt import NOT_CALLED
+from hookline.sites.select import describe
 from hookline.sites.table import LOCK, root_of, sweep, table_of
 from hookline.sites.wrappers import unwrap
 from hookline.wording import a_or_an
@@ -94,6 +95,8 @@ def attach_function(
         UnhookableError: for a function that torch shows to nobody.
         KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
     """
+    if isinstance(hook, TARGETS) and is_function(target):
+        raise HookSignatureError(f"The arguments are swapped: write attach_function({describe(hook)}, hook).")
     attachment = check_request(
         hook,
         Kind.parse(on, FUNCTION),

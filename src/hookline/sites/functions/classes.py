@@ -50,7 +50,7 @@ class Patch(Override):
             def apply(cls, *args: Any, **kwargs: Any) -> Any:
                 run = super().apply  # type: ignore[misc]
                 hooks = self.due() if cls is hooked else None  # a subclass is another function
-                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs)
+                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, self.hooks_on)
 
         return Hooked
 

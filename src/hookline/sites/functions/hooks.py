@@ -36,6 +36,7 @@ _EDIT: Final = Phase.EDIT  # looking an enum member up by its class costs 0.2 µ
 _Tensors: TypeAlias = tuple[Tensor, ...]
 _Args: TypeAlias = tuple[Any, ...]
 _Run: TypeAlias = Callable[..., Any]
+_Live: TypeAlias = "Callable[[Any], FunctionHooks | None]"
 
 
 class FunctionHooks(GradientLanes):
@@ -68,15 +69,19 @@ class FunctionHooks(GradientLanes):
             self._beside = found
         return found[1]
 
-    def call(self, run: _Run, args: _Args, kwargs: dict[str, Any], *, gradients: bool = True) -> Any:
+    def call(self, run: _Run, args: _Args, kwargs: dict[str, Any], live: _Live, *, gradients: bool = True) -> Any:
         """The function's result, with its hooks around it; ``run`` is the function itself.
 
-        Without ``gradients`` those are not wired: below autograd there is no graph to be had.
+        ``live`` gives the hooks that are on now, if a hook of this call has changed them. Without ``gradients`` those
+        are not wired: below autograd there is no graph to be had.
         """
         inputs = tensors_in(args, kwargs)
         fn = self._site(args, kwargs)
+        forward = self.forward
         if self.forward_pre:
             edited = _fire(self.forward_pre, fn, inputs, ())
+            now = live(self.func)
+            forward = () if now is None else now.forward
             if edited is not inputs:
                 args, kwargs, inputs = *_rebuilt(args, kwargs, edited), edited
         if gradients and self.edits_gradients and (self._wants_the_tensor or (self._in_place and _overlap(inputs))):
@@ -84,8 +89,8 @@ class FunctionHooks(GradientLanes):
             _LEFT_ALONE.update(entry.attachment for entry in (*self.backward_pre, *self.backward))
         if not (self.has_gradients and gradients and torch.is_grad_enabled()):
             output = run(*args, **kwargs)
-            if self.forward:
-                output = self._after(fn, inputs, output)
+            if forward:
+                output = _after(forward, fn, inputs, output)
             fn.let_go()
             if getrefcount(fn) > _OWN_REFERENCES:
                 fn.locate()  # somebody keeps it, and may ask when the model no longer runs
@@ -99,8 +104,8 @@ class FunctionHooks(GradientLanes):
         output = run(*args, **kwargs)
         if passed is not inputs:
             output = tree.replace(output, _changed_back(passed, inputs))
-        if self.forward:
-            output = self._after(fn, inputs, output)
+        if forward:
+            output = _after(forward, fn, inputs, output)
         fn.let_go()  # the graph is going to hold fn, which must not hold the graph
         if self.func is Tensor.__setitem__:
             wiring.leave(inputs[0], carrier)  # it changes its first argument and returns nothing
@@ -117,17 +122,18 @@ class FunctionHooks(GradientLanes):
             fn.also_seen_from(self._other_roots)
         return fn
 
-    def _after(self, fn: FunctionSite, inputs: _Tensors, output: Any) -> Any:
-        """Run the forward hooks; the output to go on with."""
-        outputs = (output,) if isinstance(output, Tensor) else tensors_in((output,), {})
-        due = tuple(entry for entry in self.forward if not entry.attachment.removed)  # by a pre-hook of this call, say
-        edited = _fire(due, fn, outputs, (inputs,))
-        if edited is outputs:
-            return output
-        if isinstance(output, Tensor):
-            return edited[0]
-        fresh = iter(edited)
-        return tree.replace(output, lambda tensor: next(fresh))
+
+def _after(entries: tuple[Entry, ...], fn: FunctionSite, inputs: _Tensors, output: Any) -> Any:
+    """Run the forward hooks; the output to go on with."""
+    outputs = (output,) if isinstance(output, Tensor) else tensors_in((output,), {})
+    due = tuple(entry for entry in entries if not entry.attachment.removed)  # while the function ran, say
+    edited = _fire(due, fn, outputs, (inputs,))
+    if edited is outputs:
+        return output
+    if isinstance(output, Tensor):
+        return edited[0]
+    fresh = iter(edited)
+    return tree.replace(output, lambda tensor: next(fresh))
 
 
 def _own_references() -> int:

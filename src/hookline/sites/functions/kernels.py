@@ -79,7 +79,7 @@ class Operator(Override):
             hooks = None if self in _THREAD.transformed else self._due()
             if hooks is None:
                 return original(keys, *args, **kwargs)
-            return hooks.call(functools.partial(self._run, original, keys), args, kwargs)
+            return hooks.call(functools.partial(self._run, original, keys), args, kwargs, self.hooks_on)
 
         return kernel
 
@@ -103,7 +103,7 @@ class Operator(Override):
             if hooks is None:
                 return original(keys, *args, **kwargs)
             run = functools.partial(original, keys)
-            return hooks.call(run, args, kwargs, gradients=False)
+            return hooks.call(run, args, kwargs, self.hooks_on, gradients=False)
 
         return kernel
 

@@ -73,7 +73,11 @@ class _Mode(TorchFunctionMode):
         self.saw_calls = True
         if hooks is None or is_compiling() or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {})
+        return hooks.call(func, args, kwargs or {}, self._hooks_on)
+
+    def _hooks_on(self, func: Any) -> FunctionHooks | None:
+        """The hooks on a function of torch, as they are now."""
+        return self.table.get(func)
 
     # -- in its own thread ---------------------------------------------------------------------------
 

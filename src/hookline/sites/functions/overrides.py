@@ -67,6 +67,10 @@ class Override:
             return hooks or bound
         return bound.beside(hooks)
 
+    def hooks_on(self, func: Any) -> FunctionHooks | None:
+        """The same for the function itself, in the middle of its call."""
+        return self.due()
+
 
 class Overrides(Holder):
     """All hooks on one sort of such functions."""
