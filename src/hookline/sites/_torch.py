@@ -120,6 +120,7 @@ __all__ = [
     "set_grad_enabled",
     "set_versions",
     "sharded_parameter",
+    "skips_guards",
     "slip_mode_under",
     "takes_optimizer_hooks",
     "times_running",
@@ -1107,6 +1108,12 @@ def guards_of(code: CodeType) -> list[str]:
     """What must be so for each of the compiled versions, as a text: it has the ids of the classes that are met."""
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
     return [str(entry.guard_manager) for entry in entries]
+
+
+def skips_guards() -> bool:
+    """Whether compiled code runs without a look at what it was compiled for: ``skip_guard_eval_unsafe`` is on."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return bool(getattr(getattr(frames, "_stance", None), "skip_guard_eval_unsafe", False))
 
 
 def forget_compiled(code: CodeType) -> None:
