@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -89,8 +91,12 @@ class LineFile:
         if self._guard is not None:
             self._guard.release()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        try:
+            self.close()
+        except Exception:
+            if not is_ending():  # then the names that closing needs may be gone, and the system closes the file
+                raise
 
     def _mend(self) -> None:
         size = there = self.size

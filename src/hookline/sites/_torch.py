@@ -37,6 +37,7 @@ __all__ = [
     "FULL_BACKWARD_FLAG",
     "HOOK_DICTS",
     "TENSOR_HOOKS",
+    "TRANSFORMS",
     "Compilations",
     "Edges",
     "FunctionBase",
@@ -123,6 +124,7 @@ __all__ = [
     "set_grad_enabled",
     "set_versions",
     "sharded_parameter",
+    "skips_guards",
     "slip_mode_under",
     "takes_optimizer_hooks",
     "times_running",
@@ -130,6 +132,7 @@ __all__ = [
     "variable_of_caller",
     "vectorizing",
     "will_execute",
+    "without_numbers",
 ]
 
 CALL_IMPL: Final = "_call_impl"
@@ -695,11 +698,12 @@ _SORTS: Final = {bool: numpy.bool_, int: numpy.int64, float: numpy.float64, comp
 
 def _tensor_for(number: Any, others: list[Tensor]) -> Tensor:
     """A tensor that has the same effect beside the others as the number has; made without hookable operators."""
-    plain = torch.from_numpy(numpy.asarray(number, dtype=_SORTS[type(number)]))
-    if not others:
-        return plain
-    marked: Any = _marked_numbers()[type(number)].data
-    return marked.set_(plain)  # type: ignore[no-any-return]  # keeps the mark, and its memory is its own
+    with torch._C._DisableTorchDispatch():  # a mode would be shown the number itself, and make of it what it likes
+        plain = torch.from_numpy(numpy.asarray(number, dtype=_SORTS[type(number)]))
+        if not others:
+            return plain
+        marked: Any = _marked_numbers()[type(number)].data
+        return marked.set_(plain)  # type: ignore[no-any-return]  # keeps the mark, and its memory is its own
 
 
 @functools.cache
@@ -709,6 +713,58 @@ def _marked_numbers() -> dict[type, Tensor]:
         leaf = torch.ones(1, requires_grad=True)
         products: dict[type, Any] = {sort: leaf * sort(1) for sort in _SORTS}
         return {sort: product.grad_fn._saved_other for sort, product in products.items()}
+
+
+TRANSFORMS: Final = "FuncTorchDynamicLayerFrontMode"
+"""The dispatch key that every operator passes first while a transform of ``torch.func`` is at work, once for each."""
+
+_TRANSFORMING: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode).add(
+    torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
+)
+_CATEGORIES: Final = (bool, int, float, complex)
+
+
+def without_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operator with tensors in the place of numbers, for inside a transform of ``torch.func``.
+
+    A transform wraps what it meets, the tensor that is marked as a number in ``x * 2`` too, and a Python kernel
+    further down, to be handed the number, reads memory that a wrapper has not (torch 2.11 to 2.13). So a transform is
+    given tensors without the mark, of a type that decides as little as the number did.
+    """
+    slots = [i for i, argument in enumerate(op._schema.arguments) if i < len(args) and str(argument.type) == "Tensor"]
+    numbers = [slot for slot in slots if not isinstance(args[slot], Tensor)]
+    if not numbers:
+        return args
+    others = [args[slot] for slot in slots if isinstance(args[slot], Tensor)]
+    with torch._C._ExcludeDispatchKeyGuard(_TRANSFORMING):
+        made = {slot: torch.tensor(args[slot], dtype=_dtype_beside(args[slot], others)) for slot in numbers}
+    return tuple(made.get(index, arg) for index, arg in enumerate(args))
+
+
+def _dtype_beside(number: Any, others: list[Tensor]) -> torch.dtype:
+    """The type of a tensor without dimensions that has the effect of the number beside the others."""
+    natural = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[type(number)]
+    if not others:
+        return natural
+    highest = max(map(_category, others))
+    ranked = [other for other in others if _category(other) == highest]
+    if _CATEGORIES.index(type(number)) > highest:
+        return _raised(ranked[0].dtype, type(number))
+    # Beside one with dimensions, a tensor without decides nothing, and keeps all digits of the number.
+    return natural if any(other.dim() for other in ranked) else ranked[0].dtype
+
+
+def _category(tensor: Tensor) -> int:
+    dtype = tensor.dtype
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
+
+
+def _raised(dtype: torch.dtype, sort: type) -> torch.dtype:
+    """What a tensor of that type becomes when a number of a higher sort is added."""
+    if sort is int:
+        return torch.int64
+    real = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    return real.to_complex() if sort is complex else real
 
 
 _TRACERS: Final = tuple(torch._C._TorchDispatchModeKey.__members__.values())
@@ -1100,6 +1156,12 @@ def guards_of(code: CodeType) -> list[str]:
     """What must be so for each of the compiled versions, as a text: it has the ids of the classes that are met."""
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
     return [str(entry.guard_manager) for entry in entries]
+
+
+def skips_guards() -> bool:
+    """Whether compiled code runs without a look at what it was compiled for: ``skip_guard_eval_unsafe`` is on."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return bool(getattr(getattr(frames, "_stance", None), "skip_guard_eval_unsafe", False))
 
 
 def forget_compiled(code: CodeType) -> None:

@@ -5,6 +5,7 @@ Takes an `Attachment` from ``attach``; ``remove()`` hands its entries back to th
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
@@ -52,12 +53,17 @@ class HookHandle(_Handle):
     letting go of it removes nothing.
     """
 
+    _is_ending = staticmethod(sys.is_finalizing)
+    """Kept by the class: while the interpreter ends, the names of this module may be gone already."""
+
     def __init__(self, attachment: Attachment) -> None:
         super().__init__()
         self._attachment = attachment
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take the hook off; warn, unless ``quiet``, if it never fired although its model ran."""
+        if self._is_ending():  # a generator is thrown away in the middle of its ``with`` block: all goes anyway
+            return
         attachment = self._attachment
         with LOCK:
             if attachment.removed:

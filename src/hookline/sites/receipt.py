@@ -11,6 +11,7 @@ import itertools
 import re
 import warnings
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import HookNeverFired
 from hookline.sites import _torch
+from hookline.sites.compiled import marks
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
 from hookline.sites.wrappers import submodule
 from hookline.tables import ShownAsTable, Table
@@ -262,9 +264,28 @@ def likely_cause(entry: Entry, attachment: Attachment) -> str:
     cause = _cause_in_parent(parent, child) if parent is not None else None
     if cause is not None:
         return cause
+    compiled = _compiled_without_guards(entry)
+    if compiled is not None:
+        return (
+            f"{compiled} runs compiled code that was made without guards (guard_filter_fn=, as vLLM has it), and so "
+            "never notices a hook that comes after it; attach before its first call, call torch.compiler.reset() "
+            "once the hook is on, or run it eagerly (torch.compiler.set_stance('force_eager'))"
+        )
     if attachment.kind is Kind.FULL_BACKWARD:
         return "it was not called, or no backward pass came through it; on='backward' sees more"
     return "its module was never called, or the call ended before the hook's turn"
+
+
+def _compiled_without_guards(entry: Entry) -> str | None:
+    """Which of the modules around the hooked one, itself included, has compiled code that checks nothing."""
+    model, module = entry.root.model(), entry.table.module()
+    around = [model, module] if model is not None else [module]
+    path = entry.name
+    while model is not None and "." in path:
+        path = path.rpartition(".")[0]
+        with suppress(AttributeError):  # cut from the model meanwhile
+            around.insert(1, submodule(model, path))
+    return next((type(one).__name__ for one in around if one is not None and marks.cannot_notice(one)), None)
 
 
 def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:

@@ -6,6 +6,7 @@ registers or removes ports so that a module has exactly those that it needs: non
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from bisect import bisect_right
@@ -499,9 +500,15 @@ class _ModuleRef(weakref.ref[nn.Module]):
         return ref
 
 
-def _forget(ref: _ModuleRef, tables: dict[int, weakref.ref[Table]] = _TABLES) -> None:
-    """The module is gone, and with it its table."""
-    # The dictionary comes as a default because at the end of the process the name is already gone.
+def _forget(
+    ref: _ModuleRef,
+    tables: dict[int, weakref.ref[Table]] = _TABLES,
+    is_ending: Callable[[], bool] = sys.is_finalizing,
+) -> None:
+    """Drop the table of a module that is gone; nothing while the interpreter ends, which takes modules apart."""
+    # Both come as defaults because at the end of the process the names may be gone already.
+    if is_ending():
+        return
     table_ref = tables.pop(ref.key, None)
     table = table_ref() if table_ref is not None else None
     for entry in table.entries() if table is not None else ():

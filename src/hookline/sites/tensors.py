@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import torch
 from torch import Tensor, nn
 
 from hookline.errors import HookSignatureError, OptionError, TargetError, UnhookableError
@@ -73,6 +74,11 @@ def attach_tensor(
         UnhookableError: if no gradient will come: not a tensor, none needed, or ``param_grad`` on a computed tensor.
         KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
     """
+    if torch.compiler.is_dynamo_compiling() and isinstance(tensor, Tensor) and tensor.requires_grad and not profile:
+        if on == "grad":
+            return tensor.register_hook(_watching(hook) if observe else hook)  # type: ignore[no-any-return]
+        if on == "param_grad":
+            return tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]
     kind = Kind.parse(on, TENSOR)
     if mode not in _MODES:
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
@@ -93,6 +99,15 @@ def attach_tensor(
         tensors = [one for one in tensors if one.requires_grad] or tensors
     _check_gradient(tensors)
     return _put(attachment, _put_on_all if mode == "all" else _put_on_any, tensors, name or f"{len(tensors)} tensors")
+
+
+def _watching(hook: Hook) -> Hook:
+    """The hook without its return value, for code that is being compiled."""
+
+    def watch(grad: Any) -> None:
+        hook(grad)
+
+    return watch
 
 
 # -- checks ------------------------------------------------------------------------------------------------------

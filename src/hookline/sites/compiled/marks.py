@@ -27,7 +27,7 @@ from torch import nn
 
 from hookline.sites import _torch
 
-__all__ = ["are_needed", "disown", "hold", "is_replaced", "let_go", "mark", "tend", "unmark"]
+__all__ = ["are_needed", "cannot_notice", "disown", "hold", "is_replaced", "let_go", "mark", "tend", "unmark"]
 
 _COMPILER: Final = "torch._dynamo"
 _FORWARD: Final = "forward"
@@ -103,6 +103,27 @@ def _stand_in(own: Any) -> Any:
 
 def _is_mark(module: nn.Module, own: Any) -> bool:
     return isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
+
+
+def cannot_notice(module: nn.Module) -> bool:
+    """Whether the compiled code of the module's forward was made without guards, so that no mark tells it anything.
+
+    With its guards, it names the class of the module. Code with no guards whatever counts for every module: which
+    modules are inside of it, it does not say.
+    """
+    if _torch.skips_guards():
+        return True
+    name = str(id(type(module)))
+    own = getattr(type(module).forward, "__code__", None)
+    for code in _torch.compiled_code():
+        texts = _torch.guards_of(code)
+        if all(_SOURCE not in text for text in texts) or (code is own and all(name not in text for text in texts)):
+            return True
+    return False
+
+
+_SOURCE: Final = "source="
+"""In the text of guards, before what each is about."""
 
 
 def _compile_again(cls: type) -> None:

@@ -65,12 +65,24 @@ class Operator(Override):
                 f"{self.place.name} has no kernel here that Python may stand in for, so no hook on it would ever fire. "
                 "Hook the function or the module that uses it."
             )
+        before = _torch.override_kernel(self.place.func, _torch.TRANSFORMS, self._before_transforms)
+        if before is not None:
+            self._restore.append(before)
 
     def restore(self) -> None:
         """Give the kernels their places back."""
         for restore in self._restore:
             restore()
         self._restore.clear()
+
+    def _before_transforms(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Where a transform of torch.func takes a call in hand; no hook runs here."""
+        replace_numbers = undisturbed(functools.partial(_torch.without_numbers, self.place.func))
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(keys, *replace_numbers(args), **kwargs)
+
+        return kernel
 
     def _at_autograd(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
