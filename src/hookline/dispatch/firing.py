@@ -144,7 +144,8 @@ class Firing:
     def _intervene_all(self, entries: Sequence[Entry], model_ctx: Any) -> None:
         guard = model_ctx.guard
         try:
-            guard.save([entry.hook.scope for entry in entries])  # type: ignore[attr-defined]
+            scopes = [entry.hook.scope for entry in entries]  # type: ignore[attr-defined]
+            guard.save(scopes, batch=(self.ctx.batch_data, model_ctx.batch))
             for entry in entries:
                 self._intervene(entry, model_ctx, guard)
         finally:

@@ -21,7 +21,7 @@ from hookline.guard.epochs import Gradients, differentiable, summed_gradients
 from hookline.guard.guard import Guard
 from hookline.guard.pre_epoch import PreEpochState
 from hookline.guard.signals import undisturbed
-from hookline.guard.snapshot import Snapshot, roots_of
+from hookline.guard.snapshot import Snapshot, roots_of, unrestored
 from hookline.sites.nearest import nearest
 from hookline.sites.wrappers import clean_modules, submodule
 
@@ -91,6 +91,11 @@ class ModelDataContext:
             self._device = torch.device("cpu") if first is None else first.device
         return self._device
 
+    @property
+    def batch(self) -> Any:
+        """The batch of the step; None at a point that has none."""
+        return self._batch
+
     @cached_property
     def guard(self) -> Guard:
         """What undoes interventions; made here if none was given."""
@@ -151,7 +156,9 @@ class ModelDataContext:
             raise OptionError(f"Unknown checkpoint token: {token!r}. Saved and not discarded: {known}.")
         snapshot, full = self._checkpoints[token]
         with undisturbed():
-            snapshot.restore(gradients=full, hooks=False)
+            lost = snapshot.restore(gradients=full, hooks=False)
+        if lost:
+            raise GuardError(unrestored(f"restore_checkpoint({token!r}): something since", lost))
 
     def discard_checkpoint(self, token: str) -> None:
         """Free its memory; nothing happens if it is gone already."""
