@@ -176,7 +176,7 @@ class Guard:
             if receipt.scope == "grads":
                 allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
                 changes = [change for change in changes if change.kind not in allowed]
-            stuck = self._snapshot.restore(looked=True)
+            stuck = self._snapshot.restore(looked=True, own_stream=False)
             changes += [Change("switch", name) for name in switches.restore()]
             stuck |= switches.stuck
             if self._watch is not None:
@@ -218,18 +218,20 @@ class Guard:
         self._snapshot.forget()
 
     @contextmanager
-    def check_observers(self, name: str, *, random: bool = True) -> Iterator[None]:
-        """Raise if what happens in the block changes a parameter, buffer, gradient, mode or, with it, a random stream.
+    def check_observers(self, name: str, *, random: bool = True, batch: Any = None) -> Iterator[None]:
+        """Raise if the block changes a parameter, buffer, gradient, mode, switch, ``batch`` or ``random`` stream.
 
         Told by counters and identities, so nothing is copied, and what they cannot see is not seen. Nothing is put
         back, and an exception of the block's own goes on as it is.
         """
         if self._looking is None:
             self._looking = Snapshot(self._snapshot.roots)
-        self._looking.take("nothing", gradients=False, random=random)
+        self._looking.take("nothing", gradients=False, random=random, batch=batch)
+        switches = Switches()
         try:
             yield
             changes = self._looking.changes(random=random)
+            changes += [Change("switch", switch) for switch in switches.changed()]
         finally:
             self._looking.forget()
         if changes:

@@ -165,7 +165,11 @@ class ModelDataContext:
         self._checkpoints.pop(token, None)
 
     def restore_pre_epoch(self) -> None:
-        """Go back to before the epoch; gradients stay as they are."""
+        """Go back to before the epoch; gradients stay as they are.
+
+        Random streams go back too, so that an epoch can be made again to the bit: what is drawn after it from torch,
+        NumPy or Python is the same each time. For other numbers each time there is `new_generator`.
+        """
         if self._pre_epoch is None:
             raise GuardError(
                 "restore_pre_epoch() goes back to before the epoch, and nobody has saved that. "
@@ -249,6 +253,13 @@ class ModelDataContext:
         if self._shuffled_loader is not None:
             return loaders.by_callback(self._shuffled_loader, generator)
         return loaders.again(self._loader, generator, shuffle=True, num_workers=num_workers)
+
+    def new_generator(self) -> torch.Generator:
+        """Return a generator of the hook's own: another one at each call, and the same ones in an equal run.
+
+        No restore rewinds it, and no stream of the run is drawn from.
+        """
+        return loaders.private_generator(self._model)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

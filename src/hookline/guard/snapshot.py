@@ -127,7 +127,7 @@ class Snapshot:
             again = self._main.take(which)
             self._rest.take(which, self._main.structure.seen, again=again)
             self._take_gradients(copied=gradients)
-            self._take_batch(batch)
+            self._take_batch(batch, which)
         pairs = zip(self._main.structure.tensors, self._main.kinds, strict=True)
         self._hooks = [_hooks_of(tensor) for tensor, kind in pairs if kind == "parameter"]
         generators = self._main.structure.generators + self._rest.structure.generators
@@ -142,12 +142,12 @@ class Snapshot:
         tensors = [tensor for group in self._groups for tensor in group.tensors]
         return Insides(tensors, self.names + self._grad_names, model)
 
-    def _take_batch(self, batch: Any) -> None:
+    def _take_batch(self, batch: Any, which: str) -> None:
         """Copy what is in a batch and was not met elsewhere; there is another one at every step."""
         is_other = batch is not None or self._batch._held is not None
         self._batch._held = batch
         known = {id(grad) for grad in self._grads}.union(*(part.structure.seen for part in (self._main, self._rest)))
-        self._data.take("all", known if is_other else (), again=is_other)
+        self._data.take("nothing" if which == "nothing" else "all", known if is_other else (), again=is_other)
 
     def _take_gradients(self, *, copied: bool) -> None:
         tensors, names = self._main.structure.tensors, self._main.names
@@ -216,14 +216,21 @@ class Snapshot:
             group.begin_restore()
 
     def restore(
-        self, *, gradients: bool = True, hooks: bool = True, versions: bool = True, looked: bool = False
+        self,
+        *,
+        gradients: bool = True,
+        hooks: bool = True,
+        versions: bool = True,
+        looked: bool = False,
+        own_stream: bool = True,
     ) -> dict[str, str]:
         """Put everything back; may be done any number of times. Return by name what could not be, and why.
 
         Without ``gradients``, those stay as they are. ``hooks`` of ours that were attached since come off, which cannot
         be undone: not for a snapshot that the run goes back to only for a while. Without ``versions``, counters go on,
         where numbers of long ago come back: as many steps as were made since would bring the counters of now again.
-        ``looked``: nothing has happened since `changes` was asked.
+        ``looked``: nothing has happened since `changes` was asked. Without ``own_stream``, the stream of NumPy that
+        only hooks draw from goes on.
         """
         self._check_saved()
         assert self._insides is not None
@@ -238,7 +245,7 @@ class Snapshot:
             moved = [tensor for group in self._groups for tensor in group.moved]
             lost |= self._insides.mend_accumulators(swapped, moved)
         if self._random is not None:
-            self._random.restore()
+            self._random.restore(own=own_stream)
         # What autocast has cast belongs to numbers that may be others now.
         torch.clear_autocast_cache()
         for part in self._parts:
