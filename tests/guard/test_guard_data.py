@@ -100,6 +100,18 @@ def test_the_receipt_names_the_part_of_the_batch():
     assert receipt.touched == receipt.restored == ("batch_data.x[1]",)
 
 
+def test_a_save_without_a_batch_comes_after_one_with_it():
+    """As at the end of an epoch: nothing of the last batch is left."""
+    guard, batch = Guard(nn.Linear(3, 1)), [_x(), _x()]
+    for held in (batch, (None, None), None, batch):
+        guard.save(batch=held)
+        with guard.protecting("any"):
+            if held is batch:
+                batch[0].zero_()
+        guard.release()
+    assert batch[0].equal(_x())
+
+
 class _Wrecks(hl.InterventionHook):
     name = "wrecks"
     hook_points = {hl.HookPoint.PRE_STEP}

@@ -145,7 +145,7 @@ class Firing:
         guard = model_ctx.guard
         try:
             scopes = [entry.hook.scope for entry in entries]  # type: ignore[attr-defined]
-            guard.save(scopes, batch=(self.ctx.batch_data, model_ctx.batch))
+            guard.save(scopes, batch=(self.ctx.batch_data, getattr(model_ctx, "batch", None)))
             for entry in entries:
                 self._intervene(entry, model_ctx, guard)
         finally:

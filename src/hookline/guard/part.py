@@ -78,6 +78,7 @@ class Part:
         """Let go of a forward pass that a tensor of the model was computed in; what else is known stays."""
         if everything or self.tensors.has_graphs:
             self._structure = None
+            self.kinds, self.names = [], []
             self.tensors.learn([], [])
 
     def changes(self, *, bytewise: bool) -> list[Change]:
