@@ -111,7 +111,7 @@ def test_streams_are_not_touched_for_hooks_that_are_pure(monkeypatch):
         def __exit__(self, *exc_info):
             pass
 
-    monkeypatch.setattr("hookline.dispatch.firing.kept_rng", Noted)
+    monkeypatch.setattr("hookline.dispatch.firing.hook_rng", Noted)
     ctx = RunDataContext(POST_STEP, 0)
     pure, plain = observer("pure", POST_STEP, pure=True), observer("plain", POST_STEP)
     HookManager(hooks=[pure]).fire(POST_STEP, ctx)
@@ -124,7 +124,7 @@ def test_streams_are_not_touched_for_hooks_that_are_pure(monkeypatch):
 class NoGuard:
     """Undoes nothing: what a manager would be without its guard."""
 
-    def save(self, scopes):
+    def save(self, scopes, *, batch=None):
         pass
 
     def release(self):

@@ -415,7 +415,7 @@ def test_if_nothing_can_be_saved_no_intervention_runs_and_observers_metrics_go_o
     """Whatever the policy: that is not the fault of a hook."""
     sink, done = MemorySink(), []
 
-    def full(scopes):
+    def full(scopes, *, batch=None):
         raise torch.OutOfMemoryError("no room")
 
     training.guard.save = full

@@ -474,7 +474,7 @@ def test_a_receipt_is_whole_though_an_interrupt_came(monkeypatch):
     with pytest.raises(KeyboardInterrupt), guard.protecting("any") as receipt:
         model.note = 1
     assert receipt.touched == receipt.restored == ("model.note",)
-    assert len(times) == 3  # model and optimizer, the rest, gradients
+    assert len(times) == 4  # model and optimizer, the rest, the batch, gradients
 
 
 def test_blocks_of_one_guard_in_each_other_have_switches_of_their_own():

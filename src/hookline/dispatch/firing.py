@@ -19,7 +19,7 @@ from hookline.dispatch.metrics import checked
 from hookline.errors import GuardError, HooklineWarning, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.loaders import generators_of_loader
-from hookline.guard.rng import kept_rng
+from hookline.guard.rng import hook_rng
 from hookline.lifecycle.phase import in_phase
 from hookline.tables import ShownAsTable, Table
 from hookline.wording import outside
@@ -114,7 +114,7 @@ class Firing:
             if not may_draw:
                 self._observe_all(observers, model_ctx)
                 return
-            with kept_rng(generators=generators_of_loader(self.ctx.loader)):
+            with hook_rng(generators=generators_of_loader(self.ctx.loader)):
                 self._observe_all(observers, model_ctx)
                 if interventions:
                     self._intervene_all(interventions, model_ctx)
@@ -153,14 +153,15 @@ class Firing:
         self.metrics |= {key[start:] if key.startswith(roots, start) else key: value for key, value in own.items()}
 
     def _looked_after(self, entry: Entry, model_ctx: Any) -> Any:
-        check = _NOTHING if self._check is None else self._check.around(entry, self.ctx.model, model_ctx)
+        check = _NOTHING if self._check is None else self._check.around(entry, self.ctx, model_ctx)
         with check, self._profiler.section(entry.name):
             return entry.hook.compute(self.ctx)
 
     def _intervene_all(self, entries: Sequence[Entry], model_ctx: Any) -> None:
         guard = model_ctx.guard
         try:
-            guard.save([entry.hook.scope for entry in entries])  # type: ignore[attr-defined]
+            scopes = [entry.hook.scope for entry in entries]  # type: ignore[attr-defined]
+            guard.save(scopes, batch=(self.ctx.batch_data, getattr(model_ctx, "batch", None)))
             for entry in entries:
                 self._intervene(entry, model_ctx, guard)
         finally:
@@ -226,13 +227,15 @@ class ObserverCheck:
         self._guard: Guard | None = None
         self._model: Any = None
 
-    def around(self, entry: Entry, model: Any, model_ctx: Any) -> AbstractContextManager[Any]:
-        """Raises at the end of the block if model, gradients or modes have changed.
+    def around(self, entry: Entry, ctx: RunDataContext, model_ctx: Any) -> AbstractContextManager[Any]:
+        """Raises at the end of the block if model, gradients, modes, switches or the batch have changed.
 
         Random streams count for a hook that has promised to draw nothing. Others may: the streams are put back.
         """
-        guard = getattr(model_ctx, "guard", None) or self._guard_of(model)
-        return _NOTHING if guard is None else guard.check_observers(entry.name, random=bool(entry.hook.pure))
+        guard = getattr(model_ctx, "guard", None) or self._guard_of(ctx.model)
+        if guard is None:
+            return _NOTHING
+        return guard.check_observers(entry.name, random=bool(entry.hook.pure), batch=ctx.batch_data)
 
     def _guard_of(self, model: Any) -> Guard | None:
         if self._model is not model:

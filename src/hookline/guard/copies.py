@@ -114,6 +114,12 @@ class Copies:
         for live, copies in self._lists:
             _torch.copy_all(live, copies, non_blocking=True)
 
+    def move(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
+        """From now on what lay in one storage lies in another."""
+        for live in (piece.live for piece in self._pieces):
+            if live.untyped_storage()._cdata == old._cdata:
+                live.set_(new, live.storage_offset(), live.shape)  # type: ignore[call-overload]
+
     def differing(self) -> set[int]:
         """The numbers of the tensors of whose memory a byte is not as it was; reads everything."""
         copied = {id(one): other for live, copies in self._lists for one, other in zip(live, copies, strict=True)}

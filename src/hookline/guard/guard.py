@@ -17,8 +17,10 @@ from torch import Tensor
 
 from hookline.errors import GuardError, OptionError
 from hookline.guard.copies import Where
+from hookline.guard.data import DataWatch
 from hookline.guard.signals import undisturbed
-from hookline.guard.snapshot import Change, Snapshot, roots_of
+from hookline.guard.snapshot import Change, Snapshot, roots_of, unrestored
+from hookline.guard.switches import Switches
 from hookline.sites.nearest import nearest
 from hookline.tables import Table
 
@@ -32,11 +34,6 @@ _FORBIDDEN: Final = {
     "grads": frozenset({"parameter", "gradient", "state"}),  # gradients that are put away, and written nevertheless
     "trains": frozenset[str](),
 }
-_SWITCHES: Final[dict[str, tuple[Any, Any]]] = {
-    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-}
-"""Of the thread and the process: how to ask, how to set. They are as they were when the block began."""
 _MAX_ROWS: Final = 20
 """How many names of what was touched a receipt shows."""
 _SAVED: Final = {"reads": "buffers", "grads": "buffers", "trains": "all"}
@@ -106,6 +103,8 @@ class Guard:
         if where not in get_args(Where):
             raise OptionError(f"where= is one of {', '.join(map(repr, get_args(Where)))}; got {where!r}.")
         self._snapshot = Snapshot(roots_of(model, optimizer, scheduler, scaler, loader), where)
+        self._loader = loader
+        self._watch: DataWatch | None = None
         self._looking: Snapshot | None = None
         self._strict = strict
         self._saved: str | None = None
@@ -126,15 +125,19 @@ class Guard:
         """The run's gradients as they were saved, also while they are parked, by the way to their parameter."""
         return self._snapshot.gradients
 
-    def save(self, scopes: Iterable[str] = ("trains",)) -> None:
-        """Save what interventions of these scopes may change; the widest decides."""
+    def save(self, scopes: Iterable[str] = ("trains",), *, batch: Any = None) -> None:
+        """Save what interventions of these scopes may change; the widest decides.
+
+        The tensors and arrays of a ``batch``, however it is built, are saved whatever the scopes.
+        """
         names = [scopes] if isinstance(scopes, str) else list(scopes)
         widest = max(map(_checked, names), key=SCOPES.index, default="reads")
         saved = "trains" if self._strict else widest
         with undisturbed():
             self._saved = None
             self._copies_gradients = saved == "trains" or (saved == "grads" and self._snapshot.has_buckets)
-            self._snapshot.take(_SAVED[saved], gradients=self._copies_gradients)
+            self._snapshot.take(_SAVED[saved], gradients=self._copies_gradients, batch=batch)
+            self._watch = DataWatch(self._loader)
             self._saved = saved
         self.num_saves += 1
         self.last_bytes = self._snapshot.nbytes
@@ -147,7 +150,7 @@ class Guard:
         """
         self._check_saved(name, _checked(scope))
         receipt = Receipt(name, scope, saved_bytes=self.last_bytes)
-        switches = {switch: ask() for switch, (ask, _) in _SWITCHES.items()}
+        switches = Switches()
         began = time.perf_counter()
         try:
             if scope == "grads":
@@ -171,7 +174,7 @@ class Guard:
                 f"Next: save([{scope!r}])."
             )
 
-    def _end(self, receipt: Receipt, began: float, switches: dict[str, Any]) -> list[Change]:
+    def _end(self, receipt: Receipt, began: float, switches: Switches) -> list[Change]:
         """Put everything back; what was changed against the declaration.
 
         An interrupt that comes before the handler is in place finds the restore undone: then it is begun again.
@@ -184,7 +187,7 @@ class Guard:
                 self._put_back(receipt, switches)
             raise
 
-    def _put_back(self, receipt: Receipt, switches: dict[str, Any]) -> list[Change]:
+    def _put_back(self, receipt: Receipt, switches: Switches) -> list[Change]:
         with undisturbed():
             bytewise = self._strict and receipt.scope != "trains"
             if not bytewise:
@@ -193,15 +196,18 @@ class Guard:
             if receipt.scope == "grads":
                 allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
                 changes = [change for change in changes if change.kind not in allowed]
-            stuck = self._snapshot.restore(looked=True)
-            changes += _switch_back(switches)
+            stuck = self._snapshot.restore(looked=True, own_stream=False)
+            changes += [Change("switch", name) for name in switches.restore()]
+            stuck |= switches.stuck
+            if self._watch is not None:
+                stuck |= dict.fromkeys(self._watch.written(), "part of the data, which are not copied")
             broken = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
             left = {*stuck, *(() if self._saved == "trains" else self._unrestored(broken))}
             receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
             receipt.restored = tuple(name for name in receipt.touched if name not in left)
             self._is_back = True
         if stuck:
-            raise GuardError(_stuck(receipt.hook, stuck))
+            raise GuardError(unrestored(f"Hook {receipt.hook!r}", stuck))
         return broken
 
     def _unrestored(self, broken: list[Change]) -> Iterator[str]:
@@ -228,22 +234,24 @@ class Guard:
 
     def release(self) -> None:
         """The firing is over; the memory stays for the next."""
-        self._saved = None
+        self._saved = self._watch = None
         self._snapshot.forget()
 
     @contextmanager
-    def check_observers(self, name: str, *, random: bool = True) -> Iterator[None]:
-        """Raise if what happens in the block changes a parameter, buffer, gradient, mode or, with it, a random stream.
+    def check_observers(self, name: str, *, random: bool = True, batch: Any = None) -> Iterator[None]:
+        """Raise if the block changes a parameter, buffer, gradient, mode, switch, ``batch`` or ``random`` stream.
 
         Told by counters and identities, so nothing is copied, and what they cannot see is not seen. Nothing is put
         back, and an exception of the block's own goes on as it is.
         """
         if self._looking is None:
             self._looking = Snapshot(self._snapshot.roots)
-        self._looking.take("nothing", gradients=False, random=random)
+        self._looking.take("nothing", gradients=False, random=random, batch=batch)
+        switches = Switches()
         try:
             yield
             changes = self._looking.changes(random=random)
+            changes += [Change("switch", switch) for switch in switches.changed()]
         finally:
             self._looking.forget()
         if changes:
@@ -252,20 +260,6 @@ class Guard:
             raise GuardError(
                 f"Hook {name!r} observes, and changed {shown}. Next: make it an intervention, which is undone."
             )
-
-
-def _switch_back(switches: dict[str, Any]) -> list[Change]:
-    switched = [name for name, (ask, _) in _SWITCHES.items() if ask() != switches[name]]
-    for name in switched:
-        _SWITCHES[name][1](switches[name])
-    return [Change("switch", name) for name in switched]
-
-
-def _stuck(hook: str, names: list[str]) -> str:
-    return (
-        f"Hook {hook!r} has written {', '.join(names)} with a graph, and something still refers to that view, so the "
-        "graph stays; all else was put back. Next: write it under torch.no_grad(), or keep nothing computed from it."
-    )
 
 
 def _checked(scope: str) -> str:

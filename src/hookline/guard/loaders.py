@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from hookline.errors import GuardError
-from hookline.guard.rng import GENERATOR_TYPES, kept_rng
+from hookline.guard.rng import GENERATOR_TYPES, kept_rng, run_seed
 
 __all__ = [
     "again",
@@ -105,7 +105,7 @@ def private_generator(model: nn.Module) -> torch.Generator:
     """A stream that no training draws from, another one each time."""
     number = num_shuffles(model)
     set_num_shuffles(model, number + 1)
-    return torch.Generator().manual_seed((torch.initial_seed() * 1_000_003 + number) % 2**63)
+    return torch.Generator().manual_seed((run_seed() * 1_000_003 + number) % 2**63)
 
 
 def again(loader: Any, generator: torch.Generator, *, shuffle: bool, num_workers: int = 0) -> Iterable[Any]:

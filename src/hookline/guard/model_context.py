@@ -21,7 +21,7 @@ from hookline.guard.epochs import Gradients, differentiable, summed_gradients
 from hookline.guard.guard import Guard
 from hookline.guard.pre_epoch import PreEpochState
 from hookline.guard.signals import undisturbed
-from hookline.guard.snapshot import Snapshot, roots_of
+from hookline.guard.snapshot import Snapshot, roots_of, unrestored
 from hookline.sites.nearest import nearest
 from hookline.sites.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules, submodule
@@ -92,6 +92,11 @@ class ModelDataContext:
             self._device = torch.device("cpu") if first is None else first.device
         return self._device
 
+    @property
+    def batch(self) -> Any:
+        """The batch of the step; None at a point that has none."""
+        return self._batch
+
     @cached_property
     def guard(self) -> Guard:
         """What undoes interventions; made here if none was given."""
@@ -152,14 +157,20 @@ class ModelDataContext:
             raise OptionError(f"Unknown checkpoint token: {token!r}. Saved and not discarded: {known}.")
         snapshot, full = self._checkpoints[token]
         with undisturbed():
-            snapshot.restore(gradients=full, hooks=False)
+            lost = snapshot.restore(gradients=full, hooks=False)
+        if lost:
+            raise GuardError(unrestored(f"restore_checkpoint({token!r}): something since", lost))
 
     def discard_checkpoint(self, token: str) -> None:
         """Free its memory; nothing happens if it is gone already."""
         self._checkpoints.pop(token, None)
 
     def restore_pre_epoch(self) -> None:
-        """Go back to before the epoch; gradients stay as they are."""
+        """Go back to before the epoch; gradients stay as they are.
+
+        Random streams go back too, so that an epoch can be made again to the bit: what is drawn after it from torch,
+        NumPy or Python is the same each time. For other numbers each time there is `new_generator`.
+        """
         if self._pre_epoch is None:
             raise GuardError(
                 "restore_pre_epoch() goes back to before the epoch, and nobody has saved that. "
@@ -243,6 +254,13 @@ class ModelDataContext:
         if self._shuffled_loader is not None:
             return loaders.by_callback(self._shuffled_loader, generator)
         return loaders.again(self._loader, generator, shuffle=True, num_workers=num_workers)
+
+    def new_generator(self) -> torch.Generator:
+        """Return a generator of the hook's own: another one at each call, and the same ones in an equal run.
+
+        No restore rewinds it, and no stream of the run is drawn from.
+        """
+        return loaders.private_generator(self._model)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -74,10 +74,11 @@ class Part:
         self.names = [structure.path(*place) for place in places]
         self.tensors.learn(structure.tensors, self.names)
 
-    def forget(self) -> None:
+    def forget(self, *, everything: bool = False) -> None:
         """Let go of a forward pass that a tensor of the model was computed in; what else is known stays."""
-        if self.tensors.has_graphs:
+        if everything or self.tensors.has_graphs:
             self._structure = None
+            self.kinds, self.names = [], []
             self.tensors.learn([], [])
 
     def changes(self, *, bytewise: bool) -> list[Change]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from hookline.errors import GuardError
 from hookline.guard.copies import Where
 from hookline.guard.signals import undisturbed
-from hookline.guard.snapshot import Snapshot, roots_of
+from hookline.guard.snapshot import Snapshot, roots_of, unrestored
 
 __all__ = ["PreEpochState"]
 
@@ -54,7 +55,9 @@ class PreEpochState:
     def restore(self) -> None:
         """Go back to before the epoch; gradients stay as they are."""
         with undisturbed():
-            self._snapshot.restore(gradients=False, hooks=False, versions=False)
+            lost = self._snapshot.restore(gradients=False, hooks=False, versions=False)
+        if lost:
+            raise GuardError(unrestored("restore_pre_epoch(): something since", lost))
 
     @property
     def saved_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Random streams: where they stand, and going back there.
 
-Taken by whoever fires hooks (`kept_rng`, the cheap way, around a whole firing) and by snapshots (`RandomStates`).
-The streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators one names.
+Taken by whoever fires hooks (`hook_rng`, the cheap way, around a whole firing) and by snapshots (`RandomStates`).
+The streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python, and generators one names. What
+hooks draw depends on the seeds of the run, and is other at every firing.
 
     >>> with kept_rng():
     ...     _ = torch.rand(3)  # the stream goes on after the block as if this had not been
@@ -10,8 +11,10 @@ The streams of torch on the CPU and on every CUDA device in use, of NumPy, of Py
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import random
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -22,10 +25,12 @@ __all__ = [
     "Generator",
     "RandomStates",
     "cuda_states",
+    "hook_rng",
     "hook_stream",
     "kept_rng",
     "numpy_state",
     "restart_hook_stream",
+    "run_seed",
     "set_cuda_states",
     "set_hook_stream",
     "set_numpy_state",
@@ -85,29 +90,90 @@ class kept_rng:
             set_state(generator, state)
 
 
+class hook_rng(kept_rng):
+    """`kept_rng` for a firing: what hooks draw is other than at the firing before.
+
+    torch and Python go on from where the run stands, so that a forward with dropout drops what the next step would.
+    Where the run has not drawn since the last firing, that would be the same numbers again, for a run of full batches
+    at every firing: then the stream is seeded by where the run stands and how often hooks have been there (15 µs).
+    """
+
+    __slots__ = ("_marks", "_outer_seed")
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._outer_seed = _Lent.seed
+        if _Lent.seed is None:
+            _Lent.seed = torch.initial_seed()
+        self._marks: dict[str, tuple[int, int]] = {}
+        for name, mark, seed in self._streams():
+            known = _Lent.marks.get(name)
+            times = known[1] + 1 if known is not None and known[0] == mark else 0
+            self._marks[name] = mark, times
+            if times:
+                seed(_hashed(name, mark, times))
+
+    def _streams(self) -> Iterator[tuple[str, int, Callable[[int], Any]]]:
+        """Yield the name of each stream, a number for where it stands, and what seeds it."""
+        yield "torch", zlib.crc32(self._torch.numpy().data), torch.default_generator.manual_seed
+        if self._python is not None:
+            yield "python", hash(self._python[1]), random.seed
+        for index, state in enumerate(self._cuda or ()):
+            generator = torch.cuda.default_generators[index]
+            yield f"cuda:{index}", zlib.crc32(state.numpy().data), generator.manual_seed
+
+    def __exit__(self, *exc_info: object) -> None:
+        _Lent.marks.update(self._marks)  # now: a firing inside has left its own
+        _Lent.seed = self._outer_seed
+        super().__exit__(*exc_info)
+
+
+def _hashed(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
+
+
+def run_seed() -> int:
+    """Return what the run has seeded torch with, also while hooks draw from elsewhere."""
+    return torch.initial_seed() if _Lent.seed is None else _Lent.seed
+
+
 class RandomStates:
     """Where all streams stand, to go back there any number of times."""
 
-    __slots__ = ("_bits", "_cuda", "_generators", "_numpy", "_python", "_torch")
+    __slots__ = ("_bits", "_cuda", "_generators", "_is_lent", "_numpy", "_python", "_torch")
 
     def __init__(self, generators: Iterable[Generator] = ()) -> None:
         self._torch = torch.default_generator.get_state()
         self._cuda = cuda_states()
         self._bits: Any = _NUMPY.get_bit_generator()
         self._numpy: Any = np.random.get_state(legacy=False)
+        self._is_lent = any(self._bits is stream for stream in _Lent.out)
         self._python = random.getstate()
         self._generators = [(generator, state_of(generator)) for generator in generators]
 
-    def restore(self) -> None:
-        """Have every stream stand where it stood."""
+    def restore(self, *, own: bool = True) -> None:
+        """Have every stream stand where it stood.
+
+        Without ``own``, the stream of NumPy that hooks draw from goes on: it is not the run's, and a hook that is
+        undone at every firing would draw the same from it for ever.
+        """
         torch.default_generator.set_state(self._torch)
         set_cuda_states(self._cuda)
-        if _NUMPY.get_bit_generator() is not self._bits:
-            _NUMPY.set_bit_generator(self._bits)
-        _set_numpy(self._numpy)
+        self._restore_numpy(own=own)
         random.setstate(self._python)
         for generator, state in self._generators:
             set_state(generator, state)
+
+    def _restore_numpy(self, *, own: bool) -> None:
+        if _Lent.out and not self._is_lent:
+            # Saved outside of the firing: hooks get its numbers, the run's own stream stays where it stands.
+            _NUMPY.set_bit_generator(getattr(np.random, self._numpy["bit_generator"])())
+            _set_numpy(self._numpy)
+            return
+        if _NUMPY.get_bit_generator() is not self._bits:
+            _NUMPY.set_bit_generator(self._bits)
+        if own or not self._is_lent:
+            _set_numpy(self._numpy)
 
     def changed(self) -> list[str]:
         """The streams that have moved since."""
@@ -147,18 +213,33 @@ def set_cuda_states(states: list[torch.Tensor] | None) -> None:
 class _Lent:
     stream: np.random.MT19937 | None = None
     """What NumPy's global functions draw from inside `kept_rng`; goes on from one block to the next."""
+    base = 0
+    """What it was seeded with: made of the seeds of torch and NumPy at the time of the first block of a run."""
     others = 0
     """How many more were made for blocks inside blocks, which must not move the stream of the outer one."""
+    out: Final[list[Any]] = []
+    """The streams that are lent now, the innermost block's last."""
+    marks: Final[dict[str, tuple[int, int]]] = {}
+    """For each other stream, where the run stood at the last firing, and how many firings before found it there."""
+    seed: int | None = None
+    """While hooks are fired, the seed of the run."""
 
 
 def hook_stream() -> dict[str, Any]:
-    """Where the stream stands that NumPy is lent; plain values."""
-    return {"numpy": None if _Lent.stream is None else _Lent.stream.state, "others": _Lent.others}
+    """Where the streams of hooks stand; plain values."""
+    return {
+        "numpy": None if _Lent.stream is None else _Lent.stream.state,
+        "base": _Lent.base,
+        "others": _Lent.others,
+        "marks": {name: list(mark) for name, mark in _Lent.marks.items()},
+    }
 
 
 def set_hook_stream(state: Mapping[str, Any]) -> None:
-    """Have it stand there."""
-    _Lent.stream, _Lent.others = None, state["others"]
+    """Have them stand there."""
+    _Lent.stream, _Lent.others, _Lent.base = None, state["others"], state.get("base", 0)
+    _Lent.marks.clear()
+    _Lent.marks.update({name: (mark, times) for name, (mark, times) in state.get("marks", {}).items()})
     if state["numpy"] is not None:
         _Lent.stream = np.random.MT19937(0)
         _Lent.stream.state = state["numpy"]
@@ -166,13 +247,13 @@ def set_hook_stream(state: Mapping[str, Any]) -> None:
 
 def restart_hook_stream() -> None:
     """Another run begins: its hooks draw what those of an equal run have drawn before in this process."""
-    if _NUMPY.get_bit_generator() is not _Lent.stream:  # a hook that trains a run of its own draws on
+    if not _Lent.out:  # a hook that trains a run of its own draws on
         set_hook_stream({"numpy": None, "others": 0})
 
 
 def _another_stream() -> np.random.MT19937:
     _Lent.others += 1
-    return np.random.MT19937(_Lent.others)
+    return np.random.MT19937(_hashed(_Lent.base, _Lent.others))
 
 
 def _lend_numpy() -> tuple[Any, float | None]:
@@ -181,23 +262,27 @@ def _lend_numpy() -> tuple[Any, float | None]:
     NumPy makes normal numbers in pairs and forgets the second when its stream is exchanged. To draw one tells whether
     there is one: then the stream stands still.
     """
-    if _Lent.stream is None:
-        _Lent.stream = np.random.MT19937(0)
     own = _NUMPY.get_bit_generator()
-    if type(own) is not np.random.MT19937:
-        _NUMPY.set_bit_generator(_another_stream())
-        return own, None
-    address = own.ctypes.state_address
-    before = ctypes.string_at(address, _MT19937_BYTES)
-    drawn = np.random.standard_normal()
-    in_store = ctypes.string_at(address, _MT19937_BYTES) == before
-    if not in_store:
-        ctypes.memmove(address, before, _MT19937_BYTES)
-    _NUMPY.set_bit_generator(_Lent.stream if own is not _Lent.stream else _another_stream())
+    is_twister = type(own) is np.random.MT19937
+    before = ctypes.string_at(own.ctypes.state_address, _MT19937_BYTES) if is_twister else b""
+    if _Lent.stream is None:
+        _Lent.base = _hashed(torch.initial_seed(), before or own.state)
+        _Lent.stream = np.random.MT19937(_Lent.base)
+    in_store, drawn = False, 0.0
+    if is_twister:
+        drawn = np.random.standard_normal()
+        in_store = ctypes.string_at(own.ctypes.state_address, _MT19937_BYTES) == before
+        if not in_store:
+            ctypes.memmove(own.ctypes.state_address, before, _MT19937_BYTES)
+    is_free = is_twister and own is not _Lent.stream
+    lent = _Lent.stream if is_free else _another_stream()
+    _NUMPY.set_bit_generator(lent)
+    _Lent.out.append(lent)
     return own, drawn if in_store else None
 
 
 def _take_numpy_back(own: Any, in_store: float | None) -> None:
+    _Lent.out.pop()
     _NUMPY.set_bit_generator(own)
     if in_store is not None:
         state: Any = np.random.get_state(legacy=False)

@@ -20,6 +20,7 @@ def rollback(
     scaler: Any = None,
     *,
     loader: Any = None,
+    batch: Any = None,
     scope: str = "trains",
     where: Where = "auto",
 ) -> Iterator[Receipt]:
@@ -34,11 +35,12 @@ def rollback(
         print(reached, receipt.touched)
 
     Parameters, buffers, gradients, the optimizer's state and learning rates, modes, hooks, attributes and random
-    streams come back, whether the block ends well or not, each the same object as before. ``scope="reads"`` or
+    streams come back, whether the block ends well or not, each the same object as before; so does what was written
+    into a ``batch``, while a write into the dataset of ``loader`` is an error that names it. ``scope="reads"`` or
     ``"grads"`` copy less and hold the block to that; ``where`` the copies go is said at `Guard`.
     """
     guard = Guard(model, optimizer, scheduler, scaler, loader=loader, where=where)
-    guard.save([scope])
+    guard.save([scope], batch=batch)
     try:
         with guard.protecting("rollback", scope) as receipt:
             yield receipt

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from hookline.errors import GuardError
 from hookline.guard.copies import Where
+from hookline.guard.data import BatchHolder
+from hookline.guard.insides import Insides
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.part import Change, Part
 from hookline.guard.rng import RandomStates
@@ -26,9 +28,12 @@ from hookline.sites.find import attached
 from hookline.sites.handle import HookHandle
 from hookline.sites.optimizer_wrappers import unwrap_optimizer
 
-__all__ = ["Change", "Snapshot", "roots_of"]
+__all__ = ["GRAPH", "Change", "Snapshot", "roots_of", "unrestored"]
 
 _LARGE: Final = ("model", "optimizer")
+
+GRAPH: Final = "written with a graph"
+"""Why a tensor cannot be put back: it is a view, or was computed, and has another graph now."""
 
 
 def roots_of(
@@ -71,8 +76,11 @@ class Snapshot:
         self._main = Part({name: roots.get(name) for name in _LARGE}, where)
         self._rest = Part({name: root for name, root in roots.items() if name not in _LARGE}, where)
         self._gradients = Tensors(where)
+        self._batch = BatchHolder(None)
+        self._data = Part({"batch_data": self._batch}, where)
         self._is_saved = False
         self._random: RandomStates | None = None
+        self._insides: Insides | None = None
         self._owners: list[int] = []
         """Of those tensors that can have a gradient, the places; of the gradients, the tensors themselves."""
         self._grads: list[Tensor | None] = []
@@ -84,11 +92,15 @@ class Snapshot:
     @property
     def names(self) -> list[str]:
         """Of all tensors, gradients not counted."""
-        return self._main.names + self._rest.names
+        return self._main.names + self._rest.names + self._data.names
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        return self._main, self._rest, self._data
 
     @property
     def _groups(self) -> tuple[Tensors, ...]:
-        return self._main.tensors, self._rest.tensors, self._gradients
+        return self._main.tensors, self._rest.tensors, self._data.tensors, self._gradients
 
     @property
     def nbytes(self) -> int:
@@ -109,19 +121,37 @@ class Snapshot:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def take(self, which: str = "all", *, gradients: bool = True, random: bool = True) -> None:
-        """Save; ``which`` of the tensors to copy, whether the gradients too, whether where random streams stand."""
+    def take(self, which: str = "all", *, gradients: bool = True, random: bool = True, batch: Any = None) -> None:
+        """Save; ``which`` of the tensors to copy, whether the gradients too, whether where random streams stand.
+
+        All of a ``batch`` is copied.
+        """
         self._is_saved = False
         with torch.inference_mode(False), torch.no_grad():  # what is made there cannot be written elsewhere
             again = self._main.take(which)
             self._rest.take(which, self._main.structure.seen, again=again)
             self._take_gradients(copied=gradients)
+            self._take_batch(batch, which)
         pairs = zip(self._main.structure.tensors, self._main.kinds, strict=True)
         self._hooks = [_hooks_of(tensor) for tensor, kind in pairs if kind == "parameter"]
         generators = self._main.structure.generators + self._rest.structure.generators
         self._random = RandomStates(generators) if random else None
         self._order = self._checked = next_order()
+        self._insides = self._insides_now()
         self._is_saved = True
+
+    def _insides_now(self) -> Insides:
+        model = self.roots["model"]
+        assert isinstance(model, nn.Module)
+        tensors = [tensor for group in self._groups for tensor in group.tensors]
+        return Insides(tensors, self.names + self._grad_names, model)
+
+    def _take_batch(self, batch: Any, which: str) -> None:
+        """Copy what is in a batch and was not met elsewhere; there is another one at every step."""
+        is_other = batch is not None or self._batch._held is not None
+        self._batch._held = batch
+        known = {id(grad) for grad in self._grads}.union(*(part.structure.seen for part in (self._main, self._rest)))
+        self._data.take("nothing" if which == "nothing" else "all", known if is_other else (), again=is_other)
 
     def _take_gradients(self, *, copied: bool) -> None:
         tensors, names = self._main.structure.tensors, self._main.names
@@ -158,18 +188,21 @@ class Snapshot:
 
     def forget(self) -> None:
         """Let go of what was saved, but for the memory, and what is known about a run that has not changed since."""
-        self._is_saved, self._random = False, None
+        self._is_saved, self._random, self._insides = False, None, None
         self._owners, self._grads, self._hooks = [], [], []
         self._gradients.learn([], [])
         self._main.forget()
         self._rest.forget()
+        if self._batch._held is not None:
+            self._batch._held = None
+            self._data.forget(everything=True)
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
     def changes(self, *, bytewise: bool = False, random: bool = True) -> list[Change]:
         """What is not as it was; ``bytewise``: also numbers that were written behind autograd's back."""
         self._check_saved()
-        changes = self._main.changes(bytewise=bytewise) + self._rest.changes(bytewise=bytewise)
+        changes = [change for part in self._parts for change in part.changes(bytewise=bytewise)]
         grads = set(self._gradients.look()[0])
         if bytewise:
             grads.update(self._gradients.differing())
@@ -187,36 +220,53 @@ class Snapshot:
             group.begin_restore()
 
     def restore(
-        self, *, gradients: bool = True, hooks: bool = True, versions: bool = True, looked: bool = False
-    ) -> list[str]:
-        """Put everything back; may be done any number of times. The names of tensors whose graph would not come off.
+        self,
+        *,
+        gradients: bool = True,
+        hooks: bool = True,
+        versions: bool = True,
+        looked: bool = False,
+        own_stream: bool = True,
+    ) -> dict[str, str]:
+        """Put everything back; may be done any number of times. Return by name what could not be, and why.
 
         Without ``gradients``, those stay as they are. ``hooks`` of ours that were attached since come off, which cannot
         be undone: not for a snapshot that the run goes back to only for a while. Without ``versions``, counters go on,
         where numbers of long ago come back: as many steps as were made since would bring the counters of now again.
-        ``looked``: nothing has happened since `changes` was asked.
+        ``looked``: nothing has happened since `changes` was asked. Without ``own_stream``, the stream of NumPy that
+        only hooks draw from goes on.
         """
         self._check_saved()
+        assert self._insides is not None
         if hooks:
             self._take_new_hooks_off()
         with torch.inference_mode(False), torch.no_grad():
-            self._restore_parts(versions=versions, looked=looked)
+            swapped = self._insides.changed()
+            lost = self._insides.restore(swapped) if swapped else {}
+            self._restore_parts(versions=versions, looked=looked and not swapped, rehook=bool(swapped))
             if gradients:
-                self._restore_gradients(looked=looked)
+                self._restore_gradients(looked=looked and not swapped)
+            moved = [tensor for group in self._groups for tensor in group.moved]
+            lost |= self._insides.mend_accumulators(swapped, moved)
         if self._random is not None:
-            self._random.restore()
+            self._random.restore(own=own_stream)
         # What autocast has cast belongs to numbers that may be others now.
         torch.clear_autocast_cache()
-        return [part.names[index] for part in (self._main, self._rest) for index in part.tensors.stuck]
+        for part in self._parts:
+            lost |= dict.fromkeys((part.names[index] for index in part.tensors.stuck), GRAPH)
+            names = [part.names[index] for index in part.tensors.replaced]
+            lost |= dict.fromkeys(names, "its memory was shrunk, and shown to NumPy, so it has other memory now")
+            lost |= dict.fromkeys(part.structure.lost, "an array that has another shape or type")
+        return lost
 
-    def _restore_parts(self, *, versions: bool, looked: bool) -> None:
-        parts = (self._main, self._rest)
+    def _restore_parts(self, *, versions: bool, looked: bool, rehook: bool) -> None:
+        parts = self._parts
         for part in parts:
             part.tensors.restore(looked=looked)
         for part in parts:
             part.structure.restore(part.structure.changed())
         for tensor, hooks in self._hooks:
-            _restore_hooks(tensor, hooks)
+            _restore_hooks(tensor, hooks, anew=rehook)
         for part in parts:
             (part.tensors.restore_versions if versions else part.tensors.move_versions_on)()
 
@@ -259,14 +309,36 @@ def _hooks_of(tensor: Tensor) -> tuple[Tensor, list[Any]]:
     return tensor, [None if held is None else (held, tuple(held.items())) for held in hooks]
 
 
-def _restore_hooks(tensor: Tensor, hooks: Iterable[Any]) -> None:
+def _restore_hooks(tensor: Tensor, hooks: Iterable[Any], *, anew: bool) -> None:
+    """Put them back; ``anew``: the insides may be others, which do not know the dictionary yet."""
     for name, before in zip(_torch.TENSOR_HOOKS, hooks, strict=True):
         held = getattr(tensor, name)
         if before is None:
             if held:
                 held.clear()
-        elif held is not before[0] or tuple(held.items()) != before[1]:
+        elif anew or held is not before[0] or tuple(held.items()) != before[1]:
             before[0].clear()
             before[0].update(before[1])
-            if held is not before[0]:
+            if anew or held is not before[0]:
                 setattr(tensor, name, before[0])
+
+
+# -- what could not be put back ------------------------------------------------------------------------------------
+
+
+def unrestored(who: str, lost: Mapping[str, str]) -> str:
+    """Return the text of the error about what could not be put back, by name, and why."""
+    written = [name for name, why in lost.items() if why is GRAPH]
+    others = {name: why for name, why in lost.items() if why is not GRAPH}
+    if not others:
+        return (
+            f"{who} has written {', '.join(written)} with a graph, and something still refers to that view, so "
+            "the graph stays; all else was put back. Next: write it under torch.no_grad(), or keep nothing computed "
+            "from it."
+        )
+    named = [f"{name} ({why})" for name, why in lost.items()]
+    shown = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
+    return (
+        f"{who} has changed what cannot be put back: {shown}; all else was. The run cannot go on as if nothing had "
+        "happened. Next: do that to a copy."
+    )

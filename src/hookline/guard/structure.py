@@ -25,6 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
 from hookline.errors import GuardError
+from hookline.guard.data import is_record, slots_of
+from hookline.guard.tensors import can_be_saved
 
 __all__ = ["Structure"]
 
@@ -33,7 +35,7 @@ _OWNED_TYPES: Final = (nn.Module, Optimizer, LRScheduler, Sampler, torch.amp.Gra
 """Objects whose attributes are part of the run."""
 _DATA: Final = ("dataset", "data_source")
 """What loaders and samplers call what they read from: it may be large, and nobody writes there."""
-_INNER: Final = ("_modules", "_parameters", "_buffers", "__dict__")
+_INNER: Final = ("_modules", "_parameters", "_buffers", "__dict__", "_held")
 _CATEGORIES: Final[dict[type, int]] = {}
 """What each type met so far is; 0.05 µs to look up, where a chain of isinstance takes 1."""
 _values: Final = methodcaller("values")
@@ -66,6 +68,9 @@ class Structure:
         self.places: list[tuple[int, Any]] = []
         """For each tensor the number of a container it is in, and its key there."""
         self.generators: list[Any] = []
+        self._is_batch = "batch_data" in roots
+        self._slotted: list[tuple[Any, dict[str, Any]]] = []
+        """Objects of a batch that have slots, and what was in those."""
         self._arrays: list[tuple[Any, Any, int, Any]] = []
         """Arrays of NumPy that can be written, a copy of each, and where it was met."""
         self._objects: list[Any] = []
@@ -75,6 +80,8 @@ class Structure:
         """Classes that were made for one object alone, and what was in them."""
         self._keys: list[Any] = []
         self._values: list[Any] = []
+        self.lost: list[str] = []
+        """The names of arrays that the latest `restore` could not put back."""
         self.seen: set[int] = set(known)
         """The ids of what was met, here or elsewhere, and is not to be looked at again."""
         for name, root in roots.items():
@@ -106,9 +113,22 @@ class Structure:
                 category = _CATEGORIES.get(type(value))
                 if category is None:
                     category = _categorize(type(value))
-                if category:
+                if not category and self._is_batch and is_record(value):
+                    self._open(value, number, index if keys is None else keys[index], below)
+                elif category:
                     self._meet(value, category, number, index if keys is None else keys[index], below)
             todo += reversed(below)
+
+    def _open(self, value: Any, number: int, key: Any, below: list[tuple[Any, int, Any]]) -> None:
+        """Look into an object of a batch, of whatever class."""
+        if id(value) in self.seen:
+            return
+        self.seen.add(id(value))
+        below += [(value.__dict__, number, key)] if hasattr(value, "__dict__") else []
+        slots = {name: getattr(value, name) for name in slots_of(value)}
+        if slots:
+            self._slotted.append((value, slots))
+            below.append((slots, number, key))
 
     def _note(self, held: Any, parent: int, key: Any) -> int:
         root = key if parent < 0 else self.containers[parent].root
@@ -127,6 +147,8 @@ class Structure:
             below.append((value, number, key))
         elif id(value) not in self.seen:
             self.seen.add(id(value))
+            if category == _TENSOR and self._is_batch and not can_be_saved(value):
+                return
             if category == _TENSOR:
                 self.tensors.append(value)
                 self.places.append((number, key))
@@ -216,12 +238,16 @@ class Structure:
             else:
                 held.clear()
                 (held.update if isinstance(held, set) else held.extend)(values)
-        for array, numbers, *_ in self._changed_arrays():
-            array.flags.writeable = True
-            array[...] = numbers
+        for value, slots in self._slotted:
+            for name, before in slots.items():
+                if getattr(value, name, None) is not before:
+                    object.__setattr__(value, name, before)
+        self.lost = [
+            self.path(*place) for array, numbers, *place in self._changed_arrays() if not _fill(array, numbers)
+        ]
 
     def _changed_arrays(self) -> list[tuple[Any, Any, int, Any]]:
-        return [entry for entry in self._arrays if entry[0].tobytes() != entry[1].tobytes()]
+        return [entry for entry in self._arrays if not _is_same_array(entry[0], entry[1])]
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -290,6 +316,22 @@ def _categorize(cls: type) -> int:
     category = next((category for types, category in kinds if issubclass(cls, types)), _LEAF)
     _CATEGORIES[cls] = category
     return category
+
+
+def _is_same_array(now: Any, before: Any) -> bool:
+    return bool(now.shape == before.shape and now.dtype == before.dtype and now.tobytes() == before.tobytes())
+
+
+def _fill(array: Any, numbers: Any) -> bool:
+    """Have an array be as it was; return False if it cannot be: of another type, or a view of another shape."""
+    try:
+        if array.shape != numbers.shape:
+            array.resize(numbers.shape, refcheck=False)
+        array.flags.writeable = True
+        array[...] = numbers
+    except ValueError:
+        return False
+    return bool(array.dtype == numbers.dtype)
 
 
 def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:

@@ -18,9 +18,11 @@ from hookline.errors import GuardError
 from hookline.guard.copies import Copies, Pool, Where
 from hookline.sites import _torch
 
-__all__ = ["Tensors"]
+__all__ = ["Tensors", "can_be_saved"]
 
 _address: Final = Tensor.data_ptr
+_nbytes: Final = torch.UntypedStorage.nbytes
+_begin: Final = torch.UntypedStorage.data_ptr
 _layout: Final = attrgetter("shape", "dtype")
 _flags: Final = attrgetter("requires_grad", "is_leaf")
 _version: Final = attrgetter("_version")
@@ -41,6 +43,10 @@ class Tensors:
         """Which have moved and which have other flags, as `look` has found them."""
         self.stuck: list[int] = []
         """The places of tensors that have a graph they did not have, and could not be rid of it."""
+        self.replaced: list[int] = []
+        """The places of those that the latest `restore` had to give other memory."""
+        self.moved: list[Tensor] = []
+        """Those whose memory the latest `restore` has found elsewhere."""
         self.learn([], [])
 
     def learn(self, tensors: list[Tensor], names: Sequence[str]) -> None:
@@ -57,7 +63,8 @@ class Tensors:
         conj = (Tensor.is_conj,) if any(map(Tensor.is_complex, self._strided)) else ()
         self._questions: tuple[Callable[[Tensor], Any], ...] = (_address, _layout, Tensor.stride, *conj)
         self._layouts = self._layouts_now()
-        self._nbytes = [live.untyped_storage().nbytes() for live in self._strided]
+        self._storages = [live.untyped_storage() for live in self._strided]
+        self._memory = self._memory_now()
         with torch.no_grad():
             self._aliases = [live.detach() for live in self._strided]
         self._counted = [index for index, tensor in enumerate(tensors) if not tensor.is_inference()]
@@ -114,12 +121,20 @@ class Tensors:
         with torch.no_grad():
             self._odd = [(self._live[index], self._live[index].clone()) for index in odd]
         self._flags = list(map(_flags, self.tensors))
+        pairs = zip(self.tensors, self._flags, strict=True)
+        self._graphs = {index: tensor.grad_fn for index, (tensor, flags) in enumerate(pairs) if flags == _COMPUTED}
+        """Of those that were computed, by what: to write one in place gives it another graph."""
         self._versions = list(map(_version, self._counters))
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
     def _is_in_place(self) -> bool:
-        return list(map(_address, self._strided)) == self._layouts[0]
+        """Whether the memory is where it was, and as long: a storage that was shrunk twice may begin there again."""
+        return list(map(_address, self._strided)) == self._layouts[0] and self._memory_now() == self._memory
+
+    def _memory_now(self) -> tuple[list[int], list[int]]:
+        """How long the storages are that the tensors had, and where they begin."""
+        return list(map(_nbytes, self._storages)), list(map(_begin, self._storages))
 
     def _layouts_now(self) -> list[list[Any]]:
         """Where the memory of each is, and how it is read."""
@@ -127,10 +142,10 @@ class Tensors:
 
     def _moved(self) -> list[int]:
         """Which of those with memory have it elsewhere, or read it otherwise."""
-        now = self._layouts_now()
-        if now == self._layouts:
+        now, memory = self._layouts_now(), self._memory_now()
+        if now == self._layouts and memory == self._memory:
             return []
-        each = zip(zip(*now, strict=True), zip(*self._layouts, strict=True), strict=True)
+        each = zip(zip(*now, *memory, strict=True), zip(*self._layouts, *self._memory, strict=True), strict=True)
         return [number for number, (a, b) in enumerate(each) if a != b]
 
     def look(self) -> tuple[list[int], list[int]]:
@@ -155,6 +170,8 @@ class Tensors:
             return []
         wanted = set(self._chosen)
         copied = [index for index in self._dense if index in wanted]
+        if self._memory_now() != self._memory:
+            return copied  # some reach beyond their memory, and nothing of them can be read
         return [copied[number] for number in sorted(self._current.differing())]
 
     def _flags_changed(self) -> list[int]:
@@ -177,10 +194,12 @@ class Tensors:
         """
         seen, self._seen = self._seen, None
         moved, flags = seen if looked and seen is not None else (self._moved(), None)
+        self.replaced = []
         for number in moved:
             self._restore_memory(number)
+        self.moved = [self._strided[number] for number in moved]
         if moved:
-            self._layouts = self._layouts_now()  # a storage that was resized is elsewhere
+            self._layouts, self._memory = self._layouts_now(), self._memory_now()  # what was resized is elsewhere
         if not self._is_back and self._current is not None:
             self._current.back()
         self._is_back = False
@@ -189,13 +208,30 @@ class Tensors:
                 live.copy_(numbers)
         others = self._flags_changed() if flags is None or moved else flags  # moving may have changed some
         self.stuck = [index for index in others if not self._restore_flags(index)]
+        self.stuck += [index for index, node in self._graphs.items() if self.tensors[index].grad_fn is not node]
 
     def _restore_memory(self, number: int) -> None:
-        alias = self._aliases[number]
-        storage = alias.untyped_storage()
-        if storage.nbytes() < self._nbytes[number]:
-            storage.resize_(self._nbytes[number])
-        self._strided[number].data = alias
+        storage, nbytes = self._storages[number], self._memory[0][number]
+        if storage.nbytes() != nbytes:
+            try:
+                storage.resize_(nbytes)
+            except RuntimeError:  # after .numpy() torch does not resize it any more
+                if storage.nbytes() < nbytes:
+                    self._replace_storage(storage, nbytes)
+        self._strided[number].data = self._aliases[number]
+
+    def _replace_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Have all that lie in a storage lie in another; what nobody here knows of stays in the old one."""
+        fresh = torch.empty(nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
+        for number, held in enumerate(self._storages):
+            if held._cdata == storage._cdata:
+                self._storages[number] = fresh
+                alias = self._aliases[number]
+                alias.set_(fresh, alias.storage_offset(), alias.shape, alias.stride())
+                self._strided[number].data = alias
+                self.replaced.append(self._dense[number])
+        for _, copies in self._copies.values():
+            copies.move(storage, fresh)
 
     def _restore_flags(self, index: int) -> bool:
         """Whether it could be done."""
@@ -260,3 +296,12 @@ def _check(tensor: Tensor, name: str) -> None:
         raise GuardError(
             f"{name} is a {kind}, which wraps other tensors that would not be saved. Next: guard it unwrapped."
         )
+
+
+def can_be_saved(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers of its own that can be copied."""
+    try:
+        _check(tensor, "")
+    except GuardError:
+        return False
+    return True

@@ -36,6 +36,7 @@ __all__ = [
     "CALL_IMPL",
     "FULL_BACKWARD_FLAG",
     "HOOK_DICTS",
+    "KERNEL_SWITCHES",
     "TENSOR_HOOKS",
     "TRANSFORMS",
     "Compilations",
@@ -43,7 +44,10 @@ __all__ = [
     "FunctionBase",
     "OpOverload",
     "Shards",
+    "accumulator_of",
     "add_port",
+    "allow_accumulator",
+    "autocast_nesting",
     "backends",
     "backward_hooks_of_call",
     "being_walked",
@@ -59,10 +63,12 @@ __all__ = [
     "copy_all",
     "counting_changes",
     "current_stream_of",
+    "default_device",
     "drop_hook",
     "exporting",
     "factories",
     "flat",
+    "forget_accumulator",
     "forget_compiled",
     "fsdp_shards",
     "graph_task_id",
@@ -74,6 +80,7 @@ __all__ = [
     "hook_tensor",
     "hooks_beside",
     "hooks_of",
+    "identity_of",
     "in_compiled_code",
     "in_functional_call",
     "in_recomputation",
@@ -86,6 +93,7 @@ __all__ = [
     "is_inner_step",
     "is_known_to_be_at_most",
     "is_native",
+    "is_right_accumulator",
     "is_tracing",
     "is_wrapped",
     "keeps_saved",
@@ -111,24 +119,31 @@ __all__ = [
     "place_last",
     "pop_mode",
     "pop_saved_hooks",
+    "precision",
     "push_mode",
     "push_saved_hooks",
     "queue_end_of_backward",
     "queue_id",
+    "reductions",
     "replays_graph",
     "running_module",
     "running_modules",
     "scale_of",
     "sequence_number",
     "sequence_number_of",
+    "set_autocast_nesting",
     "set_grad_enabled",
+    "set_precision",
+    "set_reductions",
     "set_versions",
     "sharded_parameter",
     "skips_guards",
     "slip_mode_under",
+    "swap_insides",
     "takes_optimizer_hooks",
     "times_running",
     "untraced",
+    "use_count",
     "variable_of_caller",
     "vectorizing",
     "will_execute",
@@ -1279,3 +1294,127 @@ _WITH_MEMORY: Final = frozenset({Tensor, nn.Parameter})
 
 TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a tensor: None before the first hook, then a dictionary that its handles refer to weakly."""
+
+
+identity_of: Final[Callable[[Tensor], int]] = cast(Any, torch._C.TensorBase)._cdata.__get__
+"""Which insides a tensor object has; ``torch.utils.swap_tensors`` exchanges those of two objects."""
+
+use_count: Final[Callable[[Tensor], int]] = cast(Any, torch._C.TensorBase)._use_count
+"""How many refer to the insides: the object itself, graphs that accumulate into it, views of it."""
+
+
+def swap_insides(one: Tensor, other: Tensor) -> None:
+    """Exchange the insides of two tensor objects, whoever refers to them; torch's own verb refuses most of that."""
+    torch._C._swap_tensor_impl(one, other)
+
+
+def accumulator_of(leaf: Tensor) -> Any:
+    """Return the node that adds up gradients of ``leaf``, which requires some; made if there is none."""
+    with torch.enable_grad():
+        node: Any = leaf.view_as(leaf).grad_fn
+    return node.next_functions[0][0]
+
+
+def is_right_accumulator(node: Any, leaf: Tensor) -> bool:
+    """Return whether ``node`` expects gradients of the shape and dtype that ``leaf`` has now."""
+    expected = node._input_metadata[0]
+    return tuple(expected.shape) == tuple(leaf.shape) and expected.dtype == leaf.dtype
+
+
+def forget_accumulator(leaf: Tensor) -> None:
+    """Have the next graph make a new node that adds up gradients; torch does so where data of another dtype come."""
+    data = leaf.data
+    other = torch.float32 if leaf.dtype is torch.float64 else torch.float64
+    leaf.data = torch.empty(0, dtype=other, device=leaf.device)
+    leaf.data = data
+
+
+def allow_accumulator(node: Any) -> None:
+    """Take off the hook by which ``swap_tensors`` forbids a backward pass into a leaf, also where it then refused."""
+    handle = node.register_prehook(_nothing)
+    hooks = handle.hooks_dict_ref()
+    for key in [key for key, hook in hooks.items() if _is_ban(hook)]:
+        del hooks[key]
+    handle.remove()
+
+
+def _nothing(grads: Any) -> None:
+    """Change no gradient."""
+
+
+def _is_ban(hook: Any) -> bool:
+    return getattr(hook, "__qualname__", "") == "swap_tensors.<locals>.error_pre_hook"
+
+
+def default_device() -> torch.device | None:
+    """Return what ``torch.set_default_device`` was given; None if nothing, which costs less than the CPU by name."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+_PRECISIONS: Final = tuple(
+    [("generic", "all")] + [(where, what) for where in ("cuda", "mkldnn") for what in ("all", "matmul", "conv", "rnn")]
+)
+
+
+def precision() -> tuple[str, ...]:
+    """Return how exact products of float32 have to be: the old setting, then the new ones for each place."""
+    return (torch.get_float32_matmul_precision(), *(torch._C._get_fp32_precision_getter(*at) for at in _PRECISIONS))
+
+
+def set_precision(values: tuple[str, ...]) -> None:
+    """Set what `precision` returned; the old setting first, since it sets some of the new ones."""
+    torch.set_float32_matmul_precision(values[0])
+    for (where, what), value in zip(_PRECISIONS, values[1:], strict=True):
+        if torch._C._get_fp32_precision_getter(where, what) != value:
+            torch._C._set_fp32_precision_setter(where, what, value)
+
+
+def autocast_nesting() -> int:
+    """Return how many autocast blocks this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def set_autocast_nesting(depth: int) -> None:
+    """Have this thread be in so many; what one that never ended has cast is forgotten."""
+    while autocast_nesting() > depth:
+        torch.autocast_decrement_nesting()
+    while autocast_nesting() < depth:
+        torch.autocast_increment_nesting()
+
+
+KERNEL_SWITCHES: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
+    name: (getattr(torch._C, ask), getattr(torch._C, tell))
+    for name, ask, tell in (
+        ("cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+        ("cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+        ("cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+        ("mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+        ("mkldnn.deterministic", "_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+        ("flash attention", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+        ("memory-efficient attention", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+        ("plain attention", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+        ("cudnn attention", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+        ("deterministic fill", "_get_deterministic_fill_uninitialized_memory",
+         "_set_deterministic_fill_uninitialized_memory"),
+        ("autograd's threads", "_is_multithreading_enabled", "_set_multithreading_enabled"),
+    )
+    if hasattr(torch._C, ask) and hasattr(torch._C, tell)
+}  # fmt: skip
+"""Switches of the process that decide by which kernels it computes: how to ask, how to set."""
+
+
+REDUCTIONS: Final = ("_cublas_allow_fp16_reduced_precision_reduction", "_cublas_allow_bf16_reduced_precision_reduction")
+
+
+def reductions() -> tuple[Any, ...]:
+    """Return whether matrix products on CUDA may add up in half precision."""
+    return tuple(getattr(torch._C, f"_get{name}")() for name in REDUCTIONS)
+
+
+def set_reductions(values: tuple[Any, ...]) -> None:
+    """Set what `reductions` returned."""
+    for name, value in zip(REDUCTIONS, values, strict=True):
+        tell = getattr(torch._C, f"_set{name}")
+        tell(*value) if isinstance(value, tuple) else tell(value)

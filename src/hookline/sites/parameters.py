@@ -48,8 +48,9 @@ def fasten_parameters(attachment: Attachment, model: nn.Module, chosen: list[Nam
         sweep()
         handle = HookHandle(attachment)
         try:
-            attachment.roots[root_of(unwrap(model))] = None
-            _add_entries(attachment, model, chosen)
+            if chosen:  # on none, there is nothing to count for, and `attached` would not find what counts
+                attachment.roots[root_of(unwrap(model))] = None
+                _add_entries(attachment, model, chosen)
         except BaseException:
             handle.remove(quiet=True)
             raise

@@ -1,0 +1,126 @@
+"""Which insides a tensor object has, and the nodes by which autograd adds up its gradients.
+
+Asked by `Snapshot`. ``torch.utils.swap_tensors`` gives an object the insides of another and forbids backward passes
+into both; assigning ``.data`` of another shape leaves a node behind that expects gradients of that shape for as long
+as a graph keeps it. Neither shows in numbers or addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hookline.sites import _torch
+
+__all__ = ["Insides"]
+
+
+class Insides:
+    """The insides of some tensors, as they are when this is made.
+
+    ``names`` are those of the ``tensors``; ``model`` is asked whether it is data-parallel.
+    """
+
+    def __init__(self, tensors: list[Tensor], names: list[str], model: nn.Module) -> None:
+        self._tensors = tensors
+        self._names = names
+        self._before = list(map(_torch.identity_of, tensors))
+        self._uses = list(map(_torch.use_count, tensors))
+        self._classes = list(map(type, tensors))
+        self._attributes = [vars(tensor) if isinstance(tensor, nn.Parameter) else None for tensor in tensors]
+        found = {number: _live_node(tensors[number]) for number, count in enumerate(self._uses) if count > 1}
+        self._nodes = {number: node for number, node in found.items() if node is not None}
+        """The nodes that graphs of before refer to, 5 µs each; none where no graph is alive."""
+        self._is_parallel = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+
+    def changed(self) -> list[int]:
+        """Return the numbers of the tensors that have other insides now."""
+        now = list(map(_torch.identity_of, self._tensors))
+        if now == self._before:
+            return []
+        return [number for number, (a, b) in enumerate(zip(now, self._before, strict=True)) if a != b]
+
+    def restore(self, changed: Iterable[int]) -> dict[str, str]:
+        """Give each its own insides again; return the names of those whose insides are gone, and what that means."""
+        lost: dict[str, str] = {}
+        holders = {_torch.identity_of(tensor): tensor for tensor in self._tensors}
+        holders |= {self._before[number]: node.variable for number, node in self._nodes.items()}
+        changed = list(changed)
+        for number in changed:
+            tensor, own = self._tensors[number], self._before[number]
+            now = _torch.identity_of(tensor)
+            if now == own:
+                continue
+            if _swapped(tensor, holders.get(own)):
+                holders[now], holders[own] = holders[own], tensor
+            elif self._uses[number] > 1:
+                # Nothing else could tell: numbers, flags and hooks are put back into other insides.
+                lost[self._names[number]] = "swap_tensors() gave its insides, which something refers to, away"
+        for number in changed:
+            tensor, attributes = self._tensors[number], self._attributes[number]
+            if type(tensor) is not self._classes[number]:
+                tensor.__class__ = self._classes[number]
+            if attributes is not None and vars(tensor) is not attributes:
+                tensor.__dict__ = attributes
+        return lost
+
+    def mend_accumulators(self, swapped: Iterable[int], moved: Iterable[Tensor]) -> dict[str, str]:
+        """Have graphs, old and new, find right nodes; return the names of parameters whose gradients would go astray.
+
+        Looked at are those that were ``swapped`` or ``moved``, that more refer to than before, or that had a node.
+        """
+        for node in self._nodes.values():
+            _torch.allow_accumulator(node)
+        uses = list(map(_torch.use_count, self._tensors))
+        suspects = {id(self._tensors[number]) for number in swapped} | {id(tensor) for tensor in moved}
+        pairs = enumerate(zip(self._tensors, uses, self._uses, strict=True))
+        for number, (tensor, count, before) in pairs if suspects or uses != self._uses or self._nodes else ():
+            is_suspect = count > before or number in self._nodes or id(tensor) in suspects
+            if is_suspect and count > 1 and _can_accumulate(tensor):
+                _mend(tensor)
+        return {} if not self._is_parallel else self._unseen()
+
+    def _unseen(self) -> dict[str, str]:
+        """Return the names of parameters that have another node than the one a data-parallel model has hooked."""
+        pairs = [(self._names[number], self._tensors[number], node) for number, node in self._nodes.items()]
+        names = [name for name, tensor, node in pairs if _torch.accumulator_of(tensor) is not node]
+        return dict.fromkeys(names, "DistributedDataParallel would not see its gradients any more")
+
+
+def _swapped(tensor: Tensor, holder: Tensor | None) -> bool:
+    """Exchange the insides of two objects; return False if there is no other, or torch refuses."""
+    if holder is None:
+        return False
+    try:
+        _torch.swap_insides(tensor, holder)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _can_accumulate(tensor: Tensor) -> bool:
+    plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
+    return plain and tensor.is_leaf and tensor.is_floating_point() and not tensor.is_inference()
+
+
+def _live_node(tensor: Tensor) -> Any:
+    """Return the node that adds up the gradients of a tensor, if something keeps it alive."""
+    if not _can_accumulate(tensor) or not tensor.requires_grad:
+        return None
+    before = _torch.use_count(tensor)
+    node = _torch.accumulator_of(tensor)
+    return node if _torch.use_count(tensor) == before else None  # one that was made just now is one more
+
+
+def _mend(leaf: Tensor) -> None:
+    if not leaf.requires_grad:
+        _torch.forget_accumulator(leaf)  # made while it did; nobody asks until it does again
+        return
+    node = _torch.accumulator_of(leaf)
+    _torch.allow_accumulator(node)
+    if not _torch.is_right_accumulator(node, leaf):
+        _torch.forget_accumulator(leaf)

@@ -1,0 +1,100 @@
+"""The switches of torch that a thread or the process has, and setting them back.
+
+`Guard` reads them before an intervention (about 40 µs) and sets back what is otherwise afterwards; an observer that
+moves one is named. They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from hookline.sites import _torch
+
+__all__ = ["Switches"]
+
+_Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _autocast(device: str) -> dict[str, _Switch]:
+    return {
+        f"autocast on {device}": (
+            partial(torch.is_autocast_enabled, device),
+            partial(torch.set_autocast_enabled, device),
+        ),
+        f"autocast dtype on {device}": (
+            partial(torch.get_autocast_dtype, device),
+            partial(torch.set_autocast_dtype, device),
+        ),
+    }
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _anomalies() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _leave_inference_mode(before: bool) -> None:
+    raise RuntimeError("only the block that began it can end it")
+
+
+_SWITCHES: Final[dict[str, _Switch]] = {
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (_torch.default_device, torch.set_default_device),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "number of threads between operators": (torch.get_num_interop_threads, torch.set_num_interop_threads),
+    **_autocast("cpu"),
+    **_autocast("cuda"),
+    "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "autocast blocks": (_torch.autocast_nesting, _torch.set_autocast_nesting),
+    "deterministic algorithms": (
+        _deterministic,
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
+    ),
+    "anomaly detection": (_anomalies, lambda before: torch.set_anomaly_enabled(*before)),
+    "float32 precision": (_torch.precision, _torch.set_precision),
+    "half-precision reductions": (_torch.reductions, _torch.set_reductions),
+    "swapping parameters on conversion": (
+        torch.__future__.get_swap_module_params_on_conversion,
+        torch.__future__.set_swap_module_params_on_conversion,
+    ),
+    "overwriting parameters on conversion": (
+        torch.__future__.get_overwrite_module_params_on_conversion,
+        torch.__future__.set_overwrite_module_params_on_conversion,
+    ),
+    **_torch.KERNEL_SWITCHES,
+    "inference mode": (torch.is_inference_mode_enabled, _leave_inference_mode),
+}
+"""How to ask, how to set."""
+
+
+class Switches:
+    """The switches as they stand when this is made."""
+
+    __slots__ = ("_before", "stuck")
+
+    def __init__(self) -> None:
+        self._before = {name: ask() for name, (ask, _) in _SWITCHES.items()}
+        self.stuck: dict[str, str] = {}
+        """The switches that `restore` could not set back, and why."""
+
+    def changed(self) -> list[str]:
+        """Return the names of the switches that stand otherwise now."""
+        return [name for name, (ask, _) in _SWITCHES.items() if ask() != self._before[name]]
+
+    def restore(self) -> list[str]:
+        """Set back what stands otherwise, and return the names."""
+        changed = self.changed()
+        for name in changed:
+            try:
+                _SWITCHES[name][1](self._before[name])
+            except RuntimeError as error:
+                self.stuck[name] = str(error)
+        return changed

@@ -1,0 +1,317 @@
+"""The batch, the dataset and torch's switches: undone, or named."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+import hookline as hl
+from hookline.guard.guard import Guard
+from hookline.guard.rollback import rollback
+from hookline.guard.switches import _SWITCHES
+
+
+@dataclass
+class _Pair:
+    x: Any
+    y: Any
+
+
+@dataclass(slots=True)
+class _Slotted:
+    x: Any
+    y: Any
+
+
+def _x() -> torch.Tensor:
+    return torch.arange(6.0).reshape(2, 3)
+
+
+BATCHES = {
+    "a tensor": lambda: _x(),
+    "a tuple": lambda: (_x(), _x()),
+    "nested": lambda: {"a": [_x(), {"b": (_x(),)}]},
+    "a dataclass": lambda: _Pair(_x(), {"more": _x()}),
+    "a dataclass with slots": lambda: _Slotted(_x(), [_x()]),
+    "a mapping of its own class": lambda: UserDict({"input_ids": _x()}),
+    "arrays": lambda: [_x().numpy().copy(), np.arange(3)],
+    "a view": lambda: (_x()[:, 1:],),
+}
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return [value]
+    if isinstance(value, _Slotted):
+        value = [value.x, value.y]
+    elif isinstance(value, _Pair | UserDict):
+        value = vars(value)
+    items = value.values() if isinstance(value, dict) else value
+    return [leaf for item in items for leaf in _leaves(item)]
+
+
+def _through_counter(leaf: Any) -> None:
+    leaf[...] = 9
+
+
+def _behind_its_back(leaf: Any) -> None:
+    (leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf)[...] = 9
+
+
+@pytest.mark.parametrize("scope", ["reads", "grads", "trains"])
+@pytest.mark.parametrize("write", [_through_counter, _behind_its_back])
+@pytest.mark.parametrize("kind", sorted(BATCHES))
+def test_what_was_written_into_a_batch_is_undone(kind, write, scope):
+    """However the batch is built, however it was written, and whatever the scope; the objects are the same."""
+    batch = BATCHES[kind]()
+    before, objects = [leaf.tolist() for leaf in _leaves(batch)], [id(leaf) for leaf in _leaves(batch)]
+    with rollback(nn.Linear(3, 1), batch=batch, scope=scope):
+        for leaf in _leaves(batch):
+            write(leaf)
+    assert [id(leaf) for leaf in _leaves(batch)] == objects
+    assert [leaf.tolist() for leaf in _leaves(batch)] == before
+
+
+@pytest.mark.parametrize("kind", ["nested", "a dataclass", "a dataclass with slots"])
+def test_what_was_put_into_a_batch_in_place_of_something_is_out_again(kind):
+    """Another tensor under the same name."""
+    batch = BATCHES[kind]()
+    objects = [id(leaf) for leaf in _leaves(batch)]
+    with rollback(nn.Linear(3, 1), batch=batch):
+        if isinstance(batch, dict):
+            batch["a"][0] = torch.zeros(1)
+        else:
+            batch.x = torch.zeros(1)
+    assert [id(leaf) for leaf in _leaves(batch)] == objects
+
+
+def test_the_receipt_names_the_part_of_the_batch():
+    """As one would write the way there from ``batch_data``."""
+    batch = {"x": [_x(), _x()]}
+    with rollback(nn.Linear(3, 1), batch=batch) as receipt:
+        batch["x"][1].zero_()
+    assert receipt.touched == receipt.restored == ("batch_data.x[1]",)
+
+
+def test_a_save_without_a_batch_comes_after_one_with_it():
+    """As at the end of an epoch: nothing of the last batch is left."""
+    guard, batch = Guard(nn.Linear(3, 1)), [_x(), _x()]
+    for held in (batch, (None, None), None, batch):
+        guard.save(batch=held)
+        with guard.protecting("any"):
+            if held is batch:
+                batch[0].zero_()
+        guard.release()
+    assert batch[0].equal(_x())
+
+
+class _Wrecks(hl.InterventionHook):
+    name = "wrecks"
+    hook_points = {hl.HookPoint.PRE_STEP}
+
+    def __init__(self, act, scope="trains"):
+        self.act, self.scope = act, scope
+
+    def intervene(self, run_ctx, model_ctx):
+        self.act(run_ctx, model_ctx)
+        return {}
+
+
+def _trained(*hooks: Any, strict: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    experiment = hl.Experiment(model, torch.optim.AdamW(model.parameters(), lr=0.01), DataLoader(data, batch_size=8))
+    experiment.loss_fn = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+    hl.epoch_loop(experiment, epochs=5, manager=hl.HookManager(hooks=list(hooks), strict=strict))
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("scope", ["reads", "trains"])
+def test_an_intervention_that_writes_the_batch_does_not_change_the_run(scope):
+    """25 steps to the bit; by the context of the run, and by that of the model."""
+    plain = _trained()
+    assert _same(_trained(_Wrecks(lambda run_ctx, model_ctx: run_ctx.batch_data[0].zero_(), scope)), plain)
+    assert _same(_trained(_Wrecks(lambda run_ctx, model_ctx: model_ctx.current_batch()[0].data.zero_(), scope)), plain)
+
+
+class _Observer(hl.TrainingHook):
+    name = "observer"
+    hook_points = {hl.HookPoint.PRE_STEP}
+
+    def __init__(self, act):
+        self.act = act
+
+    def compute(self, ctx):
+        self.act(ctx)
+        return {}
+
+
+def test_without_a_guard_a_written_batch_changes_the_run_and_strict_mode_names_it():
+    """The control: observers are trusted, and the same write by one of them is seen in the weights."""
+    hook = _Observer(lambda ctx: ctx.batch_data[0].zero_())
+    assert not _same(_trained(hook), _trained())
+    with pytest.raises(hl.GuardError, match=r"'observer' observes, and changed batch_data\[0\]"):
+        _trained(hook, strict=True)
+
+
+def test_an_observer_that_leaves_a_switch_moved_is_named_in_strict_mode():
+    """By the name of the switch."""
+
+    def act(ctx: Any) -> None:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+
+    before = torch.get_num_threads()
+    try:
+        with pytest.raises(hl.GuardError, match="changed number of threads"):
+            _trained(_Observer(act), strict=True)
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- datasets -------------------------------------------------------------------------------------------------------
+
+
+class _Arrays(Dataset):
+    def __init__(self) -> None:
+        self.rows = np.zeros((50, 3), dtype=np.float32)
+        self.parts = {"labels": [torch.zeros(50)]}
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def _tensors() -> TensorDataset:
+    return TensorDataset(torch.zeros(50, 3), torch.zeros(50))
+
+
+WRITES: dict[str, tuple[Any, Any, str]] = {
+    "by a counter": (_tensors, lambda data: data.tensors[0].add_(1), r"loader\.dataset\.tensors\[0\]"),
+    "behind it": (_tensors, lambda data: data.tensors[1].data.fill_(1), r"loader\.dataset\.tensors\[1\]"),
+    "by NumPy": (_tensors, lambda data: data.tensors[1].numpy().fill(1), r"loader\.dataset\.tensors\[1\]"),
+    "an array": (_Arrays, lambda data: data.rows.fill(1), r"loader\.dataset\.rows"),
+    "inside containers": (
+        _Arrays,
+        lambda data: data.parts["labels"][0].add_(1),
+        r"loader\.dataset\.parts\['labels'\]\[0\]",
+    ),
+    "of a subset": (
+        lambda: Subset(_tensors(), [0, 1]),
+        lambda data: data.dataset.tensors[0].add_(1),
+        r"loader\.dataset, TensorDataset\.tensors\[0\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("scope", ["reads", "trains"])
+@pytest.mark.parametrize("way", sorted(WRITES))
+def test_a_dataset_that_was_written_is_named(way, scope):
+    """It is not copied, so the run cannot go on; whatever the scope."""
+    make, write, name = WRITES[way]
+    data = make()
+    with (
+        pytest.raises(hl.GuardError, match=rf"cannot be put back: {name} \(part of the data"),
+        rollback(nn.Linear(3, 1), loader=DataLoader(data), scope=scope),
+    ):
+        write(data)
+
+
+def test_batches_in_a_list_are_watched_too():
+    """A list of batches is a loader."""
+    batches = [torch.zeros(2), torch.zeros(2)]
+    with pytest.raises(hl.GuardError, match=r"loader\[1\]"), rollback(nn.Linear(2, 1), loader=batches):
+        batches[1].fill_(1)
+
+
+def test_reading_the_data_is_no_write():
+    """An epoch over it, in any scope that may."""
+    data = _Arrays()
+    model = nn.Linear(3, 1)
+    loader = DataLoader(data, batch_size=10, shuffle=True)
+    context = hl.ModelDataContext(model, loader=loader, loss_fn=lambda model, batch: model(batch).sum())
+    with rollback(model, loader=loader) as receipt:
+        context.compute_gradients()
+    assert receipt.touched == ()
+
+
+def test_an_intervention_that_writes_the_dataset_stops_the_run_by_name():
+    """The guard's word outranks ``on_error``."""
+    with pytest.raises(hl.GuardError, match=r"'wrecks'.*loader\.dataset\.tensors\[0\]"):
+        _trained(_Wrecks(lambda run_ctx, model_ctx: run_ctx.loader.dataset.tensors[0].zero_()))
+
+
+# -- switches -------------------------------------------------------------------------------------------------------
+
+TURNS: dict[str, Any] = {
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta"),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "autocast on cpu": lambda: torch.set_autocast_enabled("cpu", True),
+    "autocast dtype on cpu": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "autocast on cuda": lambda: torch.set_autocast_enabled("cuda", True),
+    "autocast dtype on cuda": lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
+    "autocast cache": lambda: torch.set_autocast_cache_enabled(False),
+    "autocast blocks": lambda: torch.autocast_increment_nesting(),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "anomaly detection": lambda: torch.set_anomaly_enabled(True, False),
+    "float32 precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "half-precision reductions": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
+    ),
+    "swapping parameters on conversion": lambda: torch.__future__.set_swap_module_params_on_conversion(True),
+    "overwriting parameters on conversion": lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
+    "cudnn.enabled": lambda: torch._C._set_cudnn_enabled(False),
+    "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    "cudnn.deterministic": lambda: setattr(torch.backends.cudnn, "deterministic", True),
+    "mkldnn.enabled": lambda: torch.backends.mkldnn.set_flags(False),
+    "mkldnn.deterministic": lambda: torch._C._set_mkldnn_deterministic(True),
+    "flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "memory-efficient attention": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
+    "plain attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "cudnn attention": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+    "deterministic fill": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "autograd's threads": lambda: torch._C._set_multithreading_enabled(False),
+}
+
+
+@pytest.mark.parametrize("name", sorted(TURNS))
+def test_a_switch_that_was_left_moved_is_set_back_and_named(name):
+    """Each by itself; what it says is read by torch's own function."""
+    ask = _SWITCHES[name][0]
+    before = ask()
+    with rollback(nn.Linear(2, 1)) as receipt:
+        TURNS[name]()
+        assert ask() != before
+    assert ask() == before
+    assert name in receipt.touched
+
+
+def test_every_switch_has_a_test():
+    """But those that only an error can speak of."""
+    assert _SWITCHES.keys() - TURNS.keys() == {"number of threads between operators", "inference mode"}
+
+
+def test_inference_mode_that_was_begun_and_not_ended_is_named():
+    """Only the block that began it can end it."""
+    guard, mode = Guard(nn.Linear(2, 1)), torch.inference_mode()
+    guard.save()
+    try:
+        with pytest.raises(hl.GuardError, match="inference mode"), guard.protecting("any"):
+            mode.__enter__()
+    finally:
+        mode.__exit__(None, None, None)
