@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
+from helpers_waiting import PATIENCE
 
 from hookline.analyses import BUILT_IN
 
@@ -254,5 +255,5 @@ def test_bash_takes_the_script(tmp_path, capsys):
     """Without a complaint."""
     assert run_here("completion", "bash") == 0
     Path("script").write_text(capsys.readouterr().out)
-    done = subprocess.run(["bash", "-n", "script"], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["bash", "-n", "script"], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers_report import facts, ill_run, small_run
+from helpers_waiting import PATIENCE
 
 from hookline.errors import MissingPackageError, OptionError
 from hookline.report import page, plotly_script
@@ -137,7 +138,7 @@ def test_the_files_of_the_page_are_in_the_package_and_torch_is_not_needed() -> N
         assert "http://" not in text.replace("http-equiv", "")
         assert "https://" not in text
     code = "import hookline.report.page, sys; assert not {'torch', 'plotly'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def test_facts_of_any_kind_become_json(tmp_path: Path) -> None:
