@@ -12,7 +12,7 @@ from typing import Any
 from hookline.sinks.record import Record
 from hookline.sinks.sink import MetricSink
 
-__all__ = ["Slow", "delivered", "record", "wait_until"]
+__all__ = ["Slow", "delivered", "record"]
 
 
 class Slow(MetricSink):
@@ -60,11 +60,3 @@ def delivered(path: Path) -> list[Any]:
 def record(number: int, **metrics: Any) -> Record:
     """A record that can be told from others."""
     return Record(metrics or {"x": number}, number, "POST_EPOCH", number, "some", 0, 1000.0 + number)
-
-
-def wait_until(is_so: Any, seconds: float = 20.0) -> None:
-    """Until the function says so, or it is too late."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers_waiting import PATIENCE
 
 import hookline as hl
 
@@ -184,7 +185,7 @@ SUBPACKAGES = {
 
 def run_python(code: str) -> str:
     """What a fresh interpreter prints for ``code``."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

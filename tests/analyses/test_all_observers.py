@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers_analyses import OBSERVERS, OPTIONS, context, left_by, made, new_manager, random_grads, token_experiment
 from helpers_training import differences
+from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
@@ -389,4 +390,4 @@ def test_listing_the_built_ins_takes_no_torch():
         "assert set(HookRegistry.known()) >= set(a.BUILT_IN) and len(a.BUILT_IN) >= 25\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

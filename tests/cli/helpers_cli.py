@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from helpers_waiting import PATIENCE
+
 EXPERIMENTS = Path(__file__).parent / "experiments.py"
 TINY = f"{EXPERIMENTS}:Tiny"
 
@@ -22,7 +24,7 @@ def hookline(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.Co
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
         **options,
     )

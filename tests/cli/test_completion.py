@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers_cli import EXPERIMENTS, run_here
+from helpers_waiting import PATIENCE
 
 from hookline.analyses import BUILT_IN
 from hookline.cli.complete import candidates
@@ -36,7 +37,7 @@ def bash(tmp_path, capsys):
 
     def offered(line: str, word: str) -> list[str]:
         command = ["bash", "--norc", "ask", line, str(program), word]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
         assert done.stderr == ""
         return done.stdout.split("\n")[:-1]
 
@@ -132,7 +133,7 @@ def test_completion_does_not_import_torch():
         "import sys; from hookline.cli.main import main; "
         "main(['__complete', 'hookline run mod_arithmetic --hooks no', '37', ':=']); assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "words\nnorms\nnone\n")
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, hookline, run_here
+from helpers_waiting import PATIENCE
 
 import hookline as hl
 from hookline.cli.main import COMMANDS, main
@@ -23,7 +24,7 @@ def test_help_comes_without_torch(arguments):
         f"try:\n    main({arguments!r})\nexcept SystemExit as left:\n    assert not left.code\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "hookline" in done.stdout
 
@@ -36,7 +37,7 @@ def test_help_is_there_at_once():
 
 def _seconds(command: list[str]) -> float:
     began = time.perf_counter()
-    subprocess.run(command, capture_output=True, check=True, timeout=60)
+    subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE)
     return time.perf_counter() - began
 
 
@@ -170,7 +171,9 @@ def test_an_error_while_a_file_is_imported_is_the_users(capsys, tmp_path):
 def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     """``hookline hooks | head -1``."""
     code = f"{sys.executable} -m hookline hooks | head -1"
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        ["bash", "-c", code], capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
 

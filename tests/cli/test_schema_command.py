@@ -10,6 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here, same_weights
+from helpers_waiting import PATIENCE
 
 MODEL = f"{EXPERIMENTS}:make_model"
 QUIET = ("--silent", "--no-report")
@@ -49,7 +50,7 @@ def test_it_comes_without_torch():
         "import sys\nfrom hookline.cli.main import main\nassert main(['schema', 'server']) == 0\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
 
 

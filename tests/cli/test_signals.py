@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers_cli import TINY, facts_of, hookline, records_of, same_weights
+from helpers_waiting import PATIENCE
 
 FLAGS = ("--epochs", "30", "--hooks", "norms", "path_length", "--hook-csv", "--silent", "--no-report")
 
@@ -27,7 +28,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         preexec_fn=_hears_ctrl_c,
     )
     log = folder / "runs" / "tiny" / "forward" / "records.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while not (log.exists() and log.read_text().count("\n") > 6):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -58,7 +59,7 @@ def test_a_stopped_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path, whole,
     """The exit code, the sentence with the command, and after it: weights, records and rows as of one piece."""
     process = start(tmp_path)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, err
     assert f"Stopped by {signal.Signals(number).name}, and saved. To go on: hookline run " in out
     assert "--resume" in out
@@ -78,7 +79,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, whole):
     """SIGKILL, with checkpoints every epoch; nothing is lost, nothing is there twice."""
     process = start(tmp_path, "--save-checkpoints")
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     folder = tmp_path / "runs" / "tiny" / "forward"
     assert facts_of(folder)["status"] == "running"
     done = hookline("run", TINY, "--resume", cwd=tmp_path)
@@ -100,5 +101,5 @@ def test_two_runs_of_one_folder_at_once_are_refused(tmp_path):
         assert process.poll() is None
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 130

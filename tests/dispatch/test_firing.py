@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_hooks import context, fire, intervention, observer
+from helpers_waiting import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -483,14 +484,14 @@ def test_a_manager_fires_for_one_thread_at_a_time():
 
     def wait(ctx):
         began.set()
-        assert may_end.wait(20)
+        assert may_end.wait(PATIENCE)
         return {"x": 1}
 
     manager = HookManager(hooks=[observer("slow", do=wait), observer("other", SNAPSHOT, returns={"y": 2})])
     found = []
     thread = threading.Thread(target=lambda: found.append(fire(manager, POST_EPOCH)))
     thread.start()
-    assert began.wait(20)
+    assert began.wait(PATIENCE)
     try:
         with pytest.raises(LifecycleError, match="SNAPSHOT was fired while another thread is firing POST_EPOCH"):
             fire(manager, SNAPSHOT)

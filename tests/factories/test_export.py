@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE, until
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -25,14 +24,6 @@ from hookline.factories.shards import Shards
 
 TWO = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
 """Two prompts in one batch, the second padded by two."""
-
-
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Wait for something that another thread or process does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
 
 
 class Stuck:
@@ -45,7 +36,7 @@ class Stuck:
 
         def add(shards: Shards, *args: Any) -> None:
             self.waits.set()
-            assert self.go.wait(60)
+            assert self.go.wait(PATIENCE)
             real(shards, *args)
 
         monkeypatch.setattr(Shards, "add", add)
@@ -200,7 +191,7 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.
     module.register_forward_hook(hook)
     for call in range(1000):
         module(torch.full((100,), float(call)))  # would never return if it waited: nobody lets the disk go
-    assert stuck.waits.wait(20)
+    assert stuck.waits.wait(PATIENCE)
     metrics = hook.to_metrics()
     assert (metrics["queued_bytes"], metrics["dropped"], metrics["written_tensors"]) == (1200, 997, 0)
     assert metrics["dropped_bytes"] == 997 * 400
@@ -364,7 +355,7 @@ def run(folder: Path, calls: int) -> subprocess.Popen[str]:
 def test_a_process_that_ends_has_written_everything(tmp_path: Path) -> None:
     """Nobody closes the hook; the interpreter does, on its way out."""
     with run(tmp_path, 50) as process:
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     assert [each.call for each in read_export(tmp_path)] == list(range(50))
 
 
@@ -375,7 +366,7 @@ def test_a_killed_process_leaves_whole_shards_and_a_true_index(tmp_path: Path) -
         assert process.stdout.readline() == "running\n"
         until(lambda: len(list(tmp_path.glob("*.safetensors"))) > 20)
         process.send_signal(signal.SIGKILL)
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(PATIENCE) == -signal.SIGKILL
     records = list(read_export(tmp_path))
     assert len(records) > 100
     for record in records:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
@@ -63,7 +64,7 @@ def test_a_folder_that_is_removed_ends_the_export_and_counts_what_was_lost(
     queue, real = hook._queue, Shards.add
 
     def add(self: Shards, *args: Any) -> None:
-        assert stuck.wait(30)
+        assert stuck.wait(PATIENCE)
         real(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -120,7 +121,7 @@ def test_closing_over_a_stuck_disk_says_what_is_left(
     go, real = threading.Event(), Shards.add
 
     def add(self: Shards, *args: Any) -> None:
-        assert go.wait(60)
+        assert go.wait(PATIENCE)
         real(self, *args)
 
     monkeypatch.setattr(Shards, "add", add)

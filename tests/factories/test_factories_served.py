@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import Tensor
 
 from hookline.factories import read_export
@@ -48,9 +49,9 @@ def answers(engine: Engine) -> dict[str, list[int]]:
         for name, prompt in PROMPTS.items():
             engine.submit(Request(name, prompt, max_tokens=4, ignore_eos=True), partial(tell, name))
 
-    engine.between(ask).result(60)  # between two forwards, so that all of them are in the next
+    engine.between(ask).result(PATIENCE)  # between two forwards, so that all of them are in the next
     for _ in PROMPTS:
-        assert over.get(timeout=60).reason == "length"
+        assert over.get(timeout=PATIENCE).reason == "length"
     return said
 
 

@@ -9,6 +9,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
+from helpers_waiting import PATIENCE
 
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
 from hookline.hooks.metric_info import MetricInfo
@@ -290,14 +291,14 @@ def test_two_threads_may_ask_for_a_hook_at_once(registry, monkeypatch):
     class Slow(types.ModuleType):
         def __getattr__(self, name):
             inside.set()
-            assert may_go_on.wait(10)
+            assert may_go_on.wait(PATIENCE)
             return Norms
 
     monkeypatch.setitem(sys.modules, "my_slow_hooks", Slow("my_slow_hooks"))
     registry.register_path("norms", "my_slow_hooks:Norms")
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(registry.get, "norms")
-        assert inside.wait(10)
+        assert inside.wait(PATIENCE)
         second = pool.submit(registry.get, "norms")
         wait([second], timeout=0.2)  # on the old code it has failed by now
         may_go_on.set()

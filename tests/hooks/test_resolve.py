@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+from helpers_waiting import PATIENCE
 
 import hookline as hl
 from hookline.errors import NotAllowedError
@@ -111,4 +112,4 @@ def test_a_module_that_fails_to_import_says_why(monkeypatch, tmp_path):
 
 def test_neither_paths_nor_specs_need_torch():
     code = "import sys, hookline.hooks.specs, hookline.hooks.resolve; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

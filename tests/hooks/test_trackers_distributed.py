@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from helpers_waiting import PATIENCE
 
 SCRIPT = Path(__file__).with_name("trackers_distributed.py")
 
@@ -17,7 +18,11 @@ SCRIPT = Path(__file__).with_name("trackers_distributed.py")
 def test_a_wrapped_policy_has_the_numbers_of_a_plain_one_in_each_process(tmp_path):
     """Two processes, different data: activations and gradients are local, before anybody averages or shards them."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "meet")], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(SCRIPT), str(tmp_path / "meet")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     ranks = [json.loads((tmp_path / f"meet.{rank}").read_text()) for rank in range(2)]

@@ -15,10 +15,10 @@ import pytest
 import torch
 from helpers_loops import differences
 from helpers_resume import make, outcome, read_records, train
+from helpers_waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
-_DEADLINE = 60.0
 """Seconds; a whole run takes half of one."""
 
 
@@ -59,13 +59,13 @@ def kill_at_random(
             time.sleep(moments.random() * 0.01)  # somewhere in the step, or while it is saved
             process.kill()
             kills += 1
-        process.join(_DEADLINE)
+        process.join(PATIENCE)
         assert process.exitcode in (0, -signal.SIGKILL)
     return kills
 
 
 def _wait_for(process: ForkServerProcess, progress: object, steps: int) -> None:
-    deadline = time.monotonic() + _DEADLINE
+    deadline = time.monotonic() + PATIENCE
     while progress.value < steps and process.is_alive():
         assert time.monotonic() < deadline, "no step was made"
         time.sleep(0.0005)

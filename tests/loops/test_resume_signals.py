@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers_loops import differences, left_by, linear_experiment
 from helpers_resume import make, outcome, read_points, train
+from helpers_waiting import PATIENCE
 
 import hookline as hl
 from hookline.errors import ResumeError
@@ -162,7 +163,7 @@ def test_in_another_thread_the_run_is_saved_without_handlers(tmp_path):
         target=lambda: results.append(hl.epoch_loop(linear_experiment(), epochs=2, checkpoints=Checkpoints(tmp_path)))
     )
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert results[0].steps == 6
     assert signal.getsignal(signal.SIGINT) is before
     assert len(Checkpoints(tmp_path).paths()) == 2
@@ -223,12 +224,12 @@ def test_a_process_with_workers_that_is_told_to_stop_is_resumed_as_if_it_never_w
         with pytest.raises(ResumeError, match=rf"process {first.pid} writes"):
             run_there(tmp_path)
         os.killpg(first.pid, number)
-        output, _ = first.communicate(timeout=120)
+        output, _ = first.communicate(timeout=PATIENCE)
     finally:
         first.kill()
     assert output.strip() == signal.Signals(number).name
     assert first.returncode == 0
-    subprocess.run([*program, "0"], check=True, timeout=120, env=environment, stdout=subprocess.DEVNULL)
+    subprocess.run([*program, "0"], check=True, timeout=PATIENCE, env=environment, stdout=subprocess.DEVNULL)
     whole = tmp_path / "whole"
     whole.mkdir()
     experiment, manager = make(whole, workers)
@@ -245,7 +246,7 @@ def run_there(tmp_path: Path) -> None:
 
 def _wait_for(process: subprocess.Popen, folder: Path, steps: int) -> None:
     """Until it has made some steps."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not any(int(path.stem[5:]) >= steps for path in folder.glob("step_*.safetensors")):
         assert process.poll() is None, "it ended before"
         assert time.monotonic() < deadline, "no step was made"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_waiting import PATIENCE
 
 from hookline.report.page import write_report
 
@@ -67,7 +68,7 @@ class Opened:
     def load(self, hash: str = "") -> Any:
         """Open it, and wait until everything is drawn."""
         self.page.goto(self._url + hash)
-        self.page.wait_for_selector("html[data-ready]", state="attached", timeout=30_000)
+        self.page.wait_for_selector("html[data-ready]", state="attached", timeout=1000 * PATIENCE)
         return self.page
 
 

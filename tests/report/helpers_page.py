@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from helpers_waiting import PATIENCE
+
 CARD = "article[data-metric='{}'] .plot"
 
 
 def until(page: Any, expression: str, arg: Any = None) -> None:
     """Wait until it holds. The page's own policy forbids what playwright's wait_for_function does."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while not page.evaluate(expression, arg):
         assert time.monotonic() < deadline, f"never true: {expression}"
         page.wait_for_timeout(20)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers_report import facts, ill_run, small_run
+from helpers_waiting import PATIENCE
 
 from hookline.errors import MissingPackageError, OptionError
 from hookline.report import page, plotly_script
@@ -138,7 +139,7 @@ def test_the_files_of_the_page_are_in_the_package_and_torch_is_not_needed() -> N
         assert "http://" not in text.replace("http-equiv", "")
         assert "https://" not in text
     code = "import hookline.report.page, sys; assert not {'torch', 'plotly'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 def test_plotly_is_installed_with_the_package_and_imported_for_a_page_alone() -> None:
@@ -147,7 +148,7 @@ def test_plotly_is_installed_with_the_package_and_imported_for_a_page_alone() ->
     assert any(one.startswith("plotly") for one in project["dependencies"])
     for code in ("import hookline", "from hookline.cli.main import main; main(['--help'])"):
         tail = "; import sys; assert 'hookline' in sys.modules; assert 'plotly' not in sys.modules"
-        subprocess.run([sys.executable, "-c", code + tail], check=True, timeout=120, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-c", code + tail], check=True, timeout=PATIENCE, stdout=subprocess.DEVNULL)
 
 
 def test_facts_of_any_kind_become_json(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from helpers_waiting import PATIENCE, until
 
 TOKEN = "a-token-for-tests"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -32,7 +33,7 @@ def served(folder: Path, *, settings: dict[str, Any] | None = None, **engine_opt
 
     server = Server(make, Settings(**{"model_name": "tiny", "token": TOKEN, **(settings or {})}))
     server.start()
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         server.client = client
         server.engine = server.serving.engine
         try:
@@ -41,21 +42,14 @@ def served(folder: Path, *, settings: dict[str, Any] | None = None, **engine_opt
             server.stop()
 
 
-def until(claim: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
-    """Wait until a claim holds; it fails with ``what`` if it never does."""
-    end = time.monotonic() + seconds
-    while not (found := claim()):
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
-    return found
-
-
 class ServerProcess:
     """``hookline serve`` in a process of its own."""
 
     def __init__(self, *arguments: str, command: Sequence[str] | None = None, **environment: str) -> None:
         known = {name: value for name, value in os.environ.items() if name != "HOOKLINE_SERVE_TOKEN"}
-        path = os.pathsep.join([str(Path(__file__).parent), known.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        path = os.pathsep.join(
+            [str(Path(__file__).parent), str(Path(__file__).parents[1]), known.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep)
         self.process = subprocess.Popen(
             [sys.executable, *(command or ("-m", "hookline", "serve", "--port", "0")), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -75,7 +69,7 @@ class ServerProcess:
         """All that it has logged."""
         return "\n".join(self.lines)
 
-    def url(self, seconds: float = 90.0) -> str:
+    def url(self) -> str:
         """Where it is, once it is ready."""
 
         def ready() -> str | None:
@@ -83,12 +77,12 @@ class ServerProcess:
             found = re.search(r"ready at (http://\S+)", self.said)
             return found and found[1]
 
-        return str(until(ready, "the server is ready", seconds))
+        return str(until(ready, "the server is ready"))
 
-    def ended(self, seconds: float = 60.0) -> int:
+    def ended(self) -> int:
         """Its exit code."""
-        code = self.process.wait(seconds)
-        self._reader.join(10)
+        code = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
         return code
 
     def __enter__(self) -> ServerProcess:
@@ -97,8 +91,8 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(30)
-        self._reader.join(10)
+        self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         self.process.stdout.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +128,3 @@ def states_alone(model: Any, ids: list[int], name: str, of: str = "output") -> t
     with handle, torch.no_grad():
         model(torch.tensor([ids], device=model.device))
     return kept[0][0].cpu()
-
-
-def until(claim: Any, seconds: float = 30.0) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < deadline, f"not so after {seconds} s"
-        time.sleep(0.002)

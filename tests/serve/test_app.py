@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from helpers_http import BEARER, served, until
+from helpers_http import BEARER, served
 from helpers_serve import tiny_llama
+from helpers_waiting import PATIENCE, until
 
 PROMPT = "A hook sits at a site"
 OTHER = "The quick brown fox jumps over the lazy dog, twice a day."
@@ -248,8 +249,8 @@ def test_two_clients_in_one_batch_get_their_own_states(server: Any, client: http
         found[name] = _complete(own, prompts[name], **_asked(), max_tokens=24)
 
     with (
-        httpx.Client(base_url=server.url, timeout=60) as first,
-        httpx.Client(base_url=server.url, timeout=60) as second,
+        httpx.Client(base_url=server.url, timeout=PATIENCE) as first,
+        httpx.Client(base_url=server.url, timeout=PATIENCE) as second,
     ):
         asking = zip((first, second), prompts, strict=True)
         threads = [threading.Thread(target=ask, args=pair) for pair in asking]
@@ -366,7 +367,7 @@ def test_a_client_that_goes_away_takes_its_request_out_of_the_engine(
     body = {"prompt": PROMPT, **GREEDY, "max_tokens": 200, "stream": stream}
     if stream:
         with (
-            httpx.Client(base_url=server.url, timeout=60) as own,
+            httpx.Client(base_url=server.url, timeout=PATIENCE) as own,
             own.stream("POST", "/v1/completions", json=body) as s,
         ):
             next(s.iter_lines())
@@ -374,7 +375,7 @@ def test_a_client_that_goes_away_takes_its_request_out_of_the_engine(
         with httpx.Client(base_url=server.url, timeout=0.5) as own, pytest.raises(httpx.ReadTimeout):
             own.post("/v1/completions", json=body)
     gone = before["requests_cancelled"] + 1
-    until(lambda: server.engine.counts()["requests_cancelled"] == gone, "it is cancelled", 20)
+    until(lambda: server.engine.counts()["requests_cancelled"] == gone, "it is cancelled")
     after = server.engine.counts()
     assert after["requests_running"] == 0
     assert after["answer_tokens"] - before["answer_tokens"] < 150

@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers_http import BEARER, TOKEN, served, until
+from helpers_http import BEARER, TOKEN, served
 from helpers_serve import tiny_llama
+from helpers_waiting import PATIENCE, until
 from pydantic import ValidationError
 
 from hookline.errors import OptionError
@@ -371,7 +372,7 @@ def test_an_endless_body_is_cut_off(server: Any) -> None:
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     piece = b"1000\r\n" + b"x" * 0x1000 + b"\r\n"
     sent = 0
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(head)
         try:
             while sent < 500 * LIMIT:
@@ -390,7 +391,7 @@ def test_when_too_many_wait_the_next_is_told_to_come_back(server: Any, client: h
     answers: list[httpx.Response] = []
 
     def ask() -> None:
-        answers.append(httpx.post(f"{server.url}/v1/completions", json=long, timeout=60))
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=long, timeout=PATIENCE))
 
     first = threading.Thread(target=ask)
     first.start()
@@ -398,7 +399,7 @@ def test_when_too_many_wait_the_next_is_told_to_come_back(server: Any, client: h
     answer = client.post("/v1/completions", json={**long, "prompt": ["a", "b", "c"]})
     assert "try again" in _error(answer, 429)["message"]
     assert answer.headers["Retry-After"] == "1"
-    until(lambda: server.engine.counts()["requests_waiting"] == 0, "nothing of it waits", 20)
+    until(lambda: server.engine.counts()["requests_waiting"] == 0, "nothing of it waits")
     client.delete(f"/hooks/{hook}", headers=BEARER).raise_for_status()
     first.join()
     assert answers[0].status_code == 200
@@ -415,7 +416,7 @@ def test_a_server_that_stops_finishes_what_runs_and_takes_no_more(folder: Path) 
         server.client.post("/hooks", json=slow, headers=BEARER).raise_for_status()
 
         def ask() -> None:
-            answers.append(httpx.post(f"{server.url}/v1/completions", json=long, timeout=60))
+            answers.append(httpx.post(f"{server.url}/v1/completions", json=long, timeout=PATIENCE))
 
         asking, stopping = threading.Thread(target=ask), threading.Thread(target=server.stop)
         asking.start()
@@ -441,7 +442,9 @@ def test_a_server_that_cannot_wait_longer_cuts_answers_off_and_says_so(folder: P
         server.client.post("/hooks", json=slow, headers=BEARER).raise_for_status()
 
         def ask(stream: bool) -> None:
-            answers[stream] = httpx.post(f"{server.url}/v1/completions", json={**long, "stream": stream}, timeout=60)
+            answers[stream] = httpx.post(
+                f"{server.url}/v1/completions", json={**long, "stream": stream}, timeout=PATIENCE
+            )
 
         asking = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
         for thread in asking:

@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, save_seeded, tiny_llama, until
+from helpers_serve import Answer, alone, save_seeded, tiny_llama
+from helpers_waiting import PATIENCE, until
 
 from hookline.errors import EngineBusy, EngineClosed, OptionError
 from hookline.serve.engine import Engine
@@ -395,7 +396,7 @@ def test_a_request_that_is_called_off_when_another_ends_ends_once(tiny) -> None:
     engine = Engine(*tiny)
     gate = threading.Event()
     engine.start()
-    engine.between(lambda: gate.wait(30))
+    engine.between(lambda: gate.wait(PATIENCE))
     states = StatesWanted(("model.layers.0",))
     tickets = {}
 
@@ -436,12 +437,14 @@ def test_acts_are_done_between_forwards_and_their_errors_come_back(tiny, engine)
     after = model.register_forward_hook(lambda *_: running.pop() and None)
     with handle, after:
         answer = ask(engine, (5,), max_tokens=60, ignore_eos=True)
-        seen = [engine.between(lambda: (len(running), threading.current_thread().name)).result(30) for _ in range(20)]
+        seen = [
+            engine.between(lambda: (len(running), threading.current_thread().name)).result(PATIENCE) for _ in range(20)
+        ]
         answer.wait()
     assert set(seen) == {(0, "hookline-engine")}
     with pytest.raises(ZeroDivisionError):
-        engine.between(lambda: 1 // 0).result(30)
-    assert engine.between(lambda: engine.between(lambda: 5).result(1)).result(30) == 5
+        engine.between(lambda: 1 // 0).result(PATIENCE)
+    assert engine.between(lambda: engine.between(lambda: 5).result(1)).result(PATIENCE) == 5
     idle = Engine(*tiny)
     assert idle.between(threading.current_thread).result(0) is threading.current_thread()
     engine.close()
@@ -461,7 +464,7 @@ def test_closing_finishes_what_was_accepted_and_refuses_the_rest(tiny) -> None:
     until(lambda: engine._is_closing)
     with pytest.raises(EngineClosed, match="is closing"):
         ask(engine, (5,))
-    closing.join(60)
+    closing.join(PATIENCE)
     assert [len(each.wait(0).ids) for each in asked] == [30] * 6
     engine.close()
     with pytest.raises(EngineClosed, match="does not start again"):

@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, tiny_llama, until
+from helpers_serve import Answer, alone, tiny_llama
+from helpers_waiting import PATIENCE, until
 
 import hookline as hl
 from hookline.errors import EngineBusy, EngineClosed
@@ -72,7 +73,7 @@ def test_sixty_four_threads_submit_at_once(tiny) -> None:
     together = threading.Barrier(64)
 
     def client(number: int) -> None:
-        together.wait(30)
+        together.wait(PATIENCE)
         mine = answers.setdefault(f"c{number}", [])
         for turn in range(2):
             answer = Answer()
@@ -84,7 +85,7 @@ def test_sixty_four_threads_submit_at_once(tiny) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     engine.close()
     assert engine.counts()["requests_length"] == 128
     assert {len(mine) for mine in answers.values()} == {2}
@@ -126,7 +127,7 @@ def test_closing_under_load_tells_everybody_once(tiny) -> None:
     until(lambda: len(accepted) > 20)
     engine.close(30.0)
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert refused.is_set()
     assert {answer.wait(0).finished.reason for answer in accepted} == {"length"}
 
@@ -144,7 +145,7 @@ def test_the_cache_is_as_long_as_the_longest_row_and_goes_with_the_last(tiny) ->
         answer = Answer()
         until(lambda previous=previous: len(previous.tokens) > 6)
         engine.submit(Request(f"r{number}", (5, 6, 7), max_tokens=12, ignore_eos=True), answer)
-        widest = max(widest, engine.between(lambda: batch.width).result(30))
+        widest = max(widest, engine.between(lambda: batch.width).result(PATIENCE))
         previous = answer
     previous.wait()
     assert 0 < widest <= 15
@@ -171,7 +172,7 @@ def test_an_engine_that_breaks_tells_everybody_and_takes_no_more(tiny, moment) -
         engine.start()
         answers = [Answer() for _ in range(4)]
         gate = threading.Event()
-        engine.between(lambda: gate.wait(30))
+        engine.between(lambda: gate.wait(PATIENCE))
         for index, answer in enumerate(answers):
             states = StatesWanted(("model.layers.1",))
             engine.submit(Request(f"r{index}", (5,), max_tokens=200, ignore_eos=True, states=states), answer)
@@ -181,6 +182,6 @@ def test_an_engine_that_breaks_tells_everybody_and_takes_no_more(tiny, moment) -
     with pytest.raises(EngineClosed):
         engine.submit(Request("s", (5,)), Answer())
     engine.close()
-    assert engine.between(lambda: 3).result(30) == 3
+    assert engine.between(lambda: 3).result(PATIENCE) == 3
     assert live.removed
     hl.assert_no_hooks(model, foreign=True)

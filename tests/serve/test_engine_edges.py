@@ -14,7 +14,8 @@ import tracemalloc
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, save_seeded, tiny_llama, until
+from helpers_serve import Answer, alone, save_seeded, tiny_llama
+from helpers_waiting import PATIENCE, until
 
 import hookline as hl
 from hookline.errors import EngineClosed, OptionError
@@ -55,7 +56,7 @@ def held_back(engine):
     """Busy until what is returned is called: whoever asks meanwhile is taken in together."""
     gate = threading.Event()
     engine.start()
-    engine.between(lambda: gate.wait(30))
+    engine.between(lambda: gate.wait(PATIENCE))
     return gate.set
 
 
@@ -204,7 +205,7 @@ def test_the_count_of_tokens_never_falls(engine) -> None:
     for count in (1, 5, 9, 3):
         ask(engine, listen=listen, max_tokens=count)
     for _ in range(4):
-        assert done.acquire(timeout=30)
+        assert done.acquire(timeout=PATIENCE)
     assert seen == sorted(seen)
     assert seen[-1] == 18
 
@@ -223,7 +224,7 @@ class Slow:
 
     def close(self):
         self.is_closing.set()
-        assert self.may_close.wait(30)
+        assert self.may_close.wait(PATIENCE)
         self.closed = True
         raise OSError("disk full")
 
@@ -236,7 +237,7 @@ def test_forwards_go_on_while_a_hook_is_flushed(tiny, caplog) -> None:
     removed = []
     thread = threading.Thread(target=lambda: removed.append(engine.hooks.remove(live.id)))
     thread.start()
-    assert live.hook.is_closing.wait(30)
+    assert live.hook.is_closing.wait(PATIENCE)
     assert len(ask(engine, max_tokens=20).wait().tokens) == 20
     assert (live.removed, removed, engine.hooks.list()) == (True, [], [])
     closing = threading.Thread(target=engine.close)
@@ -245,10 +246,10 @@ def test_forwards_go_on_while_a_hook_is_flushed(tiny, caplog) -> None:
     closing.join(0.1)
     assert closing.is_alive()
     live.hook.may_close.set()
-    closing.join(30)
+    closing.join(PATIENCE)
     assert not closing.is_alive()
     assert live.hook.closed
-    thread.join(30)
+    thread.join(PATIENCE)
     assert removed == [live]
     assert (live.errors, live.last_error) == (1, "OSError in close: disk full")
     assert "Closing hook" in caplog.text
@@ -376,19 +377,19 @@ def test_three_may_close_at_once(tiny, started) -> None:
     together = threading.Barrier(3)
 
     def close() -> None:
-        together.wait(30)
+        together.wait(PATIENCE)
         engine.close()
         left.append(live.hook.closed)
 
     threads = [threading.Thread(target=close) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert live.hook.is_closing.wait(30)
+    assert live.hook.is_closing.wait(PATIENCE)
     threads[0].join(0.1)  # none of them comes back before
     assert left == []
     live.hook.may_close.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert left == [True] * 3
     if started:
         assert len(asked.wait(0).tokens) == 50
@@ -399,7 +400,7 @@ def test_a_forked_process_has_no_engine(engine) -> None:
     """Threads are not forked: who asks there is told, and does not wait for ever."""
     ask(engine, max_tokens=2).wait()
     until(lambda: engine.counts()["requests_running"] == 0)
-    engine.between(lambda: None).result(30)
+    engine.between(lambda: None).result(PATIENCE)
     child = os.fork()
     if not child:
         try:
@@ -434,7 +435,7 @@ def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path)
             time.sleep(0.001)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert int((tmp_path / "calls").read_text()) >= 3

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, tiny_llama, until
+from helpers_serve import Answer, alone, tiny_llama
+from helpers_waiting import PATIENCE, until
 
 import hookline as hl
 from hookline.errors import (
@@ -152,7 +153,7 @@ def test_padding_and_rows_are_in_the_table(tiny) -> None:
     gate = threading.Event()
     live = engine.hooks.add({"target_modules": [LAYER], "hook_factory": counting}, origin="start")
     engine.start()
-    engine.between(lambda: gate.wait(30))
+    engine.between(lambda: gate.wait(PATIENCE))
     short, long = ask(engine, (5, 6), max_tokens=2), ask(engine, (7, 8, 9, 10, 11), max_tokens=2)
     gate.set()
     short.wait()
@@ -269,7 +270,7 @@ def test_nothing_is_half_attached(tiny, engine, wrong, error, says) -> None:
         engine.hooks.remove(live.id)
     assert engine.hooks.list() == []
     assert [made.closed for made in MADE[before:]] == [1] * len(MADE[before:])
-    assert engine.between(lambda: hl.attached(tiny[0])).result(30) == []
+    assert engine.between(lambda: hl.attached(tiny[0])).result(PATIENCE) == []
 
 
 def test_start_up_files_may_name_anything_and_pass_over_what_matches_nothing(engine, caplog) -> None:
@@ -327,7 +328,7 @@ def test_hooks_come_and_go_under_load(tiny, engine) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     for each in asked:
         each.wait()
     assert errors == []

@@ -13,6 +13,7 @@ import types
 import pytest
 import torch
 from helpers_training import differences, plain_step, train
+from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
@@ -360,6 +361,6 @@ def test_neither_needs_what_a_bare_machine_has_not(tmp_path):
     right.write_text(json.dumps({"enable_hooks": True, "hooks": [spec("0")]}))
     wrong.write_text('{"hooks": [\n{"nme": "x"}]}')
     command = [sys.executable, "-c", ABSENT, str(right), str(wrong)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['t']\nabsent\n"

@@ -18,8 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers_http import SLOW, TOKEN, ServerProcess, until
+from helpers_http import SLOW, TOKEN, ServerProcess
 from helpers_serve import tiny_llama
+from helpers_waiting import PATIENCE, until
 
 from hookline.cli.main import main
 from hookline.cli.serve import ServeOptions, _hooks_of, _settings, command
@@ -78,7 +79,9 @@ def _under_load(url: str, act: Callable[[], None]) -> list[httpx.Response]:
     body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
     def ask(place: int) -> None:
-        answers.append(httpx.post(f"{url}/v1/completions", json={**body, "prompt": "hook " * (place + 1)}, timeout=60))
+        answers.append(
+            httpx.post(f"{url}/v1/completions", json={**body, "prompt": "hook " * (place + 1)}, timeout=PATIENCE)
+        )
 
     threads = [threading.Thread(target=ask, args=(place,)) for place in range(8)]
     for thread in threads:
@@ -248,7 +251,7 @@ def test_help_comes_without_torch() -> None:
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'fastapi', 'uvicorn', 'transformers', 'pydantic') if name in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert "--token-file" in run.stdout
     assert run.stdout.strip().endswith("[]")
 

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from helpers_serve import Answer, save_seeded, states_alone, tiny_llama, until
+from helpers_serve import Answer, save_seeded, states_alone, tiny_llama
+from helpers_waiting import PATIENCE, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def _held_back(engine):
     """Start the engine, busy until what is returned is called, so that whoever asks meanwhile is taken in together."""
     gate = threading.Event()
     engine.start()
-    engine.between(lambda: gate.wait(30))
+    engine.between(lambda: gate.wait(PATIENCE))
     return gate.set
 
 
@@ -138,15 +139,15 @@ def test_observers_are_on_while_somebody_wants_them_and_no_longer(tiny) -> None:
     asked = [ask(engine, (5, 6), StatesWanted((LAYER,)), max_tokens=200) for _ in range(3)]
     release()
     until(lambda: all(len(each.tokens) > 1 for each in asked))
-    attached = engine.between(lambda: [handle.names for handle in hl.attached(model)]).result(30)
+    attached = engine.between(lambda: [handle.names for handle in hl.attached(model)]).result(PATIENCE)
     assert attached == [(LAYER,)]
     for each in asked[:2]:
         each.ticket.cancel()
         assert each.wait().finished.states is None
-    assert engine.between(lambda: len(hl.attached(model))).result(30) == 1
+    assert engine.between(lambda: len(hl.attached(model))).result(PATIENCE) == 1
     asked[2].ticket.cancel()
     asked[2].wait()
-    assert engine.between(lambda: hl.attached(model)).result(30) == []
+    assert engine.between(lambda: hl.attached(model)).result(PATIENCE) == []
     engine.close()
     hl.assert_no_hooks(model, foreign=True)
 
@@ -287,7 +288,7 @@ def test_whoever_comes_and_goes_everybody_gets_their_own(tiny, shared, clients, 
             continue
         assert answer.finished.reason == "length"
         _assert_all(tiny[0], answer)
-    assert shared.between(lambda: hl.attached(tiny[0])).result(30) == []
+    assert shared.between(lambda: hl.attached(tiny[0])).result(PATIENCE) == []
 
 
 one_of_them = st.tuples(
@@ -307,7 +308,7 @@ def test_whatever_fails_meanwhile_nobody_gets_what_is_anothers(tiny, shared, cli
     model, _ = tiny
     rng = random.Random(seed)
     forwards, asked, gate = iter(range(10_000)), [], threading.Event()
-    shared.between(lambda: gate.wait(30))
+    shared.between(lambda: gate.wait(PATIENCE))
 
     def breaks(module, args):
         if current_rows() is not None and next(forwards) in failing:
@@ -332,7 +333,7 @@ def test_whatever_fails_meanwhile_nobody_gets_what_is_anothers(tiny, shared, cli
             assert answer.finished.states is None
         elif answer.wanted is not None:
             _assert_listed(model, answer)
-    assert shared.between(lambda: hl.attached(model)).result(30) == []
+    assert shared.between(lambda: hl.attached(model)).result(PATIENCE) == []
 
 
 def _assert_listed(model, answer) -> None:

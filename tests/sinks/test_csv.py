@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_training import differences, train
+from helpers_waiting import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
@@ -382,7 +383,7 @@ def test_a_killed_process_leaves_every_row_with_its_names(tmp_path):
             seen = int(writer.stdout.readline())
         os.kill(writer.pid, signal.SIGKILL)
         rest = writer.stdout.read().split()
-        writer.wait(timeout=30)
+        writer.wait(timeout=PATIENCE)
         writer.stdout.close()
         seen = int(rest[-1]) if rest else seen
         rows = read(path)

@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers_sinks import Slow, delivered, record, wait_until
+from helpers_sinks import Slow, delivered, record
+from helpers_waiting import until
 
 from hookline.errors import HooklineWarning
 from hookline.sinks import helper_process
@@ -89,7 +90,7 @@ def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order
     for number in range(10):
         fan_out.write(record(number))
     tries = tmp_path / "slow.txt.tries"
-    wait_until(lambda: tries.exists() and len(tries.read_text()) >= 3 and len(numbers(other)) == 10)
+    until(lambda: tries.exists() and len(tries.read_text()) >= 3 and len(numbers(other)) == 10)
     assert numbers(out) == []
     down.unlink()
     fan_out.close()
@@ -159,7 +160,7 @@ def test_a_helper_that_is_killed_at_any_moment_repeats_a_batch_at_most(tmp_path)
     fan_out = FanOut([Slow(str(out), delay=0.001)], log=log)
     for number in range(1200):
         fan_out.write(record(number))
-    wait_until(lambda: read_position(log, "Slow") > 0)
+    until(lambda: read_position(log, "Slow") > 0)
     process_of(fan_out).kill()
     noted = read_position(log, "Slow")
     fan_out.close()
@@ -208,7 +209,7 @@ def test_when_the_run_is_killed_its_helper_delivers_the_rest_and_ends(tmp_path):
     run, helper = begun_run(tmp_path, 300)
     run.kill()
     run.communicate()
-    wait_until(lambda: is_gone(helper))
+    until(lambda: is_gone(helper))
     assert numbers(tmp_path / "slow.txt") == list(range(300))
     assert read_position(tmp_path / "r.jsonl", "Slow") == 300
 
@@ -219,7 +220,7 @@ def test_a_run_that_is_resumed_at_once_does_not_deliver_again_what_the_old_helpe
     run, old = begun_run(tmp_path, 400)
     run.kill()
     run.communicate()
-    wait_until(lambda: len(numbers(out)) > 5)
+    until(lambda: len(numbers(out)) > 5)
     assert not is_gone(old)
     whole = log.read_bytes().splitlines(keepends=True)
     with FanOut([Slow(str(out))], log=log) as resumed:
@@ -227,7 +228,7 @@ def test_a_run_that_is_resumed_at_once_does_not_deliver_again_what_the_old_helpe
         for number in range(200, 500):
             resumed.write(record(number, x=number, longer="x" * (number % 7)))
     assert numbers(out) == list(range(500))
-    wait_until(lambda: is_gone(old))
+    until(lambda: is_gone(old))
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_helper(tmp_path):
@@ -236,7 +237,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_helper(tmp_path):
     os.killpg(run.pid, signal.SIGINT)
     run.communicate()
     assert run.returncode != 0
-    wait_until(lambda: is_gone(helper))
+    until(lambda: is_gone(helper))
     assert numbers(tmp_path / "slow.txt") == list(range(100))
 
 
@@ -341,10 +342,12 @@ def test_a_sink_that_cannot_be_made_there_is_told_and_the_records_stay_in_the_lo
     log = tmp_path / "records.jsonl"
     fan_out = FanOut([Unmakeable(str(tmp_path / "slow.txt"))], log=log, patience=1.0)
     fan_out.write(record(0))
+    until(lambda: fan_out.flush() or fan_out.errors["Unmakeable"], "the other process has said so")
     fan_out.close()
     with pytest.warns(HooklineWarning) as caught:
         fan_out.tell()
-    assert "Unmakeable could not be made (ImportError: pip install something)" in str(caught[0].message)
+    said = " ".join(str(one.message) for one in caught)
+    assert "Unmakeable could not be made (ImportError: pip install something)" in said
     assert len(list(read_log(log))) == 1
 
 
@@ -391,7 +394,7 @@ def test_who_does_not_want_to_wait_loses_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / ".records.jsonl.lock").exists()
     del fan_out
     gc.collect()
-    wait_until(lambda: any("closed" in line for line in delivered(slow)))
+    until(lambda: any("closed" in line for line in delivered(slow)))
     assert numbers(slow) == [0]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers_waiting import PATIENCE
 from pyarrow import parquet
 
 from hookline.errors import HooklineWarning
@@ -206,7 +207,7 @@ def test_a_killed_process_leaves_every_file_readable(tmp_path):
             seen = int(writer.stdout.readline())
         os.kill(writer.pid, signal.SIGKILL)
         rest = writer.stdout.read().split()
-        writer.wait(timeout=30)
+        writer.wait(timeout=PATIENCE)
         writer.stdout.close()
         seen = int(rest[-1]) if rest else seen
         found = values(path)

@@ -8,6 +8,7 @@ import urllib.request
 
 import prometheus_client
 import pytest
+from helpers_waiting import PATIENCE
 from prometheus_client.parser import text_string_to_metric_families
 
 from hookline.errors import OptionError
@@ -25,7 +26,7 @@ def sink():
 
 def fetch(sink: PrometheusSink) -> dict[tuple[str, ...], float]:
     """By gauge, metric, strategy, rank and point, as the official parser reads it."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=PATIENCE) as answer:
         text = answer.read().decode("utf-8")
     families = list(text_string_to_metric_families(text))
     assert {family.type for family in families} <= {"gauge"}
@@ -97,7 +98,7 @@ def test_nothing_listens_before_the_run_and_after_it():
     sink.close()
     assert sink.port is None
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE)
     again = PrometheusSink(port)
     assert again.start() == port
     again.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
+from helpers_waiting import until
 from wandb.proto import wandb_internal_pb2
 
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
@@ -81,10 +81,7 @@ def history(file: Path) -> list[dict[str, Any]]:
 
 def complete(file: Path) -> list[dict[str, Any]]:
     """The rows of a run that has ended: W&B's own process may write the end a moment after it says that it has."""
-    deadline = time.monotonic() + 30
-    while not any(record.WhichOneof("record_type") == "exit" for record in records(file)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: any(record.WhichOneof("record_type") == "exit" for record in records(file)), "the end is written")
     return history(file)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,7 +106,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 def in_threads(work: Callable[[int], object], count: int = 2) -> None:
     """Run ``work(index)`` in several threads that begin together; raise what any of them raised."""
-    barrier = threading.Barrier(count, timeout=30)
+    barrier = threading.Barrier(count, timeout=PATIENCE)
 
     def run(index: int) -> None:
         barrier.wait()
@@ -670,7 +671,7 @@ def test_two_threads_run_compiled_code_at_once(kind):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     seen = [Seen(kind), Seen(kind)]
     handles: list[hl.HookHandle] = []
-    ready, done = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+    ready, done = threading.Barrier(2, timeout=PATIENCE), threading.Barrier(2, timeout=PATIENCE)
 
     def work(index: int) -> None:
         handles.append(seen[index].attach(model, "twice"))

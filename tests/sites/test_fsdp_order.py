@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch.distributed
+from helpers_waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
@@ -87,7 +88,7 @@ def outcome(request):
         [sys.executable, "-c", textwrap.dedent(SCRIPT), request.param],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
@@ -796,5 +797,5 @@ def test_a_process_that_ends_with_hooks_on_says_nothing():
         "handles = [hl.attach(model, '*', hook, on=kind) for kind in ('forward', 'forward_pre', 'backward')]\n"
         "model(torch.ones(1, 2)).sum().backward()\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

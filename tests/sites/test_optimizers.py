@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -740,13 +741,13 @@ def test_another_thread_may_take_a_hook_off_in_the_middle_of_a_step() -> None:
 
     def wait(*args: object) -> None:
         entered.set()
-        assert removed.wait(10)
+        assert removed.wait(PATIENCE)
 
     handle = attach_optimizer(optimizer, wait)
     optimizer.register_step_post_hook(lambda *args: theirs.append(1))
 
     def take_off() -> None:
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE)
         handle.remove()
         removed.set()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -551,7 +552,7 @@ def test_hooks_come_and_go_while_another_thread_builds_modules():
     try:
         for _ in range(300):
             hl.HandleSet([hl.attach_everywhere(lambda *args: None, on=kind) for kind in KINDS]).remove()
-        built.wait(10)
+        built.wait(PATIENCE)
     finally:
         stop.set()
         thread.join()
@@ -565,13 +566,13 @@ def test_removal_in_another_thread_waits_for_torch_to_be_through():
 
     def linger(*args: Any) -> None:
         inside.set()
-        go_on.wait(10)
+        go_on.wait(PATIENCE)
 
     handle = hl.attach(module, linger, on="register_buffer")
     theirs = FOREIGN["register_buffer"](foreign)
     thread = threading.Thread(target=store, args=("register_buffer", module))
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(PATIENCE)
     handle.remove()
     go_on.set()
     thread.join()

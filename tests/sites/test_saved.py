@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_training import differences, plain_step, train
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
@@ -490,12 +491,12 @@ def test_removal_reaches_all_threads() -> None:
     def inside() -> int:
         with handle:
             entered.set()
-            removed.wait(10)
+            removed.wait(PATIENCE)
             leaf().sin()
         return handle.packed
 
     def outside() -> None:
-        entered.wait(10)
+        entered.wait(PATIENCE)
         handle.remove()
         removed.set()
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_training import differences, plain_step, train
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 
 import hookline as hl
@@ -623,7 +624,7 @@ def test_passes_in_two_threads_are_kept_apart() -> None:
     seen = []
     hl.attach_tensor([x, (y := x * 1)], lambda grads: seen.append(set(firsts(grads))))
     barrier = threading.Barrier(2)
-    hl.attach_tensor(y, lambda grad: barrier.wait(timeout=10), observe=True)
+    hl.attach_tensor(y, lambda grad: barrier.wait(timeout=PATIENCE), observe=True)
     losses = [(y * factor).sum() for factor in (2, 3)]
     threads = [threading.Thread(target=lambda loss=loss: loss.backward(retain_graph=True)) for loss in losses]
     for thread in threads:

@@ -20,6 +20,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -691,13 +692,13 @@ def test_a_walk_in_another_thread_is_seen():
 
     def wait(*args: object) -> None:
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(PATIENCE)
 
     optimizer.register_step_post_hook(wait)
     optimizer.register_step_post_hook(lambda *args: None)
     thread = threading.Thread(target=optimizer.step)
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE)
     walked = _torch.being_walked(_torch.optimizer_hooks(optimizer, "step_post"))
     leave.set()
     thread.join()

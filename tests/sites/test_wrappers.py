@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_models import batch_for, make
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.nn.utils import parametrize
@@ -335,7 +336,7 @@ def test_nothing_heavy_is_imported_to_know_wrappers():
         "print([name for name in ('peft', 'transformers', 'torch.distributed.fsdp', 'torch._dynamo.eval_frame')"
         " if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.strip() == "[]"
 
 

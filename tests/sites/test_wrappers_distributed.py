@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed
+from helpers_waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
@@ -29,7 +30,7 @@ def outcome() -> dict[str, Any]:
         [*launch, str(script)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
@@ -49,7 +50,7 @@ def check(cache: hl.Cache, value: float, *, grads: bool) -> bool:
 def test_two_threads_on_one_model_never_see_each_others_tensors(options):
     """Attached and removed around each call, 40 times in each of three threads: every capture has its own values."""
     model, wrong = stack(), []
-    barrier = threading.Barrier(3, timeout=30)
+    barrier = threading.Barrier(3, timeout=PATIENCE)
 
     def work(index: int) -> None:
         barrier.wait()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed
+from helpers_waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
@@ -25,7 +26,7 @@ def outcome() -> dict[str, Any]:
     script = Path(__file__).with_name("distributed_watch.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*launch, str(script)], capture_output=True, text=True, timeout=240, env=environment, check=False
+        [*launch, str(script)], capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -10,7 +10,6 @@ import copy
 import inspect
 import io
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -161,9 +160,7 @@ def test_training_with_function_hooks_ends_with_the_same_bits(hooking: str, plai
 @pytest.mark.usefixtures("shallow")
 def test_training_with_hooks_on_every_operator_ends_with_the_same_bits(plain: dict[str, Tensor]) -> None:
     """aten.*, three thousand of them, of all four kinds."""
-    began = time.perf_counter()
     assert differences(train(hooking=hooks("aten.*")), plain) == []
-    assert time.perf_counter() - began < 60
 
 
 @pytest.mark.usefixtures("shallow")

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_functions import Around, fresh, modes, noting
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
@@ -470,7 +471,7 @@ def in_threads(*runs: Callable[[], Any]) -> None:
 
     def guarded(run: Callable[[], Any]) -> None:
         try:
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
             run()
         except BaseException as error:
             errors.append(error)
@@ -479,7 +480,7 @@ def in_threads(*runs: Callable[[], Any]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     if errors:
         raise errors[0]
 
@@ -519,10 +520,10 @@ def test_two_threads_each_with_a_bare_hook() -> None:
 
     def run(name: str) -> None:
         with hl.attach_function(torch.exp, lambda fn, i, o: seen[name].append(threading.get_ident())):
-            both_on.wait(10)
+            both_on.wait(PATIENCE)
             for _ in range(20):
                 torch.exp(torch.ones(1))
-            both_done.wait(10)
+            both_done.wait(PATIENCE)
         left.extend(modes())
 
     in_threads(lambda: run("one"), lambda: run("two"))

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_functions import KINDS, LEVELS, Around, fresh, label, overridden_kernels, patched_classes, sin_product
+from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -573,7 +574,7 @@ def test_data_loader_workers_run_beside_hooks(target: str) -> None:
     expected = [dataset[index] for index in range(8)]
     with hl.attach_function(target, lambda fn, i, o: None):
         loader = torch.utils.data.DataLoader(
-            dataset, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=30
+            dataset, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=PATIENCE
         )
         got = [row for batch in loader for row in batch]
     assert all(map(torch.equal, got, expected))
@@ -597,7 +598,7 @@ def in_process(code: str) -> str:
         [sys.executable, "-W", "always", "-c", textwrap.dedent(_PREAMBLE) + textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -711,7 +712,7 @@ def test_kernels_that_work_in_several_threads_do_not_wait_for_the_interpreter() 
         "        attend(q, k, v, is_causal=True).sum().backward()\n"
         "print(handle.report().fired > 50)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.stdout.strip() == "True", done.stderr
 
 
