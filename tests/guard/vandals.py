@@ -256,7 +256,7 @@ def _value(value: Any) -> Any:
 Act = Callable[[Run, random.Random], Any]
 ACTS: dict[str, Act] = {}
 READING: set[str] = set()
-"""Acts that compute with the model."""
+"""Acts that read or write the numbers of the model."""
 
 
 def _act(function: Act) -> Act:
@@ -384,7 +384,7 @@ def _require(run: Run, rng: random.Random) -> None:
     _parameter(run, rng).requires_grad_(rng.random() < 0.5)
 
 
-@_act
+@_computing
 def _write(run: Run, rng: random.Random) -> None:
     with torch.no_grad():
         _parameter(run, rng).fill_(rng.choice([0.0, float("nan"), float("inf"), 7.0]))

@@ -34,6 +34,7 @@ _LARGE: Final = ("model", "optimizer")
 
 GRAPH: Final = "written with a graph"
 """Why a tensor cannot be put back: it is a view, or was computed, and has another graph now."""
+_OTHER_MEMORY: Final = "its memory was shrunk, and shown to NumPy, so it has other memory now"
 
 
 def roots_of(
@@ -252,11 +253,12 @@ class Snapshot:
             self._random.restore(own=own_stream)
         # What autocast has cast belongs to numbers that may be others now.
         torch.clear_autocast_cache()
+        named = [(part.tensors, part.names) for part in self._parts]
+        for tensors, names in (*named, (self._gradients, self._grad_names)):
+            lost |= dict.fromkeys((names[index] for index in tensors.stuck), GRAPH)
+            lost |= dict.fromkeys((names[index] for index in tensors.replaced), _OTHER_MEMORY)
         for part in self._parts:
-            lost |= dict.fromkeys((part.names[index] for index in part.tensors.stuck), GRAPH)
-            names = [part.names[index] for index in part.tensors.replaced]
-            lost |= dict.fromkeys(names, "its memory was shrunk, and shown to NumPy, so it has other memory now")
-            lost |= dict.fromkeys(part.structure.lost, "an array that has another shape or type")
+            lost |= dict.fromkeys(part.structure.lost, "an array that has less memory than it had")
         return lost
 
     def _restore_parts(self, *, versions: bool, looked: bool, rehook: bool) -> None:

@@ -10,6 +10,7 @@ looked at.
 from __future__ import annotations
 
 import random
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -323,8 +324,10 @@ def _is_same_array(now: Any, before: Any) -> bool:
 
 
 def _fill(array: Any, numbers: Any) -> bool:
-    """Have an array be as it was; return False if it cannot be: of another type, or a view of another shape."""
+    """Have an array be as it was; return False if it cannot be, as it has less memory than it had."""
     try:
+        if array.dtype != numbers.dtype:
+            _set_dtype(array, numbers.dtype)
         if array.shape != numbers.shape:
             array.resize(numbers.shape, refcheck=False)
         array.flags.writeable = True
@@ -332,6 +335,12 @@ def _fill(array: Any, numbers: Any) -> bool:
     except ValueError:
         return False
     return bool(array.dtype == numbers.dtype)
+
+
+def _set_dtype(array: Any, dtype: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy has other ways to see an array otherwise, none to set one right
+        array.dtype = dtype
 
 
 def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
