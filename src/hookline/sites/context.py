@@ -10,12 +10,12 @@ import itertools
 from contextvars import ContextVar
 from typing import Final
 
+from hookline.sites import _torch
+
 __all__ = ["close_scope", "open_scope", "open_scopes"]
 
 _NUMBERS: Final = itertools.count()
 _LIVE: Final[set[int]] = set()
-_MANY: Final = 64
-"""From how many scopes on a context looks which of them are closed."""
 _OPEN: Final[ContextVar[frozenset[int]]] = ContextVar("hookline_open_scopes", default=frozenset())
 
 open_scopes: Final = _OPEN.get
@@ -27,16 +27,15 @@ def open_scope() -> int:
     number = next(_NUMBERS)
     _LIVE.add(number)
     known = _OPEN.get()
-    if len(known) > _MANY:
-        known &= _LIVE
-    _OPEN.set(known | {number})
+    _OPEN.set((known if _torch.in_run() else known & _LIVE) | {number})
     return number
 
 
 def close_scope(number: int) -> None:
-    """Forget a scope whose hook is off.
+    """Forget a scope whose hook is off. Other contexts may still have the number, which nobody will ask for again.
 
-    Contexts keep the number until they have many: a firing that is under way still runs the hook, and afterwards nobody
-    asks for it again.
+    So does this one while a model runs: a firing that is under way still runs the hook.
     """
     _LIVE.discard(number)
+    if not _torch.in_run():
+        _OPEN.set(_OPEN.get() - {number})
