@@ -70,6 +70,10 @@ def attach_tensor(
     Neither hook nor handle keeps a tensor or a graph alive. (Therefore, where a pass does not reach a tensor that is
     gone itself, ``mode="all"`` cannot know it and calls the hook at the end of the pass.)
 
+    Inside a function that ``torch.compile`` compiles, a hook on one tensor is part of the graph, as with
+    ``tensor.register_hook``: what comes back is torch's own handle, which counts nothing and has no report, and the
+    hook is given no ``site``. Several tensors, and ``profile=True``, break the graph there.
+
     Raises:
         UnhookableError: if no gradient will come: not a tensor, none needed, or ``param_grad`` on a computed tensor.
         KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
