@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import HookSignatureError, OptionError, TargetError, UnhookableError
+from hookline.sites import _torch
 from hookline.sites.attach import check_request
 from hookline.sites.gather import Gather
 from hookline.sites.graph_ports import GraphEntry, Member, TensorPort
@@ -70,15 +71,34 @@ def attach_tensor(
     Neither hook nor handle keeps a tensor or a graph alive. (Therefore, where a pass does not reach a tensor that is
     gone itself, ``mode="all"`` cannot know it and calls the hook at the end of the pass.)
 
+    Inside a function that ``torch.compile`` compiles, a hook on one tensor is part of the graph, as with
+    ``tensor.register_hook``: what comes back is torch's own handle, which counts nothing and has no report, and the
+    hook is given no ``site``. Several tensors, and ``profile=True``, break the graph there.
+
     Raises:
         UnhookableError: if no gradient will come: not a tensor, none needed, or ``param_grad`` on a computed tensor.
         KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
     """
-    if torch.compiler.is_dynamo_compiling() and isinstance(tensor, Tensor) and tensor.requires_grad and not profile:
+    if not torch.compiler.is_dynamo_compiling():
+        return _attach(tensor, hook, on, mode, observe=observe, name=name, profile=profile)
+    if isinstance(tensor, Tensor) and tensor.requires_grad and not profile:
         if on == "grad":
-            return tensor.register_hook(_watching(hook) if observe else hook)  # type: ignore[no-any-return]
+            return tensor.register_hook(_watching(hook) if observe else hook)  # type: ignore[no-any-return, no-untyped-call]
         if on == "param_grad":
-            return tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]
+            return tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+    return _attach_between_graphs(tensor, hook, on, mode, observe=observe, name=name, profile=profile)
+
+
+def _attach(
+    tensor: Tensor | Iterable[Tensor],
+    hook: Hook,
+    on: str | Kind,
+    mode: str,
+    *,
+    observe: bool,
+    name: str | None,
+    profile: bool,
+) -> HookHandle:
     kind = Kind.parse(on, TENSOR)
     if mode not in _MODES:
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
@@ -99,6 +119,10 @@ def attach_tensor(
         tensors = [one for one in tensors if one.requires_grad] or tensors
     _check_gradient(tensors)
     return _put(attachment, _put_on_all if mode == "all" else _put_on_any, tensors, name or f"{len(tensors)} tensors")
+
+
+_attach_between_graphs: Final = _torch.untraced(_attach)
+"""For what no graph can carry: the compiler ends one graph before it and begins another after it."""
 
 
 def _watching(hook: Hook) -> Hook:

@@ -126,6 +126,7 @@ def test_a_handle_from_inside_comes_out_and_removes() -> None:
     assert x.grad.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch looks, in the second graph
 def test_what_no_graph_can_carry_breaks_it_and_works_as_ever() -> None:
     """Several tensors together, and a measured hook: attached between two graphs, with a receipt."""
     seen = []
