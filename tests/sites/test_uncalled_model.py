@@ -110,15 +110,18 @@ def test_two_threads_on_parts_of_one_model_count_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "backward"])
-def test_a_hook_on_a_model_that_trains_uncalled_says_so_when_it_comes_off(kind: str) -> None:
-    """Its parameters have got gradients, its forward was not called."""
+@pytest.mark.parametrize("leaves_gradients", [True, False])
+def test_a_hook_on_a_model_that_trains_uncalled_says_so_when_it_comes_off(kind: str, leaves_gradients: bool) -> None:
+    """Its parameters have got gradients, or were written to at each step, and its forward was not called."""
     model = Module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = hl.attach(model, lambda *args: None, on=kind)
-    for _ in range(2):
+    for _ in range(3):
         optimizer.zero_grad()
         model.training_step(torch.randn(3, 4)).backward()
         optimizer.step()
+    if not leaves_gradients:
+        optimizer.zero_grad()
     with pytest.warns(hl.HookNeverFired, match="own forward was never called, only parts of it.*hook the modules that"):
         handle.remove()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from torch import Tensor
 
-from hookline.errors import NoMatchError, OptionError
+from hookline.errors import OptionError
 from hookline.lifecycle.during import During
 from hookline.lifecycle.phase import checked_phases
 from hookline.lifecycle.schedule import StepSchedule
@@ -20,7 +20,7 @@ from hookline.observe.stats.counts import Counts
 from hookline.observe.stats.engine import Engine
 from hookline.observe.stats.hooks import ModuleHook
 from hookline.observe.stats.layout import Layout
-from hookline.observe.stats.options import check_scaler, checked_kinds
+from hookline.observe.stats.options import check_scaler, checked_kinds, chosen_modules
 from hookline.observe.stats.parameters import Parameters
 from hookline.observe.stats.passes import Passes
 from hookline.observe.stats.saved import counted, load_counted
@@ -31,7 +31,7 @@ from hookline.sites.attach import check_request, fasten
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.parameters import select_parameters
-from hookline.sites.select import Named, check_model, select, without_scripted
+from hookline.sites.select import Named, check_model
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
@@ -93,13 +93,12 @@ def watch(
         during: What the run has to be doing: ``"train"``, ``"eval"``, ``"intervention"``, or several. The loops of
             hookline tell. In any other loop, training is a forward that began with the model in training mode and
             gradients on; every other is an evaluation. Until there was training, forwards that are most like it count
-            (a served model has no others), and they are forgotten when training begins. What was left out is in the
-            report and below the table; ``{"train", "eval"}`` counts it too; ``with watch.paused():`` leaves out more.
+            (a served model has no others), and they are forgotten when training begins. The report says what was left
+            out; ``{"train", "eval"}`` counts it too; ``with watch.paused():`` leaves out more.
 
     Without an optimizer, a step is whatever lies between two calls of ``watch.step()``; if you never call it, one
     outermost forward of the model, and gradients of parameters are read at the end of each backward pass through it.
-    Of a model whose own forward is not called (Lightning calls ``training_step``), a step is one call of the part of it
-    that is called first.
+    Of a model that is not called itself (Lightning calls ``training_step``), a step is one call of its first part.
     """
     check_model(model, target)
     kinds = checked_kinds(on)
@@ -203,9 +202,10 @@ class Watch(ShownAsTable):
 
     def step(self) -> None:
         """A step is over; call it after the backward pass, before gradients are set to zero."""
-        if isinstance(self._counts.steps, ByOptimizer):
+        steps = self._counts.steps
+        if isinstance(steps, ByOptimizer):
             raise OptionError("The optimizer makes the steps of this watch; call step(), or give optimizer=, not both.")
-        if isinstance(self._counts.steps, ByForward):
+        if isinstance(steps, ByForward):
             self._count_by_hand()
         self._counts.during.step_was_made()
         if self._parameters is not None and self._counts.told():
@@ -227,8 +227,8 @@ class Watch(ShownAsTable):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to know: all that was counted, and which step it is in."""
         by_hand = isinstance(self._counts.steps, ByHand)
-        steps, during = self._counts.steps.state_dict(), self._counts.during.state_dict()
-        return {"counted": counted(self._engine), "steps": steps, "by_hand": by_hand, "during": during}
+        told = {"steps": self._counts.steps.state_dict(), "during": self._counts.during.state_dict()}
+        return {"counted": counted(self._engine), "by_hand": by_hand, **told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
@@ -258,8 +258,8 @@ class Watch(ShownAsTable):
         if self._passes is not None:
             self._passes.let_go()
         # That one module of many was never called is in the report; that none was is worth a warning.
-        seen = any(report.fired for report in self._handles.report()) or not self._counts.steps.is_due
-        seen = seen or self._counts.goes_by_parts()
+        excused = self._counts.goes_by_parts() or not self._counts.steps.is_due
+        seen = excused or any(report.fired for report in self._handles.report())
         self._handles.remove(quiet=quiet or seen)
         self._engine.flush()
         if not quiet:
@@ -280,30 +280,22 @@ class Watch(ShownAsTable):
     def _begin(self, target: Target, exclude: Target, kinds: list[str], optimizer: Any, *, lenient: bool) -> None:
         modules = [kind for kind in kinds if kind in _MODULE_KINDS]
         if modules:
-            modules = self._choose_modules(target, exclude, modules, lenient=lenient)
+            self._chosen = chosen_modules(self._model, target, exclude, lenient=lenient)
+            modules = modules if self._chosen else []
         for kind in modules:
             scale, due = (self._scale, self._counts.backward) if kind == "backward" else (None, self._counts.forward)
             self._hooks[kind] = ModuleHook(self._engine, self._chosen, kind, due, scale)
         if set(kinds) - set(_MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, required=not modules)
+        counts = self._counts
         if optimizer is not None:
-            self._counts.steps = ByOptimizer(self._schedule, optimizer, self._before_step, self._advance)
+            counts.steps = ByOptimizer(self._schedule, optimizer, self._before_step, self._advance)
         else:
-            counts = self._counts
             counts.steps = ByForward(self._schedule, self._model, counts.wanted, self._advance, self._started)
             counts.find_root()
             if self._passes is not None and not self._hooks:
                 self._passes.hold_parameters()  # nothing else would show that the model's own forward is not called
         self._turn(self._counts.needs_hooks())
-
-    def _choose_modules(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool) -> list[str]:
-        try:
-            self._chosen = without_scripted(select(self._model, target, exclude=exclude), target)
-        except NoMatchError:
-            if not lenient:
-                raise
-            return []  # parameters may answer to it
-        return kinds
 
     def _choose_parameters(self, target: Target, exclude: Target, kinds: list[str], *, required: bool) -> None:
         try:

@@ -19,7 +19,7 @@ from hookline.sites.entry import Attachment, Entry, Phase
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import MODULE, Kind, Subject
 from hookline.sites.parameters import fasten_parameters, select_parameters
-from hookline.sites.receipt import gradient_marks
+from hookline.sites.receipt import training_marks
 from hookline.sites.registration import hold_registrations
 from hookline.sites.select import Named, check_model, describe, select, without_scripted
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value, what_it_reads
@@ -212,7 +212,7 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -
         root.users -= 1  # it is one user, however often it comes back
     attachment.roots[root] = None
     if len(chosen) == 1 and not chosen[0][0]:
-        attachment.gradients_before = gradient_marks(chosen[0][1])
+        attachment.marks_before = training_marks(chosen[0][1])
     for name, module in chosen:
         table = table_of(module)
         entry = Entry(attachment, name, table, root)

@@ -102,8 +102,8 @@ class Attachment:
     """Told when the hook comes off."""
     retired: int = 0
     """Firings on modules that are gone, and whose entries were let go."""
-    gradients_before: tuple[object, ...] | None = None
-    """For a hook on the model itself: the gradients that its parameters had when it came on (`gradient_marks`)."""
+    marks_before: list[tuple[object, int]] | None = None
+    """For a hook on the model itself: by which it is told later whether the model was trained (`training_marks`)."""
     turns: dict[str, tuple[int, int]] | None = None
     """For a hook that is called at each firing and runs at some: how often it ran at each site, and in which forward
     last."""

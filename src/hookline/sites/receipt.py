@@ -36,9 +36,9 @@ __all__ = [
     "Receipt",
     "Receipts",
     "SiteReceipt",
-    "gradient_marks",
     "likely_cause",
     "receipt_of",
+    "training_marks",
     "warn_if_never_fired",
 ]
 
@@ -49,6 +49,8 @@ _MAX_SITES: Final = 60
 """How many sites a receipt shows."""
 _FEW: Final = 8
 """Parameters that are looked at."""
+_WRITES: Final = 3
+"""As often a parameter is written to by training, and not by loading a state."""
 # Modules whose forward is never called; their children's are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -206,25 +208,24 @@ def _silent(attachment: Attachment) -> list[Entry]:
     return [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
 
 
-def gradient_marks(model: nn.Module) -> tuple[object, ...]:
-    """Return what tells later whether the parameters of `model` have got gradients since; a few of them suffice."""
+def training_marks(model: nn.Module) -> list[tuple[object, int]]:
+    """Return what tells later whether `model` was trained since: gradients and versions of a few parameters."""
     some = itertools.islice((p for p in model.parameters() if p.requires_grad and not is_lazy(p)), _FEW)
-    return tuple(None if p.grad is None else (id(p.grad), _version(p.grad)) for p in some)
+    return [(None if p.grad is None else (id(p.grad), _version(p.grad)), _version(p)) for p in some]
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _has_trained_uncalled(attachment: Attachment, entries: list[Entry]) -> bool:
-    """Return whether a hook on the model itself never fired, and its parameters have got gradients meanwhile."""
-    if attachment.gradients_before is None or attachment.scope is not None or entries[0].fired:
+    """Return whether a hook on the model itself never fired, and the model was trained meanwhile."""
+    if attachment.marks_before is None or attachment.scope is not None or entries[0].fired:
         return False
     model = entries[0].table.module()
-    if model is None:
-        return False
-    pairs = zip(attachment.gradients_before, gradient_marks(model), strict=False)
-    return any(now not in (None, before) for before, now in pairs)
+    pairs = zip(attachment.marks_before, [] if model is None else training_marks(model), strict=False)
+    # Some trainers leave no gradients behind (Lightning); loading a state writes once, an optimizer at each step.
+    return any(now[0] not in (None, before[0]) or now[1] - before[1] >= _WRITES for before, now in pairs)
 
 
 def _site_receipt(entry: Entry) -> SiteReceipt:

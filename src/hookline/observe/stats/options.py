@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import OptionError
+from hookline.errors import NoMatchError, OptionError
+from hookline.sites.select import Named, select, without_scripted
 from hookline.wording import a_or_an
 
-__all__ = ["KINDS", "check_scaler", "checked_kinds"]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.types import Target
+
+__all__ = ["KINDS", "check_scaler", "checked_kinds", "chosen_modules"]
 
 KINDS: Final = ("forward", "backward", "param", "param_grad")
 """What can be watched."""
@@ -31,3 +37,13 @@ def check_scaler(scaler: Any) -> None:
     """Raise unless `scaler` is None or scales as torch's do."""
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {a_or_an(scaler)}.")
+
+
+def chosen_modules(model: nn.Module, target: Target, exclude: Target, *, lenient: bool) -> list[Named]:
+    """Return the modules that `target` means; none if there is no such module, and `lenient`."""
+    try:
+        return without_scripted(select(model, target, exclude=exclude), target)
+    except NoMatchError:
+        if not lenient:
+            raise
+        return []  # parameters may answer to it
