@@ -26,7 +26,7 @@ def test_a_run_leaves_its_folder_and_says_where(capsys, tmp_path):
         assert (folder / name).exists(), name
         assert str(Path("runs/tiny/forward") / name) in out
     assert "tiny/forward finished: 6 steps" in out
-    assert "Hook Metrics" in out
+    assert "epoch   step       loss    val_acc  total_norm" in out
     facts = facts_of(folder)
     assert (facts["status"], facts["strategy"], facts["experiment"]) == ("finished", "forward", "tiny")
     assert facts["result"]["steps"] == 6

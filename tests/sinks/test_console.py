@@ -330,3 +330,95 @@ def test_it_is_a_sink_of_a_run():
     assert text.count("Hook Metrics") == 3  # two snapshots, and what came after the last
     assert "(n=6)" in text
     assert "val_acc" in text
+
+
+# -- lines -----------------------------------------------------------------------------------------------------
+
+
+def lines_of(*records: Record, **options: Any) -> list[str]:
+    """What is printed of records in lines."""
+    file = io.StringIO()
+    sink = hl.ConsoleSink("lines", file=file, width=160, **options)
+    for record in records:
+        sink.write(record)
+    sink.flush()
+    return file.getvalue().splitlines()
+
+
+def test_a_line_has_the_numbers_that_matter_under_their_names():
+    """Loss and accuracies first, one of two equal names; the first metric of every other hook; eight at most."""
+    metrics = {
+        "norms/total": 0.0,
+        "norms/mean": 2.0,
+        "training_metrics/loss": 0.5,
+        "training_metrics/val_acc": 0.25,
+        "eval/val_acc": 0.25,
+        "phases/name": "early",
+        "stats/layers/0": 3.0,
+        **{f"hook{number}/a": number for number in range(9)},
+    }
+    head, row = lines_of(Record(metrics, 3, "SNAPSHOT", step=30))
+    assert head.split() == ["epoch", "step", "loss", "val_acc", "total", *[f"hook{n}/a" for n in range(5)]]
+    assert row.split() == ["3", "30", "0.5", "0.25", "0", "0", "1", "2", "3", "4"]
+
+
+def test_names_come_again_when_the_columns_change_and_a_gap_is_a_dash():
+    """Another run has its own, too."""
+    first, second = {"a/x": 1.0}, {"a/x": 2.0, "b/y": 1e-5}
+    records = [
+        Record(found, epoch, "SNAPSHOT", step=10 * epoch + 1) for epoch, found in enumerate((first, second, first))
+    ]
+    found = lines_of(*records)
+    assert [line.split() for line in found] == [
+        ["epoch", "step", "x"],
+        ["0", "1", "1"],
+        ["epoch", "step", "x", "y"],
+        ["1", "11", "2", "1.00e-05"],
+        ["2", "21", "1", "–"],
+    ]
+    assert len({len(line) for line in found[2:]}) == 1
+
+
+def test_a_line_is_of_the_epoch_and_its_snapshot_together():
+    """One, although they come as two records; epochs between snapshots have none; without hooks at snapshots too."""
+    records = []
+    for epoch in range(4):
+        records.append(Record({"training_metrics/loss": 1.0 + epoch}, epoch, "POST_EPOCH", step=epoch + 10))
+        if epoch % 2 == 0:
+            records.append(Record({"phases/code": epoch}, epoch, "SNAPSHOT", step=epoch + 10))
+    bar = hl.ConsoleSink("lines", file=io.StringIO(), width=160, snapshot_every=2)
+    bar.progress_bar().start(4, "epochs")
+    for record in records:
+        bar.write(record)
+    bar.flush()
+    shown = [line.split() for line in bar.console.file.getvalue().splitlines()]
+    assert shown == [
+        ["epoch", "step", "loss", "code"],
+        ["0", "10", "1", "0"],
+        ["2", "12", "3", "2"],
+        ["3", "13", "4", "–"],
+    ]
+    bare = [record for record in records if record.point == "POST_EPOCH"]
+    assert [line.split()[0] for line in lines_of(*bare, snapshot_every=2)] == ["epoch", "0", "2", "3"]
+    assert [line.split()[0] for line in lines_of(*bare)] == ["epoch", "3"]
+
+
+def test_metrics_are_chosen_by_name_hook_and_pattern():
+    """In the order they are asked for; what is in a layer can be asked for too."""
+    metrics = {"eval/val_acc": 0.5, "norms/a": 1.0, "norms/b": 2.0, "stats/layers/0": 3.0}
+    head, _ = lines_of(Record(metrics, 0, "SNAPSHOT"), show=["norms/*", "val_acc", "stats/layers/0", "nothing"])
+    assert head.split() == ["epoch", "a", "b", "val_acc", "layers/0"]
+    with pytest.raises(hl.OptionError, match=r"write \['loss'\]"):
+        hl.ConsoleSink("lines", show="loss")
+
+
+def test_the_live_column_is_no_higher_than_the_screen():
+    """What does not fit is counted, and the bar below it stays to be seen."""
+    from hookline.sinks.console_live import _cut_to
+
+    groups = {"A": {"a": "x/a", "b": "x/b"}, "B": {"c": "x/c", "d": "x/d"}}
+    assert _cut_to(groups, 6) == (groups, 0)
+    assert _cut_to(groups, 5) == ({"A": groups["A"]}, 2)
+    assert _cut_to(groups, 4) == ({"A": groups["A"]}, 2)
+    assert _cut_to(groups, 3) == ({"A": {"a": "x/a"}}, 3)
+    assert _cut_to(groups, 1) == ({}, 4)

@@ -69,6 +69,8 @@ def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: st
 
 def known_name(name: str) -> str:
     """The name; of a hook in a file or a module, the name it is registered by from now on."""
+    if "," in name:
+        raise OptionError(f"--hooks {name}: names of hooks have blanks between them: {' '.join(name.split(','))}.")
     if ":" not in name:
         return name
     from hookline.dispatch.registry import HookRegistry

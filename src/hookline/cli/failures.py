@@ -84,7 +84,8 @@ def own_text(error: BaseException) -> str:
     """The frames of an error that are the user's, and what it says."""
     frames, lines = own_frames(error.__traceback__), []
     if frames:
-        lines.append("Traceback (your code; all of it: --debug):")
+        is_embedded = all(Path(frame.filename).resolve().is_relative_to(_PACKAGE) for frame in frames)
+        lines.append(f"Traceback ({'the experiment' if is_embedded else 'your code'}; all of it: --debug):")
     elif not (isinstance(error, SyntaxError) and _is_theirs(error.filename or "<")):  # that names its place itself
         frames = _last_call(error.__traceback__)
         lines.append("Traceback (none of it is your code; from hookline's last call on; all of it: --debug):")

@@ -101,6 +101,8 @@ class Digits(Experiment):
         config = config or Config()
         if strategy not in self.strategies:
             raise OptionError(f"digits has no strategy {strategy!r}; it has {', '.join(self.strategies)}.")
+        if config.batch_size < 1:
+            raise OptionError(f"batch_size={config.batch_size}: a step has at least 1 image.")
         images, digits = _images()
         order, num_train = torch.randperm(len(images)), _number(config.train_fraction, len(images))
         train, val = order[:num_train], order[num_train:]

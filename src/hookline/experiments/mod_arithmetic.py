@@ -160,6 +160,7 @@ class ModArithmetic(Experiment):
         config = config or Config()
         if strategy not in self.strategies:
             raise OptionError(f"mod_arithmetic has no strategy {strategy!r}; it has {', '.join(self.strategies)}.")
+        _check(config)
         tokens = torch.arange(config.p)
         pairs = torch.cartesian_prod(tokens, tokens)[torch.randperm(config.p**2)]
         num_train = round(config.train_fraction * len(pairs))
@@ -189,6 +190,13 @@ class ModArithmetic(Experiment):
         loss, _ = _score(model, self.val_set)
         named = dict(model.named_parameters())
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def _check(config: Config) -> None:
+    if config.heads < 1 or config.width % config.heads:
+        raise OptionError(f"heads={config.heads} do not divide width={config.width}: each head takes an equal share.")
+    if config.batch_size < 1:
+        raise OptionError(f"batch_size={config.batch_size}: a step has at least 1 pair.")
 
 
 def _labelled(pairs: Tensor, p: int) -> TensorDataset:

@@ -44,8 +44,8 @@ class MetricChoice:
         numbers = [key for key, value in metrics.items() if key.count("/") <= 1 and typical(value) is not None]
         first = [f"{root}/{name}" for name in _FIRST for root in _ROOTS]
         wanted = [key for key in (*first, *self.declared) if key in numbers]
-        if not self.declared:
-            wanted += _first_of_each_hook(numbers)
+        seen = {split_key(key)[0] for key in wanted}
+        wanted += [key for key in _first_of_each_hook(numbers) if split_key(key)[0] not in seen]
         return _without_twins(wanted)[:_MOST]
 
     def unmatched(self) -> list[str]:
