@@ -57,7 +57,7 @@ def test_the_kernels_are_as_before_when_the_last_hook_is_gone(name: str, kind: s
 
 
 def test_other_operators_are_untouched() -> None:
-    """Of all operators of torch the table of one changes, and of that one the CPU's rows and the one before transforms."""
+    """Of all operators the table of one changes, and of that one the rows of the CPU and the one before transforms."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     before = {name: table_of(name) for name in names}
     with hl.attach_function("aten.mm.default", nothing):
