@@ -3,7 +3,8 @@
 Takes entries from ``attach_function``, and calls from torch's dispatcher in every thread, those of the backward pass
 included. Each hooked operator has its kernels overridden in two places. At the *autograd* level the graph is in sight,
 so gradients can be watched and edits count. At the *backend* level arrives what never passes there: everything in
-inference mode, and what kernels call among themselves; a call that has been seen above is not counted again.
+inference mode, and what kernels call among themselves; a call that has been seen above is not counted again. Before
+transforms of ``torch.func`` a third stands, which runs no hook and has numbers replaced that would not get through.
 A compiled frame calls kernels of its own; that is said once.
 """
 
