@@ -1389,8 +1389,7 @@ def test_hooks_on_everything_reach_the_children_of_a_transformer_layer_in_eval()
     handle = hl.attach_everywhere(lambda m, args, out, *, site: names.append(site.name))
     with torch.no_grad():
         layer(torch.randn(1, 3, 8))
-    with pytest.warns(hl.HookNeverFired, match=r"self_attn\.out_proj"):
-        handle.remove()
+    handle.remove()  # without a warning: nobody who hooks everything waits for the out_proj that torch never calls
     assert {"self_attn", "linear1", "linear2", "norm1", "norm2"} <= set(names)
     assert names[-1] == ""
 
