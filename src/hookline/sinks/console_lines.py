@@ -42,6 +42,9 @@ class SnapshotLines:
         if not chosen:
             return []
         columns = self._columns
+        shown = [key for key in columns if key not in places]
+        if self._choice.may_stay(shown, metrics):
+            chosen = shown
         if not {*places, *chosen} <= set(columns):
             columns = (*places, *chosen)
         is_new = columns != self._columns or self._num_rows >= _ROWS
