@@ -19,6 +19,7 @@ _FIRST: Final = ("loss", "val_acc", "val_loss", "train_acc")
 """What everybody asks of a run, under the roots below."""
 _ROOTS: Final = ("eval", "training_metrics")
 """Both tell the evaluation: one of two equal names is shown. In the step loop the first is of now."""
+_BEFORE_ALL: Final = tuple(f"{root}/{name}" for name in _FIRST for root in _ROOTS)
 
 
 class MetricChoice:
@@ -42,7 +43,7 @@ class MetricChoice:
         if self.asked:
             return self._matching(metrics)
         numbers = [key for key, value in metrics.items() if key.count("/") <= 1 and typical(value) is not None]
-        wanted = [key for key in self._named() if key in numbers]
+        wanted = [key for key in (*_BEFORE_ALL, *self.declared) if key in numbers]
         seen = {split_key(key)[0] for key in wanted}
         wanted += [key for key in _first_of_each_hook(numbers) if split_key(key)[0] not in seen]
         return _without_twins(wanted)[:_MOST]
@@ -52,17 +53,13 @@ class MetricChoice:
 
         So the columns stay the same when hooks that need a second firing begin to yield: those have no better claim.
         """
-        named = _without_twins([key for key in self._named() if key in metrics])
+        first = _without_twins([key for key in _BEFORE_ALL if key in metrics])
         is_full = not self.asked and len(shown) >= _MOST
-        return is_full and all(key in metrics for key in shown) and all(key in shown for key in named)
+        return is_full and all(key in metrics for key in shown) and all(key in shown for key in first)
 
     def unmatched(self) -> list[str]:
         """Return what was asked for and has not come."""
         return [pattern for pattern in self.asked if pattern not in self._matched]
-
-    def _named(self) -> list[str]:
-        """Return what has a place before all others: loss and accuracies, then what is declared."""
-        return [*(f"{root}/{name}" for name in _FIRST for root in _ROOTS), *self.declared]
 
     def _matching(self, metrics: Mapping[str, Any]) -> list[str]:
         found: list[str] = []
