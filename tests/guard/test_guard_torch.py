@@ -46,6 +46,57 @@ def test_hooks_of_a_tensor_are_where_they_are_looked_for():
     assert [list(getattr(parameter, name).values()) for name in _torch.TENSOR_HOOKS] == [[print], [print]]
 
 
+def test_an_object_can_be_told_from_its_insides_and_get_others():
+    """What ``swap_tensors`` does, and how it is undone, graph or no graph."""
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(3))
+    insides = _torch.identity_of(one)
+    assert _torch.use_count(one) == 1
+    graph = (one * 2).sum()
+    assert _torch.use_count(one) == 2
+    torch.utils.swap_tensors(one, other)
+    assert _torch.identity_of(other) == insides
+    _torch.swap_insides(one, other)
+    assert _torch.identity_of(one) == insides
+    with pytest.raises(RuntimeError, match="poisoned"):
+        graph.backward(retain_graph=True)
+    _torch.allow_accumulator(_torch.accumulator_of(one))
+    graph.backward()
+    assert one.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_node_that_expects_another_shape_can_be_forgotten():
+    """As long as a graph keeps it, torch would use it for the next."""
+    parameter = nn.Parameter(torch.zeros(2))
+    graph = (parameter * 2).sum()
+    parameter.data = torch.zeros(3)
+    node = _torch.accumulator_of(parameter)
+    assert not _torch.is_right_accumulator(node, parameter)
+    _torch.forget_accumulator(parameter)
+    assert _torch.is_right_accumulator(_torch.accumulator_of(parameter), parameter)
+    (parameter * 2).sum().backward()
+    assert parameter.grad.tolist() == [2.0] * 3
+    del graph
+
+
+def test_switches_that_are_asked_for_in_private_can_be_set_back():
+    """Precision of float32 in every place, the default device, blocks of autocast."""
+    before = _torch.precision(), _torch.default_device(), _torch.autocast_nesting(), _torch.reductions()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.set_default_device("meta")
+        torch.autocast_increment_nesting()
+        assert _torch.precision() != before[0]
+        assert _torch.default_device() == torch.device("meta")
+        assert _torch.autocast_nesting() == before[2] + 1
+    finally:
+        _torch.set_precision(before[0])
+        torch.set_default_device(before[1])
+        _torch.set_autocast_nesting(before[2])
+        _torch.set_reductions(before[3])
+    assert (_torch.precision(), _torch.default_device(), _torch.autocast_nesting(), _torch.reductions()) == before
+    assert {"cudnn.benchmark", "mkldnn.enabled", "flash attention"} <= _torch.KERNEL_SWITCHES.keys()
+
+
 @pytest.fixture
 def alone(tmp_path) -> Iterator[None]:
     """A process group of one."""

@@ -114,7 +114,7 @@ class Firing:
             if not may_draw:
                 self._observe_all(observers, model_ctx)
                 return
-            with hook_rng(generators=generators_of_loader(self.ctx.loader)):
+            with hook_rng(undone=bool(interventions), generators=generators_of_loader(self.ctx.loader)):
                 self._observe_all(observers, model_ctx)
                 if interventions:
                     self._intervene_all(interventions, model_ctx)

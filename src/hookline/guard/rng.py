@@ -94,11 +94,16 @@ class hook_rng(kept_rng):
     """`kept_rng` for a firing: what hooks draw is other than at the firing before.
 
     torch and Python go on from where the run stands, so that a forward with dropout drops what the next step would.
-    Where the run has not drawn since the last firing, that would be the same numbers again, for a run of full batches
+    Where the run has not drawn since hooks did, that would be the same numbers again, for a run of full batches
     at every firing: then the stream is seeded by where the run stands and how often hooks have been there (15 µs).
     """
 
-    __slots__ = ("_marks", "_outer_seed")
+    __slots__ = ("_marks", "_outer_seed", "_stood", "_undone")
+
+    def __init__(self, *, undone: bool = True, generators: Iterable[Generator] = ()) -> None:
+        """Keep all streams; ``undone``: what a hook draws may be taken back before the block ends."""
+        super().__init__(generators=generators)
+        self._undone = undone
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -106,26 +111,34 @@ class hook_rng(kept_rng):
         if _Lent.seed is None:
             _Lent.seed = torch.initial_seed()
         self._marks: dict[str, tuple[int, int]] = {}
-        for name, mark, seed in self._streams():
+        for name, mark, seed in _standing(self._torch, self._python, self._cuda):
             known = _Lent.marks.get(name)
             times = known[1] + 1 if known is not None and known[0] == mark else 0
             self._marks[name] = mark, times
             if times:
                 seed(_hashed(name, mark, times))
-
-    def _streams(self) -> Iterator[tuple[str, int, Callable[[int], Any]]]:
-        """Yield the name of each stream, a number for where it stands, and what seeds it."""
-        yield "torch", zlib.crc32(self._torch.numpy().data), torch.default_generator.manual_seed
-        if self._python is not None:
-            yield "python", hash(self._python[1]), random.seed
-        for index, state in enumerate(self._cuda or ()):
-            generator = torch.cuda.default_generators[index]
-            yield f"cuda:{index}", zlib.crc32(state.numpy().data), generator.manual_seed
+        self._stood = {} if self._undone else _marks_now()
 
     def __exit__(self, *exc_info: object) -> None:
+        if not self._undone:  # a firing that draws nothing changes nothing for the next
+            now = _marks_now()
+            self._marks = {name: mark for name, mark in self._marks.items() if now.get(name) != self._stood.get(name)}
         _Lent.marks.update(self._marks)  # now: a firing inside has left its own
         _Lent.seed = self._outer_seed
         super().__exit__(*exc_info)
+
+
+def _standing(cpu: torch.Tensor, python: Any, cuda: Any) -> Iterator[tuple[str, int, Callable[[int], Any]]]:
+    """Yield the name of each stream, a number for where it stands, and what seeds it."""
+    yield "torch", zlib.crc32(cpu.numpy().data), torch.default_generator.manual_seed
+    yield "python", hash(python[1]), random.seed
+    for index, state in enumerate(cuda or ()):
+        yield f"cuda:{index}", zlib.crc32(state.numpy().data), torch.cuda.default_generators[index].manual_seed
+
+
+def _marks_now() -> dict[str, int]:
+    states = torch.default_generator.get_state(), random.getstate(), cuda_states()
+    return {name: mark for name, mark, _ in _standing(*states)}
 
 
 def _hashed(*parts: object) -> int:
@@ -220,7 +233,7 @@ class _Lent:
     out: Final[list[Any]] = []
     """The streams that are lent now, the innermost block's last."""
     marks: Final[dict[str, tuple[int, int]]] = {}
-    """For each other stream, where the run stood at the last firing, and how many firings before found it there."""
+    """For each other stream, where the run stood when hooks drew last, and how many firings before found it there."""
     seed: int | None = None
     """While hooks are fired, the seed of the run."""
 

@@ -61,15 +61,8 @@ _SWITCHES: Final[dict[str, _Switch]] = {
     "anomaly detection": (_anomalies, lambda before: torch.set_anomaly_enabled(*before)),
     "float32 precision": (_torch.precision, _torch.set_precision),
     "half-precision reductions": (_torch.reductions, _torch.set_reductions),
-    "swapping parameters on conversion": (
-        torch.__future__.get_swap_module_params_on_conversion,
-        torch.__future__.set_swap_module_params_on_conversion,
-    ),
-    "overwriting parameters on conversion": (
-        torch.__future__.get_overwrite_module_params_on_conversion,
-        torch.__future__.set_overwrite_module_params_on_conversion,
-    ),
     **_torch.KERNEL_SWITCHES,
+    **_torch.CONVERSION_SWITCHES,
     "inference mode": (torch.is_inference_mode_enabled, _leave_inference_mode),
 }
 """How to ask, how to set."""

@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "CALL_IMPL",
+    "CONVERSION_SWITCHES",
     "FULL_BACKWARD_FLAG",
     "HOOK_DICTS",
     "KERNEL_SWITCHES",
@@ -1403,6 +1404,18 @@ KERNEL_SWITCHES: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
     if hasattr(torch._C, ask) and hasattr(torch._C, tell)
 }  # fmt: skip
 """Switches of the process that decide by which kernels it computes: how to ask, how to set."""
+
+CONVERSION_SWITCHES: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
+    "swapping parameters on conversion": (
+        torch.__future__.get_swap_module_params_on_conversion,
+        torch.__future__.set_swap_module_params_on_conversion,
+    ),
+    "overwriting parameters on conversion": (
+        torch.__future__.get_overwrite_module_params_on_conversion,
+        torch.__future__.set_overwrite_module_params_on_conversion,
+    ),
+}
+"""What ``module.to()`` and the like do with parameters."""
 
 
 REDUCTIONS: Final = ("_cublas_allow_fp16_reduced_precision_reduction", "_cublas_allow_bf16_reduced_precision_reduction")
