@@ -151,8 +151,10 @@ class Snapshot:
         """Copy what is in a batch and was not met elsewhere; there is another one at every step."""
         is_other = batch is not None or self._batch._held is not None
         self._batch._held = batch
-        known = {id(grad) for grad in self._grads}.union(*(part.structure.seen for part in (self._main, self._rest)))
-        self._data.take("nothing" if which == "nothing" else "all", known if is_other else (), again=is_other)
+        known: set[int] = set()
+        if is_other:
+            known = {id(grad) for grad in self._grads} | self._main.structure.seen | self._rest.structure.seen
+        self._data.take("nothing" if which == "nothing" else "all", known, again=is_other)
 
     def _take_gradients(self, *, copied: bool) -> None:
         tensors, names = self._main.structure.tensors, self._main.names
