@@ -174,6 +174,23 @@ def test_attention_sees_training_and_nothing_else_and_leaves_no_hook():
     hook.finish()
 
 
+def test_attention_remembers_no_evaluation_of_a_loop_that_does_not_say_what_it_does():
+    """Neither one before training nor one after it, as mode and gradients tell; where there is no other, it does."""
+    model = token_experiment().model
+    batch, other = torch.tensor([[0, 1], [1, 2], [2, 0]]), torch.zeros(3, 2, dtype=torch.long)
+    found = {}
+    for how in ("evaluation", "training", "both"):
+        hook = made("attention")
+        hook.start(model)
+        for inputs, trains in ((other, False), (batch, True), (other, False)):
+            if how in ("both", "training" if trains else "evaluation"):
+                with torch.set_grad_enabled(trains):
+                    model.train(trains)(inputs)
+        found[how] = float(hook.compute(context(model))["attn_entropy"])
+        hook.finish()
+    assert found["both"] == found["training"] != found["evaluation"]
+
+
 def test_attention_without_any_says_so():
     """Once."""
     hook = made("attention")

@@ -302,12 +302,29 @@ def test_every_lets_an_edit_through_in_those_forwards_alone():
     assert torch.equal(outputs[1], plain)
 
 
-def test_a_part_called_by_itself_is_always_due():
+@pytest.mark.parametrize("on", ["forward", "backward"])
+def test_every_goes_by_the_calls_of_a_part_that_is_called_without_its_model(on):
+    """Of eleven calls the first and the eleventh are due, the tenth is not; a forward of the model is the next step."""
+    model, seen, due_at = small(), [], []
+    with register_hooks(model, [HookSpec("part", ["2.0"], collecting(seen), on=on, every=10)]):
+        for call in range(1, 12):
+            before = len(seen)
+            model[2](X).sum().backward()
+            due_at += [call] * (len(seen) - before)
+        for _ in range(10):
+            model(X).sum().backward()
+    assert due_at == [1, 11]
+    assert seen == [("2.0", 0), ("2.0", 10), ("2.0", 20)]
+
+
+def test_gradients_of_parameters_alone_are_always_due_where_the_model_is_not_called():
+    """They come in the backward pass, when no call is under way that could begin a step."""
     model, seen = small(), []
-    with register_hooks(model, [HookSpec("part", ["2.0"], collecting(seen), every=10)]):
-        model[2](X)
-        model[2](X)
-    assert seen == [("2.0", -1)] * 2
+    with register_hooks(model, [HookSpec("part", ["2.0"], collecting(seen), on="param_grad", every=10)]):
+        for _ in range(2):
+            model[2](X).sum().backward()
+    assert len(seen) == 4
+    assert {step for _, step in seen} == {-1}
 
 
 def raising(config):

@@ -7,7 +7,7 @@ forward handed in; at a report the pattern is worked out from that, so the model
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from hookline.analyses._patterns import Call, pattern_of
 from hookline.analyses._shared import Work, work_of
 from hookline.analyses._spectrum import effective_rank
 from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.phase import phase
+from hookline.lifecycle.during import During
 from hookline.lifecycle.point import HookPoint
 from hookline.sites.attach import attach
 from hookline.sites.wrappers import clean_modules
@@ -28,6 +28,7 @@ from hookline.sites.wrappers import clean_modules
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext
     from hookline.sites.handle import HookHandle
+    from hookline.sites.site import Site
 
 __all__ = ["AttentionHook"]
 
@@ -78,13 +79,20 @@ class AttentionHook(Analysis):
         found = [module for _, module in clean_modules(model) if isinstance(module, nn.MultiheadAttention)]
         self._layers = {module: number for number, module in enumerate(found)}
         if found:
+            remember = self._remember_by(During(frozenset({"train"}), self._calls.clear))
             self._handle = attach(
-                model, found, self._remember, on="forward_pre", with_kwargs=True, observe=True, name=self.name
+                model, found, remember, on="forward_pre", with_kwargs=True, observe=True, name=self.name
             )
 
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if phase() == "train" and module in self._layers:
-            self._calls[self._layers[module]] = Call.of(module, args, kwargs)
+    def _remember_by(self, during: During) -> Callable[..., None]:
+        """Return a hook that keeps what an attention is given last in a forward that counts as training."""
+
+        def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site) -> None:
+            takes = during.takes_forward(site.training, site.gradients, site.step)
+            if takes and module in self._layers:
+                self._calls[self._layers[module]] = Call.of(module, args, kwargs)
+
+        return remember
 
     def finish(self) -> None:
         """Take the hooks off."""

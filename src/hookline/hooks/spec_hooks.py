@@ -94,7 +94,7 @@ class _Careful:
         self._name = spec.name or hook_name(hook)
 
     def _is_due(self, step: int) -> bool:
-        # A part of the model that is called by itself is in no forward of the model (-1), and always due.
+        # Before any step began (-1) it is due: a gradient of a parameter, where no hook saw the forward that led to it.
         return not self.off and max(step, 0) % self._every == 0
 
     def _call(self, args: tuple[Any, ...], site: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from hookline.lifecycle.phase import checked_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.observe.stats.counts import Counts
 from hookline.observe.stats.engine import Engine
-from hookline.observe.stats.hooks import ModuleHook
+from hookline.observe.stats.hooks import MODULE_KINDS, ModuleHook
 from hookline.observe.stats.layout import Layout
 from hookline.observe.stats.options import check_scaler, checked_kinds, chosen_modules
 from hookline.observe.stats.parameters import Parameters
@@ -27,7 +27,7 @@ from hookline.observe.stats.saved import counted, load_counted
 from hookline.observe.stats.steps import ByForward, ByHand, ByOptimizer
 from hookline.observe.stats.table import table_of
 from hookline.sites import _torch
-from hookline.sites.attach import check_request, fasten
+from hookline.sites.attach import fasten
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.parameters import select_parameters
@@ -278,14 +278,14 @@ class Watch(ShownAsTable):
     # -- hooks -------------------------------------------------------------------------------------------
 
     def _begin(self, target: Target, exclude: Target, kinds: list[str], optimizer: Any, *, lenient: bool) -> None:
-        modules = [kind for kind in kinds if kind in _MODULE_KINDS]
+        modules = [kind for kind in kinds if kind in MODULE_KINDS]
         if modules:
             self._chosen = chosen_modules(self._model, target, exclude, lenient=lenient)
             modules = modules if self._chosen else []
         for kind in modules:
             scale, due = (self._scale, self._counts.backward) if kind == "backward" else (None, self._counts.forward)
             self._hooks[kind] = ModuleHook(self._engine, self._chosen, kind, due, scale)
-        if set(kinds) - set(_MODULE_KINDS):
+        if set(kinds) - set(MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, required=not modules)
         counts = self._counts
         if optimizer is not None:
@@ -320,18 +320,18 @@ class Watch(ShownAsTable):
             self._handles = HandleSet()
             return
         for kind, hook in self._hooks.items():
-            as_kind, call, beside = _MODULE_KINDS[kind]
-            request = check_request(getattr(hook, call), as_kind, observe=True, name=self.name)
+            as_kind, call, beside = MODULE_KINDS[kind]
+            request = self._counts.request(getattr(hook, call), as_kind, self.name)
             # A graph does not know the scale of the moment, so it could not tell what is over a threshold.
             if kind == "forward" or self._scaler is None or not self._layout.thresholds:
                 request.summary = hook
             self._handles.add(fasten(request, self._model, self._chosen))
             if self._layout.by_unit:
-                more = check_request(getattr(hook, beside), as_kind, observe=True, name=f"{self.name} by unit")
+                more = self._counts.request(getattr(hook, beside), as_kind, f"{self.name} by unit")
                 self._handles.add(fasten(more, self._model, self._chosen))
         self._counts.find_root()
         if self._passes is not None and isinstance(self._counts.steps, ByForward):
-            request = check_request(self._passes.begins, Kind.BACKWARD_PRE, observe=True, name=self.name)
+            request = self._counts.request(self._passes.begins, Kind.BACKWARD_PRE, self.name)
             self._handles.add(fasten(request, self._model, [("", self._model)]))
 
     def _pass_is_over(self) -> None:
@@ -387,13 +387,6 @@ class Watch(ShownAsTable):
 
     def _scale(self) -> Tensor | None:
         return None if self._scaler is None else _torch.scale_of(self._scaler)
-
-
-_MODULE_KINDS: Final[dict[str, tuple[Kind, str, str]]] = {
-    "forward": (Kind.FORWARD, "forward", "beside"),
-    "backward": (Kind.BACKWARD_PRE, "backward", "beside_backward"),
-}
-"""For each kind: what to attach as, the method of the hook, and the method for what is kept per unit."""
 
 
 def _nothing_watched() -> Watch:

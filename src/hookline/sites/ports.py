@@ -283,12 +283,14 @@ class PreBack(BackPort):
             observers, began = self.due()
             for entry in observers:
                 run_one_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)
-        if kwargs is _ABSENT or not table.has_gradients or not torch.is_grad_enabled():
+        if not table.has_gradients or not torch.is_grad_enabled():
+            return None
+        # A gradient hook that a pre-hook of this call has put on begins with the next.
+        table.entered = began if began >= 0 else next_order()
+        if kwargs is _ABSENT:
             return None
         call = GradientCall(table, module)
-        if began >= 0:  # a gradient hook that a pre-hook of this call has put on begins with the next
-            call.order = began
-        table.entered = call.order
+        call.order = table.entered
         return call.enter(args, kwargs)
 
 

@@ -16,6 +16,7 @@ import torch
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
 from hookline.sites.compiled import marks
+from hookline.sites.entry import next_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -38,6 +39,10 @@ class _Pass(threading.local):
         """The mode that the model was in when its forward began; None before one has."""
         self.gradients = True
         """Whether gradients were on then."""
+        self.by_part = False
+        """Whether a call of a part began this step, because the model's own forward is not called."""
+        self.order = -1
+        """When it began, on the clock of ``entry.next_order``."""
         self.calls: dict[Any, int] = {}
         self._repeated: tuple[int, dict[Any, int]] = (-1, {})
 
@@ -76,13 +81,18 @@ class Root:
         """Has, in each thread, the ``step`` that this thread is in: for whoever asks too often to call `moment`."""
         return self._pass
 
-    def begin(self, gradients: bool | None = None) -> None:
-        """A forward of the root begins in this thread, with `gradients` on; as they are now, if left out."""
+    def begin(self, gradients: bool | None = None, *, by_part: bool = False) -> None:
+        """A forward of the root begins in this thread, with `gradients` on; as they are now, if left out.
+
+        With `by_part`, it is a call of a part that stands in for it.
+        """
         if _torch.graph_task_id() != -1:
             return  # activation checkpointing repeats one
         current = self._pass
         current.step = self.step = next(self._counter)
         current.calls = {}
+        current.by_part = by_part
+        current.order = next_order()
         current.training = self.training_now()
         current.gradients = torch.is_grad_enabled() if gradients is None else gradients
         for table in tuple(self.tables):

@@ -52,4 +52,4 @@ def find_stand_in(root: Root) -> None:
 
 def _begin(root: Root) -> None:
     # Gradients may be off around a frozen part, which tells nothing of the model: there its mode decides.
-    root.begin(root.training_now() or torch.is_grad_enabled())
+    root.begin(root.training_now() or torch.is_grad_enabled(), by_part=True)

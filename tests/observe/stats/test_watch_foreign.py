@@ -156,6 +156,36 @@ def test_a_schedule_begins_with_training() -> None:
     assert watch.to_metrics()["head/forward/mean"] == pytest.approx(float(torch.cat(outputs[::2]).mean()), rel=1e-4)
 
 
+@pytest.mark.parametrize("has_other_hooks", [False, True])
+@pytest.mark.parametrize("evaluations", [0, 2, 3])
+@pytest.mark.parametrize("call", ["forward", "training_step"])
+def test_hooks_that_come_on_as_a_step_begins_see_the_backward_pass_of_that_step(
+    call: str, evaluations: int, has_other_hooks: bool
+) -> None:
+    """Also at the module whose call begins it, whether they were off for an evaluation or for a step not due."""
+    model, optimizer = make()
+    if has_other_hooks:
+        hl.attach(model, lambda *args: None, on="backward")
+        hl.attach(model, "encoder", lambda *args: None, on="backward")
+    whole = "" if call == "forward" else "encoder/"
+    with hl.watch(model, every=2) as watch:
+        foreign_loop(model, optimizer, model if whole == "" else model.training_step, evaluations=evaluations)
+    fired = watch.report()["fired"]
+    places = [f"{whole}forward", f"{whole}backward", "head/backward", "head.weight/param_grad"]
+    assert [fired[place] for place in places] == [3] * 4
+
+
+def test_a_backward_pass_of_a_forward_that_was_not_due_does_not_count() -> None:
+    """Though it comes when the next one, which is due, has begun, and others have had the forward watched."""
+    model, _ = make()
+    with hl.watch(model, every=2, on="backward") as watch, hl.attach(model, "*", lambda *args: None, on="backward"):
+        model(torch.randn(6, 4)).sum().backward()
+        outputs = [model(torch.randn(6, 4)) for _ in range(2)]
+        for output in outputs:
+            output.sum().backward()
+    assert (watch.report()["fired"]["backward"], watch.report()["fired"]["head/backward"]) == (2, 2)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_tells_training_from_evaluation_too(backend: str) -> None:
     """In one graph, compiled once for each of the two; gradients are off while it runs, and were on when it began."""

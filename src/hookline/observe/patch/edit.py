@@ -17,6 +17,7 @@ from hookline.observe.patch.misfits import misfit, place_of, shape_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
+    from hookline.sites.root import Root
     from hookline.sites.site import Site
 
 __all__ = ["Edit", "broadcasts", "dtype_name"]
@@ -55,6 +56,9 @@ class Edit:
     def bound(self, names: Mapping[str, Sequence[str]], *, inputs: bool) -> Edit:
         """The edit with all that it needs for the sites of these names, each with every name its module has."""
         return self
+
+    def attached(self, root: Root) -> None:
+        """Take note of what counts the calls of the sites that the edit was put on."""
 
     def apply(self, x: Tensor, site: Site) -> Tensor:
         """The activation, edited."""

@@ -18,10 +18,12 @@ from hookline.observe.patch.edit import Edit, broadcasts, dtype_name
 from hookline.observe.patch.fit import Held, as_tensor
 from hookline.observe.patch.lookup import check_cache, mean_of, tensors_of
 from hookline.observe.patch.misfits import misfit, place_of, shape_of
+from hookline.observe.patch.turns import Turns
 from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from hookline.observe.patch.index import IndexLike
+    from hookline.sites.root import Root
     from hookline.sites.site import Site
 
 __all__ = ["Edit", "ablate", "mean_ablate", "replace", "scale", "steer", "swap"]
@@ -234,12 +236,14 @@ class _Recorded(Edit):
         self.cache: Mapping[str, Any] | None = cache
         self.values: dict[str, list[Held]] = {}
         """For each site it is bound to, the tensors to put in, call by call."""
+        self.turns = Turns()
 
     def bound(self, names: Mapping[str, Sequence[str]], *, inputs: bool) -> Edit:
         assert self.cache is not None
         twin = copy.copy(self)
         twin.cache = None  # what is not patched need not be kept
         twin.values = {}
+        twin.turns = Turns()
         for name, spellings in names.items():
             found = tensors_of(
                 self.cache, spellings, inputs=inputs, word=self.word, of_one_forward=not isinstance(self, _Mean)
@@ -251,9 +255,12 @@ class _Recorded(Edit):
         """What is to be put in, of what was recorded for a site."""
         return found
 
+    def attached(self, root: Root) -> None:
+        self.turns.root = root
+
     def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
         calls = self.values[site.name]
-        value = _converted(self, calls[0 if len(calls) == 1 else _call(site, len(calls))], x, site)
+        value = _converted(self, calls[0 if len(calls) == 1 else self.turns.turn(site, len(calls))], x, site)
         if self.index is not None and value.dim() == x.dim() and self.fits(value, x):
             value = self.index.part(value.expand(x.shape), place_of(site))
         if not self.fits(value, part):
@@ -282,21 +289,6 @@ class _Mean(_Recorded):
 
     def options(self) -> str:
         return "cache" if self.dims is None else f"cache, dims={tuple(self.dims)}"
-
-
-def _call(site: Site, num_calls: int) -> int:
-    """Which call of its module this is, of those that were recorded."""
-    recorded = f"swap() has {num_calls} calls from the other run"
-    if torch.compiler.is_compiling():
-        misfit(recorded, place_of(site), "is in compiled code, which does not know its call", _ONE_CALL)
-    if site.recompute:
-        misfit(recorded, place_of(site), "is repeated by activation checkpointing, in another order", _ONE_CALL)
-    if site.call >= num_calls:
-        misfit(recorded, place_of(site), f"comes from call {site.call + 1} of its module in this forward", _ONE_CALL)
-    return site.call
-
-
-_ONE_CALL = "Give the one that is meant: hookline.replace(cache[name].calls[0].output)."
 
 
 def _converted(edit: Edit, held: Held, x: Tensor, site: Site) -> Tensor:

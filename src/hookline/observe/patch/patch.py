@@ -101,6 +101,7 @@ def patch(
             inputs = kind is Kind.FORWARD_PRE
             request = check_request(hook, kind, with_kwargs=inputs, name=name or edit.word, scope=scope)
             found.add(fasten(request, model, chosen))
+            edit.attached(next(iter(request.roots)))
     except BaseException:
         found.remove(quiet=True)
         raise

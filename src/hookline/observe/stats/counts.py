@@ -6,11 +6,12 @@ Asked by the hooks of a watch at each firing; knows the model's forwards from th
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.phase import phase
 from hookline.observe.stats.steps import ByForward, Steps
+from hookline.sites.attach import check_request
 from hookline.sites.root import NOWHERE, Root
 from hookline.sites.table import existing_table
 from hookline.wording import a_or_an, outside
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from hookline.lifecycle.during import During
     from hookline.observe.stats.engine import Watched
+    from hookline.sites.entry import Attachment
+    from hookline.sites.kinds import Kind
 
 __all__ = ["Counts"]
 
@@ -40,6 +43,17 @@ class Counts:
         """Go by what counts the forwards of the model now; it changes when all hooks were off."""
         table = existing_table(self._model)
         self.root = NOWHERE if table is None or table.root is None else table.root
+
+    def request(self, hook: Any, kind: Kind, name: str) -> Attachment:
+        """Return what asks for an observer; where it comes on because a step begins, it is as old as the step.
+
+        A gradient hook that comes on in the middle of a forward waits for the next one, and a step begins in the
+        pre-hooks of the forward that is due.
+        """
+        request = check_request(hook, kind, observe=True, name=name)
+        if isinstance(self.steps, ByForward) and self.steps.is_beginning:
+            request.order = self.root.here.order
+        return request
 
     def needs_hooks(self) -> bool:
         """Return whether the hooks of the watch have to be on now."""

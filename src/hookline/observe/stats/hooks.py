@@ -10,7 +10,7 @@ import functools
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from hookline.errors import HooklineWarning
 from hookline.observe.stats.rows import find_in
 from hookline.sites import _torch
 from hookline.sites.entry import Summary
+from hookline.sites.kinds import Kind
 from hookline.sites.main_tensor import main_of, main_tensor
 from hookline.wording import a_or_an, outside
 
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
     from hookline.observe.stats.layout import Layout
     from hookline.sites.entry import Found
 
-__all__ = ["ModuleHook", "give_up"]
+__all__ = ["MODULE_KINDS", "ModuleHook", "give_up"]
+
+MODULE_KINDS: Final[dict[str, tuple[Kind, str, str]]] = {
+    "forward": (Kind.FORWARD, "forward", "beside"),
+    "backward": (Kind.BACKWARD_PRE, "backward", "beside_backward"),
+}
+"""For each kind: what to attach as, the method of the hook, and the method for what is kept per unit."""
 
 
 class ModuleHook(Summary):

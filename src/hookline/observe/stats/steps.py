@@ -137,6 +137,8 @@ class ByForward(Steps):
         super().__init__(schedule)
         self.has_begun = self._is_compiled = False
         """Whether a forward has begun."""
+        self.is_beginning = False
+        """Whether a step begins at this moment, in the pre-hooks of a forward."""
         self._comes_and_goes = schedule != StepSchedule()
         self._model = weakref.ref(model)
         self._counts, self._over, self._started = counts, over, started
@@ -180,11 +182,15 @@ class ByForward(Steps):
             self._begin_step()
 
     def _begin_step(self) -> None:
-        if self.has_begun:
-            self._over()
-        else:
-            self.has_begun = True
-            self._started()
+        self.is_beginning = True
+        try:
+            if self.has_begun:
+                self._over()
+            else:
+                self.has_begun = True
+                self._started()
+        finally:
+            self.is_beginning = False
 
     def keeps_hooks(self) -> bool:
         """Return whether hooks stay on for steps that are not due.

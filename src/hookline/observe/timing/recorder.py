@@ -33,7 +33,9 @@ class _Here(threading.local):
         self.stack: list[Span] = []
         """The calls that have begun and not ended; one that raised goes when the call around it ends."""
         self.counts: dict[str, int] = {}
-        """How often each module was called with gradients on in this forward: so do gradient hooks count calls."""
+        """How often each module was called with gradients on in this step: so do gradient hooks count calls."""
+        self.step = -1
+        """The step that ``counts`` is of; calls of a part begin steps too, where the model itself is not called."""
         self.repeats: list[Visit] = []
         """The same as ``stack`` for calls that are repeated in a backward pass."""
         self.visited: Span | None = None
@@ -41,12 +43,14 @@ class _Here(threading.local):
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
-        self.counts.clear()
         if not any(span.name == "" for span in self.stack):
             self.stack.clear()  # parts of it were called by themselves, and raised
 
-    def count(self, name: str) -> int:
-        """Which call of that module this is, of those with gradients on."""
+    def count(self, name: str, step: int) -> int:
+        """Which call of that module in `step` this is, of those with gradients on."""
+        if step != self.step:
+            self.step = step
+            self.counts.clear()
         number = self.counts.get(name, 0)
         self.counts[name] = number + 1
         return number
@@ -79,7 +83,7 @@ class Recorder:
         here = self._here
         if not site.name:
             here.begin()
-        number = here.count(site.name) if torch.is_grad_enabled() else site.call
+        number = here.count(site.name, site.step) if torch.is_grad_enabled() else site.call
         self._enter(here, Span(site.name, site.type, site.step, site.call), number)
 
     def leave_module(self, module: Any, args: Any, output: Any, *, site: Site) -> None:
