@@ -62,7 +62,7 @@ TOLD = [
     (17, "$.hooks.schedules.hessian.mode", "expected 'continual', 'stride' or 'burst', got 'brst'."),
     (18, "$.hooks.schedules.norms.stride", "expected greater than or equal to 1, got 0."),
     (18, "$.hooks.schedules.norms", "this schedule would have no effect: norms fires at"),
-    (19, "$.console", "expected 'normal', 'live', 'silent' or 'none', got 'loud'."),
+    (19, "$.console", "expected 'live', 'lines', 'tables', 'normal', 'silent' or 'none', got 'loud'."),
     (21, "$.trackers[0].tracker", "Unknown hook: 'relu_activation'."),
     (22, "$.trackers[1].options.per_unit", "expected a valid boolean"),
     (23, "$.trackers[2].tracker", "this is missing."),
