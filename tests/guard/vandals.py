@@ -4,7 +4,7 @@ A case is a number: it decides the model, the optimizer and 3 to 10 nasty acts. 
 block and without, and both are trained on. Cases run in child processes, so that one that kills the interpreter is
 counted and named. From the repository's root::
 
-    python tests/guard/vandals.py --cases 10000          # ten minutes of one core
+    python tests/guard/vandals.py --cases 10000          # a quarter of an hour
     python tests/guard/vandals.py --only 4711            # one case, in this process
 """
 

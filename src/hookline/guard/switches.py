@@ -1,6 +1,6 @@
 """The switches of torch that a thread or the process has, and setting them back.
 
-`Guard` reads them before an intervention (about 40 µs) and sets back what is otherwise afterwards; an observer that
+`Guard` reads them before an intervention (about 50 µs) and sets back what is otherwise afterwards; an observer that
 moves one is named. They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums.
 """
 
