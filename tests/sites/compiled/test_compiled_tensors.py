@@ -13,6 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
 
+# torch's own, on torch 2.11, where it traces a hook on a tensor of the function's own.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
 WEIGHT = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
 
 

@@ -128,7 +128,8 @@ def collect(value: Any, found: list[Tensor]) -> None:
 
 
 def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    # None is asked for first: on torch 2.11 the compiler cannot trace what is_dataclass asks of its class.
+    return value is not None and dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def substitute(value: Any, tensors: list[Tensor], used: list[None]) -> Any:
