@@ -132,8 +132,8 @@ def test_every_figure_against_numpy(method, dtype, tolerance):
         ({"dtype": torch.float32}, 1e-5),
         ({"dtype": torch.float64, "method": "difference"}, 1e-6),
         ({"dtype": torch.float32, "method": "difference", "epsilon": 1e-2}, 1e-3),
-        # rounding: gradients of length 20 have 1e-6 of it, over an epsilon of 1e-4
-        ({"dtype": torch.float32, "method": "difference"}, 1e-2),
+        # Rounding of gradients of length 20, over an epsilon of 1e-4: 0.0068 on one CPU, 0.0103 on another.
+        ({"dtype": torch.float32, "method": "difference"}, 20 * torch.finfo(torch.float32).eps / 1e-4),
     ],
 )
 def test_how_far_off_the_rayleigh_quotient_is(options, worst):

@@ -135,7 +135,7 @@ def test_a_second_signal_leaves_at_once() -> None:
         until(lambda: "stopping" in server.said, "it drains")
         until(lambda: httpx.get(f"{url}/health").json() == {"status": "draining"}, "it says so")
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended(30) == 128 + signal.SIGTERM
+        assert server.ended() == 128 + signal.SIGTERM
 
 
 # -- what does not start ---------------------------------------------------------------------------------------

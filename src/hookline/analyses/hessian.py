@@ -73,7 +73,7 @@ class HessianHook(Compared):
 
     Args:
         epsilon: How far the weights are moved for a difference. In float32 rounding adds an error of about 1e-7 of the
-            gradient's length over epsilon: at 1e-4 the Rayleigh quotient of a quadratic loss is off by up to 1e-2,
+            gradient's length over epsilon: at 1e-4 the Rayleigh quotient of a quadratic loss is off by about 1e-2,
             exactly by 1e-5. With kinks (ReLU) the difference counts the units that switch on the way as well, which
             ``"exact"`` does not see: in epoch 13 of ``mod_arithmetic`` (seed 199) ``amplification_ratio`` is 7.1 at
             1e-4, 1.4 at 1e-2, and 0.6 exactly.
