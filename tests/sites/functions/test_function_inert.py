@@ -180,10 +180,11 @@ def test_under_activation_checkpointing_the_bits_are_the_same() -> None:
 
 
 def test_under_autocast_the_bits_are_the_same() -> None:
-    """bfloat16 on the CPU, where every cast rounds."""
-    plain = train(steps=5, autocast=True)
-    assert differences(train(hooking=everything, steps=5, autocast=True), plain) == []
-    assert differences(plain, train(steps=5)) != []
+    """bfloat16 on the CPU, where every cast rounds; without oneDNN, which has no such LSTM on some CPUs."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        plain = train(steps=5, autocast=True)
+        assert differences(train(hooking=everything, steps=5, autocast=True), plain) == []
+        assert differences(plain, train(steps=5)) != []
 
 
 def test_a_hook_that_draws_a_random_number_is_noticed(plain: dict[str, Tensor]) -> None:
