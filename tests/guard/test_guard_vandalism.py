@@ -330,3 +330,31 @@ def test_the_fuzzer_sees_what_a_missing_guard_lets_through(name):
             assert vandals._differing(before, vandals.portrait(run)) != []
     finally:
         switches.restore()
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "let go"])
+@pytest.mark.parametrize("hooked", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_in_the_insides_of_a_new_parameter_does_not_come_along_with_them(hooked: str, is_kept: bool) -> None:
+    """The block makes a parameter with a hook that doubles gradients, and swaps its insides with an old one's."""
+
+    def double(value: Any) -> Any:
+        value.mul_(2) if value.grad is None else value.grad.mul_(2)
+
+    def trained(*, with_block: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        kept = []
+        if with_block:
+            with hl.rollback(model, optimizer):
+                model[0].weight = nn.Parameter(torch.ones(4, 4))
+                getattr(model[0].weight, hooked)(double)
+                torch.utils.swap_tensors(model[0].weight, model[2].weight)
+                kept += [model[0].weight] * is_kept
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().sum().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, trained(with_block=True), trained(with_block=False)))

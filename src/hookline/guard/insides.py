@@ -58,10 +58,13 @@ class Insides:
             now = _torch.identity_of(tensor)
             if now == own:
                 continue
-            if _swapped(tensor, holders.get(own)):
-                holders[now], holders[own] = holders[own], tensor
-            elif self._uses[number] > 1:
-                # Nothing else could tell: numbers, flags and hooks are put back into other insides.
+            holder = holders.get(own)
+            if holder is not None and _swapped(tensor, holder):
+                holders[now], holders[own] = holder, tensor
+                continue
+            # Hooks of autograd sit in the insides. Fresh ones have none; numbers and flags are put back into them.
+            _torch.swap_insides(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if self._uses[number] > 1:
                 lost[self._names[number]] = "swap_tensors() gave its insides, which something refers to, away"
         for number in changed:
             tensor, attributes = self._tensors[number], self._attributes[number]
@@ -98,10 +101,8 @@ def _is_parallel(model: nn.Module) -> bool:
     return any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
-def _swapped(tensor: Tensor, holder: Tensor | None) -> bool:
-    """Exchange the insides of two objects; return False if there is no other, or torch refuses."""
-    if holder is None:
-        return False
+def _swapped(tensor: Tensor, holder: Tensor) -> bool:
+    """Exchange the insides of two objects; return False if torch refuses."""
     try:
         _torch.swap_insides(tensor, holder)
     except RuntimeError:
