@@ -358,3 +358,14 @@ def test_a_hook_in_the_insides_of_a_new_parameter_does_not_come_along_with_them(
         return list(model.parameters())
 
     assert all(map(torch.equal, trained(with_block=True), trained(with_block=False)))
+
+
+def test_the_attributes_of_a_parameter_come_back_as_the_same_dictionary() -> None:
+    """``swap_tensors`` exchanges them before it exchanges the insides, and may refuse that."""
+    model = nn.Linear(2, 2)
+    model.weight.mark = "own"
+    own = vars(model.weight)
+    with hl.rollback(model):
+        model.weight.__dict__ = {"mark": "outside"}
+    assert vars(model.weight) is own
+    assert model.weight.mark == "own"

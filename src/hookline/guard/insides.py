@@ -41,11 +41,20 @@ class Insides:
         self._is_parallel = bool(self._nodes) and _is_parallel(model)
 
     def changed(self) -> list[int]:
-        """Return the numbers of the tensors that have other insides now."""
+        """Return the numbers of the tensors that have other insides, attributes or another class now.
+
+        ``swap_tensors`` exchanges class and attributes first, so that they are other ones where it then refuses.
+        """
         now = list(map(_torch.identity_of, self._tensors))
-        if now == self._before:
+        same = zip(self._tensors, self._attributes, strict=True)
+        if now == self._before and all(own is None or vars(tensor) is own for tensor, own in same):
             return []
-        return [number for number, (a, b) in enumerate(zip(now, self._before, strict=True)) if a != b]
+        each = zip(now, self._before, self._tensors, self._attributes, self._classes, strict=True)
+        return [
+            number
+            for number, (a, b, tensor, own, cls) in enumerate(each)
+            if a != b or type(tensor) is not cls or (own is not None and vars(tensor) is not own)
+        ]
 
     def restore(self, changed: Iterable[int]) -> dict[str, str]:
         """Give each its own insides again; return the names of those whose insides are gone, and what that means."""
