@@ -592,3 +592,19 @@ def test_hooks_are_on_after_torchs_dictionary_was_thrown_away(monkeypatch):
     lost.remove(quiet=True)
     assert not torch_module._global_forward_pre_hooks
     thrown.clear()  # it comes back after the test
+
+
+def test_a_model_that_is_hooked_by_somebody_and_does_not_run_is_no_news():
+    """Two models; the one that runs is trained, the other, which came first, has a hook of its own."""
+    idle, busy, seen = nn.Linear(3, 2), nn.Linear(3, 2), []
+    keep = hl.attach(idle, lambda module, args, output: None)
+    idle(torch.ones(1, 3)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hl.HookNeverFired)
+        with hl.attach_everywhere(lambda *_: seen.append(1), on="full_backward"):
+            busy(torch.ones(1, 3, requires_grad=True)).sum().backward()
+            with torch.no_grad():
+                for _ in range(20):  # as an optimizer would
+                    idle.weight.add_(1)
+    keep.remove()
+    assert seen == [1]

@@ -211,7 +211,7 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -
     if root in attachment.roots:
         root.users -= 1  # it is one user, however often it comes back
     attachment.roots[root] = None
-    if len(chosen) == 1 and not chosen[0][0]:
+    if len(chosen) == 1 and not chosen[0][0] and not attachment.everywhere:
         attachment.marks_before = training_marks(chosen[0][1])
     for name, module in chosen:
         table = table_of(module)

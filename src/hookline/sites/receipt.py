@@ -220,7 +220,7 @@ def _version(tensor: Tensor) -> int:
 
 def _has_trained_uncalled(attachment: Attachment, entries: list[Entry]) -> bool:
     """Return whether a hook on the model itself never fired, and the model was trained meanwhile."""
-    if not entries or attachment.marks_before is None or attachment.scope is not None or entries[0].fired:
+    if len(entries) != 1 or attachment.marks_before is None or attachment.scope is not None or entries[0].fired:
         return False
     model = entries[0].table.module()
     pairs = zip(attachment.marks_before, [] if model is None else training_marks(model), strict=False)
