@@ -46,7 +46,7 @@ class TakingTurns:
         self._experiment.on_epoch_end = self._epoch_is_over  # type: ignore[method-assign]
         # With the arguments that `hookline run` would give them.
         config = {name: given for name, given in ModArithmetic.hook_config.items() if name in hooks}
-        sinks = [hl.MemorySink()]
+        sinks = [hl.sinks.MemorySink()]
         self._manager = hl.HookManager(hooks, hook_config=config, sinks=sinks, loop_type="epoch") if hooks else None
         self._epochs = epochs
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)

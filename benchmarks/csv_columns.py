@@ -14,9 +14,9 @@ from pathlib import Path
 from measure import Row, Samples, Trial, interleave, ratios, spread, trial, typical
 from subject import Setting
 
-from hookline.sinks.csv import CSVSink
-from hookline.sinks.parquet import ParquetSink
-from hookline.sinks.prometheus import PrometheusSink
+from hookline.sinks.csv_sink import CSVSink
+from hookline.sinks.parquet_sink import ParquetSink
+from hookline.sinks.prometheus_sink import PrometheusSink
 from hookline.sinks.record import Record
 from hookline.sinks.sink import MetricSink
 

@@ -19,11 +19,11 @@ from subject import Setting
 from torch import nn
 
 import hookline as hl
-from hookline.sinks.csv import CSVSink
+from hookline.sinks.csv_sink import CSVSink
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.jsonl import JSONLSink
-from hookline.sinks.tensorboard import TensorBoardSink
-from hookline.sinks.wandb import WandbSink
+from hookline.sinks.jsonl_sink import JSONLSink
+from hookline.sinks.tensorboard_sink import TensorBoardSink
+from hookline.sinks.wandb_sink import WandbSink
 
 __all__ = ["emitting", "emitting_five"]
 
@@ -32,11 +32,11 @@ BATCH = 200
 STEPS = 20
 
 
-def made_record(number: int = 0) -> hl.Record:
+def made_record(number: int = 0) -> hl.sinks.Record:
     """Fifty numbers, all digits in use, as hooks give them."""
     chance = random.Random(number)
     metrics = {f"hook{n % 5}/metric_{n}": chance.random() for n in range(NUMBERS)}
-    return hl.Record(metrics, number, hl.HookPoint.POST_EPOCH, number, "random", 0, time.time())
+    return hl.sinks.Record(metrics, number, hl.HookPoint.POST_EPOCH, number, "random", 0, time.time())
 
 
 @contextmanager

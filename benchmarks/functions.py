@@ -152,7 +152,7 @@ def entering(setting: Setting) -> Iterator[Row]:
     """What a forward pays for its model being watched: the scope itself, and the call that goes around it."""
     model = Nothing()
     handle = hl.attach_function(torch.relu, watch, within=model)
-    from hookline.sites.table import table_of
+    from hookline.sites.modules.module_hooks import table_of
 
     scope = table_of(model).around
     assert scope is not None

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.observe.stats.kernel import Item, Kernel, Tuning, readable
-from hookline.observe.stats.layout import Layout
-from hookline.observe.stats.state import State
+from hookline.observe.watch.columns import Layout
+from hookline.observe.watch.stat_kernel import Item, Kernel, Tuning, readable
+from hookline.observe.watch.stat_rows import State
 
 __all__ = ["gpu_compiled", "gpu_eager", "gpu_kernel"]
 

@@ -25,8 +25,8 @@ from measure import Row, Samples, Trial, interleave, ratios, spread, trial, typi
 from report import console_line
 from subject import Setting
 
-from hookline.hooks.resolve import resolve_callable
-from hookline.serve.model_runner import ModelRunner
+from hookline.sglang.model_runner import ModelRunner
+from hookline.specs.resolve import resolve_callable
 
 __all__ = ["serving"]
 
@@ -184,8 +184,8 @@ def _row(samples: Samples, name: str, words: str, model: str, at_most: float | N
 
 def states(setting: Setting) -> Iterator[Row]:
     """Answers of the engine, with the hidden states of one layer for every token and without."""
-    from hookline.serve.engine import Engine
-    from hookline.serve.request import StatesWanted
+    from hookline.serve.generation_request import StatesWanted
+    from hookline.serve.serving_engine import Engine
 
     served = Served(setting)
     engine = Engine(served.runner.model)
@@ -211,7 +211,7 @@ def states(setting: Setting) -> Iterator[Row]:
 
 def answering(served: Served, engine: Any, name: str, states: Any) -> Trial:
     """Eight requests at once, until the last has its answer."""
-    from hookline.serve.request import Finished, Request
+    from hookline.serve.generation_request import Finished, Request
 
     # On a CPU what all threads of the process took: the engine has one of its own, and others' work is not ours.
     clock = time.perf_counter if served.device.type == "cuda" else time.process_time

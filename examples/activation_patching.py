@@ -44,7 +44,7 @@ def recovered_by(model: GPT2LMHeadModel, corrupted: Tensor) -> Tensor:
     table = torch.empty(LAYERS, CLEAN.shape[1])
     for layer in range(LAYERS):
         for position in range(CLEAN.shape[1]):
-            edit = hl.swap(cache, index=(slice(None), position))
+            edit = hl.edits.swap(cache, index=(slice(None), position))
             with hl.patch(model, {f"transformer.h.{layer}": edit}):
                 table[layer, position] = (logit_difference(model(corrupted).logits) - worst) / (clean - worst)
     return table

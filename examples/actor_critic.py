@@ -65,9 +65,9 @@ def act_and_judge(components: OrderedDict[str, nn.Module], seen: Tensor) -> tupl
     return components["actor_head"](hidden), components["value"](components["critic_head"](hidden)).squeeze(-1)
 
 
-def make_policy() -> hl.PolicyAutoBuilder:
+def make_policy() -> hl.metta.PolicyAutoBuilder:
     """A body with ReLU that actor and critic share, and a critic with tanh."""
-    return hl.PolicyAutoBuilder(
+    return hl.metta.PolicyAutoBuilder(
         OrderedDict(
             actor_mlp=nn.Sequential(nn.Linear(4, 64), nn.ReLU()),
             actor_head=nn.Linear(64, 2),
@@ -78,14 +78,14 @@ def make_policy() -> hl.PolicyAutoBuilder:
     )
 
 
-def make_tool() -> hl.TrainTool:
+def make_tool() -> hl.metta.TrainTool:
     """What to track, by component; nothing is attached yet, there is not even a policy."""
-    tool = hl.TrainTool()
-    tool.add_training_hook("actor_mlp", hl.attach_relu_activation_hooks())
-    tool.add_training_hook("critic_head", hl.attach_saturated_activation_hooks(activation="tanh"))
-    tool.add_training_backward_hook("actor_mlp", hl.attach_fisher_information_hooks())
-    tool.add_training_backward_hook("actor_mlp", hl.attach_gradient_flow_hooks())
-    tool.add_training_backward_hook("critic_head", hl.attach_gradient_flow_hooks())
+    tool = hl.metta.TrainTool()
+    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
+    tool.add_training_hook("critic_head", hl.metta.attach_saturated_activation_hooks(activation="tanh"))
+    tool.add_training_backward_hook("actor_mlp", hl.metta.attach_fisher_information_hooks())
+    tool.add_training_backward_hook("actor_mlp", hl.metta.attach_gradient_flow_hooks())
+    tool.add_training_backward_hook("critic_head", hl.metta.attach_gradient_flow_hooks())
     return tool
 
 
@@ -93,9 +93,9 @@ def make_tool() -> hl.TrainTool:
 class Trainer:
     """Advantage actor-critic; `context` is where the trackers are kept."""
 
-    policy: hl.PolicyAutoBuilder
+    policy: hl.metta.PolicyAutoBuilder
     poles: Poles
-    context: hl.ComponentContext = field(default_factory=hl.ComponentContext)
+    context: hl.metta.ComponentContext = field(default_factory=hl.metta.ComponentContext)
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=3e-3)
@@ -150,12 +150,12 @@ def row(epoch: int, life: float, loss: float, metrics: dict[str, float]) -> list
     ]
 
 
-def run(reward: float) -> tuple[Table, hl.MemorySink]:
+def run(reward: float) -> tuple[Table, hl.sinks.MemorySink]:
     """Train with that reward; a line per epoch, and all the metrics. The policy is left without a hook."""
     torch.manual_seed(0)
-    tool, policy, sink = make_tool(), make_policy(), hl.MemorySink()
+    tool, policy, sink = make_tool(), make_policy(), hl.sinks.MemorySink()
     trainer = Trainer(policy, Poles(POLES, reward))
-    reporter = hl.StatsReporter(trainer.context, policy=policy, sinks=[sink])
+    reporter = hl.metta.StatsReporter(trainer.context, policy=policy, sinks=[sink])
     titles = ("epoch", "steps alive", "loss", "ReLU on", "dead", "tanh full", "Fisher", "blocked", "critic grad")
     table = Table(*titles, title=f"A reward of {reward:g} per step")
     with tool.attached(policy=policy, trainer=trainer):

@@ -80,13 +80,18 @@ def experiment() -> ModArithmetic:
     return ModArithmetic(CONFIG, "stride")
 
 
-def train(folder: Path, memory: hl.MemorySink) -> tuple[ModArithmetic, hl.HookManager]:
+def train(folder: Path, memory: hl.sinks.MemorySink) -> tuple[ModArithmetic, hl.HookManager]:
     """Train with everything on."""
     made = experiment()
-    relu = hl.ComponentContext()
-    count = hl.attach_relu_activation_hooks()("mlp", relu)
+    relu = hl.metta.ComponentContext()
+    count = hl.metta.attach_relu_activation_hooks()("mlp", relu)
     watch = hl.watch(made.model, ["layers.#.mlp", "decoder"], on=("forward", "backward"))
-    sinks = [memory, hl.CSVSink(folder / "run.csv"), hl.JSONLSink(folder / "run.jsonl"), hl.ConsoleSink()]
+    sinks = [
+        memory,
+        hl.sinks.CSVSink(folder / "run.csv"),
+        hl.sinks.JSONLSink(folder / "run.jsonl"),
+        hl.sinks.ConsoleSink(),
+    ]
     hooks = [relu.model_metrics["relu_activation_state"], watch, Distance(), EpochAhead()]
     manager = hl.HookManager(hooks=hooks, sinks=sinks, log=folder / "records.jsonl")
     with (
@@ -102,7 +107,7 @@ def train(folder: Path, memory: hl.MemorySink) -> tuple[ModArithmetic, hl.HookMa
 
 def main() -> None:
     """Train with hooks and without, and say what there is."""
-    memory = hl.MemorySink()
+    memory = hl.sinks.MemorySink()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         hooked, manager = train(folder, memory)

@@ -42,7 +42,7 @@ def see(module: nn.Module, *handed: object, site: hl.Site) -> None:
     FIRED.append((str(site.kind), site.name or "(the model)", ", ".join(filter(None, map(shape, handed)))))
 
 
-def see_function(fn: hl.FunctionSite, *handed: object, site: hl.Site) -> None:
+def see_function(fn: hl.sites.FunctionSite, *handed: object, site: hl.Site) -> None:
     """The same for a function, which is told apart by the module that calls it."""
     name = fn.name.removeprefix("torch.nn.functional.")
     FIRED.append((f"{site.kind}, function", f"{name} in {fn.module}", shape(handed[-1])))

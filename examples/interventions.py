@@ -84,7 +84,7 @@ def make_experiment() -> hl.Experiment:
     return hl.Experiment(model, optimizer, loader, scheduler=scheduler, evaluate=evaluate)
 
 
-def train(manager: hl.HookManager | None) -> tuple[hl.Experiment, hl.LoopResult]:
+def train(manager: hl.HookManager | None) -> tuple[hl.Experiment, hl.training.LoopResult]:
     """The same run each time, but for its hooks."""
     experiment = make_experiment()
     result = hl.epoch_loop(experiment, epochs=EPOCHS, manager=manager, snapshot_every=SNAPSHOT_EVERY)
@@ -93,7 +93,7 @@ def train(manager: hl.HookManager | None) -> tuple[hl.Experiment, hl.LoopResult]
 
 def main() -> None:
     """Train with hooks and without, show what they found, and compare."""
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[Ordering(), Curvature()], sinks=[sink])
     hooked, result = train(manager)
     plain, _ = train(None)

@@ -76,13 +76,13 @@ def train(manager: hl.HookManager) -> nn.Module:
 
 def main() -> None:
     """Train with hooks and without, and compare."""
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[WeightNorm, AnotherOrder], sinks=[sink])
     print(manager.plan(), end="\n\n")
     hooked = train(manager)
     for record in sink.records:
         for name, value in record.metrics.items():
-            steps = f" at steps {value.steps}" if isinstance(value, hl.StepSeries) else ""
+            steps = f" at steps {value.steps}" if isinstance(value, hl.sinks.StepSeries) else ""
             shown = ", ".join(f"{v:.3f}" for v in value) if isinstance(value, list) else f"{value:.3f}"
             print(f"epoch {record.epoch}  {name} = {shown}{steps}")
     (receipt,) = manager.receipts

@@ -21,10 +21,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hookline.serve.engine import Engine
+from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.server import Server
-from hookline.serve.http.settings import Settings
-from hookline.serve.load import load
+from hookline.serve.load_model import load
+from hookline.serve.serving_engine import Engine
 
 TOKEN = "only-for-this-example"
 

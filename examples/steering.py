@@ -32,7 +32,7 @@ def train_vector(model: GPT2LMHeadModel, prompts: torch.Tensor, steps: int = 60)
     vector = torch.zeros(32, requires_grad=True)
     optimizer = torch.optim.Adam([vector], lr=0.1)
     wanted = torch.full((len(prompts),), WANTED)
-    with hl.patch(model, {SITE: hl.steer(vector, index=LAST)}):
+    with hl.patch(model, {SITE: hl.edits.steer(vector, index=LAST)}):
         for step in range(steps):
             loss = cross_entropy(model(prompts).logits[:, -1], wanted)
             optimizer.zero_grad()
@@ -49,7 +49,7 @@ def main() -> None:
     vector = train_vector(model, torch.randint(1, 64, (16, 6)))
     prompt = torch.randint(1, 64, (1, 6))
     for k in (0.0, 0.5, 1.0):
-        with hl.patch(model, {SITE: hl.steer(vector, k, index=LAST)}):
+        with hl.patch(model, {SITE: hl.edits.steer(vector, k, index=LAST)}):
             tokens = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
         print(f"k={k}  {tokens[0, 6:].tolist()}")
 

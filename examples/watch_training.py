@@ -55,7 +55,7 @@ def main() -> None:
     """Train under a watch, report to a sink now and then, and look at the table."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     stats = ("mean", "std", "absmax", "zero_fraction", "dead_fraction")
     targets = ["#.up", "#.relu"]
     with hl.watch(model, targets, on=("forward", "backward"), stats=stats, optimizer=optimizer) as watch:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from hookline.dispatch.registry import HookRegistry
+    from hookline.training.registry import HookRegistry
 
 
 def pytest_configure() -> None:
@@ -43,7 +43,8 @@ def compiling_has_been_said() -> None:
 
     It is tested in processes of its own (tests/sites/functions/test_kernels.py).
     """
-    from hookline.sites.functions import kernels, mode
+    from hookline.sites.functions import function_mode as mode
+    from hookline.sites.functions import operator_kernels as kernels
 
     kernels._Said.compiling = True
     mode._Said.compiled = True
@@ -52,7 +53,7 @@ def compiling_has_been_said() -> None:
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
     """A registry with nothing in it, without the entry points of this machine; the real one is back afterwards."""
-    from hookline.dispatch.registry import HookRegistry  # before it is emptied: built-in hooks are registered once
+    from hookline.training.registry import HookRegistry  # before it is emptied: built-in hooks are registered once
 
     for name in ("_classes", "_paths", "_order", "groups", "_entry_points", "_broken"):
         monkeypatch.setattr(HookRegistry, name, {})

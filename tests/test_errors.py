@@ -93,7 +93,7 @@ def test_each_error_prints_its_sentence_unquoted_and_survives_pickling(name):
 
 def test_a_no_match_error_without_arguments_prints_nothing():
     """An empty error does not raise while it is shown."""
-    assert str(hl.NoMatchError()) == ""
+    assert str(hl.errors.NoMatchError()) == ""
 
 
 def test_the_tree_in_the_docstring_names_every_error():
@@ -120,113 +120,119 @@ BAD = {
     "unknown kind": (
         ("*", hook),
         {"on": "foward"},
-        hl.KindError,
+        hl.errors.KindError,
         ValueError,
         r"'foward'.*[Nn]earest: 'forward'.*Kinds: ",
     ),
-    "a kind that is no string": (("*", hook), {"on": 3}, hl.KindError, ValueError, r"3.*Kinds: "),
-    "no kind at all": (("*", hook), {"on": None}, hl.KindError, ValueError, r"None.*Kinds: "),
+    "a kind that is no string": (("*", hook), {"on": 3}, hl.errors.KindError, ValueError, r"3.*Kinds: "),
+    "no kind at all": (("*", hook), {"on": None}, hl.errors.KindError, ValueError, r"None.*Kinds: "),
     "the legacy backward hook": (
         ("*", hook),
         {"on": "register_backward_hook"},
-        hl.KindError,
+        hl.errors.KindError,
         ValueError,
         r"deprecated.*use on='backward'",
     ),
     "with_kwargs on a backward hook": (
         ("*", hook),
         {"on": "backward", "with_kwargs": True},
-        hl.OptionError,
+        hl.errors.OptionError,
         ValueError,
         r"with_kwargs.*'backward'.*goes with forward, forward_pre",
     ),
     "always_call on a pre-hook": (
         ("*", lambda module, args: None),
         {"on": "forward_pre", "always_call": True},
-        hl.OptionError,
+        hl.errors.OptionError,
         TypeError,
         r"always_call.*'forward_pre'.*goes with forward",
     ),
     "observe on a state hook": (
         ("*", lambda *args: None),
         {"on": "state_dict_pre", "observe": True},
-        hl.OptionError,
+        hl.errors.OptionError,
         ValueError,
         r"observe.*'state_dict_pre'.*goes with",
     ),
-    "sees without observe": (("*", hook), {"sees": "raw"}, hl.OptionError, ValueError, r"sees='raw'.*observe=True"),
+    "sees without observe": (
+        ("*", hook),
+        {"sees": "raw"},
+        hl.errors.OptionError,
+        ValueError,
+        r"sees='raw'.*observe=True",
+    ),
     "sees of another value": (
         ("*", hook),
         {"observe": True, "sees": "rare"},
-        hl.OptionError,
+        hl.errors.OptionError,
         ValueError,
         r"'edited' or 'raw', got 'rare'",
     ),
-    "a hook that is not callable": (("*", "print"), {}, hl.HookSignatureError, TypeError, r"callable.*'print'"),
-    "a hook that is None": (("*", None), {}, hl.HookSignatureError, TypeError, r"callable.*None"),
+    "a hook that is not callable": (("*", "print"), {}, hl.errors.HookSignatureError, TypeError, r"callable.*'print'"),
+    "a hook that is None": (("*", None), {}, hl.errors.HookSignatureError, TypeError, r"callable.*None"),
     "a hook that takes too little": (
         ("*", one_arg),
         {},
-        hl.HookSignatureError,
+        hl.errors.HookSignatureError,
         TypeError,
         r"one_arg\(module\).*forward.*hook\(module, args, output\)",
     ),
     "a hook that needs too much": (
         ("*", needs_more),
         {},
-        hl.HookSignatureError,
+        hl.errors.HookSignatureError,
         TypeError,
         r"needs_more\(module, args, output, extra\).*extra",
     ),
     "a hook with a keyword nobody gives": (
         ("*", keyword_needed),
         {},
-        hl.HookSignatureError,
+        hl.errors.HookSignatureError,
         TypeError,
         r"keyword_needed\(module, args, output, \*, tag\).*tag",
     ),
     "a hook without room for the keyword arguments": (
         ("*", lambda module, args, output: None),
         {"with_kwargs": True},
-        hl.HookSignatureError,
+        hl.errors.HookSignatureError,
         TypeError,
         r"hook\(module, args, kwargs, output\)",
     ),
-    "an empty list of targets": (([], hook), {}, hl.TargetError, ValueError, r"empty.*give a name"),
-    "an empty tuple of targets": (((), hook), {}, hl.TargetError, ValueError, r"empty.*give a name"),
-    "a target that is a number": ((7, hook), {}, hl.TargetError, ValueError, r"7 is no target; give a name"),
+    "an empty list of targets": (([], hook), {}, hl.errors.TargetError, ValueError, r"empty.*give a name"),
+    "an empty tuple of targets": (((), hook), {}, hl.errors.TargetError, ValueError, r"empty.*give a name"),
+    "a target that is a number": ((7, hook), {}, hl.errors.TargetError, ValueError, r"7 is no target; give a name"),
     "a module of another model": (
         (nn.Linear(2, 2), hook),
         {},
-        hl.TargetError,
+        hl.errors.TargetError,
         ValueError,
         r"given Linear.*Sequential.*another model",
     ),
     "a mistyped name": (
         ("outr.*", hook),
         {},
-        hl.NoMatchError,
+        hl.errors.NoMatchError,
         KeyError,
         r"No module matches 'outr\.\*'.*nearest: .*'outer'.*hookline\.find",
     ),
     "a list with one mistyped name": (
         (["inner", "otuer"], hook),
         {},
-        hl.NoMatchError,
+        hl.errors.NoMatchError,
         KeyError,
         r"No module matches 'otuer'.*nearest: 'outer'",
     ),
     "a type the model does not have": (
         (nn.Conv2d, hook),
         {},
-        hl.NoMatchError,
+        hl.errors.NoMatchError,
         KeyError,
         r"is a Conv2d; it has Sequential ×2, Linear ×2, ReLU ×1",
     ),
     "an exclude that leaves nothing": (
         ("inner.*", hook),
         {"exclude": "inner.*"},
-        hl.NoMatchError,
+        hl.errors.NoMatchError,
         KeyError,
         r"'inner\.\*'.*exclude='inner\.\*' takes all",
     ),
@@ -259,7 +265,7 @@ def test_a_script_module_is_refused_and_nothing_else_is_hooked():
     with pytest.warns(DeprecationWarning, match="script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     model = nn.Sequential(nn.Linear(2, 2), scripted)
-    with pytest.raises(hl.UnhookableError, match=r"ScriptModule.*before it is scripted") as caught:
+    with pytest.raises(hl.errors.UnhookableError, match=r"ScriptModule.*before it is scripted") as caught:
         hl.attach(model, ["0", "1"], hook)
     assert isinstance(caught.value, TypeError)
     assert isinstance(caught.value, RuntimeError)
@@ -273,14 +279,14 @@ def test_a_scripted_model_is_refused():
     """The model itself may not be a ScriptModule either."""
     with pytest.warns(DeprecationWarning, match="script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(hl.UnhookableError, match="ScriptModule"):
+    with pytest.raises(hl.errors.UnhookableError, match="ScriptModule"):
         hl.attach(scripted, hook)
 
 
 @pytest.mark.parametrize("thing", [None, 3, torch.ones(1), nn.Linear, [nn.ReLU()]])
 def test_something_that_is_no_module_is_refused(thing):
     """attach says what it got instead of a module."""
-    with pytest.raises(hl.UnhookableError, match=r"A torch\.nn\.Module is needed, got") as caught:
+    with pytest.raises(hl.errors.UnhookableError, match=r"A torch\.nn\.Module is needed, got") as caught:
         hl.attach(thing, "*", hook)
     assert isinstance(caught.value, TypeError)
 
@@ -289,7 +295,7 @@ def test_something_that_is_no_module_is_refused(thing):
 def test_a_forgotten_hook_is_not_taken_for_one(forgotten):
     """``attach(model, nn.Linear)`` is an attach without a hook, not the class as a hook."""
     model = make_model()
-    with pytest.raises(hl.HookSignatureError):
+    with pytest.raises(hl.errors.HookSignatureError):
         hl.attach(model, forgotten)
     assert_untouched(model)
 
@@ -297,7 +303,7 @@ def test_a_forgotten_hook_is_not_taken_for_one(forgotten):
 def test_a_forgotten_hook_and_target_say_so():
     """``attach(model)`` says that a hook is missing rather than showing a placeholder object."""
     model = make_model()
-    with pytest.raises((hl.HookSignatureError, TypeError)) as caught:
+    with pytest.raises((hl.errors.HookSignatureError, TypeError)) as caught:
         hl.attach(model)
     assert "<object object" not in str(caught.value)
     assert_untouched(model)
@@ -312,7 +318,7 @@ def test_a_pre_hook_with_kwargs_that_returns_nonsense_is_named():
 
     with (
         hl.attach(model, "outer", bad_return, on="forward_pre", with_kwargs=True),
-        pytest.raises(hl.HookReturnError, match=r"bad_return.*'outer'.*\(new_args, new_kwargs\)") as caught,
+        pytest.raises(hl.errors.HookReturnError, match=r"bad_return.*'outer'.*\(new_args, new_kwargs\)") as caught,
     ):
         model(torch.ones(1, 2))
     assert isinstance(caught.value, RuntimeError)
@@ -337,14 +343,14 @@ def test_a_gradient_hook_that_returns_a_misfit_is_named(value, words):
 
     with hl.attach(model, "outer", misfit, on="backward"):
         output = model(torch.ones(1, 2))
-        with pytest.raises(hl.HookReturnError, match=rf"misfit.*'outer'.*{words}"):
+        with pytest.raises(hl.errors.HookReturnError, match=rf"misfit.*'outer'.*{words}"):
             output.sum().backward()
 
 
 def test_hooks_left_are_listed_by_module_and_hook():
     """assert_no_hooks names what it found and where to look."""
     model = make_model()
-    expected = pytest.raises(hl.HooksLeftError, match=r"1 hooks? .*outer: hook \(forward\).*hookline\.attached")
+    expected = pytest.raises(hl.errors.HooksLeftError, match=r"1 hooks? .*outer: hook \(forward\).*hookline\.attached")
     with hl.attach(model, "outer", hook), expected:
         hl.assert_no_hooks(model)
     assert_untouched(model)
@@ -363,7 +369,7 @@ def test_hooks_left_are_listed_by_module_and_hook():
 def test_clip_gradients_refuses_nonsense_bounds(options, words):
     """Neither, both, or a bound that is not positive is an OptionError, and nothing is hooked."""
     model = make_model()
-    with pytest.raises(hl.OptionError, match=words):
+    with pytest.raises(hl.errors.OptionError, match=words):
         hl.clip_gradients(model, "outer", **options)
     assert_untouched(model)
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
@@ -374,7 +380,7 @@ def test_clip_gradients_that_cannot_attach_leaves_no_parameter_hook():
     with pytest.warns(DeprecationWarning, match="script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     model = nn.Sequential(nn.Linear(2, 2), scripted)
-    with pytest.raises(hl.UnhookableError):
+    with pytest.raises(hl.errors.UnhookableError):
         hl.clip_gradients(model, ["0", "1"], value=1.0)
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
     assert not model[0]._forward_hooks

@@ -30,7 +30,7 @@ def _blocks(page: Path) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run_in_order_and_print_what_they_show(page: Path) -> None:
     """Every python block runs, in one namespace per page; a text block after it is its exact output."""

@@ -264,7 +264,7 @@ def test_importing_hookline_imports_no_torch():
 
 def test_errors_and_listing_need_no_torch():
     """Looking at the names, at the version, or catching an error does not import torch either."""
-    look = "dir(hookline), hookline.__version__, hookline.NoMatchError"
+    look = "dir(hookline), hookline.__version__, hookline.errors.NoMatchError"
     code = f"import sys, hookline; {look}; print('torch' in sys.modules)"
     assert run_python(code) == "False"
 

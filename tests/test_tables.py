@@ -62,9 +62,9 @@ class Zeroes(hl.InterventionHook):
         return {"a": 1}
 
 
-def trained() -> tuple[hl.HookManager, hl.MemorySink, hl.LoopResult]:
+def trained() -> tuple[hl.HookManager, hl.sinks.MemorySink, hl.training.LoopResult]:
     model, x = model_and_data()
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[Norm, Zeroes], sinks=[sink], profile_hooks=True)
     experiment = hl.Experiment(
         model,
@@ -78,14 +78,14 @@ def trained() -> tuple[hl.HookManager, hl.MemorySink, hl.LoopResult]:
 def everything_that_ends_a_cell() -> dict[str, Any]:
     model, x = model_and_data()
     one, many = hl.attach(model, "0", ignore), hl.attach(model, "#", ignore, name="<b>bold</b>")
-    patch, watch = hl.patch(model, {"1": hl.ablate()}), hl.watch(model, "#", on="forward")
+    patch, watch = hl.patch(model, {"1": hl.edits.ablate()}), hl.watch(model, "#", on="forward")
     cache, profile = hl.capture(model, "#"), hl.profile(model)
     model(x)
     with hl.rollback(model) as receipt, torch.no_grad():
         model[0].weight.zero_()
     manager, sink, result = trained()
-    tool = hl.TrainTool()
-    tool.add_training_hook("actor_mlp", hl.attach_relu_activation_hooks())
+    tool = hl.metta.TrainTool()
+    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
     found = {
         "find": hl.find(model),
         "handle": one,
@@ -104,7 +104,7 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "profiler": manager.profiler,
         "memory": sink,
         "record": sink.records[0],
-        "log record": hl.Record({"a": 1.0}, 0, hl.HookPoint.SNAPSHOT),
+        "log record": hl.sinks.Record({"a": 1.0}, 0, hl.HookPoint.SNAPSHOT),
         "result": result,
         "trainer": tool.invoke(),
     }
@@ -157,7 +157,7 @@ def test_receipts_are_a_tuple_still():
     "switch_on",
     [
         lambda model: hl.attach(model, "0", ignore),
-        lambda model: hl.patch(model, {"1": hl.ablate()}),
+        lambda model: hl.patch(model, {"1": hl.edits.ablate()}),
         lambda model: hl.capture(model, "0"),
         lambda model: hl.watch(model, "0", on="forward"),
         lambda model: hl.profile(model),
@@ -219,8 +219,8 @@ def test_an_experiment_says_what_it_is_made_of():
 
 def test_a_tool_says_whether_its_hooks_are_on():
     """Before a run and in its block."""
-    tool = hl.TrainTool()
-    tool.add_training_hook("actor_mlp", hl.attach_relu_activation_hooks())
+    tool = hl.metta.TrainTool()
+    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
     assert repr(tool) == "<TrainTool, hooks: 1 on actor_mlp; off until .invoke() or .attached()>"
     trainer = tool.invoke()
     with tool.attached(policy=trainer.policy, trainer=trainer):

@@ -14,10 +14,10 @@ from torch import nn
 
 import hookline as hl
 from hookline import HookPoint, MetricInfo
-from hookline.analyses import register_built_ins
 from hookline.errors import HookCheckError
 from hookline.testing import HookCheck, check_hook, small_experiment
-from hookline.testing.outcome import differences, left_by, same
+from hookline.testing.run_outcome import differences, left_by, same
+from hookline.training.registry import register_built_ins
 
 
 class Mean(hl.TrainingHook):

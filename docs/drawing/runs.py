@@ -37,7 +37,7 @@ LAGS: Settings = {"batch_dynamics": {"lags": range(1, 31)}}
 class Run:
     """What the hooks of one run have said."""
 
-    def __init__(self, sink: hl.MemorySink, model: nn.Module) -> None:
+    def __init__(self, sink: hl.sinks.MemorySink, model: nn.Module) -> None:
         self.sink, self.model = sink, model
 
     def __getitem__(self, name: str) -> tuple[list[int], list[Any]]:
@@ -67,7 +67,7 @@ def train(
     **loop: Any,
 ) -> Run:
     """Train it in the loop that ``epochs=`` or ``steps=`` says."""
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks, hook_config=config, sinks=[sink], reference_weights=reference)
     (hl.epoch_loop if "epochs" in loop else hl.step_loop)(experiment, manager=manager, **loop)
     return Run(sink, experiment.model)

@@ -49,7 +49,7 @@ def left_by(experiment: hl.Experiment) -> dict[str, Tensor]:
     return left
 
 
-def by_step(sink: hl.MemorySink, hook: str) -> dict[int, dict[str, float]]:
+def by_step(sink: hl.sinks.MemorySink, hook: str) -> dict[int, dict[str, float]]:
     """What a hook said at single steps."""
     found: dict[int, dict[str, float]] = defaultdict(dict)
     for record in sink.records:
@@ -61,7 +61,7 @@ def by_step(sink: hl.MemorySink, hook: str) -> dict[int, dict[str, float]]:
     return dict(found)
 
 
-def by_epoch(sink: hl.MemorySink, hook: str) -> dict[int, dict[str, float]]:
+def by_epoch(sink: hl.sinks.MemorySink, hook: str) -> dict[int, dict[str, float]]:
     """What a hook said when epochs were over."""
     found: dict[int, dict[str, float]] = {}
     for record in sink.records:

@@ -213,7 +213,7 @@ def test_gradients_that_are_no_numbers():
 
 @pytest.mark.parametrize("options", [{"burst_length": 0}, {"every_n_steps": "often"}])
 def test_options_that_mean_nothing(options):
-    with pytest.raises(hl.OptionError, match=next(iter(options))):
+    with pytest.raises(hl.errors.OptionError, match=next(iter(options))):
         AdamDynamicsHook(**options)
 
 
@@ -228,7 +228,7 @@ def test_the_run_is_the_same_to_the_last_bit_and_bursts_come_when_due(loop):
 
     def trained(hooks: list[hl.TrainingHook]) -> tuple[dict[str, torch.Tensor], Any]:
         experiment = rich_experiment(target_gradient=target_gradient)
-        sink = hl.MemorySink()
+        sink = hl.sinks.MemorySink()
         manager = hl.HookManager(hooks=hooks, sinks=[sink], strict=True) if hooks else None
         if loop == "epoch":
             hl.epoch_loop(experiment, epochs=5, manager=manager)
@@ -252,5 +252,5 @@ def test_a_hook_that_writes_would_be_found_out():
                 model_ctx.optimizer_state("0.weight")["exp_avg"].mul_(0.5)
 
     manager = hl.HookManager(hooks=[Writes(every_n_steps=2, burst_length=1)])
-    with pytest.raises(hl.GuardError, match="declares scope='reads'"):
+    with pytest.raises(hl.errors.GuardError, match="declares scope='reads'"):
         hl.epoch_loop(rich_experiment(), epochs=1, manager=manager)

@@ -18,8 +18,9 @@ from torch import nn
 
 import hookline as hl
 from hookline import analyses
-from hookline.dispatch.hook_state import copied
 from hookline.errors import HooklineWarning
+from hookline.training.hook_state import copied
+from hookline.training.registry import register_built_ins
 
 POST_STEP, POST_EPOCH, SNAPSHOT = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT
 
@@ -45,7 +46,7 @@ LOOPS = pytest.mark.parametrize("run", [run_epochs, run_steps])
 @LOOPS
 def test_a_run_with_all_observers_is_the_run_without(run):
     """Weights, buffers, gradients, optimizer, modes and all random streams, to the last bit; each of them reported."""
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     plain = left_by(run(None))
     assert differences(plain, left_by(run(new_manager(OBSERVERS, sink)))) == []
     assert {name.partition("/")[0] for name in sink.latest} >= set(OBSERVERS)
@@ -55,7 +56,7 @@ def test_a_run_with_all_observers_is_the_run_without(run):
 def test_a_run_with_one_observer_is_the_run_without(name):
     """Each by itself, with every check that a manager has."""
     plain = left_by(run_epochs(None))
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     assert differences(plain, left_by(run_epochs(new_manager([name], sink, strict=True)))) == []
     assert any(metric.startswith(f"{name}/") for metric in sink.latest)
 
@@ -85,7 +86,7 @@ def test_the_model_carries_no_hook_afterwards(run):
 
 def test_every_observer_goes_on_where_it_was():
     """State saved after two epochs and loaded into new hooks: from then on they say the same, to the last bit."""
-    sinks = hl.MemorySink(), hl.MemorySink(), hl.MemorySink()
+    sinks = hl.sinks.MemorySink(), hl.sinks.MemorySink(), hl.sinks.MemorySink()
     run_epochs(new_manager(OBSERVERS, sinks[0]))
     manager = new_manager(OBSERVERS, sinks[1])
     half = run_epochs(manager, last=2)
@@ -95,7 +96,7 @@ def test_every_observer_goes_on_where_it_was():
     whole, first, second = ([dict(record.metrics) for record in sink.records] for sink in sinks)
     assert repr(first + second) == repr(whole)
     assert len(second) > 5
-    forgetful, sink = new_manager(OBSERVERS), hl.MemorySink()
+    forgetful, sink = new_manager(OBSERVERS), hl.sinks.MemorySink()
     half, other = run_epochs(forgetful, last=2), new_manager(OBSERVERS, sink)
     other.load_state_dict({**forgetful.state_dict(), "hooks": {}})  # the negative control
     run_epochs(other, first=2, experiment=half)
@@ -307,7 +308,7 @@ def test_every_observer_takes_any_model(label):
 @LOOPS
 def test_every_metric_is_described_and_every_hook_says_what_it_is(run):
     """By name, or by a pattern such as ``top_sv/{param}``; with a description, and no hook's name in front."""
-    sink, manager = hl.MemorySink(), new_manager(OBSERVERS)
+    sink, manager = hl.sinks.MemorySink(), new_manager(OBSERVERS)
     run(new_manager(OBSERVERS, sink))
     for name, hook in manager.hooks.items():
         infos = hook.describe_metrics()
@@ -327,7 +328,7 @@ def test_every_metric_is_described_and_every_hook_says_what_it_is(run):
 
 def test_metrics_are_the_same_with_state_offloaded():
     """Whatever is moved between firings comes back."""
-    one, other = hl.MemorySink(), hl.MemorySink()
+    one, other = hl.sinks.MemorySink(), hl.sinks.MemorySink()
     run_epochs(new_manager(OBSERVERS, one))
     run_epochs(new_manager(OBSERVERS, other, offload_state=True))
     assert one.latest == other.latest
@@ -335,7 +336,7 @@ def test_metrics_are_the_same_with_state_offloaded():
 
 def test_the_order_of_hooks_does_not_matter():
     """Work is shared, results are not: backwards, all say the same."""
-    one, other = hl.MemorySink(), hl.MemorySink()
+    one, other = hl.sinks.MemorySink(), hl.sinks.MemorySink()
     run_epochs(new_manager(OBSERVERS, one))
     run_epochs(new_manager(OBSERVERS[::-1], other))
     assert one.latest == other.latest
@@ -370,8 +371,8 @@ def test_all_built_ins_are_known_by_name(own_registry):
         def compute(self, ctx):
             return {}
 
-    analyses.register_built_ins()
-    analyses.register_built_ins()
+    register_built_ins()
+    register_built_ins()
     assert set(own_registry.known()) == set(analyses.BUILT_IN)
     assert own_registry.get("norms") is Mine
     assert set(OBSERVERS) <= set(own_registry.list_observers())
@@ -385,8 +386,8 @@ def test_all_built_ins_are_known_by_name(own_registry):
 def test_listing_the_built_ins_takes_no_torch():
     """In a process of its own."""
     code = (
-        "import sys, hookline.analyses as a; a.register_built_ins()\n"
-        "from hookline.hooks.registry import HookRegistry\n"
+        "import sys, hookline.analyses as a\n"
+        "from hookline.training.registry import HookRegistry\n"
         "assert set(HookRegistry.known()) >= set(a.BUILT_IN) and len(a.BUILT_IN) >= 25\n"
         "assert 'torch' not in sys.modules"
     )

@@ -41,7 +41,7 @@ def batches_go_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_with_all_observers_is_the_run_without():
     """Also with state offloaded, which says the same."""
-    plain, one, other = run(None), hl.MemorySink(), hl.MemorySink()
+    plain, one, other = run(None), hl.sinks.MemorySink(), hl.sinks.MemorySink()
     assert differences(plain, run(new_manager(OBSERVERS, one))) == []
     assert differences(plain, run(new_manager(OBSERVERS, other, offload_state=True))) == []
     assert one.latest.keys() == other.latest.keys()

@@ -115,7 +115,7 @@ def test_hessian_of_half_precision_is_not_rounded_away():
     torch.manual_seed(0)
     model = nn.Linear(4, 1, bias=False).bfloat16()
     data = [torch.randn(8, 4).bfloat16() for _ in range(6)]
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     hook = HessianHook(every_n_steps=2, burst_length=2)
     experiment = hl.Experiment(
         model, torch.optim.SGD(model.parameters(), lr=0.01), data, lambda model, x: model(x).float().square().mean()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hookline as hl
 from hookline.analyses.counterfactual import CounterfactualHook
 from hookline.analyses.counterfactual_validator import CounterfactualValidatorHook
-from hookline.lifecycle.phase import phase
+from hookline.lifecycle.run_phase import phase
 
 NUM_ROWS, BATCH, RATE = 12, 3, 0.05
 
@@ -68,7 +68,7 @@ BIAS, WEIGHT = slice(0, 2), slice(2, 8)
 
 def run(hook: hl.TrainingHook, epochs: int = 1, **options: Any) -> tuple[Regression, dict[int, dict[str, float]]]:
     made = Regression()
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[hook], sinks=[sink], **options)
     hl.epoch_loop(made.experiment, epochs=epochs, manager=manager)
     return made, by_epoch(sink, hook.name)
@@ -101,7 +101,7 @@ def test_the_same_order_leaves_nothing_to_ordering():
     """The control of the split: an epoch in the run's own order is all content."""
     hook = CounterfactualHook(k=1)
     made = Regression(shuffled_loader=lambda: made.experiment.loader)
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     hl.epoch_loop(made.experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     assert by_epoch(sink, "counterfactual")[0]["ordering_fraction"] == pytest.approx(0.0, abs=1e-12)
     _, shuffled = run(CounterfactualHook(k=1))
@@ -205,7 +205,7 @@ def test_zero_gradients_divide_nothing(hook):
         DataLoader(data, 2),
         lambda m, batch: (m(batch[0]) * 0).sum(),
     )
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     reference = {"weight": model.weight.detach() + 1.0}
     manager = hl.HookManager(hooks=[hook], sinks=[sink], reference_weights=reference)
     hl.epoch_loop(experiment, epochs=2, manager=manager)
@@ -217,7 +217,7 @@ def test_zero_gradients_divide_nothing(hook):
 def test_it_fires_every_epoch_at_first_and_then_at_snapshots():
     hook = CounterfactualHook(k=1)
     made = Regression()
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[hook], sinks=[sink])
     hl.epoch_loop(made.experiment, epochs=62, manager=manager, snapshot_every=10)
     assert sorted(by_epoch(sink, "counterfactual")) == [*range(50), 50, 60]
@@ -233,7 +233,7 @@ def test_the_step_loop_has_no_epoch_to_train_again():
 
 def test_the_validator_is_for_debugging():
     assert CounterfactualValidatorHook.debug
-    assert issubclass(CounterfactualValidatorHook, hl.DebugInterventionHook)
+    assert issubclass(CounterfactualValidatorHook, hl.training.DebugInterventionHook)
     assert not CounterfactualHook.debug
 
 
@@ -254,7 +254,7 @@ def test_the_window_goes_on_after_a_checkpoint_and_not_into_another_run():
 @pytest.mark.parametrize("make", [CounterfactualHook, CounterfactualValidatorHook])
 @pytest.mark.parametrize("options", [{"k": 0}, {"k": 1.5}])
 def test_options_that_mean_nothing(make, options):
-    with pytest.raises(hl.OptionError, match="k="):
+    with pytest.raises(hl.errors.OptionError, match="k="):
         make(**options)
 
 

@@ -46,7 +46,7 @@ def run(hook: hl.TrainingHook, dtype: torch.dtype, steps: int = 12, *, loop: str
     experiment = hl.Experiment(
         model, torch.optim.SGD(model.parameters(), lr=ETA), matrices(steps), lambda model, batch: model(batch)
     )
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[hook], sinks=[sink], **options)
     if loop == "epoch":
         hl.epoch_loop(experiment, epochs=1, manager=manager)
@@ -175,7 +175,7 @@ def test_the_gradient_observed_is_the_one_that_training_saw():
             parts = [p.grad.double().flatten().numpy() for name, p in named if "bias" not in name]
             seen[ctx.step] = float(np.linalg.norm(np.concatenate(parts)))
 
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     hooks = [Note(), HessianHook(every_n_steps=1, burst_length=1)]
     hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=hooks, sinks=[sink]))
     found = by_step(sink, "hessian")
@@ -212,7 +212,7 @@ def test_a_loss_without_second_derivatives_gets_the_difference_and_one_warning()
     model = nn.Linear(3, 1, bias=False).double()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     batches = [torch.randn(4, 3, dtype=torch.float64) for _ in range(8)]
-    sink, hook = hl.MemorySink(), HessianHook(every_n_steps=2, burst_length=2)
+    sink, hook = hl.sinks.MemorySink(), HessianHook(every_n_steps=2, burst_length=2)
     experiment = hl.Experiment(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -223,7 +223,7 @@ def test_a_loss_without_second_derivatives_gets_the_difference_and_one_warning()
         hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     assert len(told) == 1
     found = by_step(sink, "hessian")
-    twin = hl.MemorySink()
+    twin = hl.sinks.MemorySink()
     exact = hl.Experiment(*_twice(model, start), batches, lambda model, x: model(x).square().square().sum())
     hl.epoch_loop(exact, epochs=1, manager=hl.HookManager(hooks=[HessianHook(2.0**-20, 2, 2)], sinks=[twin]))
     assert sorted(found) == list(range(3, 8))
@@ -291,7 +291,7 @@ def with_dropout(method: str) -> dict[str, float]:
     experiment.model.double()
     experiment.loader = [(x.double(), y) for x, y in experiment.loader]
     experiment.model[2] = nn.Tanh()  # has a curvature to speak of
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     hook = HessianHook(every_n_steps=3, burst_length=2, method=method, epsilon=1e-5)
     hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     return by_step(sink, "hessian")[4]
@@ -314,7 +314,7 @@ def test_a_step_that_went_nowhere_says_nothing():
     experiment = hl.Experiment(
         model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.zeros(3, 2)] * 6, lambda m, x: (m(x) * 0).sum()
     )
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     hook = HessianHook(every_n_steps=2, burst_length=2)
     hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     assert by_step(sink, "hessian") == {}
@@ -326,7 +326,7 @@ def test_gradients_that_are_no_numbers_make_figures_that_are_none():
         model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.full((3, 2), float("nan"))] * 4,
         lambda m, x: m(x).sum(),
     )  # fmt: skip
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     hook = HessianHook(every_n_steps=2, burst_length=2)
     hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     assert np.isnan(by_step(sink, "hessian")[3]["rayleigh_quotient"])
@@ -334,7 +334,7 @@ def test_gradients_that_are_no_numbers_make_figures_that_are_none():
 
 def test_several_batches_to_a_step():
     experiment = rich_experiment(accumulate=2)
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     hook = HessianHook(every_n_steps=1, burst_length=1)
     hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
     assert sorted(by_step(sink, "hessian")) == [2]
@@ -354,7 +354,7 @@ def test_a_burst_goes_on_after_a_checkpoint():
     """Saved in the middle of a burst, with the other half in another process: the same figures, to the last bit."""
 
     def half(epochs: int, first: int, experiment: Any, state: Any) -> tuple[Any, Any]:
-        sink = hl.MemorySink()
+        sink = hl.sinks.MemorySink()
         manager = hl.HookManager(hooks=[HessianHook(every_n_steps=3, burst_length=3)], sinks=[sink])
         if state is not None:
             manager.load_state_dict(state)
@@ -381,7 +381,7 @@ def test_a_burst_goes_on_after_a_checkpoint():
     ],
 )
 def test_options_that_mean_nothing(options, words):
-    with pytest.raises(hl.OptionError, match=words):
+    with pytest.raises(hl.errors.OptionError, match=words):
         HessianHook(**options)
 
 

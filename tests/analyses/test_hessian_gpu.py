@@ -38,8 +38,8 @@ def hooks() -> list[hl.TrainingHook]:
     ]
 
 
-def run(experiment: hl.Experiment, used: list[hl.TrainingHook], **options: Any) -> hl.MemorySink:
-    sink = hl.MemorySink()
+def run(experiment: hl.Experiment, used: list[hl.TrainingHook], **options: Any) -> hl.sinks.MemorySink:
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=used, sinks=[sink], **options) if used else None
     torch.manual_seed(1)
     hl.epoch_loop(experiment, epochs=3, manager=manager)

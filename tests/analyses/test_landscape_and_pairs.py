@@ -114,7 +114,7 @@ def test_a_run_with_both_is_the_run_without():
     """Dropout, BatchNorm, AdamW and a scheduler; to the last bit. With dropout both steps draw the same."""
     plain = rich_experiment()
     hl.epoch_loop(plain, epochs=4)
-    hooked, sink = rich_experiment(), hl.MemorySink()
+    hooked, sink = rich_experiment(), hl.sinks.MemorySink()
     hooks = [LossLandscapeHook(every_n_steps=6, points=3), PairedStepHook(every_n_steps=6, lr_factor=1.0)]
     hl.epoch_loop(hooked, epochs=4, manager=hl.HookManager(hooks=hooks, sinks=[sink]))
     assert differences(left_by(plain), left_by(hooked)) == []

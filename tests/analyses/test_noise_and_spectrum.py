@@ -153,7 +153,7 @@ def test_a_run_with_both_is_the_run_without():
     """Through dropout and BatchNorm, weights, buffers, optimizer and random streams to the last bit."""
     plain = rich_experiment()
     hl.epoch_loop(plain, epochs=4)
-    hooked, sink = rich_experiment(), hl.MemorySink()
+    hooked, sink = rich_experiment(), hl.sinks.MemorySink()
     hooks = [GradientNoiseScaleHook(steps=3), HessianSpectrumHook(every_n_steps=4, iterations=5, probes=2)]
     hl.epoch_loop(hooked, epochs=4, manager=hl.HookManager(hooks=hooks, sinks=[sink]))
     assert differences(left_by(plain), left_by(hooked)) == []

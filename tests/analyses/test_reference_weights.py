@@ -8,8 +8,8 @@ from helpers_analyses import token_experiment
 from safetensors.torch import save_file
 
 import hookline as hl
-from hookline.analyses.reference import read_weights
 from hookline.errors import CheckpointError
+from hookline.training.reference_weights import read_weights
 
 
 def same(found, model) -> bool:
@@ -23,7 +23,7 @@ def test_a_run_is_compared_with_the_end_of_the_one_before(tmp_path):
     hl.epoch_loop(first, epochs=3, checkpoints=hl.Checkpoints(tmp_path / "checkpoints", every=1))
     for path in (tmp_path, tmp_path / "checkpoints", max((tmp_path / "checkpoints").glob("*.safetensors"))):
         assert same(read_weights(path), first.model)
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(["gradient_projection"], reference_weights=lambda: read_weights(tmp_path), sinks=[sink])
     hl.epoch_loop(token_experiment(), epochs=3, manager=manager)
     distances = [record.metrics["gradient_projection/distance_to_reference"] for record in sink.records

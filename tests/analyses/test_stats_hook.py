@@ -15,7 +15,7 @@ from hookline.errors import NoMatchError
 
 def run(hook, loop=hl.epoch_loop, experiment=None, **length):
     """What reached the sink, and the experiment."""
-    experiment, sink = experiment or token_experiment(), hl.MemorySink()
+    experiment, sink = experiment or token_experiment(), hl.sinks.MemorySink()
     loop(experiment, manager=hl.HookManager(hooks=[hook], sinks=[sink]), **(length or {"epochs": 2}))
     return sink, experiment
 

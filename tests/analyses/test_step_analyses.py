@@ -281,7 +281,7 @@ def test_no_step_waits_for_the_device(model, monkeypatch, name):
 def test_the_way_of_a_real_run_is_the_sum_of_its_steps():
     """Against weights noted by hand, in both loops; the first step counts."""
     for loop, length in ((hl.epoch_loop, {"epochs": 3}), (hl.step_loop, {"steps": 11, "snapshot_every": 5})):
-        experiment, sink = token_experiment(), hl.MemorySink()
+        experiment, sink = token_experiment(), hl.sinks.MemorySink()
         weights = [np.concatenate([p.detach().double().numpy().ravel() for p in experiment.model.parameters()])]
 
         class Note(hl.TrainingHook):

@@ -19,8 +19,8 @@ from hookline.analyses import (
     ReLUGradientFlowHook,
     SaturatedActivationsHook,
 )
-from hookline.dispatch.hook_state import copied
 from hookline.errors import HooklineWarning, OptionError
+from hookline.training.hook_state import copied
 
 ALL = {
     "relu_activations": ReLUActivationsHook,
@@ -60,7 +60,7 @@ def small_run(hooks, epochs=1, **options):
         model.second.weight.mul_(4)
     data = [torch.randn(5, 4) for _ in range(4)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=hooks, sinks=[sink], **options)
     experiment = hl.Experiment(
         model,
@@ -237,7 +237,7 @@ def test_only_a_hook_with_roots_reports_names_of_its_own():
         name = "rooted"
         roots = ("activations/",)
 
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[Plain(), Rooted()], sinks=[sink])
     manager.fire(hl.HookPoint.POST_EPOCH, hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0))
     assert sink.latest == {"plain/activations/relu/x": 1.0, "plain/b": 2.0, "activations/relu/x": 1.0, "rooted/b": 2.0}
@@ -245,7 +245,7 @@ def test_only_a_hook_with_roots_reports_names_of_its_own():
 
 def test_in_a_run_every_parameter_is_in_it_once():
     """In the loop, with an evaluation in between, and the names that trackers have."""
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(["fisher_information", "gradient_flow"], sinks=[sink])
     hl.epoch_loop(token_experiment(), epochs=2, manager=manager)
     parameters = dict(TokenModel().named_parameters())

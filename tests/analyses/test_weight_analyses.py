@@ -160,13 +160,13 @@ def test_attention_patterns_are_those_that_torch_uses(label):
 
 def test_attention_sees_training_and_nothing_else_and_leaves_no_hook():
     """Not the evaluation; after the run the model is as it was."""
-    experiment, sink = token_experiment(), hl.MemorySink()
+    experiment, sink = token_experiment(), hl.sinks.MemorySink()
     hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=[made("attention")], sinks=[sink]))
     assert 0 < sink.latest["attention/attn_entropy/0"] <= 1
     assert not experiment.model.attention._forward_pre_hooks
     hook = made("attention")
     hook.start(experiment.model)
-    from hookline.lifecycle.phase import in_phase
+    from hookline.lifecycle.run_phase import in_phase
 
     with in_phase("eval"):
         experiment.model(torch.zeros(3, 2, dtype=torch.long))

@@ -155,10 +155,10 @@ def make_tiny(width: int = 6, strategy: str = "default") -> hl.Experiment:
     return hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
 
 
-def make_tool() -> hl.TrainTool:
+def make_tool() -> hl.metta.TrainTool:
     """A tool with a tracker on a component."""
-    tool = hl.TrainTool(epochs=3)
-    tool.add_training_hook("actor_mlp", hl.attach_relu_activation_hooks())
+    tool = hl.metta.TrainTool(epochs=3)
+    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
     return tool
 
 

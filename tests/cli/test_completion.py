@@ -14,7 +14,7 @@ from helpers_cli import EXPERIMENTS, run_here
 from helpers_waiting import PATIENCE
 
 from hookline.analyses import BUILT_IN
-from hookline.cli.complete import candidates
+from hookline.cli.completions import candidates
 
 ASK = """
 source ./script

@@ -120,7 +120,7 @@ def test_a_missing_package_is_its_install_line(capsys, monkeypatch):
 
 def test_ctrl_c_while_torch_is_imported_is_no_traceback(capsys, monkeypatch):
     """What cleans up after it meets half a module, and that error is none of the user's business."""
-    from hookline.cli import run
+    from hookline.cli import run_command as run
 
     def interrupted(arguments):
         try:

@@ -124,7 +124,7 @@ def test_the_bar_moves_without_an_optimizer_of_torch(capsys, own):
     assert run_here("run", f"{own}:ByItself", "--epochs", "2", *QUIET) == 0
     assert "10/10 steps" in capsys.readouterr().out
     made = sys.modules["own"].ByItself()
-    from hookline.cli.progress import steps_counted
+    from hookline.cli.progress_bar import steps_counted
     from hookline.sinks.console_progress import RunProgress
 
     with steps_counted(made, RunProgress(), {}):
@@ -185,7 +185,7 @@ def test_replay_says_where_it_went_and_mlflow_takes_a_folder(capsys, own, tmp_pa
     assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", *QUIET) == 0
     assert run_here("replay", "runs/own/default", "--to", "csv") == 0
     assert "into runs/own/default/default.csv." in capsys.readouterr().out
-    from hookline.cli.replay import _store
+    from hookline.cli.replay_command import _store
 
     assert _store("kept") == "kept/mlflow.db"
     assert (tmp_path / "kept").is_dir()
@@ -194,7 +194,7 @@ def test_replay_says_where_it_went_and_mlflow_takes_a_folder(capsys, own, tmp_pa
 
 def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monkeypatch):
     """The run itself is over and saved."""
-    from hookline.report import page
+    from hookline.report import report_page as page
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -206,7 +206,7 @@ def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monke
 
 def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypatch):
     """Nothing is saved then."""
-    from hookline.cli.made import Made
+    from hookline.cli.prepared_experiment import Made
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

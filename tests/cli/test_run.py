@@ -264,7 +264,7 @@ def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
         name = "lines"
 
         def load(self):
-            from hookline.cli.load import load_object
+            from hookline.cli.load_object import load_object
 
             return load_object(f"{EXPERIMENTS}:LinesSink", wanted="a sink")
 
@@ -345,7 +345,7 @@ def test_a_folder_that_cannot_be_made_is_told(path, capsys):
 
 def test_a_page_that_cannot_be_made_does_not_make_the_run_fail(monkeypatch, capsys):
     """It is said, and the rest is there."""
-    from hookline.report import page
+    from hookline.report import report_page as page
 
     def broken(*_):
         raise RuntimeError("no page today")
@@ -428,7 +428,7 @@ def test_the_process_is_as_it_was_afterwards():
 def test_determinism_is_on_while_it_runs_unless_it_is_not_wanted(monkeypatch):
     """Seen from inside."""
     seen = []
-    import hookline.loops.epoch_loop as loop
+    import hookline.training.loops.epoch_loop as loop
 
     real = loop.epoch_loop
     monkeypatch.setattr(
@@ -546,7 +546,7 @@ def test_validated_checkpoints_are_read_back_and_compared(capsys):
 
 def test_a_checkpoint_that_differs_is_a_mismatch():
     """The comparison can fail: in a bit of a tensor, a key, a length, a type; a NaN is the same as itself."""
-    from hookline.cli.validated import differing
+    from hookline.cli.checkpoint_validation import differing
 
     def tree(**changes):
         return {"a": {"x": torch.tensor([1.0, float("nan")]), "y": [1, (2.0, None)], "z": float("nan")}, **changes}

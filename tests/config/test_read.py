@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hookline.config.read import read_document
+from hookline.config.read_settings import read_document
 from hookline.config.yaml_core import load_yaml
 from hookline.errors import ConfigError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.config.read import read_document
+from hookline.config.declared_values import checked_value
+from hookline.config.read_settings import read_document
 from hookline.config.run_file import RunFile, read_specs
-from hookline.config.values import checked_value
 from hookline.errors import ConfigError
 from hookline.lifecycle.schedule import StepSchedule
 

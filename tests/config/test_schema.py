@@ -10,13 +10,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hookline.config.read import read_document
+from hookline.config.json_schema import SCHEMAS, SpecEntry, schema_of
+from hookline.config.read_settings import read_document
 from hookline.config.run_file import RunFile
-from hookline.config.schema import SCHEMAS, SpecEntry, schema_of
 from hookline.config.spec_files import server_settings
 from hookline.config.yaml_core import load_yaml
 from hookline.errors import ConfigError
-from hookline.hooks.specs import HookSpec
+from hookline.specs.hook_spec import HookSpec
 
 ROOT = Path(__file__).parents[2]
 SPEC = {"name": "a", "target_modules": ["outer.0"], "hook_factory": "m:f", "config": {"tag": "x"}}

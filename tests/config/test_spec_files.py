@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hookline.config.read import read_document
+from hookline.config.read_settings import read_document
 from hookline.config.run_file import read_specs
 from hookline.config.spec_files import is_server_file, server_settings
 from hookline.errors import ConfigError

@@ -831,7 +831,7 @@ def test_a_hook_of_torch_has_a_counterpart_with_the_same_effect(row, recwarn):
 def refused_as_legacy(put):
     """The error points to the kind that does what the name promises."""
     for kind in ("register_backward_hook", "backward_hook", "legacy_backward"):
-        with pytest.raises(hl.KindError, match=r"deprecated.*use on='backward'"):
+        with pytest.raises(hl.errors.KindError, match=r"deprecated.*use on='backward'"):
             put(kind)
 
 
@@ -897,7 +897,7 @@ def allow_mutation_on_saved_tensors():
 
 def no_such_kind(kind):
     """Asked for by name, it is no kind, and the error lists those that there are."""
-    with pytest.raises(hl.KindError, match="Kinds: forward_pre, forward"):
+    with pytest.raises(hl.errors.KindError, match="Kinds: forward_pre, forward"):
         hl.attach(Scale(), lambda *_: None, on=kind)
 
 
@@ -914,7 +914,7 @@ def script_module():
     """TorchScript runs no Python hooks: refused when attaching, and not silently dead."""
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(nn.ReLU())
-    with pytest.raises(hl.UnhookableError):
+    with pytest.raises(hl.errors.UnhookableError):
         hl.attach(scripted, lambda m, args, out: None)
 
 

@@ -14,12 +14,12 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import NoMatchError
-from hookline.hooks.resolve import resolve_callable
-from hookline.hooks.specs import register_hooks
-from hookline.serve.model_runner import ModelRunner
-from hookline.serve.server_args import ServerArgs
+from hookline.sglang.model_runner import ModelRunner
+from hookline.sglang.server_args import ServerArgs
+from hookline.specs.hook_spec import register_hooks
+from hookline.specs.resolve import resolve_callable
 
-LOGGER = "hookline.hooks.specs"
+LOGGER = "hookline.specs.hook_spec"
 
 
 class T(nn.Module):
@@ -278,7 +278,7 @@ def test_an_incomplete_spec_is_skipped_with_a_line_and_the_next_applies(calls, l
         run(model)
     assert log("WARNING") == [line]
     assert [call["tag"] for call in calls] == ["good"]
-    with pytest.raises(hl.OptionError, match="bad"):
+    with pytest.raises(hl.errors.OptionError, match="bad"):
         register_hooks(model, [spec("outer.1"), bad], strict=True)
     assert_bare(model)
 
@@ -383,5 +383,5 @@ def test_no_specs_are_nothing(specs):
 
 def test_an_object_where_a_list_is_wanted_is_refused(calls):
     """It would be gone through key by key."""
-    with pytest.raises(hl.OptionError, match="Hook specs come in a list, got dict; write \\[spec\\]"):
+    with pytest.raises(hl.errors.OptionError, match="Hook specs come in a list, got dict; write \\[spec\\]"):
         ModelRunner(T()).register_hooks(spec("*"))

@@ -172,14 +172,14 @@ def test_a_post_accumulate_hook_where_nothing_accumulates_is_refused_and_says_wh
     """torch refuses the same tensors; ours is a TypeError and a RuntimeError that gives the reason."""
     with pytest.raises(RuntimeError):
         make().register_post_accumulate_grad_hook(print)
-    with pytest.raises(hl.UnhookableError, match=reason):
+    with pytest.raises(hl.errors.UnhookableError, match=reason):
         hl.attach_tensor(make(), lambda tensor: None, on="param_grad")
 
 
 def test_a_post_accumulate_hook_on_frozen_parameters_alone_is_refused_and_names_them():
     """attach(..., on="param_grad") on what needs no gradient says which parameters and what to set."""
     model = nn.Linear(3, 3).requires_grad_(False)
-    with pytest.raises(hl.UnhookableError, match=r"'weight'.*requires_grad"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"'weight'.*requires_grad"):
         hl.attach(model, "*", lambda parameter: None, on="param_grad")
     hl.assert_no_hooks(model)
 
@@ -443,7 +443,7 @@ def test_a_tensor_hook_on_what_needs_no_gradient_is_refused_and_says_why():
     for tensor in (torch.ones(3), leaf(3).detach()):
         with pytest.raises(RuntimeError):
             tensor.register_hook(print)
-        with pytest.raises(hl.UnhookableError, match=r"no gradient.*requires_grad_\(\)"):
+        with pytest.raises(hl.errors.UnhookableError, match=r"no gradient.*requires_grad_\(\)"):
             hl.attach_tensor(tensor, lambda grad: None)
     with torch.no_grad():
         tensor = leaf(3) * 2
@@ -468,7 +468,7 @@ def test_a_tensor_hook_that_returns_what_does_not_fit_raises_and_is_named(bad):
         with pytest.raises((RuntimeError, TypeError)) as caught:
             loss.backward()
         if put is by_hookline:
-            assert isinstance(caught.value, hl.HookReturnError)
+            assert isinstance(caught.value, hl.errors.HookReturnError)
             assert "returns_nonsense" in str(caught.value)
 
 
@@ -768,10 +768,10 @@ def test_gradients_that_are_only_computed_reach_a_hook_on_several_leaves():
 @pytest.mark.parametrize("mode", ["all", "any"])
 def test_several_tensors_of_which_none_can_have_a_gradient_are_refused(mode):
     """For "all", one is enough, and the message says which; torch has a bare AssertionError."""
-    with pytest.raises(hl.UnhookableError, match="no gradient"):
+    with pytest.raises(hl.errors.UnhookableError, match="no gradient"):
         hl.attach_tensor([torch.ones(2), torch.ones(2)], lambda grads: None, mode=mode)
     if mode == "all":
-        with pytest.raises(hl.UnhookableError, match="position"):
+        with pytest.raises(hl.errors.UnhookableError, match="position"):
             hl.attach_tensor([leaf(2), torch.ones(2)], lambda grads: None)
 
 
@@ -836,7 +836,7 @@ def test_node_hooks_that_return_a_wrong_number_or_type_raise_and_are_named(kind)
                 loss.backward()
             assert kept
             if put is by_hookline:
-                assert isinstance(caught.value, hl.HookReturnError)
+                assert isinstance(caught.value, hl.errors.HookReturnError)
                 assert hook.__name__ in str(caught.value)
 
 
@@ -848,14 +848,14 @@ def test_a_node_that_already_ran_is_refused_with_the_way_out(kind):
     loss.backward(retain_graph=True)
     hl.attach_node(node, lambda *grads: None, on=kind).remove()
     loss.backward()
-    with pytest.raises(hl.UnhookableError, match="retain_graph"):
+    with pytest.raises(hl.errors.UnhookableError, match="retain_graph"):
         hl.attach_node(node, lambda *grads: None, on=kind)
 
 
 @pytest.mark.parametrize("given", [None, 3, nn.Linear(1, 1), torch.ones(2)], ids=["None", "int", "module", "no_grad"])
 def test_what_has_no_node_is_refused(given):
     """A leaf's own grad_fn is None: the error says to pass the tensor."""
-    with pytest.raises(hl.UnhookableError):
+    with pytest.raises(hl.errors.UnhookableError):
         hl.attach_node(given, lambda grads: None)
 
 
@@ -973,7 +973,7 @@ def test_leaving_scopes_out_of_order_is_an_error_and_spares_the_inner_one():
     inner = hl.saved_tensors(lambda tensor: events.append("inner") or tensor, lambda packed: packed)
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(hl.ScopeError, match="reverse order"):
+    with pytest.raises(hl.errors.ScopeError, match="reverse order"):
         outer.__exit__(None, None, None)
     leaf(3).exp()
     assert events == ["inner"]
@@ -989,7 +989,7 @@ def test_leaving_scopes_out_of_order_is_an_error_and_spares_the_inner_one():
 )
 def test_both_functions_of_a_saved_tensor_scope_are_required_and_checked(pair):
     """Refused when the scope is made, not in the middle of a forward."""
-    with pytest.raises(hl.HookSignatureError):
+    with pytest.raises(hl.errors.HookSignatureError):
         hl.saved_tensors(*pair)
 
 
@@ -1019,7 +1019,7 @@ def test_an_unpack_function_has_to_return_a_tensor():
 
     with hl.saved_tensors(lambda tensor: tensor, unpacks_nothing):
         loss = leaf(3).exp().sum()
-    with pytest.raises(hl.HookReturnError, match="unpacks_nothing"):
+    with pytest.raises(hl.errors.HookReturnError, match="unpacks_nothing"):
         loss.backward()
 
 

@@ -179,7 +179,9 @@ def test_a_bad_return_of_a_step_pre_hook_raises_and_names_the_hook(bad):
         return bad
 
     hl.attach_optimizer(optimizer, returns_nonsense, on="step_pre")
-    with pytest.raises(hl.HookReturnError, match=r"returns_nonsense.*must return None or \(new_args, new_kwargs\)"):
+    with pytest.raises(
+        hl.errors.HookReturnError, match=r"returns_nonsense.*must return None or \(new_args, new_kwargs\)"
+    ):
         optimizer.step()
     assert weight_of(optimizer).tolist() == [1.0, 2.0]
 
@@ -516,15 +518,15 @@ def test_foreign_hooks_on_the_optimizer_stay_where_they_are():
 @pytest.mark.parametrize(
     ("request_it", "error"),
     [
-        (lambda: hl.attach_optimizer(nn.Linear(1, 1), lambda *_: None), hl.UnhookableError),
-        (lambda: hl.attach_optimizer(SGD, lambda *_: None), hl.UnhookableError),
-        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="forward"), hl.KindError),
-        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="step"), hl.KindError),
-        (lambda: hl.attach_optimizer(sgd(), lambda opt: None, on="step_pre"), hl.HookSignatureError),
-        (lambda: hl.attach_optimizer(sgd(), "hook"), hl.HookSignatureError),
-        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="step_post", observe=True), hl.OptionError),
-        (lambda: hl.attach_everywhere(lambda *_: None, on="step_pre", within=nn.Linear(1, 1)), hl.OptionError),
-        (lambda: hl.attach(nn.Linear(1, 1), lambda *_: None, on="step_pre"), hl.KindError),
+        (lambda: hl.attach_optimizer(nn.Linear(1, 1), lambda *_: None), hl.errors.UnhookableError),
+        (lambda: hl.attach_optimizer(SGD, lambda *_: None), hl.errors.UnhookableError),
+        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="forward"), hl.errors.KindError),
+        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="step"), hl.errors.KindError),
+        (lambda: hl.attach_optimizer(sgd(), lambda opt: None, on="step_pre"), hl.errors.HookSignatureError),
+        (lambda: hl.attach_optimizer(sgd(), "hook"), hl.errors.HookSignatureError),
+        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="step_post", observe=True), hl.errors.OptionError),
+        (lambda: hl.attach_everywhere(lambda *_: None, on="step_pre", within=nn.Linear(1, 1)), hl.errors.OptionError),
+        (lambda: hl.attach(nn.Linear(1, 1), lambda *_: None, on="step_pre"), hl.errors.KindError),
     ],
     ids=["module", "class", "other kind", "no kind", "signature", "text", "option", "within", "wrong verb"],
 )
@@ -533,7 +535,7 @@ def test_a_wrong_request_raises_before_anything_is_attached(request_it, error):
     with pytest.raises(error) as caught:
         request_it()
     assert isinstance(caught.value, hl.HooklineError)
-    if error is hl.KindError:
+    if error is hl.errors.KindError:
         assert "step_" in str(caught.value) or "attach" in str(caught.value)
     assert not torch_optimizer._global_optimizer_pre_hooks
 
@@ -611,7 +613,7 @@ def test_junk_from_a_registration_hook_is_an_error_and_nothing_is_stored(kind):
     def returns_junk(owner, name, value):
         return "junk"
 
-    with hl.attach(module, returns_junk, on=kind), pytest.raises(hl.HookReturnError, match="returns_junk"):
+    with hl.attach(module, returns_junk, on=kind), pytest.raises(hl.errors.HookReturnError, match="returns_junk"):
         store(module, kind, "thing", things()[kind], "method")
     assert not hasattr(module, "thing")
 
@@ -887,7 +889,7 @@ def test_twenty_steps_with_every_observer_on_end_with_the_bits_of_the_plain_run(
     assert observed.profiled == STEPS
 
 
-@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_a_checkpointed_run_with_every_observer_on_ends_with_the_bits_of_the_plain_run(use_reentrant):
     """The same with most of the forward repeated in the backward, dropout and all."""

@@ -416,7 +416,7 @@ def test_a_bad_return_of_a_pre_hook_with_kwargs_raises_and_names_the_hook(bad):
     hl.attach(model, "0", lambda m, args, kwargs: bad, on="forward_pre", with_kwargs=True, name="my_culprit")
     with pytest.raises(RuntimeError, match=r"my_culprit.*'0'") as caught:
         model("x")
-    assert isinstance(caught.value, hl.HookReturnError)
+    assert isinstance(caught.value, hl.errors.HookReturnError)
 
 
 def test_a_forward_hook_replaces_the_output_unless_it_returns_none():
@@ -456,7 +456,7 @@ def test_gradients_that_do_not_fit_raise_and_name_the_hook(kind, bad):
     hl.attach(module, lambda m, *grads: bad(grads[0]), on=kind, name="my_culprit")
     with pytest.raises(RuntimeError, match="my_culprit") as caught:
         module(leaf(4, 3)).sum().backward()
-    assert isinstance(caught.value, hl.HookReturnError)
+    assert isinstance(caught.value, hl.errors.HookReturnError)
 
 
 def test_edits_of_grad_output_reach_parameters_and_upstream_and_edits_of_grad_input_only_upstream():
@@ -1358,7 +1358,7 @@ def test_a_wrong_request_raises_before_anything_is_attached(wrong, error):
 @pytest.mark.parametrize("kind", ["register_backward_hook", "backward_hook"])
 def test_the_legacy_backward_hook_is_refused_with_a_pointer(kind):
     """The deprecated kind is an error whose message says on='backward'."""
-    with pytest.raises(hl.KindError, match="on='backward'"):
+    with pytest.raises(hl.errors.KindError, match="on='backward'"):
         hl.attach(mlp(), lambda m, gi, go: None, on=kind)
 
 
@@ -1593,7 +1593,7 @@ def test_clipping_is_all_or_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model[1] = torch.jit.script(model[1])
-    with pytest.raises(hl.UnhookableError):
+    with pytest.raises(hl.errors.UnhookableError):
         hl.clip_gradients(model, ["0", "1"], value=1e-3)
     (model(x) * 100).sum().backward()
     assert_same_grads(model, reference)

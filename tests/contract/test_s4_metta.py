@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
-from hookline import (
+from hookline.metta import (
     TrainTool,
     attach_fisher_information_hooks,
     attach_gradient_flow_hooks,
@@ -27,10 +27,10 @@ from hookline import (
 )
 
 
-def actor_critic() -> hl.PolicyAutoBuilder:
+def actor_critic() -> hl.metta.PolicyAutoBuilder:
     """The two components that the source's example names."""
     torch.manual_seed(0)
-    return hl.PolicyAutoBuilder(
+    return hl.metta.PolicyAutoBuilder(
         OrderedDict(
             actor_mlp=nn.Sequential(nn.Linear(4, 8), nn.ReLU()),
             critic_head=nn.Sequential(nn.Linear(8, 1), nn.Tanh()),
@@ -40,7 +40,7 @@ def actor_critic() -> hl.PolicyAutoBuilder:
 
 def new_trainer() -> SimpleNamespace:
     """A trainer, as far as the tool needs one."""
-    return SimpleNamespace(context=hl.ComponentContext())
+    return SimpleNamespace(context=hl.metta.ComponentContext())
 
 
 class Given(nn.Module):
@@ -63,7 +63,7 @@ class Scaled(nn.Module):
 
 def watched(component: nn.Module, builder, kind: str = "forward"):
     """A policy of one component ``c`` with a hook of that builder; the context too."""
-    policy, context = hl.PolicyAutoBuilder({"c": component}), hl.ComponentContext()
+    policy, context = hl.metta.PolicyAutoBuilder({"c": component}), hl.metta.ComponentContext()
     hook = builder("c", context)
     if kind == "forward":
         policy.register_component_hook_rule(component_name="c", hook=hook)
@@ -115,7 +115,7 @@ def test_003_example_usage():
         "gradient_flow_state": "GradientFlowState",
         "relu_gradient_flow_state": "ReLUGradientFlowState",
     }
-    reporter = hl.StatsReporter(trainer.context)
+    reporter = hl.metta.StatsReporter(trainer.context)
     for epoch in range(2):
         policy.zero_grad()
         policy(torch.randn(16, 4).requires_grad_()).square().mean().backward()
@@ -134,13 +134,13 @@ def test_003_forward_hook_builder_of_ones_own():
     def attach_my_activation_hooks():
         def builder(component_name, context):
             state = context.model_metrics.get("relu_activation_state")
-            if not isinstance(state, hl.ReLUActivationState):
-                state = hl.ReLUActivationState()
+            if not isinstance(state, hl.metta.ReLUActivationState):
+                state = hl.metta.ReLUActivationState()
                 context.model_metrics["relu_activation_state"] = state
             if state.has_component(component_name):
                 return None
             state.register_component(component_name)
-            extract = hl.build_extractor("actor_hidden")
+            extract = hl.metta.build_extractor("actor_hidden")
 
             def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
                 tensor = extract(output)
@@ -168,7 +168,7 @@ def test_003_backward_hook_builder_of_ones_own():
 
     def attach_my_gradient_hooks(*, beta=0.95):
         def builder(component_name, context):
-            state = context.model_metrics.setdefault("gradient_flow_state", hl.GradientFlowState(beta=beta))
+            state = context.model_metrics.setdefault("gradient_flow_state", hl.metta.GradientFlowState(beta=beta))
 
             def hook(module, grad_input, grad_output):
                 if not grad_output or grad_output[0] is None:
@@ -231,7 +231,7 @@ def test_a_stored_builder_is_attached_at_set_up_and_not_before():
     policy(torch.ones(1, 4))
     assert trainer.context.model_metrics == {}
     cfg._register_policy_hooks(policy=policy, trainer=trainer)
-    assert isinstance(trainer.context.model_metrics["relu_activation_state"], hl.ReLUActivationState)
+    assert isinstance(trainer.context.model_metrics["relu_activation_state"], hl.metta.ReLUActivationState)
     assert cfg._active_policy_hooks[0].names == ("actor_mlp",)
 
 
@@ -321,7 +321,7 @@ def test_fisher_metrics():
 @pytest.mark.parametrize("attached_by", ["policy", "hand"])
 def test_fisher_of_a_first_layer_has_the_gradient_of_this_step(attached_by):
     """After step 1 (1-β)g₁², after step 2 with g₂; the input needs no gradient, .grad is None between."""
-    layer, context = nn.Linear(3, 2, bias=False), hl.ComponentContext()
+    layer, context = nn.Linear(3, 2, bias=False), hl.metta.ComponentContext()
     if attached_by == "policy":
         model, context = watched(layer, attach_fisher_information_hooks(beta=0.9), "backward")
     else:
@@ -426,7 +426,7 @@ def test_what_a_tracker_cannot_use_is_passed_over():
     policy()
     assert len(metrics(context)) == 2
     for make in (attach_gradient_flow_hooks, attach_relu_gradient_flow_hooks):
-        context = hl.ComponentContext()
+        context = hl.metta.ComponentContext()
         make()("c", context)(nn.ReLU(), (None,), (None,))
         assert metrics(context) == {}
 
@@ -440,8 +440,8 @@ def test_relu_gradient_flow_metrics():
 
 def test_at_the_end_of_an_epoch_everything_is_emitted_once_and_reset():
     """One record per epoch, all trackers in it; the next has only what came since."""
-    cfg, policy, trainer, sink = train(), actor_critic(), new_trainer(), hl.MemorySink()
-    reporter = hl.StatsReporter(trainer.context, sinks=[sink])
+    cfg, policy, trainer, sink = train(), actor_critic(), new_trainer(), hl.sinks.MemorySink()
+    reporter = hl.metta.StatsReporter(trainer.context, sinks=[sink])
     with cfg.attached(policy=policy, trainer=trainer):
         policy(torch.randn(5, 4, requires_grad=True)).sum().backward()
         found = reporter.on_epoch_end(0)
@@ -496,11 +496,11 @@ def test_upstream_the_tool_attaches_one_handle_and_clearing_empties_the_list():
 
 def test_upstream_a_state_of_the_wrong_type_has_no_metrics():
     """And a builder replaces it."""
-    context = hl.ComponentContext()
+    context = hl.metta.ComponentContext()
     context.model_metrics["relu_activation_state"] = object()
-    assert hl.StatsReporter(context).on_epoch_end() == {}
+    assert hl.metta.StatsReporter(context).on_epoch_end() == {}
     attach_relu_activation_hooks()("c", context)
-    assert isinstance(context.model_metrics["relu_activation_state"], hl.ReLUActivationState)
+    assert isinstance(context.model_metrics["relu_activation_state"], hl.metta.ReLUActivationState)
 
 
 def test_upstream_statistics_of_weights():
@@ -510,11 +510,11 @@ def test_upstream_statistics_of_weights():
         model["layer1"].weight.zero_()
         model["layer2"].weight.copy_(torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]))
         model["layer1"].bias.copy_(torch.tensor([0.0, 5.0, -6.0]))
-    stats = hl.compute_dead_neuron_stats(model, threshold=1e-8)
+    stats = hl.metta.compute_dead_neuron_stats(model, threshold=1e-8)
     names = ("total_neurons", "dead_neurons", "fraction", "layer1", "layer2")
     assert [stats[f"weights/dead_neurons/{name}"] for name in names] == [5.0, 4.0, 0.8, 1.0, 0.5]
     for activation, threshold in (("tanh", 1e-2), ("sigmoid", 5e-2)):
-        stats = hl.compute_saturated_activation_stats(
+        stats = hl.metta.compute_saturated_activation_stats(
             model["layer1"], activation=activation, derivative_threshold=threshold
         )
         assert stats[f"activations/{activation}/saturation/fraction"] == pytest.approx(2 / 3)

@@ -74,7 +74,7 @@ class Observer(hl.TrainingHook):
 
 def test_observers_at_all_five_points():
     """Two epochs of three batches with snapshot_every=2: order of firing, and step metrics as lists of three."""
-    sink, hook = hl.MemorySink(), Observer(*HookPoint)
+    sink, hook = hl.sinks.MemorySink(), Observer(*HookPoint)
     hl.epoch_loop(make_experiment(3), epochs=2, manager=hl.HookManager(hooks=[hook], sinks=[sink]), snapshot_every=2)
     epoch = ["PRE_EPOCH", *["PRE_STEP", "POST_STEP"] * 3, "POST_EPOCH"]
     assert [ctx.hook_point.name for ctx in hook.contexts] == [*epoch, "SNAPSHOT", *epoch]
@@ -143,7 +143,7 @@ class Fired:
         hl.epoch_loop(experiment, epochs=1)
         model, optimizer, scheduler = experiment.model, experiment.optimizer, experiment.scheduler
         self.manager = hl.HookManager(hooks=hooks, **options)
-        guard = hl.Guard(model, optimizer, scheduler, loader=experiment.loader)
+        guard = hl.guard.Guard(model, optimizer, scheduler, loader=experiment.loader)
         model_ctx = hl.ModelDataContext(model, optimizer, scheduler=scheduler, loader=experiment.loader, guard=guard)
         self.error: BaseException | None = None
         self.before = state_of(experiment)
@@ -191,7 +191,7 @@ def test_an_intervention_leaves_nothing_behind():
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_intervention_that_raises_leaves_nothing_behind_either(error):
     """It comes out, by default; metrics of observers of that firing are delivered."""
-    experiment, sink = make_experiment(), hl.MemorySink()
+    experiment, sink = make_experiment(), hl.sinks.MemorySink()
     hook = Corrupts(experiment)
     hook.raises = error
     fired = Fired(experiment, hook, Observer(HookPoint.SNAPSHOT), sinks=[sink])
@@ -382,7 +382,7 @@ def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
         def emit(self, metrics, epoch, hook_point):
             raise RuntimeError("no such place")
 
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[Observer(HookPoint.POST_EPOCH)], sinks=[Broken(), sink])
     with pytest.warns(hl.HooklineWarning, match="Broken could not take metrics .*no such place"):
         hl.epoch_loop(make_experiment(), epochs=3, manager=manager)
@@ -412,7 +412,7 @@ def test_state_of_hooks_waits_on_the_cpu_if_asked(offload):
         def set_state_tensors(self, tensors):
             self.kept = tensors["kept"]
 
-    sink, hook = hl.MemorySink(), Window()
+    sink, hook = hl.sinks.MemorySink(), Window()
     hl.epoch_loop(
         make_experiment(), epochs=3, manager=hl.HookManager(hooks=[hook], sinks=[sink], offload_state=offload)
     )

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.serve.model_runner import ModelRunner
-from hookline.serve.server_args import ServerArgs
+from hookline.sglang.model_runner import ModelRunner
+from hookline.sglang.server_args import ServerArgs
 from hookline.testing import model_hooks
 from hookline.testing.model_hooks import HOOK_CALLS
 
@@ -198,15 +198,15 @@ def test_the_page_on_writing_a_factory(runner):
 
 def test_resolve_callable_fails_fast_as_the_page_says():
     """At start-up: a malformed path, a missing attribute."""
-    assert hl.resolve_callable(None) is None
+    assert hl.specs.resolve_callable(None) is None
     for path in ("my_project.hooks:dummy_hook_factory", "my_project.hooks.dummy_hook_factory"):
-        assert hl.resolve_callable(path) is model_hooks.dummy_hook_factory
+        assert hl.specs.resolve_callable(path) is model_hooks.dummy_hook_factory
     with pytest.raises(
         ValueError, match=r"^Invalid hook callable path 'factory'\. Expected 'module\.submodule:factory'"
     ):
-        hl.resolve_callable("factory")
+        hl.specs.resolve_callable("factory")
     with pytest.raises(AttributeError) as caught:
-        hl.resolve_callable("my_project.hooks:nope")
+        hl.specs.resolve_callable("my_project.hooks:nope")
     assert str(caught.value) == (
         "Module 'my_project.hooks' has no attribute 'nope' (from hook path 'my_project.hooks:nope')"
     )
@@ -220,7 +220,7 @@ def test_signatures_have_the_parameters_of_the_source(runner):
     """By name and in order; what is ours comes after, by keyword."""
     assert list(inspect.signature(ModelRunner.register_hooks).parameters)[:2] == ["self", "hook_specs"]
     assert list(inspect.signature(hl.register_hooks).parameters)[:2] == ["model", "hook_specs"]
-    assert list(inspect.signature(hl.resolve_callable).parameters)[:1] == ["path"]
+    assert list(inspect.signature(hl.specs.resolve_callable).parameters)[:1] == ["path"]
     assert list(inspect.signature(ModelRunner.initialize).parameters)[:1] == ["self"]
     for function, theirs in ((ModelRunner.register_hooks, 2), (hl.register_hooks, 2), (ModelRunner.initialize, 1)):
         ours = list(inspect.signature(function).parameters.values())[theirs:]

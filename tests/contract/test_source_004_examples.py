@@ -14,7 +14,6 @@ from torch import nn
 
 import hookline as hl
 from hookline import (
-    DebugInterventionHook,
     HookManager,
     HookPoint,
     HookRegistry,
@@ -27,6 +26,7 @@ from hookline import (
     epoch_loop,
     step_loop,
 )
+from hookline.training import DebugInterventionHook
 
 
 def make_experiment() -> hl.Experiment:
@@ -66,7 +66,7 @@ def test_loop_points_by_type_of_loop():
         def compute(self, ctx: RunDataContext) -> dict[str, Any]:
             return {"loss": ctx.loss, "learning_rate": ctx.lr}
 
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     epoch_loop(make_experiment(), epochs=2, manager=HookManager(hooks=[TrainingMetricsHook], sinks=[sink]))
     assert [record.hook_point.name for record in sink.records] == ["POST_EPOCH", "POST_EPOCH"]
     assert sink.records[0].metrics["training_metrics/learning_rate"] == 0.01
@@ -154,7 +154,7 @@ def test_an_observer_is_shown_a_frozen_context():
                 ctx.target_grad = {}
             return {"norm": ctx.model[0].weight.norm()}
 
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     epoch_loop(make_experiment(), epochs=1, manager=HookManager(hooks=[Norms()], sinks=[sink]))
     assert sink.latest["Norms/norm"] > 0
 
@@ -177,7 +177,7 @@ def test_selective_intervention():
             model_ctx.restore_checkpoint(token)
             return {"token": token}
 
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     manager = HookManager(hooks=[MyHook()], sinks=[sink])
     assert manager.has_interventions_at(HookPoint.SNAPSHOT)
     assert not manager.has_interventions_at(HookPoint.POST_EPOCH)
@@ -216,7 +216,7 @@ def test_the_typical_intervention_pattern(restores):
             return metrics
 
     def train(*hooks):
-        experiment, sink = make_experiment(), hl.MemorySink()
+        experiment, sink = make_experiment(), hl.sinks.MemorySink()
         epoch_loop(experiment, epochs=3, manager=HookManager(hooks=hooks, sinks=[sink]))
         return experiment.model[0].weight.detach(), sink.latest
 
@@ -277,7 +277,7 @@ def test_registration():
         def compute(self, ctx):
             return {"my_metric": some_value}
 
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     epoch_loop(make_experiment(), epochs=1, manager=HookManager(["my_hook"], sinks=[sink]))
     assert sink.latest == {"my_hook/my_metric": 2.0}
     assert isinstance(MyHook(), TrainingHook)

@@ -599,7 +599,7 @@ def test_001_function_forward_pre_hook(function):
     run(x)
     handle.remove()
     [(func, inputs)] = seen
-    assert isinstance(func, hl.FunctionSite)
+    assert isinstance(func, hl.sites.FunctionSite)
     assert len(inputs) == 1
     assert inputs[0] is x
     assert isinstance(handle, hl.HookHandle)

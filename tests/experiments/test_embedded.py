@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.analyses import BUILT_IN, register_built_ins
+from hookline.analyses import BUILT_IN
 from hookline.experiments import EMBEDDED, digits, mod_arithmetic
 from hookline.experiments.digits import Digits
 from hookline.experiments.mod_arithmetic import ModArithmetic, arranged
-from hookline.loops.checkpoints import Checkpoints
-from hookline.testing.outcome import differences, left_by
+from hookline.testing.run_outcome import differences, left_by
+from hookline.training.checkpoints.checkpoints import Checkpoints
+from hookline.training.registry import register_built_ins
 
 SMALL = {
     ModArithmetic: mod_arithmetic.Config(epochs=3, p=23, batch_size=32, width=16, heads=2),
@@ -44,7 +45,7 @@ def made(cls: type, strategy: str | None = None, seed: int = 0) -> Any:
     return cls(SMALL[cls], strategy or cls.strategies[0])
 
 
-def train(experiment: Any, manager: hl.HookManager | None = None, **options: Any) -> hl.LoopResult:
+def train(experiment: Any, manager: hl.HookManager | None = None, **options: Any) -> hl.training.LoopResult:
     config = experiment.config
     if experiment.loop == "epoch":
         return hl.epoch_loop(experiment, epochs=config.epochs, manager=manager, **options)
@@ -128,7 +129,7 @@ def test_observers_change_nothing_and_live_metrics_exist(cls):
     plain = made(cls)
     assert train(plain).steps >= 20
     wanted = left_by(plain)
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     observed = made(cls)
     reference = {name: torch.zeros_like(value) for name, value in observed.model.named_parameters()}
     train(observed, hl.HookManager(cls.hook_sets["observers"], sinks=[sink], reference_weights=reference))
@@ -283,10 +284,10 @@ def test_digits_are_learnt():
 @pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
 def test_what_cannot_be_is_told(cls):
     """A strategy that is none, and a split that leaves nothing."""
-    with pytest.raises(hl.OptionError, match=rf"{cls.name} has no strategy 'loud'; it has random"):
+    with pytest.raises(hl.errors.OptionError, match=rf"{cls.name} has no strategy 'loud'; it has random"):
         cls(None, "loud")
     for fraction in (0.0, 1.0):
-        with pytest.raises(hl.OptionError, match="both training and validation need some"):
+        with pytest.raises(hl.errors.OptionError, match="both training and validation need some"):
             cls(dataclasses.replace(SMALL[cls], train_fraction=fraction))
 
 

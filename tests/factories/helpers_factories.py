@@ -55,7 +55,7 @@ class Decoder(nn.Module):
 
 def register_like_sglang(model: nn.Module, specs: list[dict[str, Any]]) -> None:
     """Per spec: make the hook, match names by fnmatch, and register it on each module; handles are thrown away."""
-    from hookline import resolve_callable
+    from hookline.specs import resolve_callable
 
     modules = dict(model.named_modules())
     for spec in specs:

@@ -59,7 +59,9 @@ def test_last_of_tokens_in_a_row_is_the_last_of_each_request() -> None:
 
 def test_an_output_that_is_nobodys_is_an_error_and_not_steered_wholesale() -> None:
     """Neither tokens nor requests are its first dimension."""
-    with pytest.raises(hl.HookReturnError, match=r"some requests or tokens, but the output of 'Identity' of shape \(5"):
+    with pytest.raises(
+        hl.errors.HookReturnError, match=r"some requests or tokens, but the output of 'Identity' of shape \(5"
+    ):
         steered(SOME, torch.zeros(5, 4), TWO)
 
 
@@ -101,7 +103,7 @@ def test_decode_of_such_a_batch() -> None:
     pair = Batch(torch.arange(2), torch.arange(2), torch.tensor([4, 3]), torch.tensor([4, 7]))
     config = {"vector": [1.0] * 4, "requests": ["pool-7"]}
     assert steered(config, torch.zeros(2, 4), None, (pair,)) == [0, 1]
-    with pytest.raises(hl.HookReturnError, match="no place for each"):
+    with pytest.raises(hl.errors.HookReturnError, match="no place for each"):
         steered(config, torch.zeros(6, 4), None, (pair,))
 
 
@@ -160,5 +162,5 @@ def test_export_of_one_phase(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["r1", [], [""], [3]])
 def test_requests_are_a_list_of_names(value: Any) -> None:
     """Said when the hook is made."""
-    with pytest.raises(hl.OptionError, match="requests is a list of names"):
+    with pytest.raises(hl.errors.OptionError, match="requests is a list of names"):
         steer({"vector": [1.0], "requests": value})

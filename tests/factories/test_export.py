@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.factories import BatchRows, export, read_export, serving
-from hookline.factories.shards import Shards
+from hookline.factories.export_shards import Shards
 
 TWO = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
 """Two prompts in one batch, the second padded by two."""
@@ -225,7 +225,7 @@ def test_a_disk_that_fails_ends_the_export_and_not_the_run(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hookline.factories.shards._write", full)
+    monkeypatch.setattr("hookline.factories.export_shards._write", full)
     for _ in range(3):
         hook(module, (), torch.ones(100))
     hook.close()
@@ -325,9 +325,9 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     """A line that names a file elsewhere is refused."""
     line = {"module": "x", "call": 0, "request": None, "tokens": [], "positions": [], "phase": None, "key": "k"}
     (tmp_path / "index-000.jsonl").write_text(json.dumps({**line, "shard": "../other.safetensors"}) + "\n")
-    with pytest.raises(hl.OptionError, match="no file of its folder"):
+    with pytest.raises(hl.errors.OptionError, match="no file of its folder"):
         list(read_export(tmp_path))
-    with pytest.raises(hl.OptionError, match="no such folder"):
+    with pytest.raises(hl.errors.OptionError, match="no such folder"):
         list(read_export(tmp_path / "none"))
 
 

@@ -14,8 +14,9 @@ from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
-from hookline.factories import BatchRows, export, read_export, serving, shards
-from hookline.factories.shards import Shards
+from hookline.factories import BatchRows, export, read_export, serving
+from hookline.factories import export_shards as shards
+from hookline.factories.export_shards import Shards
 
 
 def test_a_relative_folder_stays_where_it_was_when_the_process_moves(
@@ -145,7 +146,7 @@ def test_a_shard_that_was_cut_short_or_taken_away_is_named(tmp_path: Path) -> No
     for _ in range(2):
         records = read_export(tmp_path)
         next(records)
-        with pytest.raises(hl.OptionError, match=rf"{last.name} cannot be read, though it was complete once"):
+        with pytest.raises(hl.errors.OptionError, match=rf"{last.name} cannot be read, though it was complete once"):
             next(records)
         last.unlink(missing_ok=True)
 

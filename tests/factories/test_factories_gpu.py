@@ -26,7 +26,7 @@ from hookline.factories import (
     serving,
     steer,
 )
-from hookline.observe.stats.kernel import Kernel
+from hookline.observe.watch.stat_kernel import Kernel
 
 pytestmark = [
     pytest.mark.gpu,

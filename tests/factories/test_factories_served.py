@@ -13,8 +13,8 @@ from helpers_waiting import PATIENCE
 from torch import Tensor
 
 from hookline.factories import read_export
-from hookline.serve.engine import Engine
-from hookline.serve.request import Finished, Request
+from hookline.serve.generation_request import Finished, Request
+from hookline.serve.serving_engine import Engine
 
 transformers = pytest.importorskip("transformers")
 

@@ -164,7 +164,9 @@ def test_a_vector_of_another_width_is_an_error_that_says_both() -> None:
     for width in (3, 1):
         module = nn.Linear(4, 4)
         module.register_forward_hook(steer({"vector": [1.0] * width}))
-        with pytest.raises(hl.HookReturnError, match=rf"vector of shape \({width},\), but the output of 'Linear'.*4\)"):
+        with pytest.raises(
+            hl.errors.HookReturnError, match=rf"vector of shape \({width},\), but the output of 'Linear'.*4\)"
+        ):
             module(torch.ones(2, 4))
 
 
@@ -172,7 +174,7 @@ def test_whole_numbers_are_not_steered() -> None:
     """Token ids have no direction to be pushed in."""
     module = nn.Identity()
     module.register_forward_hook(steer({"vector": [1.0, 1.0]}))
-    with pytest.raises(hl.HookReturnError, match="real numbers"):
+    with pytest.raises(hl.errors.HookReturnError, match="real numbers"):
         module(torch.ones(2, 2, dtype=torch.int64))
 
 
@@ -208,11 +210,11 @@ def test_means_are_over_all_tokens_of_each_module(tmp_path: Path) -> None:
 
 
 def test_means_serve_an_ablation() -> None:
-    """hookline.mean_ablate takes what means() gives."""
+    """hookline.edits.mean_ablate takes what means() gives."""
     model, hook, x = nn.Sequential(nn.Linear(4, 3), nn.Identity()), record_mean(), torch.randn(5, 4)
     with hl.attach(model, "0", hook):
         model(x)
-    with hl.patch(model, {"0": hl.mean_ablate(hook.means())}):
+    with hl.patch(model, {"0": hl.edits.mean_ablate(hook.means())}):
         assert torch.allclose(model(x), hook.means()["0"].expand(5, 3))
 
 
@@ -244,7 +246,7 @@ def test_means_take_anything_and_need_a_file_to_be_saved() -> None:
     for output in outputs:
         hook(nn.Identity(), (), output)
     assert hook.means() == {}
-    with pytest.raises(hl.OptionError, match="has no file to write to"):
+    with pytest.raises(hl.errors.OptionError, match="has no file to write to"):
         hook.save()
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookline.factories import activation_stats, nan_alarm, streaming
-from hookline.observe.stats.engine import Engine
+from hookline.factories import activation_stats, nan_alarm
+from hookline.factories import streaming_stats as streaming
+from hookline.observe.watch.stats_engine import Engine
 from hookline.sites import _torch
 
 STATS = ["mean", "std", "norm", "min", "max", "absmax", "zero_fraction", "over:1", "nonfinite", "nan", "inf"]

@@ -14,7 +14,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import GuardError, OptionError
-from hookline.guard import copies, part
+from hookline.guard import run_part as part
+from hookline.guard import tensor_copies as copies
 from hookline.guard.guard import Guard
 from hookline.guard.rollback import rollback
 
@@ -164,7 +165,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 @pytest.mark.parametrize("kind", sorted(HOOKS))
 def test_hooks_of_ours_stay_whole_whatever_a_block_does_with_them(kind):
     """Those it attaches are off afterwards; one of before fires on; one it removes by its handle stays off."""

@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, TensorD
 
 import hookline as hl
 from hookline.errors import GuardError
-from hookline.guard import copies
+from hookline.guard import tensor_copies as copies
 from hookline.guard.guard import Guard
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.pre_epoch import PreEpochState
@@ -298,7 +298,7 @@ def test_what_a_scheduler_calls_comes_back(nested):
 # -- hooks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 def test_hooks_of_ours_on_no_model_in_particular_come_off_too():
     """On every module, on a function; those of before stay."""
     model, fired = nn.Linear(2, 2), []

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 import hookline as hl
 from hookline.guard.guard import Guard
 from hookline.guard.rollback import rollback
-from hookline.guard.switches import _SWITCHES
+from hookline.guard.torch_switches import _SWITCHES
 
 
 @dataclass
@@ -162,7 +162,7 @@ def test_without_a_guard_a_written_batch_changes_the_run_and_strict_mode_names_i
     """The control: observers are trusted, and the same write by one of them is seen in the weights."""
     hook = _Observer(lambda ctx: ctx.batch_data[0].zero_())
     assert not _same(_trained(hook), _trained())
-    with pytest.raises(hl.GuardError, match=r"'observer' observes, and changed batch_data\[0\]"):
+    with pytest.raises(hl.errors.GuardError, match=r"'observer' observes, and changed batch_data\[0\]"):
         _trained(hook, strict=True)
 
 
@@ -174,7 +174,7 @@ def test_an_observer_that_leaves_a_switch_moved_is_named_in_strict_mode():
 
     before = torch.get_num_threads()
     try:
-        with pytest.raises(hl.GuardError, match="changed number of threads"):
+        with pytest.raises(hl.errors.GuardError, match="changed number of threads"):
             _trained(_Observer(act), strict=True)
     finally:
         torch.set_num_threads(before)
@@ -224,7 +224,7 @@ def test_a_dataset_that_was_written_is_named(way, scope):
     make, write, name = WRITES[way]
     data = make()
     with (
-        pytest.raises(hl.GuardError, match=rf"cannot be put back: {name} \(part of the data"),
+        pytest.raises(hl.errors.GuardError, match=rf"cannot be put back: {name} \(part of the data"),
         rollback(nn.Linear(3, 1), loader=DataLoader(data), scope=scope),
     ):
         write(data)
@@ -233,7 +233,7 @@ def test_a_dataset_that_was_written_is_named(way, scope):
 def test_batches_in_a_list_are_watched_too():
     """A list of batches is a loader."""
     batches = [torch.zeros(2), torch.zeros(2)]
-    with pytest.raises(hl.GuardError, match=r"loader\[1\]"), rollback(nn.Linear(2, 1), loader=batches):
+    with pytest.raises(hl.errors.GuardError, match=r"loader\[1\]"), rollback(nn.Linear(2, 1), loader=batches):
         batches[1].fill_(1)
 
 
@@ -250,7 +250,7 @@ def test_reading_the_data_is_no_write():
 
 def test_an_intervention_that_writes_the_dataset_stops_the_run_by_name():
     """The guard's word outranks ``on_error``."""
-    with pytest.raises(hl.GuardError, match=r"'wrecks'.*loader\.dataset\.tensors\[0\]"):
+    with pytest.raises(hl.errors.GuardError, match=r"'wrecks'.*loader\.dataset\.tensors\[0\]"):
         _trained(_Wrecks(lambda run_ctx, model_ctx: run_ctx.loader.dataset.tensors[0].zero_()))
 
 
@@ -311,7 +311,7 @@ def test_inference_mode_that_was_begun_and_not_ended_is_named():
     guard, mode = Guard(nn.Linear(2, 1)), torch.inference_mode()
     guard.save()
     try:
-        with pytest.raises(hl.GuardError, match="inference mode"), guard.protecting("any"):
+        with pytest.raises(hl.errors.GuardError, match="inference mode"), guard.protecting("any"):
             mode.__enter__()
     finally:
         mode.__exit__(None, None, None)

@@ -8,7 +8,7 @@ from helpers_guard import OPTIMIZERS, Run, differing, portrait
 from torch import nn
 
 from hookline.errors import GuardError
-from hookline.guard import copies
+from hookline.guard import tensor_copies as copies
 from hookline.guard.guard import Guard
 from hookline.guard.rng import RandomStates, kept_rng
 from hookline.guard.rollback import rollback

@@ -158,7 +158,7 @@ def test_hooks_of_equal_runs_in_one_process_draw_the_same():
     def drawn() -> dict[str, list[float]]:
         torch.manual_seed(0)
         np.random.seed(0)
-        model, sink = nn.Linear(2, 1), hl.MemorySink()
+        model, sink = nn.Linear(2, 1), hl.sinks.MemorySink()
         experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(4, 2)] * 3)
         experiment.loss_fn = lambda model, batch: model(batch).mean()
         hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Draws()], sinks=[sink]))

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hookline as hl
 from hookline.guard.guard import Guard
 from hookline.guard.rollback import rollback
-from hookline.guard.switches import Switches
+from hookline.guard.torch_switches import Switches
 
 
 class _Net(nn.Module):
@@ -221,7 +221,7 @@ def test_a_computed_tensor_that_was_written_with_a_graph_is_named():
     """Its numbers come back and its graph cannot: a gradient through it would be another."""
     model = nn.Linear(2, 2)
     model.hidden = model(torch.ones(1, 2))
-    with pytest.raises(hl.GuardError, match=r"model\.hidden"), rollback(model):
+    with pytest.raises(hl.errors.GuardError, match=r"model\.hidden"), rollback(model):
         model.hidden.mul_(model.weight.sum())
 
 
@@ -235,7 +235,7 @@ def test_memory_that_was_shrunk_and_shown_to_numpy_is_replaced_and_named():
         model.scale.untyped_storage().resize_(4)
         model.scale[:1].numpy()
 
-    with pytest.raises(hl.GuardError, match=r"model\.scale \(its memory was shrunk"), rollback(model):
+    with pytest.raises(hl.errors.GuardError, match=r"model\.scale \(its memory was shrunk"), rollback(model):
         act()
     assert (model.scale.tolist(), model.rest.tolist()) == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0])
     model.scale[3] = 7
@@ -264,7 +264,7 @@ def test_strict_mode_does_not_read_beyond_memory_that_was_shrunk():
     model = nn.Linear(2, 2)
     guard = Guard(model, strict=True)
     guard.save(["reads"])
-    with pytest.raises(hl.GuardError, match=r"changed model\.weight"), guard.protecting("any", "reads"):
+    with pytest.raises(hl.errors.GuardError, match=r"changed model\.weight"), guard.protecting("any", "reads"):
         model.weight.untyped_storage().resize_(0)
     assert model.weight.isfinite().all()
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_an_intervention_names_what_it_cannot_bring_back():
     context = hl.ModelDataContext(model)
     token = context.save_checkpoint()
     model.hidden.mul_(model.weight.sum())
-    with pytest.raises(hl.GuardError, match=r"restore_checkpoint\('ckpt_0'\).*model\.hidden"):
+    with pytest.raises(hl.errors.GuardError, match=r"restore_checkpoint\('ckpt_0'\).*model\.hidden"):
         context.restore_checkpoint(token)
 
 
@@ -294,7 +294,10 @@ def test_a_data_parallel_model_that_would_lose_gradients_is_named(parallel):
     """torch makes new nodes for data of another dtype, and the hooks of DistributedDataParallel are on the old."""
     with rollback(parallel):
         parallel.module.weight.data = parallel.module.weight.data.clone()
-    with pytest.raises(hl.GuardError, match=r"weight \(DistributedDataParallel would not see"), rollback(parallel):
+    with (
+        pytest.raises(hl.errors.GuardError, match=r"weight \(DistributedDataParallel would not see"),
+        rollback(parallel),
+    ):
         parallel.module.weight.data = parallel.module.weight.data.double()
 
 

@@ -582,7 +582,7 @@ def run_case(number: int) -> Verdict:
     try:
         with guard.protecting("vandal"):
             _vandalize(run, rng, verdict)
-    except hl.GuardError as error:
+    except hl.errors.GuardError as error:
         verdict.said = str(error)
     guard.release()
     verdict.wrong = [name for name in _differing(before, portrait(run)) if not _is_named(name, verdict.said)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hookline as hl
-from hookline.lifecycle.phase import in_phase, phase
+from hookline.lifecycle.run_phase import in_phase, phase
 
 
 def test_one_may_be_entered_inside_itself():
@@ -33,6 +33,6 @@ def test_whoever_leaves_first_takes_only_its_own_away():
 
 def test_an_unknown_phase_is_refused_before_it_is_entered():
     """And nothing is left behind."""
-    with pytest.raises(hl.OptionError, match="'train', 'eval', 'intervention'; got 'test'"):
+    with pytest.raises(hl.errors.OptionError, match="'train', 'eval', 'intervention'; got 'test'"):
         in_phase("test")
     assert phase() == "train"

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 
 FIELDS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hookline as hl
-from hookline.lifecycle.phase import checked_phases, in_phase, phase
+from hookline.lifecycle.run_phase import checked_phases, in_phase, phase
 from hookline.lifecycle.schedule import StepSchedule
 
 
@@ -42,7 +42,7 @@ def test_warmup_is_a_floor_and_shifts_nothing(warmup: int, first: list[int]):
 def test_numbers_that_make_no_schedule_are_errors(options: dict[str, object]):
     """Named, with the least that is allowed."""
     (name,) = options
-    with pytest.raises(hl.OptionError, match=f"{name}= must be a whole number of at least"):
+    with pytest.raises(hl.errors.OptionError, match=f"{name}= must be a whole number of at least"):
         StepSchedule("burst", **options)  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ def test_every_may_be_a_number():
 @pytest.mark.parametrize("every", [0, -1, 2.5, "10", True, None])
 def test_every_that_is_no_schedule_is_an_error(every: object):
     """Whatever it is."""
-    with pytest.raises(hl.OptionError, match="every= is a number of steps"):
+    with pytest.raises(hl.errors.OptionError, match="every= is a number of steps"):
         StepSchedule.of(every)  # type: ignore[arg-type]
 
 
@@ -84,5 +84,5 @@ def test_phases_are_checked():
     assert checked_phases({"train", "eval"}) == {"train", "eval"}
     assert checked_phases("eval") == {"eval"}
     for wrong in ("trian", [], ["train", "test"]):
-        with pytest.raises(hl.OptionError, match="'train', 'eval', 'intervention'"):
+        with pytest.raises(hl.errors.OptionError, match="'train', 'eval', 'intervention'"):
             checked_phases(wrong)

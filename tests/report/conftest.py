@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers_waiting import PATIENCE
 
-from hookline.report.page import write_report
+from hookline.report.report_page import write_report
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _ARGUMENTS = [

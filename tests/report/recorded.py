@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hookline.report.runs import read_run
-from hookline.report.series import Curve, Series
+from hookline.report.metric_series import Curve, Series
+from hookline.report.report_runs import read_run
 
 FILE = Path(__file__).with_name("recorded_runs.npz")
 _KEPT = re.compile(

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 from recorded import FACTS, recorded_runs
 
 from hookline.report.anomalies import find_anomalies, looked_at
-from hookline.report.families import places
-from hookline.report.series import Curve, Series
+from hookline.report.metric_families import places
+from hookline.report.metric_series import Curve, Series
 
 
 def _found(facts: dict[str, Any] | None = None, /, **curves: ArrayLike) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hookline.report.families import Place, places
+from hookline.report.metric_families import Place, places
 
 
 def test_the_statistics_of_a_watch_are_placed_by_layer_and_kind() -> None:

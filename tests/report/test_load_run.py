@@ -14,8 +14,9 @@ import pytest
 from helpers_report import facts
 
 import hookline as hl
-from hookline import HookPoint, Record, StepSeries
-from hookline.sinks.log import RecordLog
+from hookline import HookPoint
+from hookline.sinks import Record, StepSeries
+from hookline.sinks.record_log import RecordLog
 
 EXPERIMENTS = Path(__file__).parent.parent / "cli" / "experiments.py"
 
@@ -82,7 +83,9 @@ def test_a_series_is_steps_and_values(run):
 
 def test_an_unknown_metric_names_the_nearest(run):
     """And where all are."""
-    with pytest.raises(hl.OptionError, match=r"has no metric 'norms/totl'\. Nearest: 'norms/total'.*run\.metrics\."):
+    with pytest.raises(
+        hl.errors.OptionError, match=r"has no metric 'norms/totl'\. Nearest: 'norms/total'.*run\.metrics\."
+    ):
         hl.load_run(run).series("norms/totl")
 
 
@@ -122,7 +125,9 @@ def test_without_the_package_the_error_has_the_line_that_installs_it(run, monkey
     """And the way that needs none."""
     for package in ("pandas", "polars"):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(hl.MissingPackageError, match=rf"pip install {package}\. Without it: .*run\.series\(name\)"):
+        with pytest.raises(
+            hl.errors.MissingPackageError, match=rf"pip install {package}\. Without it: .*run\.series\(name\)"
+        ):
             getattr(hl.load_run(run), f"to_{package}")()
 
 
@@ -211,7 +216,9 @@ def test_several_runs_come_by_name(tmp_path):
         loaded = hl.load_runs(given)
         assert {name: run.latest["m/x"] for name, run in loaded.items()} == {"digits / a": 1.0, "digits / b": 2.0}
     assert hl.load_run(two / "records.jsonl").folder == two
-    with pytest.raises(hl.OptionError, match=r"holds 2 runs \('digits / a', 'digits / b'\); read them with load_runs"):
+    with pytest.raises(
+        hl.errors.OptionError, match=r"holds 2 runs \('digits / a', 'digits / b'\); read them with load_runs"
+    ):
         hl.load_run(tmp_path)
 
 
@@ -235,9 +242,11 @@ def test_strategies_of_one_log_are_runs_each(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path):
     """With what was looked for."""
     (tmp_path / "empty").mkdir()
-    with pytest.raises(hl.OptionError, match=r"is no folder of a run: it has neither records\.jsonl nor run\.json"):
+    with pytest.raises(
+        hl.errors.OptionError, match=r"is no folder of a run: it has neither records\.jsonl nor run\.json"
+    ):
         hl.load_run(tmp_path / "empty")
-    with pytest.raises(hl.OptionError, match=r"There is no run at .*nothere"):
+    with pytest.raises(hl.errors.OptionError, match=r"There is no run at .*nothere"):
         hl.load_run(tmp_path / "nothere")
 
 
@@ -253,7 +262,7 @@ def test_a_run_of_the_command_line_comes_back(tmp_path, monkeypatch):
     assert main([*arguments, "--epochs", "2", "--save-checkpoints", "1"]) == 0
     (folder,) = hl.load_runs("runs").values()
     loaded = hl.load_run(folder.folder)
-    log = [found for found in hl.read_log(folder.folder) if isinstance(found, Record)]
+    log = [found for found in hl.sinks.read_log(folder.folder) if isinstance(found, Record)]
     assert loaded.records == log
     assert loaded.settings["status"] == "finished"
     table = loaded.to_pandas()

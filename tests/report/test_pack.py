@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hookline.report.pack import Packer, squeezed, thinned
+from hookline.report.packed_numbers import Packer, squeezed, thinned
 
 
 def _unpacked(text: str) -> tuple[dict[str, Any], list[int], list[float]]:

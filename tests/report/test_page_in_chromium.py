@@ -11,11 +11,11 @@ import pytest
 from helpers_page import CARD, cards, drawn, page_width, slide, until
 from helpers_report import STATISTICS, large_run, loss_at, small_run, stat_at
 
-from hookline.report import page as page_module
 from hookline.report import plotly_script
-from hookline.report.page import write_report
-from hookline.sinks.log import RecordLog
+from hookline.report import report_page as page_module
+from hookline.report.report_page import write_report
 from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.record_log import RecordLog
 
 Visit = Callable[..., Any]
 

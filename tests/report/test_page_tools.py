@@ -13,9 +13,9 @@ import pytest
 from helpers_page import CARD, cards, drawn, slide, until
 from helpers_report import facts, loss_at
 
-from hookline.report.page import write_report
-from hookline.sinks.log import RecordLog
+from hookline.report.report_page import write_report
 from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.record_log import RecordLog
 
 Visit = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hookline.report.series import Collector, Series
+from hookline.report.metric_series import Collector, Series
 from hookline.sinks.record import Record, StepSeries
 
 

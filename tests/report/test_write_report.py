@@ -14,11 +14,12 @@ from helpers_report import facts, ill_run, small_run
 from helpers_waiting import PATIENCE
 
 from hookline.errors import MissingPackageError, OptionError
-from hookline.report import page, plotly_script
-from hookline.report.page import write_report
-from hookline.report.runs import distinct_names, find_runs, read_run
-from hookline.sinks.log import RecordLog
+from hookline.report import plotly_script
+from hookline.report import report_page as page
+from hookline.report.report_page import write_report
+from hookline.report.report_runs import distinct_names, find_runs, read_run
 from hookline.sinks.record import Record
+from hookline.sinks.record_log import RecordLog
 
 
 def test_the_page_lies_beside_the_run_unless_told_otherwise(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_the_files_of_the_page_are_in_the_package_and_torch_is_not_needed() -> N
         assert "</script" not in text or name == "page.html"
         assert "http://" not in text.replace("http-equiv", "")
         assert "https://" not in text
-    code = "import hookline.report.page, sys; assert not {'torch', 'plotly'} & set(sys.modules)"
+    code = "import hookline.report.report_page, sys; assert not {'torch', 'plotly'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 

@@ -23,10 +23,10 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 @contextmanager
 def served(folder: Path, *, settings: dict[str, Any] | None = None, **engine_options: Any) -> Iterator[Any]:
     """A server in a thread, with sockets; it has ``.client`` (httpx), ``.engine`` and the `Server`'s own methods."""
-    from hookline.serve.engine import Engine
+    from hookline.serve.http.http_settings import Settings
     from hookline.serve.http.server import Server
-    from hookline.serve.http.settings import Settings
-    from hookline.serve.load import load
+    from hookline.serve.load_model import load
+    from hookline.serve.serving_engine import Engine
 
     def make() -> Engine:
         return Engine(*load(folder, device="cpu"), **engine_options)

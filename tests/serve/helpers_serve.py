@@ -40,7 +40,7 @@ def tiny_tokenizer(folder: Path) -> Any:
 
 
 def tiny_llama(folder: Path, *, layers: int = 2, hidden: int = 32, length: int = 256, seed: int = 0) -> Path:
-    """A random Llama with its tokenizer, in a folder that `hookline.serve.load.load` reads; gives the folder back."""
+    """Write a random Llama and its tokenizer to ``folder``, for `load_model.load`; return ``folder``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = Path(folder)

@@ -57,7 +57,7 @@ def client(server: Any) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> tuple[Any, Any]:
     """The same model, not served."""
-    from hookline.serve.load import load
+    from hookline.serve.load_model import load
 
     return load(folder, device="cpu")
 

@@ -20,10 +20,10 @@ from pydantic import ValidationError
 
 from hookline.errors import OptionError
 from hookline.serve.http.access import is_loopback
-from hookline.serve.http.bodies import CompletionBody
-from hookline.serve.http.gate import Gate
-from hookline.serve.http.serving import Serving
-from hookline.serve.http.settings import Settings
+from hookline.serve.http.engine_state import Serving
+from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.request_bodies import CompletionBody
+from hookline.serve.http.request_gate import Gate
 
 LIMIT = 20_000
 SPEC = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:log_shapes"}

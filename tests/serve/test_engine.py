@@ -12,10 +12,10 @@ from helpers_serve import Answer, alone, save_seeded, tiny_llama
 from helpers_waiting import PATIENCE, until
 
 from hookline.errors import EngineBusy, EngineClosed, OptionError
-from hookline.serve.engine import Engine
-from hookline.serve.generation.text import TextStream
-from hookline.serve.load import load
-from hookline.serve.request import Finished, Request, StatesWanted, Token
+from hookline.serve.generation.answer_text import TextStream
+from hookline.serve.generation_request import Finished, Request, StatesWanted, Token
+from hookline.serve.load_model import load
+from hookline.serve.serving_engine import Engine
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from helpers_waiting import PATIENCE, until
 import hookline as hl
 from hookline.errors import EngineBusy, EngineClosed
 from hookline.factories.batch_rows import current_rows
-from hookline.serve.engine import Engine
-from hookline.serve.load import load
-from hookline.serve.request import Request, StatesWanted
+from hookline.serve.generation_request import Request, StatesWanted
+from hookline.serve.load_model import load
+from hookline.serve.serving_engine import Engine
 
 
 @pytest.fixture(scope="module")

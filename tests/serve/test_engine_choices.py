@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers_serve import Answer, alone, save_seeded, tiny_tokenizer
 
-from hookline.serve.engine import Engine
+from hookline.serve.generation.answer_text import TextStream
 from hookline.serve.generation.sampling import choose
-from hookline.serve.generation.text import TextStream
-from hookline.serve.request import Request, StatesWanted
+from hookline.serve.generation_request import Request, StatesWanted
+from hookline.serve.serving_engine import Engine
 
 
 class Fixed:

@@ -19,10 +19,10 @@ from helpers_waiting import PATIENCE, until
 
 import hookline as hl
 from hookline.errors import EngineClosed, OptionError
-from hookline.serve.engine import Engine
-from hookline.serve.generation import batch as batches
-from hookline.serve.load import load
-from hookline.serve.request import Finished, Request, StatesWanted
+from hookline.serve.generation import row_batch as batches
+from hookline.serve.generation_request import Finished, Request, StatesWanted
+from hookline.serve.load_model import load
+from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
 
@@ -417,9 +417,9 @@ def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path)
     program = f"""
         import time
         from pathlib import Path
-        from hookline.serve.engine import Engine
-        from hookline.serve.load import load
-        from hookline.serve.request import Request
+        from hookline.serve.serving_engine import Engine
+        from hookline.serve.load_model import load
+        from hookline.serve.generation_request import Request
 
         class Writes:
             def __init__(self, config): self.calls = 0

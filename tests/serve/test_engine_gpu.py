@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers_serve import Answer, alone, save_seeded, states_alone
 
-from hookline.serve.engine import Engine
-from hookline.serve.request import Request, StatesWanted
+from hookline.serve.generation_request import Request, StatesWanted
+from hookline.serve.serving_engine import Engine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,10 +20,10 @@ from hookline.errors import (
     OptionError,
 )
 from hookline.factories import current_rows
-from hookline.serve.engine import Engine
+from hookline.serve.generation_request import Request
 from hookline.serve.http.hook_bodies import told_of
-from hookline.serve.load import load
-from hookline.serve.request import Request
+from hookline.serve.load_model import load
+from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
 

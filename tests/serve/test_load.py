@@ -10,7 +10,7 @@ import torch
 from helpers_serve import tiny_llama
 
 from hookline.errors import ConfigError, OptionError
-from hookline.serve.load import load
+from hookline.serve.load_model import load
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
-from hookline.serve.model_runner import ModelRunner
-from hookline.serve.server_args import ServerArgs
+from hookline.sglang.model_runner import ModelRunner
+from hookline.sglang.server_args import ServerArgs
 from hookline.testing.model_hooks import HOOK_CALLS, dummy_hook_factory
 
 FACTORY = "hookline.testing.model_hooks:dummy_hook_factory"
@@ -87,14 +87,14 @@ def test_other_settings_are_kept_and_found():
 )
 def test_settings_that_cannot_be_are_refused_when_they_are_made(given, said):
     """Not when the server is up."""
-    with pytest.raises(hl.OptionError) as caught:
+    with pytest.raises(hl.errors.OptionError) as caught:
         ServerArgs(**given)
     assert str(caught.value) == said
 
 
 def test_settings_are_an_object():
     """Not a list, not text."""
-    with pytest.raises(hl.OptionError, match="are an object with keys, got a list"):
+    with pytest.raises(hl.errors.OptionError, match="are an object with keys, got a list"):
         ServerArgs.from_dict([spec("0")])
 
 
@@ -134,7 +134,7 @@ def test_they_are_read_from_three_languages(tmp_path, name, text):
 def test_a_mistake_in_a_file_has_its_line(tmp_path):
     """The file is refused whole."""
     (tmp_path / "s.json").write_text('{"hooks": [\n{"nme": "x"}]}')
-    with pytest.raises(hl.ConfigError, match=r"s\.json, line 2, at \$\.hooks\[0\]\.nme: .* Did you mean 'name'"):
+    with pytest.raises(hl.errors.ConfigError, match=r"s\.json, line 2, at \$\.hooks\[0\]\.nme: .* Did you mean 'name'"):
         ServerArgs.from_file(tmp_path / "s.json")
 
 
@@ -274,13 +274,13 @@ def test_settings_that_fail_attach_nothing_and_may_be_mended():
 def test_strict_and_allow_are_handed_on(log):
     """To the start, and to later calls."""
     runner = ModelRunner(small(), ServerArgs(forward_hooks=[spec("nowhere.*")]))
-    with pytest.raises(hl.NoMatchError):
+    with pytest.raises(hl.errors.NoMatchError):
         runner.initialize(strict=True)
-    with pytest.raises(hl.NotAllowedError):
+    with pytest.raises(hl.errors.NotAllowedError):
         runner.initialize(allow=["my_project"])
-    with pytest.raises(hl.NotAllowedError):
+    with pytest.raises(hl.errors.NotAllowedError):
         runner.register_hooks([spec("0")], allow=[])
-    with pytest.raises(hl.NoMatchError):
+    with pytest.raises(hl.errors.NoMatchError):
         runner.register_hooks([spec("nowhere")], strict=True)
     runner.initialize(allow=["hookline.testing"])
     assert log("WARNING") == ["No modules matched hook spec 't' patterns=['nowhere.*']"]
@@ -331,18 +331,18 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 import hookline as hl
-from hookline.serve.server_args import ServerArgs
+from hookline.sglang.server_args import ServerArgs
 args = ServerArgs.from_file(sys.argv[1])
 assert "torch" not in sys.modules
 try:
     ServerArgs.from_file(sys.argv[2])
-except hl.ConfigError as error:
+except hl.errors.ConfigError as error:
     assert "line 2, at $.hooks[0].nme" in str(error), error
 else:
     raise SystemExit("read it")
 from torch import nn
 import torch
-from hookline.serve.model_runner import ModelRunner
+from hookline.sglang.model_runner import ModelRunner
 from hookline.testing.model_hooks import HOOK_CALLS
 runner = ModelRunner(nn.Sequential(nn.Linear(4, 4)), args)
 runner.initialize()

@@ -23,7 +23,7 @@ from helpers_serve import tiny_llama
 from helpers_waiting import PATIENCE, until
 
 from hookline.cli.main import main
-from hookline.cli.serve import ServeOptions, _hooks_of, _settings, command
+from hookline.cli.serve_command import ServeOptions, _hooks_of, _settings, command
 
 EXPORT = {"name": "states", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:export"}
 
@@ -118,7 +118,7 @@ def _check_export(folder: Path, bodies: list[dict[str, Any]]) -> int:
 _DRAINS_FOR_A_MINUTE = """
 import logging, sys, time
 from types import SimpleNamespace
-from hookline.serve.http.settings import Settings
+from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.server import Server
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -279,8 +279,8 @@ def test_an_engine_that_fails_ends_the_process_with_1(monkeypatch: pytest.Monkey
 
 def test_a_signal_that_is_lost_while_the_model_loads_still_counts() -> None:
     """Python drops an exception that comes while an object is deleted, and with it the one that a signal raises."""
+    from hookline.serve.http.http_settings import Settings
     from hookline.serve.http.server import Server
-    from hookline.serve.http.settings import Settings
 
     done: list[Any] = []
 

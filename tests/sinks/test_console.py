@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 import hookline as hl
-from hookline.sinks.console import ConsoleSink
 from hookline.sinks.console_format import format_value, printable, trend
+from hookline.sinks.console_sink import ConsoleSink
 from hookline.sinks.record import Record, StepSeries
-from hookline.testing.outcome import differences, left_by
+from hookline.testing.run_outcome import differences, left_by
 from hookline.testing.small_run import small_experiment
 
 NAN, INF = float("nan"), float("inf")
@@ -290,9 +290,9 @@ def test_without_a_terminal_live_is_normal_said_once_and_without_control_codes()
 
 def test_wrong_options_are_told():
     """A mode that is none, and two answers to one question."""
-    with pytest.raises(hl.OptionError, match=r"'live' or 'lines', got 'loud'\."):
+    with pytest.raises(hl.errors.OptionError, match=r"'live' or 'lines', got 'loud'\."):
         ConsoleSink("loud")  # type: ignore[arg-type]
-    with pytest.raises(hl.OptionError, match="got both"):
+    with pytest.raises(hl.errors.OptionError, match="got both"):
         ConsoleSink(console=terminal(), width=3)
     assert ConsoleSink("LIVE").mode == "live"  # type: ignore[arg-type]
 
@@ -300,7 +300,7 @@ def test_wrong_options_are_told():
 def test_importing_it_imports_neither_torch_nor_rich():
     """The helper process and ``hookline --help`` do without."""
     code = (
-        "import sys, hookline.sinks.console, hookline.sinks.console_live, hookline.sinks.console_progress;"
+        "import sys, hookline.sinks.console_sink, hookline.sinks.console_live, hookline.sinks.console_progress;"
         "sys.exit(bool({'torch', 'rich'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -338,7 +338,7 @@ def test_it_is_a_sink_of_a_run():
 def lines_of(*records: Record, **options: Any) -> list[str]:
     """What is printed of records in lines."""
     file = io.StringIO()
-    sink = hl.ConsoleSink("lines", file=file, width=160, **options)
+    sink = hl.sinks.ConsoleSink("lines", file=file, width=160, **options)
     for record in records:
         sink.write(record)
     sink.flush()
@@ -386,7 +386,7 @@ def test_a_line_is_of_the_epoch_and_its_snapshot_together():
         records.append(Record({"training_metrics/loss": 1.0 + epoch}, epoch, "POST_EPOCH", step=epoch + 10))
         if epoch % 2 == 0:
             records.append(Record({"phases/code": epoch}, epoch, "SNAPSHOT", step=epoch + 10))
-    bar = hl.ConsoleSink("lines", file=io.StringIO(), width=160, snapshot_every=2)
+    bar = hl.sinks.ConsoleSink("lines", file=io.StringIO(), width=160, snapshot_every=2)
     bar.progress_bar().start(4, "epochs")
     for record in records:
         bar.write(record)
@@ -408,8 +408,8 @@ def test_metrics_are_chosen_by_name_hook_and_pattern():
     metrics = {"eval/val_acc": 0.5, "norms/a": 1.0, "norms/b": 2.0, "stats/layers/0": 3.0}
     head, _ = lines_of(Record(metrics, 0, "SNAPSHOT"), show=["norms/*", "val_acc", "stats/layers/0", "nothing"])
     assert head.split() == ["epoch", "a", "b", "val_acc", "layers/0"]
-    with pytest.raises(hl.OptionError, match=r"write \['loss'\]"):
-        hl.ConsoleSink("lines", show="loss")
+    with pytest.raises(hl.errors.OptionError, match=r"write \['loss'\]"):
+        hl.sinks.ConsoleSink("lines", show="loss")
 
 
 def test_the_live_column_is_no_higher_than_the_screen():

@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from hookline.sinks.console import ConsoleSink
 from hookline.sinks.console_progress import RunProgress
+from hookline.sinks.console_sink import ConsoleSink
 
 
 class Clock:

@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.point import HookPoint
-from hookline.sinks import table as table_module
-from hookline.sinks.csv import CSVSink
-from hookline.sinks.parquet import ParquetSink
-from hookline.sinks.prometheus import PrometheusSink
+from hookline.lifecycle.points import HookPoint
+from hookline.sinks import growing_csv as table_module
+from hookline.sinks.csv_sink import CSVSink
+from hookline.sinks.growing_csv import TableFile
+from hookline.sinks.parquet_sink import ParquetSink
+from hookline.sinks.prometheus_sink import PrometheusSink
 from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.table import TableFile
-from hookline.sinks.tensorboard import TensorBoardSink
+from hookline.sinks.tensorboard_sink import TensorBoardSink
 
 
 def read(path: Path | None) -> list[dict[str, str]]:
@@ -359,7 +359,7 @@ def test_an_empty_file_gets_its_header_again(tmp_path):
 
 _WRITER = """
     import sys
-    from hookline.sinks.csv import CSVSink
+    from hookline.sinks.csv_sink import CSVSink
     sink = CSVSink(sys.argv[1])
     number = 0
     while True:
@@ -398,7 +398,7 @@ def test_a_killed_process_leaves_every_row_with_its_names(tmp_path):
 
 _FULL = """
     import resource, signal, sys
-    from hookline.sinks.csv import CSVSink
+    from hookline.sinks.csv_sink import CSVSink
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sink = CSVSink(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))

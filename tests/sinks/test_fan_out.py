@@ -12,13 +12,13 @@ from helpers_sinks import record
 
 import hookline as hl
 from hookline.errors import HooklineWarning, OptionError
-from hookline.sinks import keeper
+from hookline.sinks import resilient_log as keeper
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.jsonl import JSONLSink
-from hookline.sinks.keeper import LogKeeper
-from hookline.sinks.log import Context, RecordLog, read_log
+from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.record import Record
-from hookline.sinks.tell import Teller
+from hookline.sinks.record_log import Context, RecordLog, read_log
+from hookline.sinks.resilient_log import LogKeeper
+from hookline.sinks.warn_once import Teller
 
 
 class Bare:
@@ -63,7 +63,7 @@ def found(path: Path) -> list[int]:
 def test_the_log_is_written_before_any_sink_is_given_the_record(tmp_path):
     """Sinks that want more than emit get the record with its number; others metrics of their own."""
     log = tmp_path / "records.jsonl"
-    bare, wants, memory = Bare(), Wants(log), hl.MemorySink()
+    bare, wants, memory = Bare(), Wants(log), hl.sinks.MemorySink()
     with FanOut([bare, wants, memory], log=log) as fan_out:
         given = record(4)
         fan_out.write(given)
@@ -99,7 +99,7 @@ def test_a_sink_that_fails_is_told_once_counted_and_given_the_next_record(tmp_pa
     assert found(tmp_path / "records.jsonl") == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("given", [hl.MemorySink(), [hl.MemorySink], [object()], ["csv"]])
+@pytest.mark.parametrize("given", [hl.sinks.MemorySink(), [hl.sinks.MemorySink], [object()], ["csv"]])
 def test_what_is_no_sink_is_refused(given):
     """Before a run begins."""
     with pytest.raises(OptionError, match=r"sinks= takes (a list of sinks|objects with emit)"):
@@ -134,7 +134,7 @@ import resource, sys
 sys.path.insert(0, {here!r})
 from helpers_sinks import record
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.log import read_log
+from hookline.sinks.record_log import read_log
 path = {path!r}
 fan_out = FanOut([], log=path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as a full disk: part of a line, then none
@@ -207,14 +207,14 @@ def test_a_resumed_run_has_the_log_and_the_sinks_as_if_it_had_never_stopped(tmp_
 
     def run(folder: Path, stop: bool) -> tuple[bytes, bytes]:
         log, jsonl = folder / "records.jsonl", folder / "metrics.jsonl"
-        with FanOut([hl.MemorySink(), JSONLSink(jsonl)], log=log) as fan_out:
+        with FanOut([hl.sinks.MemorySink(), JSONLSink(jsonl)], log=log) as fan_out:
             for number in range(4):
                 fan_out.write(record(number))
             state = json.dumps(fan_out.state_dict())
             for number in range(4, 7 if stop else 10):
                 fan_out.write(record(number))
         if stop:
-            with FanOut([hl.MemorySink(), JSONLSink(jsonl)], log=log) as fan_out:
+            with FanOut([hl.sinks.MemorySink(), JSONLSink(jsonl)], log=log) as fan_out:
                 fan_out.load_state_dict(json.loads(state))
                 for number in range(4, 10):
                     fan_out.write(record(number))
@@ -225,7 +225,7 @@ def test_a_resumed_run_has_the_log_and_the_sinks_as_if_it_had_never_stopped(tmp_
 
 def test_a_state_of_other_sinks_or_another_log_is_no_error(tmp_path):
     """A log that is too short is told."""
-    fan_out = FanOut([Bare(), hl.MemorySink()], log=tmp_path / "records.jsonl")
+    fan_out = FanOut([Bare(), hl.sinks.MemorySink()], log=tmp_path / "records.jsonl")
     fan_out.load_state_dict({"log": {"bytes": 99, "number": 3}, "sinks": {"CSVSink": {"rows": 3}}})
     with pytest.warns(HooklineWarning, match="it is not the log of that run, or was shortened"):
         fan_out.tell()

@@ -20,9 +20,9 @@ from helpers_waiting import until
 from hookline.errors import HooklineWarning
 from hookline.sinks import helper_process
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.log import read_log
-from hookline.sinks.position import position_path, read_position
+from hookline.sinks.log_position import position_path, read_position
 from hookline.sinks.record import Record
+from hookline.sinks.record_log import read_log
 from hookline.sinks.sink import MetricSink
 
 
@@ -355,7 +355,7 @@ def test_the_helper_imports_neither_torch_nor_numpy():
     """It has to be there quickly, and be small."""
     code = """
         import sys
-        import hookline.sinks.helper, hookline.sinks.fan_out, hookline.sinks.replay, hookline.sinks.jsonl
+        import hookline.sinks.helper, hookline.sinks.fan_out, hookline.sinks.replay_log, hookline.sinks.jsonl_sink
         assert not {"torch", "numpy"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -8,8 +8,8 @@ from typing import Any
 from helpers_sinks import delivered, record
 
 from hookline.sinks.delivery import BATCH, Delivery
-from hookline.sinks.log import RecordLog
-from hookline.sinks.position import read_position
+from hookline.sinks.log_position import read_position
+from hookline.sinks.record_log import RecordLog
 
 
 def spec(out: Path, **options: Any) -> dict[str, Any]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.point import HookPoint
-from hookline.sinks.encode import finite
-from hookline.sinks.jsonl import JSONLSink
+from hookline.lifecycle.points import HookPoint
+from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.strict_json import finite
 
 
 def lines(path: Path):

@@ -21,9 +21,9 @@ import torch
 from helpers_sinks import record
 
 from hookline.errors import OptionError
-from hookline.lifecycle.point import HookPoint
-from hookline.sinks.log import Context, RecordLog, read_log
+from hookline.lifecycle.points import HookPoint
 from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.record_log import Context, RecordLog, read_log
 
 
 def strict(line: bytes | str):
@@ -193,7 +193,7 @@ if {block}:
     sys.modules["orjson"] = None
 sys.path.insert(0, {here!r})
 import datetime, math
-from hookline.sinks.log import RecordLog
+from hookline.sinks.record_log import RecordLog
 from hookline.sinks.record import Record, StepSeries
 log = RecordLog({path!r})
 log.append_context({{"strategy": "größe", "what": object, "path": datetime.date(2020, 1, 1)}})
@@ -317,11 +317,11 @@ def test_a_log_that_is_not_there_is_an_error_that_says_what_to_give(tmp_path):
 WRITER = """
 import sys
 sys.path.insert(0, {here!r})
-from hookline.sinks.log import RecordLog
+from hookline.sinks.record_log import RecordLog
 from hookline.sinks.record import Record
 log = RecordLog({path!r})
 if {holds_back}:
-    from hookline.sinks.lines import LineFile
+    from hookline.sinks.line_file import LineFile
     held = []
     LineFile.write = lambda file, line: held.append(line)  # as in a buffer that is never full
 while True:
@@ -397,7 +397,7 @@ def test_the_log_is_there_without_torch():
     """A helper process and the command line use it."""
     code = """
         import sys
-        import hookline.sinks.log, hookline.sinks.encode
+        import hookline.sinks.record_log, hookline.sinks.strict_json
         assert not {"torch", "numpy"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -11,7 +11,7 @@ import hookline as hl
 
 def test_records_are_kept_in_order_with_their_moment_and_context():
     """And without aliasing what was handed in."""
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     sink.set_run_context(strategy="shuffled")
     metrics = {"norms/total": 1.0}
     sink.emit(metrics, 0, "POST_EPOCH")
@@ -27,7 +27,7 @@ def test_records_are_kept_in_order_with_their_moment_and_context():
 
 def test_no_metrics_are_no_record():
     """As in every sink."""
-    sink = hl.MemorySink()
+    sink = hl.sinks.MemorySink()
     sink.emit({}, 0, "SNAPSHOT")
     assert sink.records == []
     sink.emit({"a": 1}, 0, "SNAPSHOT")
@@ -52,7 +52,9 @@ def test_a_sink_of_ones_own_needs_emit_alone():
 
 def test_a_sink_that_could_take_nothing_in_is_refused_when_it_is_made():
     """Not in the middle of a run; one that takes whole records needs no emit, and a copy is made as ever."""
-    with pytest.raises(hl.HookSignatureError, match=r"Mute has to say what becomes of metrics: define emit\(self, "):
+    with pytest.raises(
+        hl.errors.HookSignatureError, match=r"Mute has to say what becomes of metrics: define emit\(self, "
+    ):
         type("Mute", (hl.MetricSink,), {})()
     with pytest.raises(TypeError, match="MetricSink has to say"):
         hl.MetricSink()
@@ -61,14 +63,14 @@ def test_a_sink_that_could_take_nothing_in_is_refused_when_it_is_made():
         def __init__(self, prefix: str) -> None:
             self.prefix = prefix
 
-        def write(self, record: hl.Record) -> None: ...
+        def write(self, record: hl.sinks.Record) -> None: ...
 
     assert copy.deepcopy(Whole(prefix="a")).prefix == "a"
 
 
 def test_a_sink_given_as_a_class_is_told_to_be_called():
     """By its name, in a list and as one."""
-    with pytest.raises(hl.OptionError, match=r"got the class MemorySink: call it, MemorySink\(\)\."):
-        hl.HookManager(sinks=[hl.MemorySink])
-    with pytest.raises(hl.OptionError, match=r"takes a list of sinks; put MemorySink\(\) into one"):
-        hl.HookManager(sinks=hl.MemorySink)
+    with pytest.raises(hl.errors.OptionError, match=r"got the class MemorySink: call it, MemorySink\(\)\."):
+        hl.HookManager(sinks=[hl.sinks.MemorySink])
+    with pytest.raises(hl.errors.OptionError, match=r"takes a list of sinks; put MemorySink\(\) into one"):
+        hl.HookManager(sinks=hl.sinks.MemorySink)

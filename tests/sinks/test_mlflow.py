@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.point import HookPoint
-from hookline.sinks.mlflow import MLflowSink
+from hookline.lifecycle.points import HookPoint
+from hookline.sinks.mlflow_sink import MLflowSink
 from hookline.sinks.record import Record, StepSeries
 
 pytestmark = pytest.mark.filterwarnings(

@@ -12,13 +12,13 @@ from helpers_sinks import Slow, record
 import hookline as hl
 from hookline.errors import OptionError
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.guard import taken_guard
-from hookline.sinks.log import RecordLog, read_log
+from hookline.sinks.file_lock import taken_guard
+from hookline.sinks.record_log import RecordLog, read_log
 
 OTHER = """
 import sys
 from pathlib import Path
-from hookline.sinks.guard import taken_guard
+from hookline.sinks.file_lock import taken_guard
 print(taken_guard(Path(sys.argv[1])) is not None)
 """
 
@@ -76,7 +76,7 @@ def test_a_lock_that_is_taken_away_while_one_waits_is_none(tmp_path):
         return file
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hookline.sinks.guard._is_ours", lambda path: False)
+        patch.setattr("hookline.sinks.file_lock._is_ours", lambda path: False)
         patch.setattr(os, "open", late)
         mine = taken_guard(path)
     assert mine is not None

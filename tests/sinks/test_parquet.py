@@ -17,9 +17,9 @@ from helpers_waiting import PATIENCE
 from pyarrow import parquet
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.point import HookPoint
-from hookline.sinks import parquet as module
-from hookline.sinks.parquet import ParquetSink
+from hookline.lifecycle.points import HookPoint
+from hookline.sinks import parquet_sink as module
+from hookline.sinks.parquet_sink import ParquetSink
 from hookline.sinks.record import Record, StepSeries
 
 
@@ -181,7 +181,7 @@ def test_a_folder_with_too_little_in_it_is_said(tmp_path):
 
 _WRITER = """
     import sys
-    from hookline.sinks import parquet
+    from hookline.sinks import parquet_sink as parquet
     parquet._PART = 300
     sink = parquet.ParquetSink(sys.argv[1])
     number = 0

@@ -12,8 +12,8 @@ from helpers_waiting import PATIENCE
 from prometheus_client.parser import text_string_to_metric_families
 
 from hookline.errors import OptionError
-from hookline.lifecycle.point import HookPoint
-from hookline.sinks.prometheus import PrometheusSink
+from hookline.lifecycle.points import HookPoint
+from hookline.sinks.prometheus_sink import PrometheusSink
 from hookline.sinks.record import Record, StepSeries
 
 

@@ -9,9 +9,10 @@ from helpers_sinks import record
 
 import hookline as hl
 from hookline.errors import HooklineWarning
-from hookline.sinks import keeper, quick
+from hookline.sinks import resilient_log as keeper
+from hookline.sinks import retrying_sink as quick
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.log import read_log
+from hookline.sinks.record_log import read_log
 
 
 class Away:
@@ -37,7 +38,7 @@ def clock(monkeypatch):
 
 def test_a_host_that_is_gone_is_asked_ever_less_often_and_then_has_everything_in_order(clock, tmp_path):
     """A time-out for every record would hold the training up; and nobody is to miss anything for a full disk."""
-    sink, other = Away(OSError("nobody there")), hl.MemorySink()
+    sink, other = Away(OSError("nobody there")), hl.sinks.MemorySink()
     fan_out = FanOut([sink, other])
     for number in range(100):
         fan_out.write(record(number))
@@ -100,7 +101,7 @@ def test_what_a_sink_could_not_take_is_not_given_to_the_next_run_and_is_said(clo
     fan_out.write(record(5))
     fan_out.close()
     assert sink.seen == [5]
-    assert len([found for found in read_log(tmp_path) if isinstance(found, hl.Record)]) == 6
+    assert len([found for found in read_log(tmp_path) if isinstance(found, hl.sinks.Record)]) == 6
     with pytest.warns(HooklineWarning) as told:
         fan_out.tell()
     assert "Away could not take 5 records of the run; the log has them: hookline replay." in str(told[1].message)

@@ -10,9 +10,9 @@ from helpers_sinks import record
 import hookline as hl
 from hookline.errors import OptionError
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.jsonl import JSONLSink
+from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.replay import replay
+from hookline.sinks.replay_log import replay
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def run(tmp_path):
 def test_a_sink_gets_what_it_would_have_had_in_the_run(run):
     """Records, contexts, in order; then it is closed."""
 
-    class Closing(hl.MemorySink):
+    class Closing(hl.sinks.MemorySink):
         closed = 0
 
         def close(self):
@@ -80,15 +80,15 @@ def test_what_a_sink_raises_is_raised_and_no_log_is_an_error(run, tmp_path):
     with pytest.raises(RuntimeError, match="no"):
         replay(run, Failing())
     with pytest.raises(OptionError, match=r"No record log at .*Give the folder of a run, or its log\."):
-        replay(tmp_path / "nowhere", hl.MemorySink())
+        replay(tmp_path / "nowhere", hl.sinks.MemorySink())
     with pytest.raises(OptionError, match=r"replay\(\) takes a sink"):
-        replay(run, hl.MemorySink)
+        replay(run, hl.sinks.MemorySink)
 
 
 def test_a_replay_into_the_folder_of_the_run_adds_nothing_to_its_files(run):
     """A second one neither: each has a file of its own."""
     for _ in range(2):
-        replay(run, hl.JSONLSink(), context={"run_dir": run, "strategy": "a"})
-        replay(run, hl.CSVSink(), context={"run_dir": run, "strategy": "a"})
+        replay(run, hl.sinks.JSONLSink(), context={"run_dir": run, "strategy": "a"})
+        replay(run, hl.sinks.CSVSink(), context={"run_dir": run, "strategy": "a"})
     assert [len((run / name).read_text().splitlines()) for name in ("a.jsonl", "a_1.jsonl")] == [3, 3]
     assert (run / "a.csv").read_text() == (run / "a_1.csv").read_text()

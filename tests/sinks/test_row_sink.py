@@ -9,13 +9,13 @@ import pytest
 
 import hookline as hl
 from hookline.errors import HooklineWarning
-from hookline.sinks.csv import CSVSink
+from hookline.sinks.csv_sink import CSVSink
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.jsonl import JSONLSink
-from hookline.sinks.keeper import LogKeeper
-from hookline.sinks.parquet import ParquetSink, Parts
-from hookline.sinks.table import TableFile
-from hookline.sinks.tell import Teller
+from hookline.sinks.growing_csv import TableFile
+from hookline.sinks.jsonl_sink import JSONLSink
+from hookline.sinks.parquet_sink import ParquetSink, Parts
+from hookline.sinks.resilient_log import LogKeeper
+from hookline.sinks.warn_once import Teller
 
 KINDS = [CSVSink, JSONLSink, ParquetSink]
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -107,14 +107,14 @@ def test_the_strategy_after_a_resumed_one_has_its_own_file(kind, tmp_path):
 @pytest.mark.parametrize(("kind", "method"), [(CSVSink, (TableFile, "tidy")), (ParquetSink, (Parts, "flush"))])
 def test_a_disk_that_is_full_when_a_run_ends_does_not_spoil_the_next(kind, method, tmp_path, monkeypatch):
     """The file of the run that is over stays as it is; the next strategy writes its own."""
-    memory = hl.MemorySink()
+    memory = hl.sinks.MemorySink()
     fan_out = FanOut([kind(), memory])
     fan_out.set_run_context(strategy="a", run_dir=tmp_path / "a")
-    fan_out.write(hl.Record({"x": 1.0}, 0, "POST_EPOCH"))
+    fan_out.write(hl.sinks.Record({"x": 1.0}, 0, "POST_EPOCH"))
     with monkeypatch.context() as patch:
         patch.setattr(*method, lambda *_: (_ for _ in ()).throw(FULL))
         fan_out.set_run_context(strategy="b", run_dir=tmp_path / "b")
-    fan_out.write(hl.Record({"x": 2.0}, 0, "POST_EPOCH"))
+    fan_out.write(hl.sinks.Record({"x": 2.0}, 0, "POST_EPOCH"))
     fan_out.close()
     with pytest.warns(HooklineWarning, match=f"{kind.__name__} could not begin another run .*No space left"):
         fan_out.tell()
@@ -128,12 +128,12 @@ def test_on_a_full_disk_a_checkpoint_still_says_where_things_are(tmp_path, monke
     sink.flush()
     put(sink, 2.0)
     keeper = LogKeeper(tmp_path / "records.jsonl", Teller())
-    keeper.append(hl.Record({"x": 1.0}, 0, "POST_EPOCH"))
+    keeper.append(hl.sinks.Record({"x": 1.0}, 0, "POST_EPOCH"))
     size = (tmp_path / "records.jsonl").stat().st_size
     with monkeypatch.context() as patch:
         patch.setattr("pyarrow.parquet.write_table", lambda *_, **__: (_ for _ in ()).throw(FULL))
-        patch.setattr("hookline.sinks.lines.LineFile.write", lambda *_: (_ for _ in ()).throw(FULL))
-        keeper.append(hl.Record({"x": 2.0}, 0, "POST_EPOCH"))
+        patch.setattr("hookline.sinks.line_file.LineFile.write", lambda *_: (_ for _ in ()).throw(FULL))
+        keeper.append(hl.sinks.Record({"x": 2.0}, 0, "POST_EPOCH"))
         assert sink.state_dict() == {"path": str(tmp_path / "a.parquet"), "rows": 1}
         assert keeper.state_dict() == {"bytes": size, "number": 1}
     sink.close()

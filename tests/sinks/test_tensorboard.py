@@ -10,10 +10,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.tensorboard import TensorBoardSink
+from hookline.sinks.tensorboard_sink import TensorBoardSink
 
 
 def load(folder: Path) -> EventAccumulator:

@@ -15,14 +15,14 @@ from helpers_waiting import until
 from wandb.proto import wandb_internal_pb2
 
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
 from hookline.sinks import run_sink
-from hookline.sinks.mlflow import MLflowSink
-from hookline.sinks.parquet import ParquetSink
-from hookline.sinks.prometheus import PrometheusSink
+from hookline.sinks.mlflow_sink import MLflowSink
+from hookline.sinks.parquet_sink import ParquetSink
+from hookline.sinks.prometheus_sink import PrometheusSink
 from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.tensorboard import TensorBoardSink
-from hookline.sinks.wandb import WandbSink
+from hookline.sinks.tensorboard_sink import TensorBoardSink
+from hookline.sinks.wandb_sink import WandbSink
 
 _BLOCK = 32768
 _OWN = {"_step", "_runtime", "_timestamp"}

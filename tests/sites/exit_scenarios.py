@@ -91,11 +91,15 @@ def observers() -> None:
     """A watch, a capture, a patch and a profile are on, and a manager with a log and files was never closed."""
     KEPT.model = made = model()
     KEPT.optimizer = torch.optim.AdamW(made.parameters())
-    KEPT.observers = hl.watch(made, optimizer=KEPT.optimizer), hl.profile(made), hl.patch(made, {"0": hl.scale(2.0)})
+    KEPT.observers = (
+        hl.watch(made, optimizer=KEPT.optimizer),
+        hl.profile(made),
+        hl.patch(made, {"0": hl.edits.scale(2.0)}),
+    )
     KEPT.capture = hl.capture(made, "*")
     KEPT.capture.__enter__()
     folder = Path(tempfile.mkdtemp())
-    sinks = [hl.CSVSink(folder / "a.csv"), hl.JSONLSink(folder / "b.jsonl")]
+    sinks = [hl.sinks.CSVSink(folder / "a.csv"), hl.sinks.JSONLSink(folder / "b.jsonl")]
     KEPT.manager = hl.HookManager(hooks=[], sinks=sinks, log=folder / "records.jsonl")
     KEPT.manager.advance_step()
     hl.record("loss", 1.0)

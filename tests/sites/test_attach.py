@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.sites.entry import Attachment
+from hookline.sites.hook_at_site import Attachment
 
 
 def _model() -> nn.Sequential:
@@ -27,7 +27,7 @@ def test_a_tuple_of_types_is_a_choice_as_for_isinstance() -> None:
     """A type that does not occur is no error beside one that does; alone it is."""
     model = _model()
     assert hl.find(model, (nn.Linear, nn.Conv2d)).names == ["0", "2"]
-    with pytest.raises(hl.NoMatchError, match="Conv2d"):
+    with pytest.raises(hl.errors.NoMatchError, match="Conv2d"):
         hl.find(model, (nn.Conv2d, nn.Conv1d))
 
 

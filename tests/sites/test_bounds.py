@@ -60,12 +60,12 @@ def test_hooks_on_parameters_are_seen() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with hl.freeze(model, "0"):
         assert "freeze (param_grad)" in repr(hl.find(model))
-        with pytest.raises(hl.HooksLeftError, match="freeze"):
+        with pytest.raises(hl.errors.HooksLeftError, match="freeze"):
             hl.assert_no_hooks(model)
     hl.assert_no_hooks(model, foreign=True)
     model[0].weight.register_post_accumulate_grad_hook(print)
     hl.assert_no_hooks(model)
-    with pytest.raises(hl.HooksLeftError, match="print"):
+    with pytest.raises(hl.errors.HooksLeftError, match="print"):
         hl.assert_no_hooks(model, foreign=True)
 
 
@@ -97,7 +97,9 @@ def test_clip_gives_a_set_of_two_handles_with_receipts() -> None:
     on_parameters, on_modules = handles.report()
     assert (on_parameters.kind, on_parameters.matched, on_parameters.fired) == ("param_grad", 2, 2)
     assert (on_modules.kind, on_modules.matched, on_modules.fired) == ("backward", 1, 1)
-    with pytest.raises(hl.HooksLeftError, match=r"0: clip_gradients \(param_grad\); 0: clip_gradients \(backward\)"):
+    with pytest.raises(
+        hl.errors.HooksLeftError, match=r"0: clip_gradients \(param_grad\); 0: clip_gradients \(backward\)"
+    ):
         hl.assert_no_hooks(model)
     handles.remove()
     assert hl.attached(model) == []
@@ -133,7 +135,7 @@ def test_removing_clip_before_a_backward_warns_unless_it_is_to_be_quiet() -> Non
     model = make_model()
     handles = hl.clip_gradients(model, "0", value=1.0)
     model(torch.ones(1, 2))
-    with pytest.warns(hl.HookNeverFired, match="clip_gradients"):
+    with pytest.warns(hl.errors.HookNeverFired, match="clip_gradients"):
         handles.remove()
     for switch in (lambda: hl.clip_gradients(model, "0", value=1.0), lambda: hl.freeze(model, "0")):
         handle = switch()
@@ -154,7 +156,7 @@ def test_a_lazy_layer_is_refused_and_nothing_else_is_touched(switch) -> None:
         warnings.simplefilter("ignore")  # torch calls lazy modules experimental
         model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
     model[0].weight.grad = torch.ones(2, 2)
-    with pytest.raises(hl.UnhookableError, match=r"'1.weight', '1.bias': lazy.*after the first forward"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"'1.weight', '1.bias': lazy.*after the first forward"):
         switch(model, "*")
     assert model[0].weight.grad is not None
     hl.assert_no_hooks(model)

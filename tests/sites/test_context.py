@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.sites import context
+from hookline.sites.modules import call_context as context
 
 STEPS = 50
 CALLS = ["forward_pre", "forward", "backward_pre", "backward"]
@@ -547,7 +547,7 @@ def test_site_and_keyword_arguments_come_with_a_scope_too():
 @pytest.mark.parametrize("scope", ["thread", "task", "", None, True, 1])
 def test_a_scope_that_there_is_not_is_an_error(scope):
     """Both that there are are named."""
-    with pytest.raises(hl.OptionError, match=r"scope= is 'process' or 'context', got"):
+    with pytest.raises(hl.errors.OptionError, match=r"scope= is 'process' or 'context', got"):
         hl.attach(Doubler(), "same", print, scope=scope)
 
 
@@ -559,7 +559,7 @@ def test_a_scope_that_there_is_not_is_an_error(scope):
 def test_a_scope_goes_with_calls_alone(kind):
     """Saving, loading and registering have no owner, and torch's own backward hook does not know it."""
     model = nn.Linear(2, 2)
-    with pytest.raises(hl.OptionError, match=f"scope='context' is about calls.*not with {kind}"):
+    with pytest.raises(hl.errors.OptionError, match=f"scope='context' is about calls.*not with {kind}"):
         hl.attach(model, lambda *args: None, on=kind, scope="context")
     hl.assert_no_hooks(model, foreign=True)
 
@@ -569,7 +569,7 @@ def test_a_hook_whose_owner_never_ran_the_model_is_told_so():
     model, seen = Doubler(), Seen()
     handle = seen.attach(model, "same")
     in_thread(lambda: run(model))
-    with pytest.warns(hl.HookNeverFired, match="context"):
+    with pytest.warns(hl.errors.HookNeverFired, match="context"):
         handle.remove()
 
 

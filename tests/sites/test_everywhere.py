@@ -129,7 +129,7 @@ def test_a_hook_within_a_model_takes_exclude():
 def test_state_kinds_need_a_model(kind):
     """Saving and loading can be hooked within a model, and are refused for the process."""
     model = make_model()
-    with pytest.raises(hl.OptionError, match=r"within="):
+    with pytest.raises(hl.errors.OptionError, match=r"within="):
         hl.attach_everywhere(ignore, on=kind)
     with hl.attach_everywhere(ignore, on=kind, within=model) as handle:
         model.load_state_dict(model.state_dict())
@@ -138,7 +138,7 @@ def test_state_kinds_need_a_model(kind):
 
 def test_exclude_needs_a_model():
     """Names mean nothing in the process."""
-    with pytest.raises(hl.OptionError, match=r"exclude.*within="):
+    with pytest.raises(hl.errors.OptionError, match=r"exclude.*within="):
         hl.attach_everywhere(ignore, exclude="0")
 
 
@@ -576,7 +576,7 @@ def test_what_an_attention_never_calls_is_no_news(within):
         with hl.attach_everywhere(lambda *args: None, within=model if within else None) as handle:
             model(x, x, x)
             assert handle.report().silent == ("out_proj",)
-    with pytest.warns(hl.HookNeverFired, match="out_proj"), hl.attach(model, "out_proj", lambda *args: None):
+    with pytest.warns(hl.errors.HookNeverFired, match="out_proj"), hl.attach(model, "out_proj", lambda *args: None):
         model(x, x, x)
 
 
@@ -600,7 +600,7 @@ def test_a_model_that_is_hooked_by_somebody_and_does_not_run_is_no_news():
     keep = hl.attach(idle, lambda module, args, output: None)
     idle(torch.ones(1, 3)).sum().backward()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", hl.HookNeverFired)
+        warnings.simplefilter("error", hl.errors.HookNeverFired)
         with hl.attach_everywhere(lambda *_: seen.append(1), on="full_backward"):
             busy(torch.ones(1, 3, requires_grad=True)).sum().backward()
             with torch.no_grad():

@@ -33,12 +33,12 @@ def test_find_reads_like_a_list_of_sites():
     """Length, index, slice, iteration and membership work."""
     model = make_model()
     sites = hl.find(model, "#")
-    assert isinstance(sites, hl.Sites)
+    assert isinstance(sites, hl.sites.Sites)
     assert len(sites) == 3
     assert isinstance(sites[0], hl.Site)
     assert sites[0].module is model[0]
     assert sites[-1].name == "2"
-    assert isinstance(sites[1:], hl.Sites)
+    assert isinstance(sites[1:], hl.sites.Sites)
     assert sites[1:].names == ["1", "2"]
     assert [site.name for site in sites] == sites.names
     assert hl.find(model, "1")[0] in sites
@@ -55,7 +55,7 @@ def test_find_takes_the_grammar_of_attach():
     """Types, exclude and errors are the same."""
     model = make_model()
     assert hl.find(model, nn.Linear, exclude="0").names == ["2.0"]
-    with pytest.raises(hl.NoMatchError, match="nearest"):
+    with pytest.raises(hl.errors.NoMatchError, match="nearest"):
         hl.find(model, "2.1")
 
 
@@ -193,7 +193,7 @@ def test_a_clean_model_passes():
 def test_each_kind_of_hook_of_ours_is_found(kind):
     """The error names module, hook and kind, and is an AssertionError."""
     model = make_model()
-    expected = pytest.raises(hl.HooksLeftError, match=rf"2\.0: watcher \({kind.value}\)")
+    expected = pytest.raises(hl.errors.HooksLeftError, match=rf"2\.0: watcher \({kind.value}\)")
     with hl.attach(model, "2.0", watcher, on=kind), expected as caught:
         hl.assert_no_hooks(model)
     assert isinstance(caught.value, AssertionError)
@@ -205,14 +205,14 @@ def test_foreign_hooks_count_only_when_asked():
     model = make_model()
     model[1].register_forward_pre_hook(watcher)
     hl.assert_no_hooks(model)
-    with pytest.raises(hl.HooksLeftError, match=r"1: foreign .*watcher \(forward_pre\)"):
+    with pytest.raises(hl.errors.HooksLeftError, match=r"1: foreign .*watcher \(forward_pre\)"):
         hl.assert_no_hooks(model, foreign=True)
 
 
 def test_a_hook_of_ours_whose_name_says_foreign_is_still_ours():
     """The name of a hook is the user's business."""
     model = make_model()
-    expected = pytest.raises(hl.HooksLeftError, match="foreign policy")
+    expected = pytest.raises(hl.errors.HooksLeftError, match="foreign policy")
     with hl.attach(model, "0", watcher, name="foreign policy"), expected:
         hl.assert_no_hooks(model)
 
@@ -221,14 +221,14 @@ def test_a_shared_module_is_reported_once():
     """Two names, one hook."""
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, layer)
-    with hl.attach(model, "0", watcher), pytest.raises(hl.HooksLeftError, match=r"^1 hook"):
+    with hl.attach(model, "0", watcher), pytest.raises(hl.errors.HooksLeftError, match=r"^1 hook"):
         hl.assert_no_hooks(model)
 
 
 def test_a_long_list_is_cut():
     """Eight are shown, the rest counted."""
     model = nn.Sequential(*(nn.Identity() for _ in range(12)))
-    with hl.attach(model, "#", watcher), pytest.raises(hl.HooksLeftError, match=r"^12 hooks .*; and 4 more"):
+    with hl.attach(model, "#", watcher), pytest.raises(hl.errors.HooksLeftError, match=r"^12 hooks .*; and 4 more"):
         hl.assert_no_hooks(model)
 
 
@@ -244,5 +244,5 @@ def test_the_table_and_the_error_count_the_same_modules():
     model = make_model()
     assert repr(hl.find(model)).endswith("\nthe model and 4 modules")
     assert repr(hl.find(model, "0")).endswith("\n1 module")
-    with pytest.raises(hl.NoMatchError, match="in this Sequential of 4 modules;"):
+    with pytest.raises(hl.errors.NoMatchError, match="in this Sequential of 4 modules;"):
         hl.find(model, "*.nowhere")

@@ -412,7 +412,7 @@ def test_watching_a_compiled_model_changes_no_bit_of_a_gpu_run() -> None:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")
 def test_somebody_elses_cuda_graph_is_told_of() -> None:
     """While it is recorded, once; and the hook that never fired says why."""
-    from hookline.sites import root
+    from hookline.sites.modules import forward_counter as root
 
     root._Said.captured = False
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).cuda()
@@ -427,5 +427,5 @@ def test_somebody_elses_cuda_graph_is_told_of() -> None:
     graphed = torch.cuda.make_graphed_callables(nn.Sequential(nn.Linear(4, 4)).cuda(), (x,))
     late = hl.attach(graphed, "0", lambda m, a, o: None)
     graphed(x)
-    with pytest.warns(hl.HookNeverFired, match="replays a CUDA graph"):
+    with pytest.warns(hl.errors.HookNeverFired, match="replays a CUDA graph"):
         late.remove()

@@ -22,9 +22,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
-from hookline.sites import table as tables
 from hookline.sites._torch import HOOK_DICTS, parameter_hooks_of
 from hookline.sites.kinds import MODULE
+from hookline.sites.modules import module_hooks as tables
 
 KINDS = [kind.value for kind in MODULE.args]
 RUN_KINDS = ["forward_pre", "forward", "backward_pre", "backward", "full_backward"]
@@ -353,7 +353,7 @@ def test_hooks_come_and_go_in_another_thread_while_the_model_runs(kind, observe)
     thread.start()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", hl.HookNeverFired)
+            warnings.simplefilter("ignore", hl.errors.HookNeverFired)
             for _ in range(150):
                 hl.attach(model, "*", ignore, on=kind, observe=observe).remove()
                 if errors:
@@ -625,7 +625,7 @@ def test_a_warning_turned_error_still_takes_everything_off():
     model(torch.ones(1, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(hl.HookNeverFired):
+        with pytest.raises(hl.errors.HookNeverFired):
             handles.remove()
     del model.forward
     assert_no_trace(model)

@@ -218,7 +218,7 @@ def test_removed_hooks_of_every_kind_leave_the_model_as_it_was_found(name: str) 
     model.load_state_dict(model.state_dict())
     assert everything_on(model) != before[0]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hl.HookNeverFired)
+        warnings.simplefilter("ignore", hl.errors.HookNeverFired)
         handles.remove()
     hl.assert_no_hooks(model)
     assert hl.attached(model) == []
@@ -317,11 +317,11 @@ def test_a_loss_on_one_hidden_state_fires_the_gradient_hook_of_the_block_that_ma
 
     hook = look if style != "lambda" else lambda module, grad_output: look(module, grad_output)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", hl.HookNeverFired)
+        warnings.simplefilter("always", hl.errors.HookNeverFired)
         with hl.attach(model, BLOCKS[name], hook, on="backward_pre", observe=style == "observe"):
             hidden_states(model, name)[position].sum().backward()
     assert [bool((gradient == 1).all()) for gradient in seen] == ([] if passes_gate else [True])
-    assert [warning.category for warning in caught] == ([hl.HookNeverFired] if passes_gate else [])
+    assert [warning.category for warning in caught] == ([hl.errors.HookNeverFired] if passes_gate else [])
 
 
 # -- what is said about modules that stay silent ------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_the_warning_names_the_dropouts_that_gpt2_never_calls() -> None:
     handle = hl.attach(model, "*", counting_hook("forward", Counter()))
     step(model, "gpt2")
     assert set(handle.report().silent) == {"transformer.h", *names}
-    with pytest.warns(hl.HookNeverFired, match="never fired on 3 of 47 modules") as caught:
+    with pytest.warns(hl.errors.HookNeverFired, match="never fired on 3 of 47 modules") as caught:
         handle.remove()
     assert len(caught) == 1
     assert f"{', '.join(map(repr, names))}: its module was never called" in str(caught[0].message)
@@ -345,7 +345,7 @@ def test_the_warning_says_that_mamba_uses_weights_without_calling_their_modules(
     model = make("mamba")
     handle = hl.attach(model, ["*.conv1d", "*.dt_proj"], counting_hook("forward", Counter()))
     step(model, "mamba")
-    with pytest.warns(hl.HookNeverFired, match="never fired on 4 of 4 modules") as caught:
+    with pytest.warns(hl.errors.HookNeverFired, match="never fired on 4 of 4 modules") as caught:
         handle.remove()
     assert "MambaMixer uses its weights in a function and never calls it; hook MambaMixer itself" in str(
         caught[0].message
@@ -361,7 +361,7 @@ def test_the_warning_says_that_no_gradient_came_through_llama_s_rotary_embedding
 
     handle = hl.attach(model, "*", look, on="backward")
     step(model, "llama")
-    with pytest.warns(hl.HookNeverFired, match=r"'model\.rotary_emb': it ran, but no backward") as caught:
+    with pytest.warns(hl.errors.HookNeverFired, match=r"'model\.rotary_emb': it ran, but no backward") as caught:
         handle.remove()
     assert "never fired on 1 of 46 modules" in str(caught[0].message)
 
@@ -619,7 +619,7 @@ def remove_and_check_warning(handle: hl.HookHandle, model: nn.Module, fired: Any
     if not expected or handle.report().kind in STATE_KINDS:
         assert [str(warning.message) for warning in caught] == []
         return
-    assert [warning.category for warning in caught] == [hl.HookNeverFired]
+    assert [warning.category for warning in caught] == [hl.errors.HookNeverFired]
     count, reasons = re.search(r"never fired on (\d+) of .*? ran\. (.*)", str(caught[0].message)).groups()  # type: ignore[union-attr]
     named = {name for name in re.findall(r"'([\w.]*)'", reasons) if name in modules}
     left_out = sum(int(more) for more in re.findall(r"and (\d+) more", reasons))

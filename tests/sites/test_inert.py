@@ -226,7 +226,7 @@ def test_an_edit_of_a_gradient_next_to_an_in_place_relu_counts(
     """Zeroing the gradient between the first layer and the in-place ReLU leaves that layer with zero gradient."""
     model = mlp(inplace=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", hl.HookNeverFired)
+        warnings.simplefilter("error", hl.errors.HookNeverFired)
         with hl.attach(model, target, edit, on=kind):
             model(torch.ones(2, 3, 4)[(0,) * (3 - dims)]).square().sum().backward()
     assert torch.count_nonzero(model[0].weight.grad) == 0
@@ -248,7 +248,7 @@ def gradients_of(model: nn.Module, dims: int, style: str) -> dict[str, tuple[Ten
 
     hook = look if style != "lambda" else lambda *args, site: look(*args, site=site)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hl.HookNeverFired)  # asked by the caller
+        warnings.simplefilter("ignore", hl.errors.HookNeverFired)  # asked by the caller
         with hl.attach(model, "*", hook, on="backward", observe=style == "observe"):
             model(torch.ones(2, 3, 4)[(0,) * (3 - dims)]).square().sum().backward()
     return found
@@ -435,7 +435,7 @@ def train(build: Build, step: Step, hooking: Hooking = lambda model: hl.HandleSe
         register_anew(model)
     assert all(report.fired >= steps for report in handles.report())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hl.HookNeverFired)  # which modules fire is asked elsewhere
+        warnings.simplefilter("ignore", hl.errors.HookNeverFired)  # which modules fire is asked elsewhere
         handles.remove()
     hl.assert_no_hooks(model)
     return fingerprint(model, optimizer, losses)

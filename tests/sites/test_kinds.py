@@ -56,7 +56,7 @@ def test_every_kind_belongs_to_something_and_nothing_has_others():
 )
 def test_a_kind_of_another_subject_is_answered_with_the_verb_to_use(name, noun, verb):
     """Every kind that a module does not have names what has it, and that call exists."""
-    with pytest.raises(hl.KindError, match=rf"on='{name}' is a kind of {noun} hook; put it on with {verb}\."):
+    with pytest.raises(hl.errors.KindError, match=rf"on='{name}' is a kind of {noun} hook; put it on with {verb}\."):
         Kind.parse(name)
     assert callable(getattr(hl, verb))
 
@@ -68,7 +68,7 @@ def test_each_subject_takes_its_own_kinds_and_sends_the_others_home(subject):
         if kind in subject.args:
             assert Kind.parse(kind.value, subject) is kind
             continue
-        with pytest.raises(hl.KindError, match=r"put it on with (\w+)\.") as caught:
+        with pytest.raises(hl.errors.KindError, match=r"put it on with (\w+)\.") as caught:
             Kind.parse(kind, subject)
         verb = str(caught.value).rpartition(" ")[2].rstrip(".")
         assert kind in next(other for other in SUBJECTS if other.verb == verb).args
@@ -78,7 +78,7 @@ def test_an_alias_holds_where_it_is_one():
     """pre and post are kinds of a node, not of a module."""
     assert Kind.parse("pre", NODE) is Kind.NODE_PRE
     assert Kind.parse("post", NODE) is Kind.NODE_POST
-    with pytest.raises(hl.KindError, match="No kind 'pre'"):
+    with pytest.raises(hl.errors.KindError, match="No kind 'pre'"):
         Kind.parse("pre")
 
 
@@ -103,7 +103,7 @@ def test_the_other_sources_names_are_aliases(alias, kind):
 )
 def test_the_legacy_backward_hook_is_refused_with_a_pointer(name):
     """torch's deprecated hook is named as such, with what to use."""
-    with pytest.raises(hl.KindError, match=r"deprecated.*use on='backward'"):
+    with pytest.raises(hl.errors.KindError, match=r"deprecated.*use on='backward'"):
         Kind.parse(name)
 
 
@@ -113,7 +113,7 @@ def test_the_legacy_backward_hook_is_refused_with_a_pointer(name):
 )
 def test_a_mistyped_kind_is_answered_with_the_nearest(typo, meant):
     """The error names what was probably meant."""
-    with pytest.raises(hl.KindError, match=rf"'{typo}'.*Nearest: .*'{meant}'"):
+    with pytest.raises(hl.errors.KindError, match=rf"'{typo}'.*Nearest: .*'{meant}'"):
         Kind.parse(typo)
 
 
@@ -123,7 +123,7 @@ def test_whatever_is_no_kind_is_a_kind_error(value):
     """Nothing but a name or a kind passes, and everything else fails as one error."""
     if isinstance(value, str) and (value in list(Kind) or value in ("forward_post", "backward_post")):
         return
-    with pytest.raises(hl.KindError, match="Kinds: forward_pre, forward, "):
+    with pytest.raises(hl.errors.KindError, match="Kinds: forward_pre, forward, "):
         Kind.parse(value)
 
 
@@ -178,7 +178,7 @@ def test_state_kinds_are_the_four_of_saving_and_loading(name):
 
 def test_the_kinds_of_nodes_are_listed_as_they_are_written():
     """By their short names, also among the nearest."""
-    with pytest.raises(hl.KindError, match=r"Nearest: 'pre'\. Kinds: pre, post\.$"):
+    with pytest.raises(hl.errors.KindError, match=r"Nearest: 'pre'\. Kinds: pre, post\.$"):
         Kind.parse("pre_", NODE)
 
 
@@ -202,7 +202,7 @@ def test_an_option_goes_with_its_kinds_and_no_other(name, option):
     if name in TAKES[option]:
         kind.check_options(**{option: True})
     else:
-        with pytest.raises(hl.OptionError, match=rf"{option}= does not go with on='{name}'; it goes with"):
+        with pytest.raises(hl.errors.OptionError, match=rf"{option}= does not go with on='{name}'; it goes with"):
             kind.check_options(**{option: True})
 
 

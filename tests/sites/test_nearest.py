@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.sites.nearest import nearest
+from hookline.messages import nearest_names
 
 NAMES = ("actor_mlp", "actor_head", "critic", "embed", "norm")
 
@@ -20,8 +20,8 @@ NAMES = ("actor_mlp", "actor_head", "critic", "embed", "norm")
 )
 def test_the_nearest_names_come_first_and_some_names_in_any_case(text, n, expected):
     """The best ones; where none is like it, the first four."""
-    assert nearest(text, NAMES, n) == expected
-    assert nearest(text, ()) == []
+    assert nearest_names(text, NAMES, n) == expected
+    assert nearest_names(text, ()) == []
 
 
 LAYERS = ("embedding", "layers", "layers.0", "layers.0.attention", "layers.0.mlp", "layers.0.mlp.0", "decoder")
@@ -42,4 +42,4 @@ LAYERS = ("embedding", "layers", "layers.0", "layers.0.attention", "layers.0.mlp
 )
 def test_what_stands_between_wildcards_is_held_against_the_parts_of_names(text, expected):
     """A pattern with a slip in one part brings the modules that have this part, the shortest name first."""
-    assert nearest(text, LAYERS) == expected
+    assert nearest_names(text, LAYERS) == expected

@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.sites import nodes
 from hookline.sites._torch import hooks_beside
+from hookline.sites.tensors import node_hooks as nodes
 
 KINDS = ("pre", "post")
 
@@ -120,7 +120,7 @@ def test_a_return_value_that_does_not_fit_is_an_error_that_names_hook_and_node(
     with hl.attach_node(y, lambda *grads: result, on=kind, observe=True):
         y.sum().backward()
     hl.attach_node(y, lambda *grads: result, on=kind)
-    with pytest.raises(hl.HookReturnError, match=rf"node_{kind} hook '.*<lambda>' on 'NegBackward0': .*{found}"):
+    with pytest.raises(hl.errors.HookReturnError, match=rf"node_{kind} hook '.*<lambda>' on 'NegBackward0': .*{found}"):
         y.sum().backward()
 
 
@@ -129,7 +129,7 @@ def test_a_bare_tensor_for_several_gradients_is_refused() -> None:
     x, y = leaf(), leaf()
     z = x * y
     hl.attach_node(z, lambda *grads: torch.ones(2, 3), on="post")
-    with pytest.raises(hl.HookReturnError, match="tuple of 2, got a Tensor"):
+    with pytest.raises(hl.errors.HookReturnError, match="tuple of 2, got a Tensor"):
         z.sum().backward()
 
 
@@ -137,7 +137,7 @@ def test_a_gradient_that_did_not_come_cannot_be_given() -> None:
     """Here that of a constant."""
     z = leaf() * torch.ones(3)
     hl.attach_node(z, lambda grad_inputs, grad_outputs: (grad_inputs[0], torch.ones(3)), on="post")
-    with pytest.raises(hl.HookReturnError, match=r"entry 1 .*None"):
+    with pytest.raises(hl.errors.HookReturnError, match=r"entry 1 .*None"):
         z.sum().backward()
 
 
@@ -196,27 +196,27 @@ def test_a_node_of_the_users_own_operation_takes_hooks() -> None:
 @pytest.mark.parametrize("given", [None, 3, "node", nn.Linear(1, 1), [None]], ids=repr)
 def test_what_is_no_node_is_refused_with_what_to_pass(given: Any) -> None:
     """None is what a tensor that was not computed has for a grad_fn."""
-    with pytest.raises(hl.UnhookableError, match=r"takes a node.*pass the grad_fn of a tensor"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"takes a node.*pass the grad_fn of a tensor"):
         hl.attach_node(given, ignore)
 
 
 def test_a_tensor_that_needs_no_gradient_has_no_node() -> None:
     """The message says so."""
-    with pytest.raises(hl.UnhookableError, match=r"tensor \(2,\) needs no gradient, so it has no node"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"tensor \(2,\) needs no gradient, so it has no node"):
         hl.attach_node(torch.ones(2), ignore)
 
 
 def test_bad_options_are_refused_before_anything_is_attached() -> None:
     """Kind and signature."""
     y = leaf() * 2
-    with pytest.raises(hl.KindError, match=r"No kind 'before'\. Kinds: pre, post\.$"):
+    with pytest.raises(hl.errors.KindError, match=r"No kind 'before'\. Kinds: pre, post\.$"):
         hl.attach_node(y, ignore, on="before")
     for node in (y, y.grad_fn):
-        with pytest.raises(hl.HookSignatureError, match=r"swapped: write attach_node\(node, hook\)"):
+        with pytest.raises(hl.errors.HookSignatureError, match=r"swapped: write attach_node\(node, hook\)"):
             hl.attach_node(ignore, node)
-    with pytest.raises(hl.HookSignatureError, match=r"hook\(grad_outputs\)"):
+    with pytest.raises(hl.errors.HookSignatureError, match=r"hook\(grad_outputs\)"):
         hl.attach_node(y, lambda a, b: None)
-    with pytest.raises(hl.HookSignatureError, match=r"hook\(grad_inputs, grad_outputs\)"):
+    with pytest.raises(hl.errors.HookSignatureError, match=r"hook\(grad_inputs, grad_outputs\)"):
         hl.attach_node(y, lambda a: None, on="post")
     for register in (y.grad_fn.register_prehook, y.grad_fn.register_hook):
         assert hooks_beside(register(print)) == [print]
@@ -367,7 +367,7 @@ def test_a_node_that_ran_is_refused_and_left_alone(operation: Any) -> None:
     loss.backward()
     node = y.grad_fn
     for kind, register in zip(KINDS, (node.register_prehook, node.register_hook), strict=True):
-        with pytest.raises(hl.UnhookableError, match=r"has run.*retain_graph=True"):
+        with pytest.raises(hl.errors.UnhookableError, match=r"has run.*retain_graph=True"):
             hl.attach_node(node, ignore, on=kind)
         assert hooks_beside(register(print)) == [print]
 

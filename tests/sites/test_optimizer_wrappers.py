@@ -170,10 +170,10 @@ def test_a_wrapper_around_itself_and_a_scheduler_are_no_optimizers() -> None:
     """A ring ends, and a scheduler, which keeps an optimizer too, is refused."""
     ring = Around(None)
     ring.optimizer = ring
-    with pytest.raises(hl.UnhookableError, match=r"takes a torch\.optim\.Optimizer, got an Around"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"takes a torch\.optim\.Optimizer, got an Around"):
         hl.attach_optimizer(ring, lambda *_: None)  # type: ignore[arg-type]
     scheduler = torch.optim.lr_scheduler.StepLR(SGD([torch.zeros(1, requires_grad=True)], 0.1), 1)
-    with pytest.raises(hl.UnhookableError, match="got a StepLR"):
+    with pytest.raises(hl.errors.UnhookableError, match="got a StepLR"):
         hl.attach_optimizer(scheduler, lambda *_: None)  # type: ignore[arg-type]
 
 
@@ -185,7 +185,9 @@ def test_the_loops_train_with_a_wrapped_optimizer(wrap: Callable[[Any], Any]) ->
         model, inner = make()
         optimizer = around(inner)
         data = [torch.randn(6, 4, generator=torch.Generator().manual_seed(1)) for _ in range(4)]
-        tool = hl.TrainTool(hl.PolicyAutoBuilder.of(model), data, lambda policy, x: policy(x).square().mean(), epochs=2)
+        tool = hl.metta.TrainTool(
+            hl.metta.PolicyAutoBuilder.of(model), data, lambda policy, x: policy(x).square().mean(), epochs=2
+        )
         tool.optimizer = optimizer
         tool.hooks = [hl.watch(model, optimizer=optimizer)]
         torch.manual_seed(3)

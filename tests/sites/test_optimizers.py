@@ -24,7 +24,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 import hookline as hl
 from hookline.sites.attach import check_request
 from hookline.sites.kinds import OPTIMIZER, Kind
-from hookline.sites.optimizers import (
+from hookline.sites.optimizers.optimizer_hooks import (
     OptimizerSite,
     attach_optimizer,
     hook_optimizers_everywhere,
@@ -136,7 +136,9 @@ def test_anything_else_from_a_step_pre_hook_is_an_error_that_names_it(returned: 
     """Also arguments that lack the optimizer, which torch would take the first of for ``self``."""
     optimizer = make()
     attach_optimizer(optimizer, returned, on="step_pre", name="mine")
-    with pytest.raises(hl.HookReturnError, match=r"step_pre hook 'mine' on SGD must return None or \(new_args, new_kw"):
+    with pytest.raises(
+        hl.errors.HookReturnError, match=r"step_pre hook 'mine' on SGD must return None or \(new_args, new_kw"
+    ):
         optimizer.step()
     assert torch.equal(weight_of(optimizer), torch.ones(3))
 
@@ -145,7 +147,7 @@ def test_the_error_shows_what_was_returned_without_its_numbers() -> None:
     """A tensor is a tensor, not a thousand digits."""
     optimizer = make()
     attach_optimizer(optimizer, lambda *args: (torch.ones(9), 3), on="step_pre")
-    with pytest.raises(hl.HookReturnError, match=r"but got \(a Tensor, 3\)\.$"):
+    with pytest.raises(hl.errors.HookReturnError, match=r"but got \(a Tensor, 3\)\.$"):
         optimizer.step()
 
 
@@ -170,7 +172,9 @@ def test_a_state_hook_that_returns_no_dict_is_an_error_that_names_it(kind: str) 
     """torch would carry on with it."""
     optimizer = make()
     attach_optimizer(optimizer, lambda opt, state: "junk", on=kind, name="mine")
-    with pytest.raises(hl.HookReturnError, match=f"{kind} hook 'mine' on SGD must return None or a state dict, but"):
+    with pytest.raises(
+        hl.errors.HookReturnError, match=f"{kind} hook 'mine' on SGD must return None or a state dict, but"
+    ):
         exercise(optimizer)
 
 
@@ -557,7 +561,7 @@ def test_a_step_pre_hook_on_every_optimizer_may_change_the_arguments() -> None:
         assert optimizer.step() == 7.0
     with (
         everywhere(lambda *args: 1, "step_pre", name="mine"),
-        pytest.raises(hl.HookReturnError, match="'mine' on SGD"),
+        pytest.raises(hl.errors.HookReturnError, match="'mine' on SGD"),
     ):
         optimizer.step()
     assert_no_trace(optimizer)
@@ -919,22 +923,22 @@ class Bare(Wrapper):
 )
 def test_what_is_no_optimizer_is_refused_with_the_way_out(given: Callable[[], Any], message: str) -> None:
     """It says what was given, and where the optimizer is."""
-    with pytest.raises(hl.UnhookableError, match=message):
+    with pytest.raises(hl.errors.UnhookableError, match=message):
         attach_optimizer(given(), ignore)
 
 
 def test_wrong_kinds_options_and_hooks_are_refused_before_anything_is_attached() -> None:
     """Each in its own words."""
     optimizer = make()
-    with pytest.raises(hl.KindError, match=r"No kind 'step_pots'\. Nearest: 'step_post'"):
+    with pytest.raises(hl.errors.KindError, match=r"No kind 'step_pots'\. Nearest: 'step_post'"):
         attach_optimizer(optimizer, ignore, on="step_pots")
-    with pytest.raises(hl.KindError, match="module hook; put it on with attach"):
+    with pytest.raises(hl.errors.KindError, match="module hook; put it on with attach"):
         attach_optimizer(optimizer, ignore, on="forward")
-    with pytest.raises(hl.OptionError, match="observe= does not go with on='step_post'"):
+    with pytest.raises(hl.errors.OptionError, match="observe= does not go with on='step_post'"):
         attach_optimizer(optimizer, ignore, observe=True)
-    with pytest.raises(hl.HookSignatureError, match=r"called as hook\(optimizer, args, kwargs\)"):
+    with pytest.raises(hl.errors.HookSignatureError, match=r"called as hook\(optimizer, args, kwargs\)"):
         attach_optimizer(optimizer, lambda opt: None)
-    with pytest.raises(hl.HookSignatureError, match="callable"):
+    with pytest.raises(hl.errors.HookSignatureError, match="callable"):
         attach_optimizer(optimizer, "hook")
     assert_no_trace(optimizer)
 

@@ -274,7 +274,9 @@ def test_exclude_takes_a_parameter_object():
 def test_exclude_of_everything_is_an_error_that_says_so():
     """The error blames exclude and not the target."""
     model = make_model()
-    with pytest.raises(hl.NoMatchError, match=r"'0' has parameters .*exclude=\['\*.weight', '0.bias'\] takes all"):
+    with pytest.raises(
+        hl.errors.NoMatchError, match=r"'0' has parameters .*exclude=\['\*.weight', '0.bias'\] takes all"
+    ):
         names_of(model, "0", exclude=["*.weight", "0.bias"])
     assert_clean(model)
 
@@ -298,9 +300,9 @@ def test_what_matches_nothing_is_answered_with_the_nearest_names():
     model = make_model()
     with pytest.raises(KeyError, match=r"No parameter or module matches '0.wieght'.*nearest: '0.weight'"):
         names_of(model, "0.wieght")
-    with pytest.raises(hl.NoMatchError, match=r"'0.b1as'"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"'0.b1as'"):
         names_of(model, ["0.weight", "0.b1as"])
-    with pytest.raises(hl.NoMatchError, match=r"No module .* is a Conv2d; it has .*Linear"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"No module .* is a Conv2d; it has .*Linear"):
         names_of(model, nn.Conv2d)
     assert_clean(model)
 
@@ -309,7 +311,7 @@ def test_what_matches_nothing_is_answered_with_the_nearest_names():
 def test_a_module_without_parameters_is_not_enough(target):
     """Alone or in a list, where each element has to mean a parameter."""
     model = make_model()
-    with pytest.raises(hl.NoMatchError, match="has no parameter in this Sequential"):
+    with pytest.raises(hl.errors.NoMatchError, match="has no parameter in this Sequential"):
         names_of(model, target)
     assert_clean(model)
 
@@ -317,7 +319,9 @@ def test_a_module_without_parameters_is_not_enough(target):
 @pytest.mark.parametrize("stranger", [nn.Parameter(torch.ones(2)), nn.Linear(1, 1)])
 def test_a_parameter_or_module_of_another_model_is_refused(stranger):
     """Named by type, without all its numbers."""
-    with pytest.raises(hl.TargetError, match=r"The given (Parameter of shape|Linear) .* this Sequential") as caught:
+    with pytest.raises(
+        hl.errors.TargetError, match=r"The given (Parameter of shape|Linear) .* this Sequential"
+    ) as caught:
         names_of(make_model(), ["0", stranger])
     assert "tensor(" not in str(caught.value)
 
@@ -348,7 +352,7 @@ def test_a_target_that_means_only_parameters_without_gradient_is_an_error(target
     """The error names them and says what to do; nothing is attached."""
     model = make_model()
     model[2].requires_grad_(False)
-    with pytest.raises(hl.UnhookableError, match=r"'2\..*requires_grad is False; set requires_grad_\(\) first"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"'2\..*requires_grad is False; set requires_grad_\(\) first"):
         names_of(model, target, **options)
     assert_clean(model)
 
@@ -358,7 +362,7 @@ def test_a_lazy_layer_is_refused_before_anything_is_attached():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls lazy modules experimental
         model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-    with pytest.raises(hl.UnhookableError, match=r"'1.weight', '1.bias': lazy.*after the first forward"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"'1.weight', '1.bias': lazy.*after the first forward"):
         names_of(model, "*")
     hl.assert_no_hooks(model)
     assert_clean(model[0])
@@ -369,7 +373,7 @@ def test_a_lazy_layer_is_refused_before_anything_is_attached():
 def test_a_model_without_parameters_is_no_match():
     """Whatever is asked for."""
     for target in (None, "*", "weight"):
-        with pytest.raises(hl.NoMatchError, match=r"has no parameter in this ReLU|it has none"):
+        with pytest.raises(hl.errors.NoMatchError, match=r"has no parameter in this ReLU|it has none"):
             names_of(nn.ReLU(), target)
 
 
@@ -433,13 +437,13 @@ def test_the_receipt_counts_each_parameter():
 @pytest.mark.parametrize("option", ["with_kwargs", "always_call", "observe"])
 def test_options_that_mean_nothing_here_are_refused(option):
     """There is no call and nothing to edit."""
-    with pytest.raises(hl.OptionError, match=f"{option}= does not go with on='param_grad'"):
+    with pytest.raises(hl.errors.OptionError, match=f"{option}= does not go with on='param_grad'"):
         hl.attach(make_model(), ignore, on="param_grad", **{option: True})
 
 
 def test_a_hook_with_the_arguments_of_another_kind_is_refused():
     """It is called with the parameter alone."""
-    with pytest.raises(hl.HookSignatureError, match=r"called as hook\(parameter\)"):
+    with pytest.raises(hl.errors.HookSignatureError, match=r"called as hook\(parameter\)"):
         hl.attach(make_model(), lambda module, args, output: None, on="param_grad")
 
 
@@ -510,7 +514,7 @@ def test_everywhere_within_a_model_reaches_every_parameter_but_the_excluded():
 
 def test_everywhere_needs_a_model():
     """Parameters of the whole process cannot be hooked."""
-    with pytest.raises(hl.OptionError, match=r"on='param_grad' cannot be hooked process-wide.*within="):
+    with pytest.raises(hl.errors.OptionError, match=r"on='param_grad' cannot be hooked process-wide.*within="):
         hl.attach_everywhere(ignore, on="param_grad")
 
 

@@ -45,7 +45,7 @@ def silent_warning(model: nn.Module, target: object, run=lambda model: model(X),
     """The one warning that attaching, running and removing gives."""
     handle = hl.attach(model, target, ignore, **options)
     run(model)
-    with pytest.warns(hl.HookNeverFired) as record:
+    with pytest.warns(hl.errors.HookNeverFired) as record:
         handle.remove()
     assert len(record) == 1
     return str(record[0].message)
@@ -318,7 +318,7 @@ def test_many_silent_modules_are_counted_rather_than_listed():
 def test_leaving_a_with_block_warns_too():
     """The end of a block is a removal."""
     model = Bypasses()
-    with pytest.warns(hl.HookNeverFired, match="'idle'"), hl.attach(model, "idle", ignore):
+    with pytest.warns(hl.errors.HookNeverFired, match="'idle'"), hl.attach(model, "idle", ignore):
         model(X)
 
 
@@ -327,9 +327,9 @@ def test_the_warning_points_at_the_line_that_removed():
     model = Bypasses()
     handle = hl.attach(model, "idle", ignore)
     model(X)
-    with pytest.warns(hl.HookNeverFired) as by_call:
+    with pytest.warns(hl.errors.HookNeverFired) as by_call:
         handle.remove()
-    with pytest.warns(hl.HookNeverFired) as by_block, hl.attach(model, "idle", ignore):
+    with pytest.warns(hl.errors.HookNeverFired) as by_block, hl.attach(model, "idle", ignore):
         model(X)
     assert by_call[0].filename == __file__
     assert by_block[0].filename == __file__
@@ -340,7 +340,7 @@ def test_the_warning_comes_once():
     model = Bypasses()
     handle = hl.attach(model, "idle", ignore)
     model(X)
-    with pytest.warns(hl.HookNeverFired) as record:
+    with pytest.warns(hl.errors.HookNeverFired) as record:
         handle.remove()
     assert len(record) == 1
     assert_quiet(handle)
@@ -404,7 +404,7 @@ def test_a_module_that_left_the_model_meanwhile_does_not_break_the_removal():
     handle = hl.attach(model, "1.0", ignore)
     del model[1]
     model(X)
-    with pytest.warns(hl.HookNeverFired):
+    with pytest.warns(hl.errors.HookNeverFired):
         handle.remove()
     assert not part[0]._forward_hooks
 

@@ -187,7 +187,9 @@ def test_a_wrong_type_is_refused_and_nothing_is_stored(kind, wrong, wanted, got)
     before = store(kind, module, "old")
     with (
         hl.attach(module, lambda *args: wrong, on=kind, name="mine"),
-        pytest.raises(hl.HookReturnError, match=rf"{kind} hook 'mine', shown 'guest'.*a {wanted} or None.*an? {got}"),
+        pytest.raises(
+            hl.errors.HookReturnError, match=rf"{kind} hook 'mine', shown 'guest'.*a {wanted} or None.*an? {got}"
+        ),
     ):
         store(kind, module)
     assert "guest" not in vars(module)[STORES[kind]]
@@ -304,7 +306,7 @@ def test_the_receipt_counts_and_a_silent_hook_is_no_news(kind):
 @pytest.mark.parametrize("option", ["with_kwargs", "always_call"])
 def test_options_of_calls_are_refused(option):
     """There is no call."""
-    with pytest.raises(hl.OptionError, match=f"{option}= does not go with on='register_buffer'"):
+    with pytest.raises(hl.errors.OptionError, match=f"{option}= does not go with on='register_buffer'"):
         hl.attach(make_model(), Calls(), on="register_buffer", **{option: True})
 
 
@@ -353,7 +355,7 @@ def test_within_a_model_it_reaches_the_modules_that_are_there(kind):
 
 def test_process_wide_hooks_take_no_exclude():
     """Names need a model."""
-    with pytest.raises(hl.OptionError, match="within="):
+    with pytest.raises(hl.errors.OptionError, match="within="):
         hl.attach_everywhere(Calls(), on="register_module", exclude="0")
 
 

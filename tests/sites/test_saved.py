@@ -58,7 +58,7 @@ class Logs:
         return packed[1]
 
 
-def scope(logs: Logs) -> hl.SavedTensors:
+def scope(logs: Logs) -> hl.sites.SavedTensors:
     return hl.saved_tensors(logs.pack, logs.unpack, name=logs.name or None)
 
 
@@ -183,7 +183,9 @@ def test_an_unpack_function_has_to_return_a_tensor(result: Any) -> None:
 
     with hl.saved_tensors(same, bad, name="mine"):
         y = leaf().sin()
-    with pytest.raises(hl.HookReturnError, match=rf"bad' of saved_tensors 'mine'.*got an? {type(result).__name__}"):
+    with pytest.raises(
+        hl.errors.HookReturnError, match=rf"bad' of saved_tensors 'mine'.*got an? {type(result).__name__}"
+    ):
         y.sum().backward()
 
 
@@ -217,7 +219,7 @@ def test_functions_that_ask_are_told_their_site() -> None:
 )
 def test_functions_that_do_not_fit_are_refused_at_once(pack: Any, unpack: Any, found: str) -> None:
     """Before anything is packed."""
-    with pytest.raises(hl.HookSignatureError, match=found):
+    with pytest.raises(hl.errors.HookSignatureError, match=found):
         hl.saved_tensors(pack, unpack)
 
 
@@ -423,7 +425,7 @@ def test_a_removed_scope_is_not_entered_again() -> None:
     """The message says what to do."""
     handle = scope(Logs("mine"))
     handle.remove()
-    with pytest.raises(hl.ScopeError, match="'mine' was removed; make a new one"):
+    with pytest.raises(hl.errors.ScopeError, match="'mine' was removed; make a new one"):
         handle.__enter__()
 
 

@@ -69,13 +69,13 @@ def test_a_name_that_is_followed_means_what_it_means_among_all_names(monkeypatch
 def _tried(model: nn.Module, name: str) -> object:
     try:
         return [(found, id(module)) for found, module in select(model, name)]
-    except hl.NoMatchError:
+    except hl.errors.NoMatchError:
         return None
 
 
 def test_names_are_case_sensitive():
     """Python attributes are, so globs are."""
-    with pytest.raises(hl.NoMatchError):
+    with pytest.raises(hl.errors.NoMatchError):
         select(Tower(), "Head")
 
 
@@ -126,13 +126,13 @@ def test_a_hash_matches_at_the_top_too():
 
 def test_a_hash_beside_letters_is_no_wildcard():
     """``x#`` is the literal name, which no module bears, so it matches nothing."""
-    with pytest.raises(hl.NoMatchError):
+    with pytest.raises(hl.errors.NoMatchError):
         select(Tower(), "x#")
 
 
 def test_a_hash_does_not_match_words():
     """A numeric part is digits."""
-    with pytest.raises(hl.NoMatchError):
+    with pytest.raises(hl.errors.NoMatchError):
         select(Tower(), "#")
 
 
@@ -146,7 +146,7 @@ def test_a_bracket_is_one_character():
 def test_a_regular_expression_has_to_match_the_whole_name():
     """A compiled pattern is matched like ``fullmatch``."""
     assert names(Tower(), re.compile(r"layers\.(3|11)")) == ["layers.3", "layers.11"]
-    with pytest.raises(hl.NoMatchError, match=r"re\.compile\('layer'\)"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"re\.compile\('layer'\)"):
         select(Tower(), re.compile("layer"))
 
 
@@ -193,7 +193,7 @@ def test_a_module_selects_itself_under_its_first_name():
 
 def test_a_module_of_another_model_is_refused():
     """An equal module elsewhere is not this one."""
-    with pytest.raises(hl.TargetError, match="another model"):
+    with pytest.raises(hl.errors.TargetError, match="another model"):
         select(Tower(), Tower().head)
 
 
@@ -207,21 +207,23 @@ def test_a_list_mixes_every_way_to_say_it_and_takes_each_module_once():
 @pytest.mark.parametrize("bad", ["nothing.*", nn.Conv2d, re.compile("nothing"), lambda name, module: False])
 def test_every_element_of_a_list_has_to_match(bad):
     """One unmatched element makes the whole list fail, and the error is about that element."""
-    with pytest.raises(hl.NoMatchError, match=re.escape(describe(bad)) if not isinstance(bad, type) else "Conv2d"):
+    with pytest.raises(
+        hl.errors.NoMatchError, match=re.escape(describe(bad)) if not isinstance(bad, type) else "Conv2d"
+    ):
         select(Tower(), ["head", bad])
 
 
 @pytest.mark.parametrize("empty", [[], (), set()])
 def test_an_empty_list_is_refused(empty):
     """Nothing to select by is an error, not everything and not nothing."""
-    with pytest.raises(hl.TargetError, match="empty"):
+    with pytest.raises(hl.errors.TargetError, match="empty"):
         select(Tower(), empty)
 
 
 @pytest.mark.parametrize("thing", [3, 2.5, object(), b"head", {"head": 1}])
 def test_something_that_is_no_target_is_refused(thing):
     """The error shows the thing and lists what a target can be."""
-    with pytest.raises(hl.TargetError, match=r"is no target; give a name"):
+    with pytest.raises(hl.errors.TargetError, match=r"is no target; give a name"):
         select(Tower(), thing)
 
 
@@ -242,7 +244,7 @@ def test_exclude_may_match_nothing():
 
 def test_exclude_of_everything_is_an_error_that_says_so():
     """If nothing is left, the error blames exclude and not the target."""
-    with pytest.raises(hl.NoMatchError, match=r"exclude=.* takes all"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"exclude=.* takes all"):
         select(Tower(), "head.#", exclude="*")
 
 
@@ -306,13 +308,13 @@ def test_ten_thousand_modules_are_selected_in_order():
 
 def test_the_nearest_names_are_named():
     """A mistyped name is answered with what is close."""
-    with pytest.raises(hl.NoMatchError, match=r"No module matches 'haed\.0' in this Tower.*nearest: 'head\.0'"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"No module matches 'haed\.0' in this Tower.*nearest: 'head\.0'"):
         select(Tower(), "haed.0")
 
 
 def test_a_model_without_children_says_so():
     """There is nothing near in a lone layer."""
-    with pytest.raises(hl.NoMatchError, match="no submodules"):
+    with pytest.raises(hl.errors.NoMatchError, match="no submodules"):
         select(nn.Linear(2, 2), "a")
 
 
@@ -322,7 +324,7 @@ def test_a_predicate_that_matches_nothing_is_named_in_the_error():
     def is_attention(name: str, module: nn.Module) -> bool:
         return False
 
-    with pytest.raises(hl.NoMatchError, match="is_attention"):
+    with pytest.raises(hl.errors.NoMatchError, match="is_attention"):
         select(Tower(), is_attention)
 
 
@@ -368,7 +370,7 @@ def test_a_glob_selects_what_fnmatch_selects_over_all_names(model, pattern):
         if fnmatch.fnmatchcase(name, pattern):
             expected.setdefault(id(module), name)
     if not expected:
-        with pytest.raises(hl.NoMatchError):
+        with pytest.raises(hl.errors.NoMatchError):
             select(model, pattern)
     else:
         assert {id(module): name for name, module in select(model, pattern)} == expected
@@ -382,7 +384,7 @@ def test_a_hash_selects_what_a_regular_expression_for_digits_selects(model, part
     expected = {id(module) for name, module in model.named_modules(remove_duplicate=False) if regex.fullmatch(name)}
     try:
         found = {id(module) for _, module in select(model, ".".join(parts))}
-    except hl.NoMatchError:
+    except hl.errors.NoMatchError:
         found = set()
     assert found == expected
 
@@ -398,6 +400,6 @@ def test_exclude_is_a_difference_of_modules(model, target, exclude):
 
     try:
         found = {id(module) for _, module in select(model, target, exclude=exclude)}
-    except hl.NoMatchError:
+    except hl.errors.NoMatchError:
         found = set()
     assert found == matched(target) - matched(exclude)

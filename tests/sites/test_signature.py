@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
+from hookline.messages import type_name
 from hookline.sites.kinds import MODULE, Kind
 from hookline.sites.signature import check_hook, hook_name, may_return_value, what_it_reads
-from hookline.wording import a_or_an
 
 # -- what it can take ----------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ def test_open_keywords_do_not_ask_for_a_site():
 )
 def test_a_hook_that_does_not_fit_is_refused_with_its_signature(hook):
     """The message holds the hook's own signature, the kind, and how it would be called."""
-    with pytest.raises(hl.HookSignatureError) as caught:
+    with pytest.raises(hl.errors.HookSignatureError) as caught:
         check_hook(hook, Kind.FORWARD, with_kwargs=False)
     text = str(caught.value)
     assert re.search(r"\(.*\) cannot be a forward hook: it is called as hook\(module, args, output\)", text)
@@ -106,7 +106,7 @@ def test_a_hook_that_does_not_fit_is_refused_with_its_signature(hook):
 @pytest.mark.parametrize("thing", [None, 3, "print", [print], torch.ones(1)])
 def test_something_not_callable_is_refused_and_shown(thing):
     """The message shows what was given."""
-    with pytest.raises(hl.HookSignatureError, match=r"has to be callable, got") as caught:
+    with pytest.raises(hl.errors.HookSignatureError, match=r"has to be callable, got") as caught:
         check_hook(thing, Kind.FORWARD, with_kwargs=False)
     assert isinstance(caught.value, TypeError)
 
@@ -121,7 +121,7 @@ def test_a_hook_of_each_kind_takes_exactly_the_arguments_of_that_kind(kind):
     right = len(MODULE.args[kind])
     check_hook(with_arguments(right), kind, with_kwargs=False)
     for wrong in (right - 1, right + 1):
-        with pytest.raises(hl.HookSignatureError):
+        with pytest.raises(hl.errors.HookSignatureError):
             check_hook(with_arguments(wrong), kind, with_kwargs=False)
 
 
@@ -131,7 +131,7 @@ def test_a_hook_of_each_kind_takes_exactly_the_arguments_of_that_kind(kind):
 )
 def test_with_kwargs_adds_one_argument_before_the_output(kind, names):
     """The place of kwargs is torch's."""
-    with pytest.raises(hl.HookSignatureError, match=re.escape(f"hook({names})")):
+    with pytest.raises(hl.errors.HookSignatureError, match=re.escape(f"hook({names})")):
         check_hook(lambda: None, kind, with_kwargs=True)
     check_hook(eval(f"lambda {names}: None"), kind, with_kwargs=True)
 
@@ -443,7 +443,7 @@ def test_silent_is_claimed_only_of_functions_that_are(body):
 @pytest.mark.parametrize(("value", "says"), [(3, "an int"), ("", "a str"), ([], "a list"), (OSError(), "an OSError")])
 def test_classes_have_their_article_in_messages(value, says):
     """A sentence is read aloud."""
-    assert a_or_an(value) == says
+    assert type_name(value) == says
 
 
 _SEEN: list[object] = []

@@ -36,7 +36,7 @@ def make_model() -> nn.Module:
 def test_a_hook_before_its_target(target: Any, written: str, given: Callable[..., None]) -> None:
     """attach(model, hook, "0") is told as attach(model, "0", hook), and nothing is attached."""
     model = make_model()
-    with pytest.raises(hl.HookSignatureError) as error:
+    with pytest.raises(hl.errors.HookSignatureError) as error:
         hl.attach(model, given, target)
     assert str(error.value) == f"The arguments are swapped: write attach(model, {written}, hook)."
     hl.assert_no_hooks(model)
@@ -60,7 +60,7 @@ MODEL_FIRST = "The arguments are swapped: the model comes first."
         (lambda: hl.attach(hook, make_model()), MODEL_FIRST),
         (lambda: hl.watch("0", make_model()), MODEL_FIRST),
         (lambda: hl.capture("0", make_model()), MODEL_FIRST),
-        (lambda: hl.patch({"0": hl.ablate()}, make_model()), MODEL_FIRST),
+        (lambda: hl.patch({"0": hl.edits.ablate()}, make_model()), MODEL_FIRST),
         (lambda: hl.attach_function(hook, "aten.mm"), "write attach_function('aten.mm', hook)."),
         (lambda: hl.attach_tensor(hook, torch.ones(1)), "write attach_tensor(tensor, hook)."),
         (

@@ -181,7 +181,7 @@ def test_the_unused_output_of_a_split_has_none_for_a_gradient() -> None:
         used.sum().backward(retain_graph=True)
     assert seen == [None]
     hl.attach_tensor(unused, lambda grad: torch.ones(2), name="giver")
-    with pytest.raises(hl.HookReturnError, match=r"'giver'.*None"):
+    with pytest.raises(hl.errors.HookReturnError, match=r"'giver'.*None"):
         used.sum().backward()
 
 
@@ -233,7 +233,9 @@ def test_a_return_value_that_does_not_fit_is_an_error_that_names_the_hook(result
     x = leaf()
     with (
         hl.attach_tensor(x, lambda grad: result, name="mine"),
-        pytest.raises(hl.HookReturnError, match=f"grad hook 'mine' on 'mine': the return value is {found}|{found}"),
+        pytest.raises(
+            hl.errors.HookReturnError, match=f"grad hook 'mine' on 'mine': the return value is {found}|{found}"
+        ),
     ):
         x.sum().backward()
     with hl.attach_tensor(x, lambda grad: result, observe=True):
@@ -319,7 +321,7 @@ def test_a_hooked_tensor_is_copied_and_saved_without_its_hooks(tensor: Tensor) -
 def test_a_tensor_that_needs_no_gradient_is_refused_with_the_remedy() -> None:
     """For both kinds."""
     for kind in ("grad", "param_grad"):
-        with pytest.raises(hl.UnhookableError, match=r"tensor \(2, 3\) needs no gradient.*requires_grad_\(\)"):
+        with pytest.raises(hl.errors.UnhookableError, match=r"tensor \(2, 3\) needs no gradient.*requires_grad_\(\)"):
             hl.attach_tensor(torch.ones(2, 3), ignore, on=kind)
     with torch.no_grad():
         y = leaf() * 2
@@ -341,34 +343,34 @@ def test_a_tensor_that_needs_no_gradient_is_refused_with_the_remedy() -> None:
 )
 def test_what_is_no_tensor_is_refused(given: Any, found: str) -> None:
     """The message says what came instead."""
-    with pytest.raises(hl.UnhookableError, match=found):
+    with pytest.raises(hl.errors.UnhookableError, match=found):
         hl.attach_tensor(given, ignore)
 
 
 def test_no_tensors_at_all_are_refused() -> None:
     """An empty list, or a generator that gave nothing."""
     for nothing in ([], (), iter(())):
-        with pytest.raises(hl.TargetError, match="no tensors"):
+        with pytest.raises(hl.errors.TargetError, match="no tensors"):
             hl.attach_tensor(nothing, ignore)
 
 
 def test_bad_options_are_refused_before_anything_is_attached() -> None:
     """Kind, mode, signature, and what does not go together."""
     x, y = leaf(), leaf()
-    with pytest.raises(hl.KindError, match="attach"):
+    with pytest.raises(hl.errors.KindError, match="attach"):
         hl.attach_tensor(x, ignore, on="forward")
-    with pytest.raises(hl.OptionError, match="'all' or 'any', got 'some'"):
+    with pytest.raises(hl.errors.OptionError, match="'all' or 'any', got 'some'"):
         hl.attach_tensor([x, y], ignore, mode="some")
     with pytest.raises(ValueError, match="'some'"):
         hl.attach_tensor(x, ignore, mode="some")
-    with pytest.raises(hl.OptionError, match="mode='any'"):
+    with pytest.raises(hl.errors.OptionError, match="mode='any'"):
         hl.attach_tensor([x, y], ignore, on="param_grad", mode="any")
-    with pytest.raises(hl.OptionError, match="observe"):
+    with pytest.raises(hl.errors.OptionError, match="observe"):
         hl.attach_tensor(x, ignore, on="param_grad", observe=True)
     for tensors in (x, [x, y]):
-        with pytest.raises(hl.HookSignatureError, match=r"hook\(grad\)"):
+        with pytest.raises(hl.errors.HookSignatureError, match=r"hook\(grad\)"):
             hl.attach_tensor(tensors, lambda a, b: None)
-        with pytest.raises(hl.HookSignatureError, match="callable"):
+        with pytest.raises(hl.errors.HookSignatureError, match="callable"):
             hl.attach_tensor(tensors, "hook")
     assert not x._backward_hooks
     assert not y._backward_hooks
@@ -394,7 +396,7 @@ def test_post_accumulate_hooks_on_a_parameter_used_twice_fire_once_with_the_sum(
 def test_only_leaves_take_a_param_grad_hook() -> None:
     """The message says why, and what to use instead."""
     y = leaf() * 2
-    with pytest.raises(hl.UnhookableError, match=r"Only leaves accumulate.*MulBackward0.*on='grad'"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"Only leaves accumulate.*MulBackward0.*on='grad'"):
         hl.attach_tensor(y, ignore, on="param_grad")
 
 
@@ -423,18 +425,20 @@ def test_a_param_grad_hook_on_several_leaves_is_called_for_each() -> None:
     assert len(seen) == 2
     handle.remove()
     model.weight.requires_grad_(False)
-    with pytest.raises(hl.UnhookableError, match="the one at position 1 needs no gradient"):
+    with pytest.raises(hl.errors.UnhookableError, match="the one at position 1 needs no gradient"):
         hl.attach_tensor([model.bias, model.weight], seen.append, on="param_grad")
     assert not model.bias._post_accumulate_grad_hooks
 
 
 def test_swapped_arguments_are_told_as_such() -> None:
     """And not by the numbers of the tensor."""
-    with pytest.raises(hl.HookSignatureError, match=r"^The arguments are swapped: write attach_tensor\(tensor, hook\)"):
+    with pytest.raises(
+        hl.errors.HookSignatureError, match=r"^The arguments are swapped: write attach_tensor\(tensor, hook\)"
+    ):
         hl.attach_tensor(print, leaf())
-    with pytest.raises(hl.HookSignatureError, match=r"^A hook has to be callable, got a Tensor\.$"):
+    with pytest.raises(hl.errors.HookSignatureError, match=r"^A hook has to be callable, got a Tensor\.$"):
         hl.attach_tensor(leaf(), torch.ones(2))
-    with pytest.raises(hl.UnhookableError, match=r"got an int\.$"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"got an int\.$"):
         hl.attach_tensor(3, print)
 
 
@@ -537,14 +541,14 @@ def test_any_is_the_first_gradient_alone() -> None:
 def test_tensors_without_gradient_are_an_error_for_all_and_left_out_for_any() -> None:
     """Unless there are no others."""
     x, bare = leaf(), torch.ones(3)
-    with pytest.raises(hl.UnhookableError, match=r"Of 4 tensors, those at positions 1, 3 need no gradient"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"Of 4 tensors, those at positions 1, 3 need no gradient"):
         hl.attach_tensor([x, bare, x, bare], ignore)
     assert not x._backward_hooks
     seen = []
     hl.attach_tensor([bare, x], seen.append, mode="any")
     x.sum().backward()
     assert len(seen) == 1
-    with pytest.raises(hl.UnhookableError, match="positions 0, 1 need"):
+    with pytest.raises(hl.errors.UnhookableError, match="positions 0, 1 need"):
         hl.attach_tensor([bare, bare], ignore, mode="any")
 
 

@@ -122,7 +122,9 @@ def test_a_hook_on_a_model_that_trains_uncalled_says_so_when_it_comes_off(kind: 
         optimizer.step()
     if not leaves_gradients:
         optimizer.zero_grad()
-    with pytest.warns(hl.HookNeverFired, match="own forward was never called, only parts of it.*hook the modules that"):
+    with pytest.warns(
+        hl.errors.HookNeverFired, match="own forward was never called, only parts of it.*hook the modules that"
+    ):
         handle.remove()
 
 

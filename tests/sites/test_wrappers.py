@@ -22,8 +22,8 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import hookline as hl
+from hookline.sites.modules.module_hooks import existing_table
 from hookline.sites.select import select
-from hookline.sites.table import existing_table
 from hookline.sites.wrappers import clean_modules, submodule, unwrap
 
 # torch's own, while it compiles a block whose input is not a leaf.
@@ -209,7 +209,7 @@ def test_raw_names_of_torch_all_resolve(wrapped):
 def test_a_glob_that_does_not_mention_the_prefix_is_not_held_against_raw_names():
     """In a DDP model every raw name begins with ``module``; ``m*`` means none of them."""
     model = parallel(new())
-    with pytest.raises(hl.NoMatchError, match=r"No module matches 'm\*' in this Net of 8 modules"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"No module matches 'm\*' in this Net of 8 modules"):
         select(model, "m*")
     assert names(model, "*.m*") == [name for name in ALL if name.endswith(("mlp", "module"))]
 
@@ -247,7 +247,7 @@ def test_the_wrapper_itself_is_meant_by_its_type_or_as_an_object():
     with hl.attach(wrapper, wrapper, lambda module, *args: fired.append(type(module).__name__)):
         wrapper(X)
     assert fired == ["MyParallel"]
-    with pytest.raises(hl.NoMatchError, match="No module of this Net is a DistributedDataParallel"):
+    with pytest.raises(hl.errors.NoMatchError, match="No module of this Net is a DistributedDataParallel"):
         select(model, nn.parallel.DistributedDataParallel)
 
 
@@ -256,18 +256,18 @@ def test_exclude_takes_raw_names_and_wrappers():
     model = parallel(new())
     assert names(model, "layers.#", exclude="module.layers.0") == ["layers.1"]
     assert names(model, "layers.#", exclude=nn.DataParallel) == ["layers.0", "layers.1"]
-    with pytest.raises(hl.NoMatchError, match="matches in this Net, but exclude"):
+    with pytest.raises(hl.errors.NoMatchError, match="matches in this Net, but exclude"):
         select(model, None, exclude="module")
 
 
 def test_errors_show_clean_names(wrapped):
     """The nearest are names one can write."""
     with pytest.raises(
-        hl.NoMatchError, match=r"'layers\.0\.mpl' in this Net of .* nearest: 'layers\.0\.mlp'"
+        hl.errors.NoMatchError, match=r"'layers\.0\.mpl' in this Net of .* nearest: 'layers\.0\.mlp'"
     ) as caught:
         select(wrapped, "layers.0.mpl")
     assert not re.search(r"_orig_mod|module\.|_checkpoint", str(caught.value).partition("nearest")[2])
-    with pytest.raises(hl.TargetError, match="not a module of this Net"):
+    with pytest.raises(hl.errors.TargetError, match="not a module of this Net"):
         select(wrapped, nn.ReLU())
 
 
@@ -285,7 +285,7 @@ def test_a_warning_of_a_silent_hook_shows_clean_names():
     model = nn.Sequential(parallel(Direct()))
     handle = hl.attach(model, "0.linear", lambda *args: None)
     model(X)
-    with pytest.warns(hl.HookNeverFired, match=r"'0\.linear': Direct calls its \.forward\(\) directly"):
+    with pytest.warns(hl.errors.HookNeverFired, match=r"'0\.linear': Direct calls its \.forward\(\) directly"):
         handle.remove()
 
 
@@ -310,7 +310,7 @@ def test_hooks_left_on_a_wrapper_are_found():
     """Those of ours and those of others, named like what is inside."""
     model = parallel(new())
     handle = hl.attach(model, model, lambda *args: None)
-    with pytest.raises(hl.HooksLeftError, match=r"\(the model\)"):
+    with pytest.raises(hl.errors.HooksLeftError, match=r"\(the model\)"):
         hl.assert_no_hooks(model)
     assert hl.attached(model) == [handle]
     handle.remove()
@@ -395,7 +395,7 @@ def test_parameters_have_clean_names(wrapped):
     assert of("head") == ["head.weight", "head.bias"]
     assert of(Block, exclude=["*.bias", "layers.1"]) == ["layers.0.mlp.weight", "layers.0.module.weight"]
     assert len(of(None)) == len(of("*")) == len(list(wrapped.parameters()))
-    with pytest.raises(hl.NoMatchError, match=r"in this Net; nearest: 'layers\.0\.mlp\.weight'"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"in this Net; nearest: 'layers\.0\.mlp\.weight'"):
         of("layers.0.mlp.wieght")
 
 
@@ -607,18 +607,18 @@ def test_a_glob_passes_over_script_modules_with_one_warning(scripted, target):
 @pytest.mark.parametrize("target", ["1", ["0", "1"], ["#", "1"]])
 def test_a_script_module_that_is_asked_for_by_name_is_refused(scripted, target):
     """Alone or in a list; nothing is attached."""
-    with pytest.raises(hl.UnhookableError, match="TorchScript does not run Python hooks"):
+    with pytest.raises(hl.errors.UnhookableError, match="TorchScript does not run Python hooks"):
         hl.attach(scripted, target, lambda *args: None)
-    with pytest.raises(hl.UnhookableError):
+    with pytest.raises(hl.errors.UnhookableError):
         hl.attach(scripted, scripted[1], lambda *args: None)
     hl.assert_no_hooks(scripted)
 
 
 def test_only_script_modules_is_an_error(scripted):
     """A hook on nothing is none."""
-    with pytest.raises(hl.UnhookableError):
+    with pytest.raises(hl.errors.UnhookableError):
         hl.attach(scripted, torch.jit.ScriptModule, lambda *args: None)
-    with pytest.raises(hl.UnhookableError):
+    with pytest.raises(hl.errors.UnhookableError):
         hl.attach(scripted[1], "*", lambda *args: None)
 
 

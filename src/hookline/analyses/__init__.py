@@ -1,7 +1,7 @@
 """The built-in hooks over time, one to a file: what researchers look at while a model trains.
 
-Names and paths go to `HookRegistry` through ``register_built_ins``; classes are imported when they are first used, so
-that listing the hooks takes no torch.
+`hookline.training.registry` reads ``BUILT_IN``, the table of names and paths. Classes are imported when they are first
+used, so that listing the hooks does not import torch.
 """
 
 from __future__ import annotations
@@ -44,15 +44,7 @@ BUILT_IN: Final = {
 
 _CLASSES: Final = {path.partition(":")[2]: path.partition(":")[0] for path in BUILT_IN.values()}
 
-__all__ = ["BUILT_IN", "register_built_ins", *_CLASSES]  # noqa: PLE0604  (names of classes, worked out above)
-
-
-def register_built_ins() -> None:
-    """Make all of them known to `HookRegistry` by path; a hook of the user's under such a name stays."""
-    from hookline.hooks.registry import HookRegistry
-
-    for name, path in BUILT_IN.items():
-        HookRegistry.register_path(name, path)
+__all__ = ["BUILT_IN", *_CLASSES]  # noqa: PLE0604  (names of classes, worked out above)
 
 
 def __getattr__(name: str) -> Any:

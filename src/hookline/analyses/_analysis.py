@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from hookline.analyses._series import Series
 from hookline.analyses._window import GradientWindow
 from hookline.errors import HooklineWarning, OptionError
-from hookline.hooks.training_hook import LoopPoints, TrainingHook
-from hookline.lifecycle.point import HookPoint
-from hookline.wording import outside
+from hookline.lifecycle.points import HookPoint
+from hookline.messages import caller_stacklevel
+from hookline.training.training_hook import LoopPoints, TrainingHook
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,9 @@ class BowsOut(TrainingHook):
         self.off = why
         if not self._has_told:
             self._has_told = True
-            warnings.warn(f"Hook {self.name!r} {why}, so it stays silent.", HooklineWarning, stacklevel=outside())
+            warnings.warn(
+                f"Hook {self.name!r} {why}, so it stays silent.", HooklineWarning, stacklevel=caller_stacklevel()
+            )
 
     def reset(self) -> None:
         """Another run begins: it may have what this one lacked."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hookline.analyses._shared import Work, flatten, is_bias, ratio, wide
 from hookline.guard.rng import kept_rng
-from hookline.hooks.training_hook import InterventionHook
 from hookline.lifecycle.schedule import StepSchedule
+from hookline.training.training_hook import InterventionHook
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.analyses._spectrum import singular_values_of
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
 from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules
 

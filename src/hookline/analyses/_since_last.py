@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
 from hookline.analyses._shared import Work, work_of
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

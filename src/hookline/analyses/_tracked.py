@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.hooks.components import AttachesItself
-from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.phase import checked_phases
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_phase import checked_phases
+from hookline.metta.components import AttachesItself
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.select import select
 from hookline.sites.wrappers import clean_modules
+from hookline.training.metric_info import MetricInfo
 
 if TYPE_CHECKING:
     from torch import nn

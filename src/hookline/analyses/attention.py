@@ -19,11 +19,11 @@ from hookline.analyses._parts import projections_of
 from hookline.analyses._patterns import Call, pattern_of
 from hookline.analyses._shared import Work, work_of
 from hookline.analyses._spectrum import effective_rank
-from hookline.hooks.metric_info import MetricInfo
 from hookline.lifecycle.during import During
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
 from hookline.sites.attach import attach
 from hookline.sites.wrappers import clean_modules
+from hookline.training.metric_info import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

@@ -17,8 +17,8 @@ from torch import Tensor
 from hookline.analyses._analysis import EACH_STEP, Analysis, whole_number
 from hookline.analyses._shared import work_of
 from hookline.analyses._window import GradientWindow
-from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -25,9 +25,9 @@ from hookline.analyses._interventions import (
 )
 from hookline.analyses._shared import flatten
 from hookline.analyses.counterfactual import COUNTERFACTUAL_POINTS
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.training_hook import DebugInterventionHook
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import DebugInterventionHook
 
 if TYPE_CHECKING:
     from hookline.guard.model_context import ModelDataContext

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, Tracked, described, mean_of
-from hookline.hooks.fisher_hook import FisherHook
-from hookline.hooks.metric_info import MetricInfo
-from hookline.observe.trackers.fisher import FisherInformationState
+from hookline.metta.fisher import FisherInformationState
+from hookline.metta.fisher_hook import FisherHook
 from hookline.sites.wrappers import walk
+from hookline.training.metric_info import MetricInfo
 
 __all__ = ["FisherInformationHook"]
 

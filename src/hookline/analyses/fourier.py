@@ -18,8 +18,8 @@ from hookline.analyses._analysis import AT_REPORTS, Analysis
 from hookline.analyses._parts import Modules, decoder_of, embedding_or_off, hidden_layers_of
 from hookline.analyses._shared import wide, work_of
 from hookline.errors import OptionError
-from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, Tracked, described, mean_of
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.tracker_hooks import GradientFlowHook as _OnLayer
-from hookline.observe.trackers.gradient_flow import GradientFlowState
-from hookline.observe.trackers.values import fetch
+from hookline.metta.gradient_flow_state import GradientFlowState
+from hookline.metta.tracker_hooks import GradientFlowHook as _OnLayer
+from hookline.observe.host_values import fetch
 from hookline.sites.wrappers import clean_modules
+from hookline.training.metric_info import MetricInfo
 
 __all__ = ["GradientFlowHook"]
 

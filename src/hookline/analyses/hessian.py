@@ -32,10 +32,10 @@ from hookline.analyses._interventions import (
 )
 from hookline.analyses._shared import flatten
 from hookline.errors import HooklineWarning, OptionError
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.training_hook import LoopPoints
-from hookline.lifecycle.point import HookPoint
-from hookline.wording import outside
+from hookline.lifecycle.points import HookPoint
+from hookline.messages import caller_stacklevel
+from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import LoopPoints
 
 if TYPE_CHECKING:
     from hookline.guard.model_context import ModelDataContext
@@ -237,7 +237,7 @@ class HessianHook(Compared):
                 f"the difference of two gradients over epsilon={self.epsilon:g} instead. To have that said once and "
                 "for all: method='difference'.",
                 HooklineWarning,
-                stacklevel=outside(),
+                stacklevel=caller_stacklevel(),
             )
             return None
 

@@ -17,9 +17,9 @@ from hookline.analyses._analysis import BowsOut, whole_number
 from hookline.analyses._interventions import bursts, norm, numbers_of, parameters_of, step_of
 from hookline.analyses._shared import flatten
 from hookline.analyses._window import GIB
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.training_hook import InterventionHook, LoopPoints
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import InterventionHook, LoopPoints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,9 +14,9 @@ from hookline.analyses._analysis import whole_number
 from hookline.analyses._interventions import bursts, loss_on_batch, norm, parameters_of, ratio, step_of
 from hookline.analyses._shared import flatten
 from hookline.errors import OptionError
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.training_hook import InterventionHook, LoopPoints
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import InterventionHook, LoopPoints
 
 if TYPE_CHECKING:
     from hookline.guard.model_context import ModelDataContext

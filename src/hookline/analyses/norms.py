@@ -9,8 +9,8 @@ import torch
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
 from hookline.analyses._shared import work_of
-from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

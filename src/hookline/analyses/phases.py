@@ -12,8 +12,8 @@ from hookline.analyses._analysis import Analysis
 from hookline.analyses._parts import embedding_of
 from hookline.analyses._shared import flatten, ratio, work_of
 from hookline.errors import OptionError
-from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

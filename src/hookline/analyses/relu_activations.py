@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hookline.analyses._relus import OnReLUs
 from hookline.analyses._tracked import TRAINING, described
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.tracker_hooks import ActivationHook
-from hookline.observe.trackers.relu import ReLUActivationState
+from hookline.metta.relu import ReLUActivationState
+from hookline.metta.tracker_hooks import ActivationHook
 from hookline.sites.main_tensor import main_tensor
+from hookline.training.metric_info import MetricInfo
 
 __all__ = ["ReLUActivationsHook"]
 

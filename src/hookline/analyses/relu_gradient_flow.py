@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hookline.analyses._relus import OnReLUs
 from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, described
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.tracker_hooks import ReLUGradientFlowHook as _OnLayer
-from hookline.observe.trackers.components import UnitOptions
-from hookline.observe.trackers.gradient_flow import ReLUGradientFlowState
+from hookline.metta.gradient_flow_state import ReLUGradientFlowState
+from hookline.metta.tracked_components import UnitOptions
+from hookline.metta.tracker_hooks import ReLUGradientFlowHook as _OnLayer
+from hookline.training.metric_info import MetricInfo
 
 __all__ = ["ReLUGradientFlowHook"]
 

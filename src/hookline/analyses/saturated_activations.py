@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from hookline.analyses._tracked import TRAINING, Tracked, described, units_of
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.tracker_hooks import ActivationHook
-from hookline.observe.trackers.saturated import SaturatedActivationState
+from hookline.metta.saturated import SaturatedActivationState
+from hookline.metta.tracker_hooks import ActivationHook
 from hookline.sites.main_tensor import main_tensor
+from hookline.training.metric_info import MetricInfo
 
 __all__ = ["SaturatedActivationsHook"]
 

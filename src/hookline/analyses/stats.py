@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.schedule import StepSchedule
-from hookline.observe.watch import Watch, watch
+from hookline.observe.watch.watch import Watch, watch
+from hookline.training.metric_info import MetricInfo
 
 if TYPE_CHECKING:
     from torch import nn

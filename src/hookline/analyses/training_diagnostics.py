@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.analyses._analysis import EACH_STEP, Analysis
 from hookline.analyses._series import Series
 from hookline.analyses._shared import figure, work_of
-from hookline.hooks.metric_info import MetricInfo
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

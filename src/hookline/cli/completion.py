@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 
 from tyro.conf import Positional, arg
 
-from hookline.cli.failures import DONE
+from hookline.cli.error_messages import DONE
 from hookline.cli.parse import parse
 
 __all__ = ["ASK", "CompletionOptions", "command"]

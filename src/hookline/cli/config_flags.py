@@ -86,7 +86,7 @@ class ConfigFlags:
         return found
 
     def _checked(self, name: str, value: Any) -> Any:
-        from hookline.config.values import checked_value
+        from hookline.config.declared_values import checked_value
 
         if name not in self._fields:
             near = get_close_matches(name, self._fields, n=1)

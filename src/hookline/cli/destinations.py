@@ -12,22 +12,22 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from hookline.cli.load import load_object, nearest_text
-from hookline.cli.options import SinkOptions
+from hookline.cli.load_object import load_object, nearest_text
+from hookline.cli.run_options import SinkOptions
 from hookline.errors import OptionError
-from hookline.hooks.own_copy import own_copy
+from hookline.specs.copy_config import own_copy
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "FILES", "destinations", "sink_class", "sink_files"]
 
 ENTRY_POINTS: Final = "hookline.sinks"
 BUILT_IN: Final = {
-    "csv": "hookline.sinks.csv:CSVSink",
-    "jsonl": "hookline.sinks.jsonl:JSONLSink",
-    "parquet": "hookline.sinks.parquet:ParquetSink",
-    "tensorboard": "hookline.sinks.tensorboard:TensorBoardSink",
-    "mlflow": "hookline.sinks.mlflow:MLflowSink",
-    "wandb": "hookline.sinks.wandb:WandbSink",
-    "prometheus": "hookline.sinks.prometheus:PrometheusSink",
+    "csv": "hookline.sinks.csv_sink:CSVSink",
+    "jsonl": "hookline.sinks.jsonl_sink:JSONLSink",
+    "parquet": "hookline.sinks.parquet_sink:ParquetSink",
+    "tensorboard": "hookline.sinks.tensorboard_sink:TensorBoardSink",
+    "mlflow": "hookline.sinks.mlflow_sink:MLflowSink",
+    "wandb": "hookline.sinks.wandb_sink:WandbSink",
+    "prometheus": "hookline.sinks.prometheus_sink:PrometheusSink",
 }
 """The sinks that have flags."""
 FILES: Final = {

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hookline.cli.destinations import sink_files
-from hookline.cli.failures import DONE
+from hookline.cli.error_messages import DONE
 from hookline.cli.folder import LOG, newest_run, next_folder
-from hookline.cli.made import Made
-from hookline.cli.session import Prepared, Session
-from hookline.cli.show import print_table, size, tell
+from hookline.cli.prepared_experiment import Made
+from hookline.cli.printing import print_table, size, tell
+from hookline.cli.run_session import Prepared, Session
 
 __all__ = ["dry_run", "memory_rows"]
 
@@ -50,7 +50,7 @@ def _manager(prepared: Prepared, made: Made) -> Any:
     objects = prepared.hook_objects
     if not objects.names and not made.hooks:
         return None
-    from hookline.dispatch.manager import HookManager
+    from hookline.training.manager import HookManager
 
     hooks = [*objects.make(), *made.hooks]
     return HookManager(hooks=hooks, hook_config=objects.reference, loop_type=made.loop)
@@ -126,7 +126,7 @@ def _optimizer_bytes(optimizer: Any, trained: int) -> int:
     """What an optimizer will hold once it has made a step; by its kind, as it holds nothing yet."""
     import torch
 
-    from hookline.sites.optimizer_wrappers import unwrap_optimizer
+    from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 
     optimizer = unwrap_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.Adamax | torch.optim.NAdam):

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.cli.load import nearest_text
+from hookline.cli.load_object import nearest_text
 from hookline.errors import HookNameError, OptionError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _from_file(
 
 def file_argument(hook: str, name: str, value: Any) -> Any:
     """Return a value of a file as the hook's signature declares it."""
-    from hookline.config.values import checked_value
+    from hookline.config.declared_values import checked_value
 
     parameter, hint = _parameter(hook, name)
     return value if hint is parameter.empty else checked_value(value, hint)
@@ -104,7 +104,7 @@ def _check_reference(name: str, said: str = "") -> None:
 
 def _check_is_on(hook: str, hooks: Sequence[str] | None, said: str, *, unknown: str = "") -> None:
     """Raise unless the hook is known, and one of this run, if those are known."""
-    from hookline.dispatch.registry import HookRegistry
+    from hookline.training.registry import HookRegistry
 
     known = HookRegistry.known()
     if hook not in known:
@@ -118,7 +118,7 @@ def _check_is_on(hook: str, hooks: Sequence[str] | None, said: str, *, unknown: 
 
 def _parameter(hook: str, name: str) -> tuple[inspect.Parameter, Any]:
     """What the hook's signature says of an argument."""
-    from hookline.dispatch.registry import HookRegistry
+    from hookline.training.registry import HookRegistry
 
     cls = HookRegistry.get(hook)
     parameters = inspect.signature(cls).parameters

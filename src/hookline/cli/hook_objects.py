@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hookline.cli.choose import known_name
+from hookline.cli.chosen_hooks import known_name
 from hookline.cli.hook_config import file_argument
 from hookline.errors import ConfigError, NoMatchError
 
 if TYPE_CHECKING:
     from hookline.config.mistakes import Mistakes, Path
-    from hookline.hooks.training_hook import TrainingHook
     from hookline.lifecycle.schedule import StepSchedule
+    from hookline.training.training_hook import TrainingHook
 
 __all__ = ["HookObjects", "TrackerChoice", "checked_schedules", "checked_trackers"]
 
@@ -38,7 +38,7 @@ class TrackerChoice:
 
     def make(self) -> TrainingHook:
         """The tracker as a hook that reports it."""
-        from hookline.dispatch.registry import HookRegistry
+        from hookline.training.registry import HookRegistry
 
         where = {"targets": ",".join(self.targets) or None, "exclude": list(self.exclude) or None}
         (hook,) = HookRegistry.create([self.tracker], {self.tracker: self.options | where})
@@ -47,7 +47,7 @@ class TrackerChoice:
 
     def check(self, model: Any) -> list[str]:
         """The names of the modules it would be on; an error says where the file asks for them."""
-        from hookline.cli.find import in_shell
+        from hookline.cli.find_command import in_shell
         from hookline.sites.select import select
 
         try:
@@ -74,8 +74,8 @@ class HookObjects:
 
     def make(self) -> list[TrainingHook]:
         """Make them; random numbers that they draw do not count."""
-        from hookline.dispatch.registry import HookRegistry
         from hookline.guard.rng import kept_rng
+        from hookline.training.registry import HookRegistry
 
         own = {name: options for name, options in self.config.items() if name in self.names}
         with kept_rng():
@@ -106,8 +106,8 @@ def checked_schedules(
 
 
 def _no_effect(name: str, names: Sequence[str] | None) -> str:
-    from hookline.dispatch.registry import HookRegistry
-    from hookline.lifecycle.point import HookPoint
+    from hookline.lifecycle.points import HookPoint
+    from hookline.training.registry import HookRegistry
 
     if names is not None and name not in names:
         return f"{name} is not among the hooks of this run ({', '.join(names) or 'none'})."
@@ -166,7 +166,7 @@ def _checked_tracker(
 
 
 def _known_tracker(name: str) -> str:
-    from hookline.dispatch.registry import HookRegistry
+    from hookline.training.registry import HookRegistry
 
     tracker = known_name(name)
     if not {"targets", "exclude"} <= set(inspect.signature(HookRegistry.get(tracker)).parameters):

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Final
 
-from hookline.cli.failures import DONE, WRONG_USE, explain
+from hookline.cli.error_messages import DONE, WRONG_USE, explain
 
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "run": ("hookline.cli.run", "train an experiment, with hooks"),
-    "hooks": ("hookline.cli.hooks", "list the hooks there are, or describe some"),
-    "find": ("hookline.cli.find", "show the modules of a model that a pattern matches"),
-    "check": ("hookline.cli.check", "check a run file, or a file of hooks"),
-    "schema": ("hookline.cli.schema", "print the JSON schema of such files, for editors"),
-    "serve": ("hookline.cli.serve", "serve a model over HTTP, with hooks"),
-    "report": ("hookline.cli.report", "make the HTML page of one or more runs"),
-    "replay": ("hookline.cli.replay", "feed a run's records to another destination"),
-    "new": ("hookline.cli.new", "write a file to start from: experiment, hook or sink"),
+    "run": ("hookline.cli.run_command", "train an experiment, with hooks"),
+    "hooks": ("hookline.cli.hooks_command", "list the hooks there are, or describe some"),
+    "find": ("hookline.cli.find_command", "show the modules of a model that a pattern matches"),
+    "check": ("hookline.cli.check_command", "check a run file, or a file of hooks"),
+    "schema": ("hookline.cli.schema_command", "print the JSON schema of such files, for editors"),
+    "serve": ("hookline.cli.serve_command", "serve a model over HTTP, with hooks"),
+    "report": ("hookline.cli.report_command", "make the HTML page of one or more runs"),
+    "replay": ("hookline.cli.replay_command", "feed a run's records to another destination"),
+    "new": ("hookline.cli.new_command", "write a file to start from: experiment, hook or sink"),
     "completion": ("hookline.cli.completion", "print what makes bash complete these commands"),
 }
 """Each command: the module that has its ``command(arguments)``, and what it does."""
@@ -102,7 +102,7 @@ def _dispatch(arguments: list[str]) -> int:
         return DONE
     name, rest = arguments[0], arguments[1:]
     if name == "__complete":
-        from hookline.cli import complete
+        from hookline.cli import completions as complete
 
         return complete.command(rest)
     if name not in COMMANDS:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hookline.cli.load import see_current_folder
+from hookline.cli.load_object import see_current_folder
 from hookline.errors import ConfigError
-from hookline.wording import a_or_an
+from hookline.messages import type_name
 
 if TYPE_CHECKING:
     from hookline.config.mistakes import Mistakes, Path
@@ -23,7 +23,7 @@ PlacedSpec = tuple[str, Mapping[str, Any]]
 
 def specs_of_file(file: str) -> list[PlacedSpec]:
     """The specs of a file that is there for them: a list, the settings of a server, a run file."""
-    from hookline.config.read import read_document
+    from hookline.config.read_settings import read_document
     from hookline.config.run_file import placed_specs
 
     document = read_document(file)
@@ -44,7 +44,7 @@ def check_specs(specs: Sequence[Any], path: Path, mistakes: Mistakes) -> None:
 
     Only of those that can be specs at all; what is wrong with the others has been told.
     """
-    from hookline.hooks.specs import HookSpec
+    from hookline.specs.hook_spec import HookSpec
 
     see_current_folder()
     for number, entry in enumerate(specs):
@@ -60,7 +60,7 @@ def check_specs(specs: Sequence[Any], path: Path, mistakes: Mistakes) -> None:
 
 def wrong_factory(spec: Mapping[str, Any]) -> str:
     """Why the factory of a spec cannot be had; empty if it can, or if nothing would be made of the spec."""
-    from hookline.hooks.resolve import resolve_callable
+    from hookline.specs.resolve import resolve_callable
 
     path = spec.get("hook_factory")
     if path is None or spec.get("enabled") is False:
@@ -72,4 +72,4 @@ def wrong_factory(spec: Mapping[str, Any]) -> str:
     except (AttributeError, ValueError) as error:
         text = str(error)
         return text if text.endswith(".") else f"{text}."
-    return "" if callable(factory) else f"Hook factory '{path}' is called with a config, and is {a_or_an(factory)}."
+    return "" if callable(factory) else f"Hook factory '{path}' is called with a config, and is {type_name(factory)}."

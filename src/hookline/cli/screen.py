@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Final
 
-from hookline.cli.options import OutputOptions
-from hookline.cli.show import console
+from hookline.cli.printing import console
+from hookline.cli.run_options import OutputOptions
 
 __all__ = ["Screen", "messages", "mode_of"]
 
@@ -49,7 +49,7 @@ class Screen:
         if self.mode == "lines" and self._asked_live:
             self.say("The live view needs a terminal; metrics are printed as lines.")
             self._asked_live = False
-        from hookline.sinks.console import ConsoleSink
+        from hookline.sinks.console_sink import ConsoleSink
 
         mode: Any = "normal" if self.mode == "tables" else self.mode
         self._sink = ConsoleSink(
@@ -100,7 +100,7 @@ def mode_of(options: OutputOptions, *, can_redraw: bool) -> str:
 def _is_news(record: logging.LogRecord) -> bool:
     """That a checkpoint was saved is none: there may be one every second. Nor is where an error came from, if it is
     logged for information: a warning has told it in a sentence."""
-    is_known = record.name.startswith("hookline.loops.checkpoint") or record.exc_info is not None
+    is_known = record.name.startswith("hookline.training.checkpoints") or record.exc_info is not None
     return record.levelno > logging.INFO or not is_known
 
 
@@ -116,7 +116,7 @@ class _Format(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         """The text of an error."""
-        from hookline.cli.failures import own_text
+        from hookline.cli.error_messages import own_text
 
         return own_text(ei[1])
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.hooks.training_hook import TrainingHook
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
+from hookline.training.training_hook import TrainingHook
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

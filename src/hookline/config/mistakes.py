@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hookline.config.read import Document
+from hookline.config.read_settings import Document
 from hookline.errors import ConfigError, HooklineError
 
 __all__ = ["Mistakes", "Path", "place_of", "written_at"]

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hookline.config.faults import faults_of
 from hookline.config.mistakes import Mistakes, Path
-from hookline.config.read import Document, read_document
+from hookline.config.pydantic_errors import faults_of
+from hookline.config.read_settings import Document, read_document
 from hookline.config.spec_files import checked_list, is_server_file, server_settings, spec_faults
 from hookline.errors import ConfigError
-from hookline.hooks.own_copy import own_copy
+from hookline.specs.copy_config import own_copy
 
 __all__ = [
     "HookChoice",

@@ -12,10 +12,10 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from hookline.config.mistakes import Mistakes, Path
-from hookline.config.read import Document
+from hookline.config.read_settings import Document
 from hookline.errors import ConfigError
-from hookline.hooks.specs import HookSpec
-from hookline.wording import a_or_an, shown
+from hookline.messages import short_repr, type_name
+from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["checked_list", "is_server_file", "server_settings", "spec_faults", "unknown_key"]
 
@@ -55,7 +55,7 @@ def server_settings(document: Document, mistakes: Mistakes | None = None) -> dic
     found = Mistakes.of(document) if mistakes is None else mistakes
     switch = values.get("enable_hooks")
     if switch is not None and not isinstance(switch, bool):
-        found.add(["enable_hooks"], f"expected true or false, got {shown(switch)}.")
+        found.add(["enable_hooks"], f"expected true or false, got {short_repr(switch)}.")
     for key in ("hooks", "forward_hooks"):
         for path, text in spec_faults(values.get(key), (key,)):
             found.add(path, text)
@@ -99,4 +99,4 @@ def unknown_key(key: Any, known: Sequence[str]) -> str:
 
 def _kind(value: Any) -> str:
     names: dict[type, str] = {list: "a list", dict: "an object", str: "text"}
-    return names.get(type(value), a_or_an(value))
+    return names.get(type(value), type_name(value))

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 
-from hookline.hooks.own_copy import own_copy
+from hookline.specs.copy_config import own_copy
 
 __all__ = ["Lines", "YamlText", "load_yaml"]
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookline.errors import MissingPackageError, OptionError
 from hookline.guard.rng import kept_rng
-from hookline.loops.experiment import Experiment
+from hookline.training.loops.experiment import Experiment
 
 __all__ = ["Config", "Digits", "DigitsNet"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookline.errors import OptionError
-from hookline.loops.experiment import Experiment
+from hookline.training.loops.experiment import Experiment
 
 __all__ = ["Config", "ModArithmetic", "ModularTransformer"]
 

@@ -14,15 +14,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hookline.factories.activation_statistics import activation_stats as activation_stats
     from hookline.factories.alarm import nan_alarm as nan_alarm
     from hookline.factories.batch_rows import BatchRows as BatchRows
     from hookline.factories.batch_rows import current_rows as current_rows
     from hookline.factories.batch_rows import serving as serving
     from hookline.factories.exporting import export as export
     from hookline.factories.means import record_mean as record_mean
-    from hookline.factories.reading import read_export as read_export
-    from hookline.factories.shapes import log_shapes as log_shapes
-    from hookline.factories.statistics import activation_stats as activation_stats
+    from hookline.factories.read_export import read_export as read_export
+    from hookline.factories.shape_log import log_shapes as log_shapes
     from hookline.factories.steering import steer as steer
 
 __all__ = [

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hookline.errors import NonFiniteError
-from hookline.factories.hook import ByModule, Observer, checked_options, choice, whole
-from hookline.factories.outputs import shape_of, shown, without_padding
-from hookline.factories.streaming import Place, Streaming
-from hookline.observe.stats.hooks import give_up
-from hookline.observe.stats.layout import Layout
+from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, whole
+from hookline.factories.output_rows import shape_of, shown, without_padding
+from hookline.factories.streaming_stats import Place, Streaming
+from hookline.observe.watch.columns import Layout
+from hookline.observe.watch.watch_hooks import give_up
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from hookline.factories.pieces import pieces_of
-from hookline.factories.to_host import ToHost
+from hookline.factories.export_pieces import pieces_of
+from hookline.factories.host_copies import ToHost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hookline.factories.batch_rows import BatchRows
     from hookline.factories.engine_batch import TokenBatch
-    from hookline.factories.shards import Shards
+    from hookline.factories.export_shards import Shards
 
 __all__ = ["ExportQueue", "Item", "Limits"]
 

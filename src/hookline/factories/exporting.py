@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.choosing import PHASES, OfPhase, running
 from hookline.factories.engine_batch import TokenBatch
 from hookline.factories.export_queue import ExportQueue, Item, Limits
-from hookline.factories.hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
-from hookline.factories.outputs import measurable, shown
-from hookline.factories.shards import Shards, storable
+from hookline.factories.export_shards import Shards, storable
+from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
+from hookline.factories.output_rows import measurable, shown
+from hookline.factories.request_filter import PHASES, OfPhase, running
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.hook import ByModule, Observer, checked_options, path, yes_or_no
-from hookline.factories.outputs import measurable, shown, without_padding
+from hookline.factories.factory_hook import ByModule, Observer, checked_options, path, yes_or_no
+from hookline.factories.output_rows import measurable, shown, without_padding
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def record_mean(config: Mapping[str, Any] | None = None) -> RecordMean:
         hook = record_mean({})
         with hookline.attach(model, "layers.#", hook):
             model(many_prompts)
-        hookline.patch(model, {"layers.3": hookline.mean_ablate(hook.means())})
+        hookline.patch(model, {"layers.3": hookline.edits.mean_ablate(hook.means())})
 
     Args:
         config: ``file``: a safetensors file to which ``close()`` writes one vector per module, by its name.

@@ -1,8 +1,8 @@
 """``steer``: a vector added to what modules give out.
 
 Takes a vector from a config or a safetensors file, and outputs from forward hooks; hands back the same structure around
-the changed tensor. The arithmetic and its errors are those of `hookline.steer`. Of a served batch it may be for some
-requests, which `choosing` finds.
+the changed tensor. The arithmetic and its errors are those of `hookline.edits.steer`. Of a served batch it may be for
+some requests, which `request_filter` finds.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.choosing import PHASES, chosen_tokens, request_names, running, say_unknown
 from hookline.factories.engine_batch import last_tokens
-from hookline.factories.hook import FactoryHook, checked_options, choice, number, text
+from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text
+from hookline.factories.request_filter import PHASES, chosen_tokens, request_names, running, say_unknown
 from hookline.observe.patch.edits import steer as steer_edit
+from hookline.observe.patch.main_tensor_edit import main_output, rebuilt
 from hookline.observe.patch.misfits import misfit, place_of, shape_of
-from hookline.observe.patch.structure import main_output, rebuilt
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
 from hookline.sites.site import Site

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard.copies import Where
-from hookline.guard.data import DataWatch
-from hookline.guard.signals import undisturbed
+from hookline.guard.data_check import DataWatch
+from hookline.guard.interrupts import undisturbed
 from hookline.guard.snapshot import Change, Snapshot, roots_of, unrestored
-from hookline.guard.switches import Switches
-from hookline.sites.nearest import nearest
+from hookline.guard.tensor_copies import Where
+from hookline.guard.torch_switches import Switches
+from hookline.messages import nearest_names
 from hookline.tables import Table
 
 __all__ = ["SCOPES", "Guard", "Receipt"]
@@ -264,7 +264,7 @@ class Guard:
 
 def _checked(scope: str) -> str:
     if scope not in SCOPES:
-        near = nearest(str(scope), SCOPES)
+        near = nearest_names(str(scope), SCOPES)
         meant = f"; did you mean {near[0]!r}?" if near else "."
         raise OptionError(f"scope= is one of {', '.join(map(repr, SCOPES))}, got {scope!r}{meant}")
     return scope

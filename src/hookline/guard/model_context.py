@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from hookline.errors import GuardError, NoMatchError, OptionError
 from hookline.guard import loaders
-from hookline.guard.epochs import Gradients, differentiable, summed_gradients
 from hookline.guard.guard import Guard
+from hookline.guard.interrupts import undisturbed
+from hookline.guard.intervention_training import Gradients, differentiable, summed_gradients
 from hookline.guard.pre_epoch import PreEpochState
-from hookline.guard.signals import undisturbed
 from hookline.guard.snapshot import Snapshot, roots_of, unrestored
-from hookline.sites.nearest import nearest
-from hookline.sites.optimizer_wrappers import unwrap_optimizer
+from hookline.messages import nearest_names
+from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules, submodule
 
 __all__ = ["ModelDataContext"]
@@ -283,7 +283,7 @@ class ModelDataContext:
         if found is None:
             found = dict(_paths(self._model)).get(f"model.{name}", self._named.get(name))
         if found is None:
-            near = ", ".join(map(repr, nearest(name, self._named)))
+            near = ", ".join(map(repr, nearest_names(name, self._named)))
             raise NoMatchError(f"No parameter is called {name!r}; nearest: {near or 'there is none at all'}.")
         return found
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any, Self
 
 from hookline.errors import GuardError
-from hookline.guard.copies import Where
-from hookline.guard.signals import undisturbed
+from hookline.guard.interrupts import undisturbed
 from hookline.guard.snapshot import Snapshot, roots_of, unrestored
+from hookline.guard.tensor_copies import Where
 
 __all__ = ["PreEpochState"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hookline.guard.copies import Where
 from hookline.guard.guard import Guard, Receipt
+from hookline.guard.tensor_copies import Where
 
 __all__ = ["rollback"]
 

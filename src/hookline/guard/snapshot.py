@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hookline.errors import GuardError
-from hookline.guard.copies import Where
-from hookline.guard.data import BatchHolder
-from hookline.guard.insides import Insides
+from hookline.guard.data_check import BatchHolder
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
-from hookline.guard.part import Change, Part
 from hookline.guard.rng import RandomStates
-from hookline.guard.tensors import Tensors
+from hookline.guard.run_part import Change, Part
+from hookline.guard.tensor_copies import Where
+from hookline.guard.tensor_internals import Insides
+from hookline.guard.tensor_states import Tensors
 from hookline.sites import _torch
-from hookline.sites.entry import next_order
 from hookline.sites.find import attached
 from hookline.sites.handle import HookHandle
-from hookline.sites.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.hook_at_site import next_order
+from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 
 __all__ = ["GRAPH", "Change", "Snapshot", "roots_of", "unrestored"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
-from hookline.lifecycle.phase import Phases, told_phase
+from hookline.lifecycle.run_phase import Phases, told_phase
 
 __all__ = ["During"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.lifecycle.point import HookPoint
+    from hookline.lifecycle.points import HookPoint
 
 __all__ = ["Number", "RunDataContext"]
 

@@ -1,1 +1,7 @@
-"""What a hook yields: times, and, as they come, statistics, captures and patches."""
+"""Observe and change what flows through a model: `watch`, `capture`, `patch`, `profile`."""
+
+from __future__ import annotations
+
+from hookline._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

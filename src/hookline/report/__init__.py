@@ -1,1 +1,7 @@
-"""The page of a run: records and facts in, one HTML file out."""
+"""Read a finished run back, and write its HTML page."""
+
+from __future__ import annotations
+
+from hookline._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

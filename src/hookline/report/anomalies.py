@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.report.families import Place
-from hookline.report.recent import FEWEST, Event, end_above_best, falls, rises
-from hookline.report.series import Curve, Series
+from hookline.report.metric_families import Place
+from hookline.report.metric_series import Curve, Series
+from hookline.report.recent_changes import FEWEST, Event, end_above_best, falls, rises
 
 __all__ = ["find_anomalies", "looked_at"]
 

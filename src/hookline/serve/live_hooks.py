@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import EngineClosed, HookNameError, OptionError
-from hookline.hooks.spec_hooks import close_hook
-from hookline.hooks.specs import HookSpec, register_hooks
-from hookline.serve.generation.forward import is_compiled
-from hookline.serve.guarded import Factory, Guarded, innermost
+from hookline.serve.counted_hook import Factory, Guarded, innermost
+from hookline.serve.generation.batch_forward import is_compiled
 from hookline.sites.handle import HookHandle
+from hookline.specs.hook_spec import HookSpec, register_hooks
+from hookline.specs.spec_hooks import close_hook
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,1 +1,7 @@
-"""OUT: where metrics go, one destination per file."""
+"""Write metrics somewhere: the record log, the fan-out, one destination per file."""
+
+from __future__ import annotations
+
+from hookline._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

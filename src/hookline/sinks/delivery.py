@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.sinks.keeper import BackOff
-from hookline.sinks.log import Context, number_of, parsed
-from hookline.sinks.position import read_position, write_position
+from hookline.sinks.log_position import read_position, write_position
 from hookline.sinks.record import Record
+from hookline.sinks.record_log import Context, number_of, parsed
+from hookline.sinks.resilient_log import BackOff
 
 __all__ = ["Delivery", "Tail", "made_sink"]
 

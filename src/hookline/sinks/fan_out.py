@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
+from hookline.messages import type_name
 from hookline.sinks.helper_process import HelperProcess, sink_spec
-from hookline.sinks.keeper import LogKeeper
-from hookline.sinks.log import RecordLog
-from hookline.sinks.quick import QuickSink
 from hookline.sinks.record import Record, own_rank
+from hookline.sinks.record_log import RecordLog
+from hookline.sinks.resilient_log import LogKeeper
+from hookline.sinks.retrying_sink import QuickSink
 from hookline.sinks.sink import check_sink
-from hookline.sinks.tell import Teller
-from hookline.wording import a_or_an
+from hookline.sinks.warn_once import Teller
 
 __all__ = ["FanOut"]
 
@@ -32,7 +32,7 @@ class FanOut:
 
     Recipe::
 
-        fan_out = hookline.FanOut([hookline.JSONLSink("metrics.jsonl")], log="records.jsonl")
+        fan_out = hookline.sinks.FanOut([hookline.sinks.JSONLSink("metrics.jsonl")], log="records.jsonl")
         manager = hookline.HookManager(hooks=[MyHook()], sinks=fan_out)
 
     Args:
@@ -46,7 +46,7 @@ class FanOut:
         self, sinks: Iterable[Any] = (), log: str | Path | RecordLog | None = None, *, patience: float = 30.0
     ) -> None:
         if callable(getattr(sinks, "emit", None)):
-            one = f"{sinks.__name__}()" if isinstance(sinks, type) else a_or_an(sinks)
+            one = f"{sinks.__name__}()" if isinstance(sinks, type) else type_name(sinks)
             raise OptionError(f"sinks= takes a list of sinks; put {one} into one.")
         self._teller = Teller()
         self._patience = patience

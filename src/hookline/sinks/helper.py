@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.sinks.delivery import Delivery
-from hookline.sinks.encode import dumps, loads
-from hookline.sinks.guard import Guard, taken_guard
+from hookline.sinks.file_lock import Guard, taken_guard
+from hookline.sinks.strict_json import dumps, loads
 
 __all__ = ["main"]
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from hookline.sinks.encode import Clean, dumps, loads
-from hookline.sinks.keeper import BackOff, LogKeeper
-from hookline.sinks.position import read_position
-from hookline.sinks.tell import Teller, say
+from hookline.sinks.log_position import read_position
+from hookline.sinks.resilient_log import BackOff, LogKeeper
+from hookline.sinks.strict_json import Clean, dumps, loads
+from hookline.sinks.warn_once import Teller, say
 
 __all__ = ["HelperProcess", "sink_spec"]
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hookline.errors import HooklineWarning, MissingPackageError
-from hookline.sinks.paths import RunContext
 from hookline.sinks.record import Record
 from hookline.sinks.sink import MetricSink
+from hookline.sinks.sink_paths import RunContext
 
 __all__ = ["RunSink"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hookline.errors import HookSignatureError, OptionError
-from hookline.wording import a_or_an
+from hookline.messages import type_name
 
 if TYPE_CHECKING:
     from hookline.sinks.record import Record
@@ -77,7 +77,7 @@ def check_sink(sink: Any, asked: str) -> None:
     if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
         call = f": call it, {sink.__name__}()" if isinstance(sink, type) else ""
         raise OptionError(
-            f"{asked} with emit(metrics, epoch, hook_point), such as MemorySink(); got {a_or_an(sink)}{call}."
+            f"{asked} with emit(metrics, epoch, hook_point), such as MemorySink(); got {type_name(sink)}{call}."
         )
 
 

@@ -502,7 +502,7 @@ def called_by_us(depth: int) -> bool:
     return frame is not None and frame.f_globals.get("__name__") in _WIRING
 
 
-_WIRING: Final = frozenset({"hookline.sites.gradients", "hookline.sites.gradient_taps"})
+_WIRING: Final = frozenset({"hookline.sites.gradients.call_gradients", "hookline.sites.gradients.tensor_taps"})
 
 
 def in_recomputation() -> bool:

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
-from hookline.sites.compiled import live  # noqa: F401  # runs behind the operators
-from hookline.sites.compiled.trace import call_by_name
-from hookline.sites.context import close_scope, open_scope
-from hookline.sites.entry import Attachment, Entry, Phase
+from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
+from hookline.sites.compiled.trace_hooks import call_by_name
 from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import Attachment, Entry, Phase
 from hookline.sites.kinds import MODULE, Kind, Subject
-from hookline.sites.parameters import fasten_parameters, select_parameters
+from hookline.sites.modules.call_context import close_scope, open_scope
+from hookline.sites.modules.module_hooks import LOCK, root_of, sweep, table_of
+from hookline.sites.modules.registration_hooks import hold_registrations
 from hookline.sites.receipt import training_marks
-from hookline.sites.registration import hold_registrations
 from hookline.sites.select import Named, check_model, describe, select, without_scripted
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value, what_it_reads
-from hookline.sites.table import LOCK, root_of, sweep, table_of
+from hookline.sites.tensors.parameter_hooks import fasten_parameters, select_parameters
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from hookline.types import Hook, Scope, Sees, Target
+    from hookline.hook_types import Hook, Scope, Sees, Target
 
 __all__ = ["TARGETS", "add_entries", "attach", "check_request", "fasten", "is_function"]
 

@@ -12,28 +12,28 @@ from torch.optim import Optimizer
 
 from hookline.errors import HooksLeftError
 from hookline.sites import _torch
-from hookline.sites.everywhere import attachments_everywhere
-from hookline.sites.functions.classes import function_classes
-from hookline.sites.functions.kernels import operators
-from hookline.sites.functions.mode import unbound_attachments
+from hookline.sites.functions.autograd_classes import function_classes
+from hookline.sites.functions.function_mode import unbound_attachments
+from hookline.sites.functions.operator_kernels import operators
 from hookline.sites.handle import HookHandle
-from hookline.sites.leaves import ParameterPort, parameter_entries
-from hookline.sites.optimizer_wrappers import unwrap_optimizer
-from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere
-from hookline.sites.ports import Port, drop_stale
-from hookline.sites.registration import registration_entries_everywhere
+from hookline.sites.modules.attach_everywhere import attachments_everywhere
+from hookline.sites.modules.module_hooks import existing_table, sweep
+from hookline.sites.modules.registration_hooks import registration_entries_everywhere
+from hookline.sites.modules.torch_hooks import Port, drop_stale
+from hookline.sites.optimizers.optimizer_hooks import optimizer_entries, optimizer_entries_everywhere
+from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.select import check_model, select
 from hookline.sites.signature import hook_name
 from hookline.sites.site import Site
-from hookline.sites.table import existing_table, sweep
+from hookline.sites.tensors.leaf_hooks import ParameterPort, parameter_entries
 from hookline.sites.wrappers import walk
 from hookline.tables import ShownAsTable, Table
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.entry import Attachment, Entry
-    from hookline.types import Target
+    from hookline.hook_types import Target
+    from hookline.sites.hook_at_site import Attachment, Entry
 
 __all__ = ["Sites", "assert_no_hooks", "attached", "find"]
 

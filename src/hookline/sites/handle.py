@@ -12,11 +12,11 @@ from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
-from hookline.sites.context import close_scope
-from hookline.sites.entry import Attachment, Phase
+from hookline.sites.hook_at_site import Attachment, Phase
 from hookline.sites.kinds import MODULE, Kind
+from hookline.sites.modules.call_context import close_scope
+from hookline.sites.modules.module_hooks import LOCK, release_roots, sweep
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
-from hookline.sites.table import LOCK, release_roots, sweep
 from hookline.tables import OFF, ON
 
 __all__ = ["HandleSet", "HookHandle"]

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.errors import HookNeverFired
+from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
-from hookline.sites.compiled import marks
+from hookline.sites.compiled import recompile_guard as marks
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
 from hookline.sites.wrappers import submodule
 from hookline.tables import ShownAsTable, Table
-from hookline.wording import outside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hookline.sites.entry import Attachment, Entry
+    from hookline.sites.hook_at_site import Attachment, Entry
 
 __all__ = [
     "NOT_CALLED",
@@ -184,7 +184,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
         f"{len(attachment.entries)} {attachment.subject.noun}s{', although the model ran' if model_ran else ''}. "
         f"{reasons}.",
         HookNeverFired,
-        stacklevel=outside(),
+        stacklevel=caller_stacklevel(),
     )
 
 

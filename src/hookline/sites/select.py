@@ -22,12 +22,11 @@ import torch
 from torch import nn
 
 from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
-from hookline.sites.nearest import nearest
+from hookline.messages import caller_stacklevel, nearest_names, type_name
 from hookline.sites.wrappers import Place, inner_key, is_wrapper_type, spellings, unwrap, walk
-from hookline.wording import a_or_an, outside
 
 if TYPE_CHECKING:
-    from hookline.types import Target
+    from hookline.hook_types import Target
 
 __all__ = [
     "SEE_ALL",
@@ -132,7 +131,7 @@ def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -
     except NoMatchError as error:
         if strict:
             raise
-        warnings.warn(str(error), HooklineWarning, stacklevel=outside())
+        warnings.warn(str(error), HooklineWarning, stacklevel=caller_stacklevel())
         return []
 
 
@@ -144,7 +143,7 @@ def check_model(model: Any, then: Any = None) -> None:
     """Raise unless ``model`` is a module; if the argument after it, ``then``, is one, say that they are swapped."""
     if not isinstance(model, nn.Module):
         hint = " The arguments are swapped: the model comes first." if isinstance(then, nn.Module) else ""
-        raise UnhookableError(f"A torch.nn.Module is needed, got {a_or_an(model)}.{hint}")
+        raise UnhookableError(f"A torch.nn.Module is needed, got {type_name(model)}.{hint}")
 
 
 def named_modules(model: nn.Module) -> Iterator[Named]:
@@ -254,7 +253,7 @@ def _no_match(model: nn.Module, everything: list[Place], item: Any) -> Exception
         return NoMatchError(f"No module of this {kind} is a {describe(item)}; it has {here}.")
     names = [name for name, _, inner, _ in everything if name and inner is None]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
-    hint = f"nearest: {', '.join(map(repr, nearest(text, names)))}" if names else "it has no submodules"
+    hint = f"nearest: {', '.join(map(repr, nearest_names(text, names)))}" if names else "it has no submodules"
     return NoMatchError(
         f"No module matches {describe(item)} in this {kind} of {len(names)} module{'s' * (len(names) != 1)}; {hint}. "
         f"{SEE_ALL}"

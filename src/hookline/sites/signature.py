@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookline.errors import HookSignatureError
+from hookline.messages import type_name
 from hookline.sites.kinds import MODULE, Kind, Subject
-from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
-    from hookline.types import Hook
+    from hookline.hook_types import Hook
 
 __all__ = ["changes_in_place", "check_hook", "hook_name", "may_return_value", "what_it_reads"]
 
@@ -26,7 +26,7 @@ __all__ = ["changes_in_place", "check_hook", "hook_name", "may_return_value", "w
 def check_hook(hook: Any, kind: Kind, *, subject: Subject = MODULE, with_kwargs: bool = False) -> bool:
     """Raise unless ``hook`` can be called as its kind calls it; tell whether it declares ``site``."""
     if not callable(hook):
-        shown = a_or_an(hook) if isinstance(hook, Tensor) else repr(hook)  # without its numbers
+        shown = type_name(hook) if isinstance(hook, Tensor) else repr(hook)  # without its numbers
         raise HookSignatureError(f"A hook has to be callable, got {shown}.")
     if _runs_later(_code_of(hook)):
         raise HookSignatureError(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from hookline.hooks.metric_info import MetricInfo
-from hookline.hooks.training_hook import TrainingHook
-from hookline.testing.report import Finding, HookCheck
+from hookline.testing.check_report import Finding, HookCheck
+from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import TrainingHook
 
 __all__ = ["check_names"]
 

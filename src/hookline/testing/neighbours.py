@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hookline.dispatch.hook_state import mapped
-from hookline.hooks.training_hook import InterventionHook, TrainingHook
-from hookline.lifecycle.point import HookPoint
+from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
+from hookline.training.hook_state import mapped
+from hookline.training.training_hook import InterventionHook, TrainingHook
 
 __all__ = ["Drawing", "Shaking", "Stirring"]
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookline.loops.epoch_loop import epoch_loop
-from hookline.loops.experiment import Experiment
-from hookline.loops.step_loop import step_loop
-from hookline.testing.outcome import Outcome, Trial, heard, left_by
+from hookline.testing.run_outcome import Outcome, Trial, heard, left_by
+from hookline.training.loops.epoch_loop import epoch_loop
+from hookline.training.loops.experiment import Experiment
+from hookline.training.loops.step_loop import step_loop
 
 __all__ = ["SmallModel", "SmallRun", "small_experiment"]
 

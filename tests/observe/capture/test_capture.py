@@ -176,7 +176,7 @@ def test_an_unknown_name_is_a_key_error_with_the_nearest():
     model = stack()
     with hl.capture(model, ["a", "b"]) as cache:
         model(X)
-    with pytest.raises(hl.NoMatchError, match=r"'aa' was not captured; nearest: 'a'"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"'aa' was not captured; nearest: 'a'"):
         cache["aa"]
     with pytest.raises(KeyError, match="'c' was not captured"):
         cache["c"]
@@ -188,7 +188,7 @@ def test_an_unknown_name_is_a_key_error_with_the_nearest():
 def test_a_target_that_matches_nothing_raises_or_warns():
     """As ``attach`` does, and nothing is left on the model."""
     model = stack()
-    with pytest.raises(hl.NoMatchError, match=r"No module matches 'aa'.*nearest: 'a'"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"No module matches 'aa'.*nearest: 'a'"):
         hl.capture(model, ["a", "aa"])
     with pytest.warns(hl.HooklineWarning, match="No module matches 'aa'"):
         cache = hl.capture(model, "aa", strict=False)
@@ -223,7 +223,7 @@ def test_a_module_that_was_not_called_says_why():
     assert cache["spare"].calls == ()
     with pytest.raises(CaptureError, match="Nothing was captured of 'spare': its module was never called"):
         cache["spare"].output
-    with pytest.warns(hl.HookNeverFired, match="'spare'") as said:
+    with pytest.warns(hl.errors.HookNeverFired, match="'spare'") as said:
         cache.remove()
     assert len(said) == 1
 
@@ -330,7 +330,7 @@ def test_a_copy_says_what_the_cache_says():
     """Of what was not asked for, not called, or overwritten since."""
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.ReLU(inplace=True), "never": nn.Linear(1, 1)})
     model.forward = lambda x: model["b"](model["a"](x))
-    with pytest.warns(hl.HookNeverFired), hl.capture(model, ("a", "b", "never")) as cache:
+    with pytest.warns(hl.errors.HookNeverFired), hl.capture(model, ("a", "b", "never")) as cache:
         model(X)
     for twin in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         with pytest.raises(CaptureError, match="changed in place"):
@@ -428,7 +428,7 @@ def test_stop_waits_for_every_target_and_leaves_normally_if_one_never_comes():
         reached.append("never")
     model.forward = lambda x: model.a(x)
     waiting = hl.capture(model, ["a", "c"], stop=True)
-    with pytest.warns(hl.HookNeverFired, match="'c'"), waiting:  # noqa: PT031
+    with pytest.warns(hl.errors.HookNeverFired, match="'c'"), waiting:  # noqa: PT031
         model(X)
         reached.append("one target never comes")
     assert reached == ["one target never comes"]
@@ -452,7 +452,7 @@ def test_stop_needs_a_with_block():
     """Without one there is nothing to leave, and it says so."""
     model = stack()
     cache = hl.capture(model, "a", stop=True)
-    with pytest.raises(hl.OptionError, match=r"with hl\.capture"):
+    with pytest.raises(hl.errors.OptionError, match=r"with hl\.capture"):
         model(X)
     cache.remove()
 
@@ -483,7 +483,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_options_are_refused_before_anything_is_attached(options, message):
     """Each message says what would do."""
     model = stack()
-    with pytest.raises(hl.OptionError, match=message):
+    with pytest.raises(hl.errors.OptionError, match=message):
         hl.capture(model, "a", **options)
     hl.assert_no_hooks(model, foreign=True)
 
@@ -496,7 +496,7 @@ def test_an_unknown_option_is_a_type_error():
 
 def test_what_is_captured_has_to_be_a_model():
     """And the message says what it got."""
-    with pytest.raises(hl.UnhookableError, match="got a list"):
+    with pytest.raises(hl.errors.UnhookableError, match="got a list"):
         hl.capture([nn.Linear(1, 1)], "0")  # type: ignore[arg-type]
 
 

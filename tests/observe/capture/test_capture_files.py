@@ -92,7 +92,7 @@ def test_what_was_not_captured_is_not_in_the_file_either(tmp_path):
         back["0"].calls[0].inputs
     with pytest.raises(CaptureError, match="grads=True"):
         back["0"].calls[0].grad
-    with pytest.raises(hl.NoMatchError, match="nearest: '0', '1', ''"):
+    with pytest.raises(hl.errors.NoMatchError, match="nearest: '0', '1', ''"):
         back["layers"]
     back.remove()
 

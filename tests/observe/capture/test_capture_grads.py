@@ -269,7 +269,7 @@ def _captured_once(*, backward: bool) -> tuple[list[weakref.ref[Any]], hl.Cache]
 
 
 @pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 def test_what_was_captured_with_gradients_ends_with_its_cache(backward):
     """Model and outputs die with the default options, and repeated captures leave no tensor behind."""
     counts = []

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.errors import CaptureError
-from hookline.lifecycle.phase import in_phase
-from hookline.observe.capture.store import Store
+from hookline.lifecycle.run_phase import in_phase
+from hookline.observe.capture.stored_value import Store
 
 X = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
 
@@ -436,7 +436,7 @@ NO_NUMBERS = {
 
 @pytest.mark.parametrize("options", [{}, {"clone": True, "limit": "1kB"}, {"inputs": True, "grads": True}])
 @pytest.mark.parametrize("case", NO_NUMBERS)
-@pytest.mark.filterwarnings("ignore::hookline.HookNeverFired")
+@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 def test_tensors_without_numbers_are_not_kept(case, options):
     """Those of transforms and of an export; the error says so, and an ordinary run beside them is captured."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
@@ -475,5 +475,5 @@ def test_phases_can_be_left_out(options):
 
 def test_a_phase_that_does_not_exist_is_an_option_error():
     """It names those that do."""
-    with pytest.raises(hl.OptionError, match=r"during= names phases of a run: 'train', 'eval', 'intervention'"):
+    with pytest.raises(hl.errors.OptionError, match=r"during= names phases of a run: 'train', 'eval', 'intervention'"):
         hl.capture(nn.Sequential(nn.Linear(3, 3)), "0", during="testing")

@@ -21,7 +21,7 @@ def test_swapping_a_layer_gives_the_other_run_from_there_on():
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.#") as cache:
         expected = model(clean)
-    with hl.patch(model, {"layers.1": hl.swap(cache)}):
+    with hl.patch(model, {"layers.1": hl.edits.swap(cache)}):
         assert torch.equal(model(corrupted), expected)
 
 
@@ -31,7 +31,7 @@ def test_swapping_a_part_takes_the_same_part_of_both_runs(index):
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.#") as cache:
         model(clean)
-    with hl.patch(model, {"layers.1": hl.swap(cache, index=index)}), hl.capture(model, "layers.1") as after:
+    with hl.patch(model, {"layers.1": hl.edits.swap(cache, index=index)}), hl.capture(model, "layers.1") as after:
         model(corrupted)
     expected = model.layers[1](model.layers[0](corrupted)).clone()
     expected[index] = cache["layers.1"].output[index]
@@ -43,7 +43,7 @@ def test_a_glob_takes_each_sites_own_activation():
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.#") as cache:
         model(clean)
-    with hl.patch(model, {"layers.#": hl.swap(cache)}), hl.capture(model, "layers.#") as after:
+    with hl.patch(model, {"layers.#": hl.edits.swap(cache)}), hl.capture(model, "layers.#") as after:
         model(corrupted)
     assert all(torch.equal(after[name].output, cache[name].output) for name in ("layers.0", "layers.1", "layers.2"))
 
@@ -55,9 +55,9 @@ def test_a_cache_that_holds_the_part_alone_is_taken_as_it_is():
     with torch.no_grad(), hl.capture(model, "layers.#") as whole, hl.capture(model, "layers.#", index=last) as part:
         model(clean)
     assert part["layers.1"].output.shape == (2, 4)
-    with hl.patch(model, {"layers.1": hl.swap(part, index=last)}):
+    with hl.patch(model, {"layers.1": hl.edits.swap(part, index=last)}):
         found = model(corrupted)
-    with hl.patch(model, {"layers.1": hl.swap(whole, index=last)}):
+    with hl.patch(model, {"layers.1": hl.edits.swap(whole, index=last)}):
         assert torch.equal(model(corrupted), found)
 
 
@@ -66,7 +66,7 @@ def test_one_clean_run_serves_a_batch():
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.1") as cache:
         expected = model(clean[:1])
-    with hl.patch(model, {"layers.1": hl.swap(cache)}):
+    with hl.patch(model, {"layers.1": hl.edits.swap(cache)}):
         torch.testing.assert_close(model(corrupted), expected.expand(2, 3, 2))
 
 
@@ -75,7 +75,7 @@ def test_inputs_are_swapped_for_inputs():
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.#", inputs=True) as cache:
         expected = model(clean)
-    with hl.patch(model, {"layers.2": hl.swap(cache)}, on="forward_pre"):
+    with hl.patch(model, {"layers.2": hl.edits.swap(cache)}, on="forward_pre"):
         assert torch.equal(model(corrupted), expected)
 
 
@@ -85,11 +85,14 @@ def test_each_call_of_a_reused_module_gets_its_own():
     corrupted = torch.randn(2, 3, 4)
     with torch.no_grad(), hl.capture(model, "layer") as cache:
         model(clean)
-    with hl.patch(model, {"layer": hl.swap(cache)}), hl.capture(model, "layer") as after:
+    with hl.patch(model, {"layer": hl.edits.swap(cache)}), hl.capture(model, "layer") as after:
         model(corrupted), model(corrupted)
     calls = [call.output for call in after["layer"].calls]
     assert all(map(torch.equal, calls, [call.output for call in cache["layer"].calls] * 2))
-    with hl.patch(model, {"layer": hl.swap(cache)}), pytest.raises(hl.HookReturnError, match=r"2 calls.*call 3 of its"):
+    with (
+        hl.patch(model, {"layer": hl.edits.swap(cache)}),
+        pytest.raises(hl.errors.HookReturnError, match=r"2 calls.*call 3 of its"),
+    ):
         nn.Sequential(model.layer, model.layer, model.layer)(corrupted)
 
 
@@ -115,10 +118,10 @@ def test_calls_of_a_part_are_counted_on_where_the_model_is_not_called():
     expected = [call.output for call in cache["layer"].calls]
     for part in (model.layer, model.body):
         for _ in range(2):
-            with hl.patch(model, {"layer": hl.swap(cache)}):
+            with hl.patch(model, {"layer": hl.edits.swap(cache)}):
                 assert all(map(torch.equal, (part(clean[:1].expand(2, 3, 4)), part(clean)), expected))
                 with pytest.raises(
-                    hl.HookReturnError, match=r"call 3 of its module, and the model's own .* patch anew"
+                    hl.errors.HookReturnError, match=r"call 3 of its module, and the model's own .* patch anew"
                 ):
                     part(clean)
 
@@ -128,12 +131,12 @@ def test_calls_inside_of_a_part_begin_anew_with_it_or_raise():
     model, clean = nn.ModuleDict({"rnn": Unrolled()}), torch.randn(2, 3, 4)
     with torch.no_grad(), hl.capture(model, "rnn.cell") as cache:
         expected = model["rnn"](clean)
-    with hl.patch(model, {"rnn.cell": hl.swap(cache)}):
+    with hl.patch(model, {"rnn.cell": hl.edits.swap(cache)}):
         for _ in range(2):
             assert torch.equal(model["rnn"](torch.randn(2, 3, 4)), expected)
         model["rnn"].times = 2
         model["rnn"](clean)
-        with pytest.raises(hl.HookReturnError, match=r"3 calls.*call 3 of its module, and the model's own"):
+        with pytest.raises(hl.errors.HookReturnError, match=r"3 calls.*call 3 of its module, and the model's own"):
             model["rnn"](clean)
 
 
@@ -142,7 +145,7 @@ def test_a_forward_of_the_model_begins_anew_after_calls_of_a_part():
     model, clean = made(Twice)
     with torch.no_grad(), hl.capture(model, "layer") as cache:
         expected = model(clean)
-    with hl.patch(model, {"layer": hl.swap(cache)}):
+    with hl.patch(model, {"layer": hl.edits.swap(cache)}):
         model.layer(clean)
         for _ in range(2):
             assert torch.equal(model(torch.randn(2, 3, 4)), expected)
@@ -153,8 +156,8 @@ def test_a_cache_of_several_forwards_does_not_say_which():
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.#") as cache:
         model(clean), model(corrupted)
-    with pytest.raises(hl.OptionError, match=r"one forward.*holds 2 for 'layers.1'.*clear\(\).*replace"):
-        hl.patch(model, {"layers.1": hl.swap(cache)})
+    with pytest.raises(hl.errors.OptionError, match=r"one forward.*holds 2 for 'layers.1'.*clear\(\).*replace"):
+        hl.patch(model, {"layers.1": hl.edits.swap(cache)})
     hl.assert_no_hooks(model)
 
 
@@ -162,9 +165,9 @@ def test_a_shared_module_is_found_under_any_of_its_names():
     """The cache may know it by another."""
     shared = nn.Linear(4, 4)
     model = nn.ModuleDict({"first": shared, "second": shared})
-    with hl.patch(model, {"second": hl.swap({"second": torch.ones(4)})}):
+    with hl.patch(model, {"second": hl.edits.swap({"second": torch.ones(4)})}):
         assert torch.equal(shared(torch.zeros(4)), torch.ones(4))
-    with hl.patch(model, {"second": hl.swap({"first": torch.ones(4)})}):
+    with hl.patch(model, {"second": hl.edits.swap({"first": torch.ones(4)})}):
         assert torch.equal(shared(torch.zeros(4)), torch.ones(4))
 
 
@@ -173,7 +176,7 @@ def test_what_was_captured_in_inference_mode_can_be_swapped_in_training():
     model, clean, corrupted = _runs()
     with torch.inference_mode(), hl.capture(model, "layers.#") as cache:
         model(clean)
-    with hl.patch(model, {"layers.1": hl.swap(cache), "layers.0": hl.mean_ablate(cache)}):
+    with hl.patch(model, {"layers.1": hl.edits.swap(cache), "layers.0": hl.edits.mean_ablate(cache)}):
         model(corrupted).sum().backward()
     assert model.layers[2].mlp.weight.grad.any()
 
@@ -184,7 +187,7 @@ def test_what_was_captured_in_inference_mode_can_be_swapped_in_training():
 def _mean_put_in(activations, x_shape, **options):
     """What a mean ablation puts in the place of an activation."""
     model = nn.Identity()
-    with hl.patch(model, {"": hl.mean_ablate({"": activations}, **options)}):
+    with hl.patch(model, {"": hl.edits.mean_ablate({"": activations}, **options)}):
         return model(torch.zeros(x_shape))
 
 
@@ -224,7 +227,7 @@ def test_calls_of_all_forwards_count_by_their_size():
         cache.clear()
         for x in inputs:
             model(x)
-    with hl.patch(model, {"layers.0": hl.mean_ablate(cache)}), hl.capture(model, "layers.0") as after:
+    with hl.patch(model, {"layers.0": hl.edits.mean_ablate(cache)}), hl.capture(model, "layers.0") as after:
         model(inputs[0])
     torch.testing.assert_close(after["layers.0"].output, torch.cat(rows).mean(0).expand(2, 3, 4))
 
@@ -254,7 +257,7 @@ MEANS = {
 def test_a_mean_that_cannot_be_taken_is_said_when_the_patch_is_put_on(case):
     """With the site."""
     given, options, message = MEANS[case]
-    with pytest.raises(hl.OptionError, match=message):
+    with pytest.raises(hl.errors.OptionError, match=message):
         _mean_put_in(given, (2, 3), **options)
 
 
@@ -264,6 +267,6 @@ def test_calls_that_differ_elsewhere_have_no_mean():
     with torch.no_grad(), hl.capture(model, "layers.0") as cache:
         model(torch.randn(2, 3, 4)), model(torch.randn(2, 5, 4))
     with pytest.raises(
-        hl.OptionError, match=r"2 calls of 'layers.0'.*\(2, 3, 4\), \(2, 5, 4\)\. Give all of them in dims="
+        hl.errors.OptionError, match=r"2 calls of 'layers.0'.*\(2, 3, 4\), \(2, 5, 4\)\. Give all of them in dims="
     ):
-        hl.patch(model, {"layers.0": hl.mean_ablate(cache, dims=0)})
+        hl.patch(model, {"layers.0": hl.edits.mean_ablate(cache, dims=0)})

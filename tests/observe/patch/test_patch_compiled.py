@@ -36,14 +36,14 @@ def _compiled(model: nn.Module, **options: object) -> nn.Module:
 
 
 EDITS = {
-    "ablate": hl.ablate(),
-    "scale": hl.scale(0.25),
-    "scale units": hl.scale(V),
-    "steer": hl.steer(V, 2.0),
-    "steer in another dtype": hl.steer(V.double(), torch.tensor(2.0)),
-    "replace": hl.replace(V),
-    "swap": hl.swap({f"layers.{index}": torch.ones(2, 3, 4) for index in range(3)}),
-    "mean": hl.mean_ablate({f"layers.{index}": torch.ones(9, 4) for index in range(3)}),
+    "ablate": hl.edits.ablate(),
+    "scale": hl.edits.scale(0.25),
+    "scale units": hl.edits.scale(V),
+    "steer": hl.edits.steer(V, 2.0),
+    "steer in another dtype": hl.edits.steer(V.double(), torch.tensor(2.0)),
+    "replace": hl.edits.replace(V),
+    "swap": hl.edits.swap({f"layers.{index}": torch.ones(2, 3, 4) for index in range(3)}),
+    "mean": hl.edits.mean_ablate({f"layers.{index}": torch.ones(9, 4) for index in range(3)}),
     "a function": lambda h: torch.sin(h),
     "a module": nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)),
 }
@@ -83,7 +83,7 @@ def test_parts_are_edited_in_compiled_code(index):
     """Attached before the first call; every kind of index stays in the graph."""
     model, x = made()
     compiled = _compiled(model)
-    for edit in (hl.scale(3.0), hl.ablate()):
+    for edit in (hl.edits.scale(3.0), hl.edits.ablate()):
         with hl.patch(model, {"layers.1": edit}, index=INDICES[index]):
             assert torch.equal(compiled(x), model(x))
     assert torch.equal(compiled(x), model(x))
@@ -94,9 +94,9 @@ def test_gradients_go_through_masks_and_lists_of_places():
     model, x = made()
     vector = V.clone().requires_grad_()
     edits = {
-        "layers.0": hl.scale(3.0, index=INDICES["mask"]),
-        "layers.1": hl.steer(vector, 2.0, index=INDICES["places"]),
-        "layers.2": hl.ablate(index=INDICES["places"]),
+        "layers.0": hl.edits.scale(3.0, index=INDICES["mask"]),
+        "layers.1": hl.edits.steer(vector, 2.0, index=INDICES["places"]),
+        "layers.2": hl.edits.ablate(index=INDICES["places"]),
     }
     compiled, inputs = _compiled(model), [vector, *model.parameters()]
     with hl.patch(model, edits):
@@ -114,16 +114,16 @@ def test_sweeps_need_no_graph_of_their_own():
     x = torch.randn(2, 12, 4)
     compiled = _compiled(model)
     sweeps = [
-        [hl.steer(torch.randn(4), float(k)) for k in range(12)],
-        [hl.scale(k / 10) for k in range(12)],
-        [hl.scale(k) for k in range(12)],
-        [hl.steer(V, k) for k in range(-6, 6)],
-        [hl.ablate(k / 4) for k in range(12)],
-        [hl.ablate(k, index=0) for k in range(12)],
-        [hl.scale(2, index=(slice(None), [start, start + 1])) for start in range(11)],
-        [hl.steer(V, index=(slice(None), position)) for position in range(-12, 12)],
-        [hl.ablate(index=torch.rand(2, 12) > 0.5) for _ in range(12)],
-        [hl.swap({"layers.1": torch.randn(2, 12, 4)}, index=(0, position)) for position in range(12)],
+        [hl.edits.steer(torch.randn(4), float(k)) for k in range(12)],
+        [hl.edits.scale(k / 10) for k in range(12)],
+        [hl.edits.scale(k) for k in range(12)],
+        [hl.edits.steer(V, k) for k in range(-6, 6)],
+        [hl.edits.ablate(k / 4) for k in range(12)],
+        [hl.edits.ablate(k, index=0) for k in range(12)],
+        [hl.edits.scale(2, index=(slice(None), [start, start + 1])) for start in range(11)],
+        [hl.edits.steer(V, index=(slice(None), position)) for position in range(-12, 12)],
+        [hl.edits.ablate(index=torch.rand(2, 12) > 0.5) for _ in range(12)],
+        [hl.edits.swap({"layers.1": torch.randn(2, 12, 4)}, index=(0, position)) for position in range(12)],
     ]
     for edits in sweeps:
         before = _graphs()
@@ -141,7 +141,7 @@ def test_each_site_needs_one_graph_however_often_it_is_patched():
     compiled(x)
     for _ in range(2):
         for layer in range(3):
-            with hl.patch(model, {f"layers.{layer}": hl.ablate(index=LAST)}):
+            with hl.patch(model, {f"layers.{layer}": hl.edits.ablate(index=LAST)}):
                 assert torch.equal(compiled(x), model(x))
     compiled(x)
     assert _graphs() == 4
@@ -154,7 +154,7 @@ def test_a_vector_is_trained_through_compiled_code(dtype):
     compiled = _compiled(model)
     vector = V.clone().to(dtype).requires_grad_()
     optimizer = torch.optim.SGD([vector], lr=0.1)
-    with hl.patch(model, {"layers.1": hl.steer(vector, 2.0, index=LAST)}):
+    with hl.patch(model, {"layers.1": hl.edits.steer(vector, 2.0, index=LAST)}):
         for _ in range(3):
             grads = [torch.autograd.grad(run(x).square().sum(), vector)[0] for run in (model, compiled)]
             assert torch.equal(*grads)
@@ -168,7 +168,9 @@ def test_sizes_that_are_kept_open_are_edited_too():
     """dynamic=True: one graph for all lengths."""
     model, _ = made()
     compiled = _compiled(model, dynamic=True)
-    with hl.patch(model, {"layers.1": hl.steer(V, index=LAST), "layers.2": hl.ablate(index=(0, slice(0, 2)))}):
+    with hl.patch(
+        model, {"layers.1": hl.edits.steer(V, index=LAST), "layers.2": hl.edits.ablate(index=(0, slice(0, 2)))}
+    ):
         for length in (3, 5, 8):
             x = torch.randn(2, length, 4)
             assert torch.equal(compiled(x), model(x))
@@ -183,7 +185,7 @@ def test_blocks_that_are_compiled_one_by_one_are_edited():
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     plain = model(x)
-    with hl.patch(model, {"layers.1": hl.scale(2.0)}):
+    with hl.patch(model, {"layers.1": hl.edits.scale(2.0)}):
         assert torch.equal(model(x), expected)
     assert torch.equal(model(x), plain)
 
@@ -192,7 +194,7 @@ def test_a_capture_of_compiled_code_sees_the_edit():
     """Observers come after edits."""
     model, x = made()
     compiled = _compiled(model)
-    with torch.no_grad(), hl.capture(model, "layers.1") as cache, hl.patch(model, {"layers.1": hl.ablate(3.0)}):
+    with torch.no_grad(), hl.capture(model, "layers.1") as cache, hl.patch(model, {"layers.1": hl.edits.ablate(3.0)}):
         compiled(x)
     assert torch.equal(cache["layers.1"].output, torch.full((2, 3, 4), 3.0))
 
@@ -202,7 +204,7 @@ def test_several_edits_of_one_site_keep_their_order_in_the_graph():
     model, x = made()
     compiled = _compiled(model)
     expected = model(x, lambda h: h * 2 + V)
-    with hl.patch(model, {"layers.1": hl.scale(2.0)}), hl.patch(model, {"layers.1": hl.steer(V)}):
+    with hl.patch(model, {"layers.1": hl.edits.scale(2.0)}), hl.patch(model, {"layers.1": hl.edits.steer(V)}):
         assert torch.equal(compiled(x), expected)
 
 
@@ -211,7 +213,7 @@ def test_compiled_edits_work_without_gradients(mode):
     """As in serving."""
     model, x = made()
     compiled = _compiled(model)
-    with mode(), hl.patch(model, {"layers.#": hl.steer(V, index=LAST)}):
+    with mode(), hl.patch(model, {"layers.#": hl.edits.steer(V, index=LAST)}):
         assert torch.equal(compiled(x), model(x))
 
 
@@ -219,7 +221,7 @@ def test_compiled_edits_work_under_autocast():
     """The conversion of the vector is part of the graph."""
     model, x = made()
     compiled = _compiled(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16), hl.patch(model, {"layers.#.mlp": hl.steer(V)}):
+    with torch.autocast("cpu", dtype=torch.bfloat16), hl.patch(model, {"layers.#.mlp": hl.edits.steer(V)}):
         assert torch.equal(compiled(x), model(x))
 
 
@@ -229,7 +231,9 @@ def test_inductor_does_the_same():
     compiled = _compiled(model, backend="inductor")
     plain = compiled(x)
     vector = V.clone().requires_grad_()
-    with hl.patch(model, {"layers.1": hl.steer(vector, 2.0, index=LAST), "layers.0": hl.ablate(index=(0, 1))}):
+    with hl.patch(
+        model, {"layers.1": hl.edits.steer(vector, 2.0, index=LAST), "layers.0": hl.edits.ablate(index=(0, 1))}
+    ):
         expected, found = model(x), compiled(x)
         torch.testing.assert_close(found, expected)
         inputs = [vector, model.layers[0].mlp.weight]
@@ -241,7 +245,7 @@ def test_inductor_does_the_same():
 def test_a_scope_of_ones_own_is_refused():
     """Whose call it is, compiled code does not know."""
     model, x = made()
-    patched = hl.patch(model, {"layers.1": hl.ablate()}, scope="context")
+    patched = hl.patch(model, {"layers.1": hl.edits.ablate()}, scope="context")
     with pytest.raises(RuntimeError, match=r"'ablate' edits, and has scope='context'"):
         _compiled(model)(x)
     patched.remove(quiet=True)
@@ -252,21 +256,21 @@ def test_which_call_it_is_compiled_code_does_not_know():
     model, x = made(Twice)
     with torch.no_grad(), hl.capture(model, "layer") as cache:
         model(x)
-    patched = hl.patch(model, {"layer": hl.swap(cache)})
+    patched = hl.patch(model, {"layer": hl.edits.swap(cache)})
     with pytest.raises(RuntimeError, match=r"2 calls.*output of 'layer' is in compiled code.*replace"):
         _compiled(model)(x)
     patched.remove(quiet=True)
-    with hl.patch(model, {"layer": hl.swap({"layer": cache["layer"].calls[1].output})}):
+    with hl.patch(model, {"layer": hl.edits.swap({"layer": cache["layer"].calls[1].output})}):
         assert torch.equal(_compiled(model)(x), model(x))
 
 
 MISFITS = {
     "a vector": (
-        hl.steer(torch.ones(5)),
+        hl.edits.steer(torch.ones(5)),
         r"vector of shape \(5,\), but the output of 'layers.1' has shape \(2, 3, 4\)",
     ),
     "a mask": (
-        hl.ablate(index=torch.ones(2, 2) > 0),
+        hl.edits.ablate(index=torch.ones(2, 2) > 0),
         r"mask of shape \(2, 2\), but the output of 'layers.1' has shape",
     ),
     "None": (lambda h: None, "returned NoneType, but the output of 'layers.1' is a tensor"),
@@ -289,16 +293,19 @@ def test_a_position_outside_is_an_error_in_compiled_code():
     """torch's own, since the graph is the same for all positions."""
     model, x = made()
     compiled = _compiled(model)
-    with hl.patch(model, {"layers.1": hl.ablate(index=(0, 2))}):
+    with hl.patch(model, {"layers.1": hl.edits.ablate(index=(0, 2))}):
         compiled(x)
-    with hl.patch(model, {"layers.1": hl.ablate(index=(0, 3))}), pytest.raises(IndexError, match="3 is out of bounds"):
+    with (
+        hl.patch(model, {"layers.1": hl.edits.ablate(index=(0, 3))}),
+        pytest.raises(IndexError, match="3 is out of bounds"),
+    ):
         compiled(x)
 
 
 def test_an_exported_program_has_the_edits():
     """They are part of what is exported, and stay there."""
     model, x = made(Stack)
-    with hl.patch(model, {"layers.1": hl.ablate(2.0)}):
+    with hl.patch(model, {"layers.1": hl.edits.ablate(2.0)}):
         exported = torch.export.export(model, (x,))
         expected = model(x)
     assert torch.equal(exported.module()(x), expected)

@@ -31,16 +31,16 @@ def _same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
 
 
 EDITS = {
-    "ablate": (hl.ablate(), torch.zeros_like),
-    "ablate to a number": (hl.ablate(1.5), lambda x: torch.full_like(x, 1.5)),
-    "scale": (hl.scale(0.25), lambda x: x * 0.25),
-    "scale units": (hl.scale(V), lambda x: x * V),
-    "steer": (hl.steer(V, 2.0), lambda x: x + V * 2.0),
-    "steer by default": (hl.steer(V), lambda x: x + V),
-    "steer each position": (hl.steer(torch.arange(12.0).view(3, 4)), lambda x: x + torch.arange(12.0).view(3, 4)),
-    "replace": (hl.replace(torch.ones(2, 3, 4)), torch.ones_like),
-    "replace, broadcast": (hl.replace(V), lambda x: V.expand(x.shape).clone()),
-    "replace by a number": (hl.replace(2), lambda x: torch.full_like(x, 2.0)),
+    "ablate": (hl.edits.ablate(), torch.zeros_like),
+    "ablate to a number": (hl.edits.ablate(1.5), lambda x: torch.full_like(x, 1.5)),
+    "scale": (hl.edits.scale(0.25), lambda x: x * 0.25),
+    "scale units": (hl.edits.scale(V), lambda x: x * V),
+    "steer": (hl.edits.steer(V, 2.0), lambda x: x + V * 2.0),
+    "steer by default": (hl.edits.steer(V), lambda x: x + V),
+    "steer each position": (hl.edits.steer(torch.arange(12.0).view(3, 4)), lambda x: x + torch.arange(12.0).view(3, 4)),
+    "replace": (hl.edits.replace(torch.ones(2, 3, 4)), torch.ones_like),
+    "replace, broadcast": (hl.edits.replace(V), lambda x: V.expand(x.shape).clone()),
+    "replace by a number": (hl.edits.replace(2), lambda x: torch.full_like(x, 2.0)),
     "a function": (lambda x: x.flip(-1), lambda x: x.flip(-1)),
     "a module": (nn.Tanh(), torch.tanh),
 }
@@ -86,7 +86,7 @@ def test_an_edit_of_a_part_leaves_the_rest_alone(part):
     given, brackets = PARTS[part]
     model, x = made()
     output, grads = by_hand(model, x, lambda h: _put(h, brackets, h[brackets] * 3))
-    for edit in (hl.scale(3.0, index=given), hl.scale(3.0)):
+    for edit in (hl.edits.scale(3.0, index=given), hl.edits.scale(3.0)):
         with hl.patch(model, {"layers.1": edit}, index=None if edit.index else given):
             found = model(x)
         assert torch.equal(found, output)
@@ -95,8 +95,8 @@ def test_an_edit_of_a_part_leaves_the_rest_alone(part):
 
 def test_a_mask_behind_an_ellipsis_says_what_to_write():
     """Which dimension it is for cannot be checked there."""
-    with pytest.raises(hl.OptionError, match=r"index=\(\.\.\., .*mask behind '\.\.\.': write a slice"):
-        hl.ablate(index=PARTS["a mask of units"][0])
+    with pytest.raises(hl.errors.OptionError, match=r"index=\(\.\.\., .*mask behind '\.\.\.': write a slice"):
+        hl.edits.ablate(index=PARTS["a mask of units"][0])
 
 
 def test_a_function_is_given_the_part_and_puts_it_back():
@@ -118,7 +118,7 @@ def test_an_edits_own_index_comes_before_that_of_the_patch():
     """The index of ``patch`` is for edits that have none."""
     model, x = made()
     output = model(x, lambda h: _put(h, 0, 0.0))
-    with hl.patch(model, {"layers.1": hl.ablate(index=0)}, index=1):
+    with hl.patch(model, {"layers.1": hl.edits.ablate(index=0)}, index=1):
         assert torch.equal(model(x), output)
 
 
@@ -127,22 +127,22 @@ def test_each_sample_may_have_a_strength_of_its_own():
     model, x = made()
     k = torch.tensor([0.5, -2.0]).reshape(2, 1, 1)
     output = model(x, lambda h: h + V * k)
-    with hl.patch(model, {"layers.1": hl.steer(V, k)}):
+    with hl.patch(model, {"layers.1": hl.edits.steer(V, k)}):
         assert torch.equal(model(x), output)
     wave, z = nn.Identity(), torch.randn(2, 3, dtype=torch.complex64)
-    with hl.patch(wave, {"": hl.scale(1j)}):
+    with hl.patch(wave, {"": hl.edits.scale(1j)}):
         assert torch.equal(wave(z), z * 1j)
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        hl.scale(1.0),
-        hl.steer(V * 0),
-        hl.ablate(index=slice(0, 0)),
-        hl.ablate(index=[]),
-        hl.scale(1.0, index=0),
-        hl.ablate(index=MASK & False),
+        hl.edits.scale(1.0),
+        hl.edits.steer(V * 0),
+        hl.edits.ablate(index=slice(0, 0)),
+        hl.edits.ablate(index=[]),
+        hl.edits.scale(1.0, index=0),
+        hl.edits.ablate(index=MASK & False),
     ],
 )
 def test_an_edit_that_changes_nothing_changes_no_bit(edit):
@@ -162,15 +162,17 @@ def test_ablation_cuts_gradients_and_scaling_scales_them():
     x = torch.randn(3, 4)
     weight = model[0].weight
     (whole,) = torch.autograd.grad(model(x).sum(), weight)
-    with hl.patch(model, {"0": hl.scale(0.5)}):
+    with hl.patch(model, {"0": hl.edits.scale(0.5)}):
         (half,) = torch.autograd.grad(model(x).sum(), weight)
-    with hl.patch(model, {"0": hl.ablate()}):
+    with hl.patch(model, {"0": hl.edits.ablate()}):
         (none,) = torch.autograd.grad(model(x).sum(), weight, allow_unused=True)
     torch.testing.assert_close(half, whole * 0.5)
     assert none is None
 
 
-@pytest.mark.parametrize("maker", [hl.replace, lambda t: hl.swap({"0": t}), lambda t: hl.replace(t, index=...)])
+@pytest.mark.parametrize(
+    "maker", [hl.edits.replace, lambda t: hl.edits.swap({"0": t}), lambda t: hl.edits.replace(t, index=...)]
+)
 def test_gradients_flow_into_what_was_put_in(maker):
     """And no longer into what it replaced."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -188,7 +190,7 @@ def test_a_steering_vector_can_be_trained(dtype):
     vector = torch.zeros(4, dtype=dtype, requires_grad=True)
     optimizer = torch.optim.SGD([vector], lr=0.05)
     losses = []
-    with hl.patch(model, {"layers.1": hl.steer(vector, 2.0)}):
+    with hl.patch(model, {"layers.1": hl.edits.steer(vector, 2.0)}):
         for _ in range(20):
             loss = (model(x) - 1).square().mean()
             optimizer.zero_grad()
@@ -203,7 +205,7 @@ def test_factors_and_strengths_can_be_trained():
     """A tensor as ``k`` takes gradients too."""
     model, x = made()
     gate, k = torch.ones(4, requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    with hl.patch(model, {"layers.0": hl.scale(gate), "layers.1": hl.steer(V, k)}):
+    with hl.patch(model, {"layers.0": hl.edits.scale(gate), "layers.1": hl.edits.steer(V, k)}):
         model(x).sum().backward()
     assert gate.grad.shape == (4,)
     assert k.grad.item() != 0
@@ -217,7 +219,7 @@ def test_what_is_given_is_converted_to_the_activation(dtype, given):
     model, x = made()
     model, x = model.to(dtype), x.to(dtype)
     expected = model(x, lambda h: h + V.to(given).to(dtype))
-    with hl.patch(model, {"layers.1": hl.steer(V.to(given))}):
+    with hl.patch(model, {"layers.1": hl.edits.steer(V.to(given))}):
         found = model(x)
     assert found.dtype == dtype
     assert torch.equal(found, expected)
@@ -227,7 +229,7 @@ def test_a_conversion_is_made_once_and_anew_when_the_tensor_changes():
     """Changing the vector in place counts at the next call."""
     model, x = made()
     vector = V.double()
-    edit = hl.steer(vector)
+    edit = hl.edits.steer(vector)
     with hl.patch(model, {"layers.#": edit}):
         model(x), model(x)
         kept = edit.vector.converted
@@ -245,7 +247,7 @@ def test_a_conversion_made_in_inference_mode_serves_in_training():
     model, x = made()
     with torch.inference_mode():
         made_there = V.double() * 1
-        edit = hl.scale(made_there, index=torch.tensor([[True, True, False]] * 2))
+        edit = hl.edits.scale(made_there, index=torch.tensor([[True, True, False]] * 2))
         with hl.patch(model, {"layers.1": edit}):
             model(x)
     with hl.patch(model, {"layers.1": edit}):
@@ -266,7 +268,7 @@ def test_edits_work_under_autocast():
     model, x = made()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         seen = []
-        with hl.patch(model, {"layers.#.mlp": hl.steer(V)}):
+        with hl.patch(model, {"layers.#.mlp": hl.edits.steer(V)}):
             hl.attach(model, "layers.0.mlp", lambda module, args, output: seen.append(output.dtype), observe=True)
             model(x).sum().backward()
     assert seen == [torch.bfloat16]
@@ -278,11 +280,13 @@ def test_edits_work_without_gradients(mode):
     """Values are those of the eager run with gradients."""
     model, x = made()
     expected = model(x, lambda h: _put(h, (slice(None), 0), h[:, 0] + V))
-    with mode(), hl.patch(model, {"layers.1": hl.steer(V, index=(slice(None), 0))}):
+    with mode(), hl.patch(model, {"layers.1": hl.edits.steer(V, index=(slice(None), 0))}):
         assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("edit", [hl.ablate(1.0), hl.replace(torch.ones(2, 3, 4)), hl.replace(torch.ones(4))])
+@pytest.mark.parametrize(
+    "edit", [hl.edits.ablate(1.0), hl.edits.replace(torch.ones(2, 3, 4)), hl.edits.replace(torch.ones(4))]
+)
 def test_what_was_given_survives_a_layer_that_works_in_place(edit):
     """The next layer may change its input in place, and nothing but this activation changes."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Hardtanh(-0.5, 0.5, inplace=True))
@@ -299,7 +303,7 @@ def test_an_edit_leaves_the_output_itself_alone():
     raw = []
     expected = model.layers[0](x)
     hl.attach(model, "layers.0", lambda m, args, output: raw.append(output), observe=True, sees="raw")
-    with hl.patch(model, {"layers.0": hl.ablate(index=0)}):
+    with hl.patch(model, {"layers.0": hl.edits.ablate(index=0)}):
         model(x)
     assert torch.equal(raw[0], expected)
 
@@ -310,8 +314,8 @@ def test_edits_of_one_site_are_made_in_the_order_they_were_attached():
     seen = []
     hl.attach(model, "layers.1", lambda m, args, output: seen.append(output), observe=True)
     with (
-        hl.patch(model, {"layers.1": hl.scale(2.0), "layers.*1": hl.steer(V)}),
-        hl.patch(model, {"layers.1": hl.scale(10.0)}),
+        hl.patch(model, {"layers.1": hl.edits.scale(2.0), "layers.*1": hl.edits.steer(V)}),
+        hl.patch(model, {"layers.1": hl.edits.scale(10.0)}),
     ):
         model(x)
     plain = model.layers[1](model.layers[0](x))
@@ -324,7 +328,7 @@ def test_an_edit_runs_again_where_activation_checkpointing_runs_a_layer_again():
     x.requires_grad_()
 
     def run(checkpointed: bool) -> Tensor:
-        with hl.patch(model, {"layers.1": hl.scale(3.0)}):
+        with hl.patch(model, {"layers.1": hl.edits.scale(3.0)}):
             h = model.layers[0](x)
             if checkpointed:
                 h = torch.utils.checkpoint.checkpoint(model.layers[1], h, use_reentrant=False)
@@ -336,10 +340,10 @@ def test_an_edit_runs_again_where_activation_checkpointing_runs_a_layer_again():
 
 
 TRANSFORMED = [
-    hl.steer(V.double()),
-    hl.steer(V.double(), index=(..., 0, slice(None))),
-    hl.ablate(index=[0]),
-    hl.scale(0.5, index=(0,)),
+    hl.edits.steer(V.double()),
+    hl.edits.steer(V.double(), index=(..., 0, slice(None))),
+    hl.edits.ablate(index=[0]),
+    hl.edits.scale(0.5, index=(0,)),
 ]
 
 
@@ -357,7 +361,7 @@ def test_edits_work_under_transforms(edit):
 def test_edits_work_with_fake_tensors():
     """And what was made there does not come back in a real run."""
     model, x = made()
-    edit = hl.steer(V.double())
+    edit = hl.edits.steer(V.double())
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, hl.patch(model, {"layers.1": edit}):
         assert isinstance(model(fake.from_tensor(x)), FakeTensor)
     with hl.patch(model, {"layers.1": edit}):
@@ -367,9 +371,9 @@ def test_edits_work_with_fake_tensors():
 
 def test_edits_print_as_they_are_written():
     """Without the numbers of tensors."""
-    assert repr(hl.ablate()) == "ablate()"
-    assert repr(hl.ablate(0.5, index=(slice(None), -1))) == "ablate(0.5, index=(:, -1))"
-    assert repr(hl.steer(V, 2.0, index=slice(1, 9, 2))) == "steer(<tensor of shape (4,)>, 2.0, index=1:9:2)"
-    assert repr(hl.scale(0.5, index=MASK)) == "scale(0.5, index=<mask of shape (2, 3)>)"
-    assert repr(hl.mean_ablate({}, dims=0)) == "mean_ablate(cache, dims=(0,))"
-    assert repr(hl.swap({}, index=(..., [1, 2]))) == "swap(cache, index=(..., [1, 2]))"
+    assert repr(hl.edits.ablate()) == "ablate()"
+    assert repr(hl.edits.ablate(0.5, index=(slice(None), -1))) == "ablate(0.5, index=(:, -1))"
+    assert repr(hl.edits.steer(V, 2.0, index=slice(1, 9, 2))) == "steer(<tensor of shape (4,)>, 2.0, index=1:9:2)"
+    assert repr(hl.edits.scale(0.5, index=MASK)) == "scale(0.5, index=<mask of shape (2, 3)>)"
+    assert repr(hl.edits.mean_ablate({}, dims=0)) == "mean_ablate(cache, dims=(0,))"
+    assert repr(hl.edits.swap({}, index=(..., [1, 2]))) == "swap(cache, index=(..., [1, 2]))"

@@ -49,7 +49,7 @@ def test_a_block_is_patched_with_another_run(name, on):
     with torch.no_grad():
         with hl.capture(model, BLOCKS[name][1], inputs=True) as cache:
             expected = model(clean).logits
-        with hl.patch(model, {block: hl.swap(cache)}, on=on):
+        with hl.patch(model, {block: hl.edits.swap(cache)}, on=on):
             assert torch.equal(model(corrupted).logits, expected)
         assert not torch.equal(model(corrupted).logits, expected)
 
@@ -60,7 +60,7 @@ def test_a_part_of_a_block_that_returns_a_tuple_is_ablated(part):
     model, ids, block = _made("gpt2")
     with (
         torch.no_grad(),
-        hl.patch(model, {f"{block}.{part}": hl.ablate()}),
+        hl.patch(model, {f"{block}.{part}": hl.edits.ablate()}),
         hl.capture(model, [f"{block}.attn", f"{block}.mlp"]) as cache,
     ):
         model(ids)
@@ -73,7 +73,7 @@ def test_the_logits_of_a_model_output_are_edited():
     """The loss beside them is not: it is one number."""
     model, ids, _ = _made("gpt2")
     plain = model(ids, labels=ids)
-    with hl.patch(model, {"": hl.scale(2.0)}):
+    with hl.patch(model, {"": hl.edits.scale(2.0)}):
         found = model(ids, labels=ids)
     assert type(found) is type(plain)
     assert torch.equal(found.logits, plain.logits * 2)
@@ -84,7 +84,7 @@ def test_hidden_states_that_the_model_reports_are_the_edited_ones():
     """transformers collects them by hooks of its own, which come after our edits."""
     model, ids, block = _made("gpt2")
     model(ids, output_hidden_states=True)
-    with torch.no_grad(), hl.patch(model, {block: hl.ablate(index=(slice(None), 2))}):
+    with torch.no_grad(), hl.patch(model, {block: hl.edits.ablate(index=(slice(None), 2))}):
         states = model(ids, output_hidden_states=True).hidden_states
     assert not states[2][:, 2].any()
     assert states[2][:, 1].any()
@@ -95,7 +95,7 @@ def test_every_generated_token_is_steered(name):
     """The last position is all there is in a cached step; the tokens are those of steering without a cache."""
     model, ids, block = _made(name)
     vector = torch.randn(16) * 5
-    with hl.patch(model, {block: hl.steer(vector, index=LAST)}) as patched:
+    with hl.patch(model, {block: hl.edits.steer(vector, index=LAST)}) as patched:
         found = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
         assert patched.report()[0].fired == 5
     plain = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -104,7 +104,7 @@ def test_every_generated_token_is_steered(name):
     expected, start = ids, ids.shape[1] - 1
     with torch.no_grad():
         for _ in range(5):
-            with hl.patch(model, {block: hl.steer(vector, index=(slice(None), slice(start, None)))}):
+            with hl.patch(model, {block: hl.edits.steer(vector, index=(slice(None), slice(start, None)))}):
                 logits = model(expected, use_cache=False).logits[:, -1]
             expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], 1)
     assert torch.equal(found, expected)
@@ -118,7 +118,10 @@ def test_a_compiled_model_is_patched_in_one_graph(name):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         plain = compiled(ids, use_cache=False).logits
-        edits = {block: hl.steer(torch.randn(16), 3.0, index=LAST), block.replace("1", "2"): hl.ablate(index=(0, 1))}
+        edits = {
+            block: hl.edits.steer(torch.randn(16), 3.0, index=LAST),
+            block.replace("1", "2"): hl.edits.ablate(index=(0, 1)),
+        }
         with hl.patch(model, edits):
             found = compiled(ids, use_cache=False).logits
             torch.testing.assert_close(found, model(ids, use_cache=False).logits)
@@ -130,5 +133,5 @@ def test_a_model_in_bfloat16_is_steered_by_a_float32_vector():
     """And stays in bfloat16."""
     model, ids, block = _made("llama")
     model = model.bfloat16()
-    with torch.no_grad(), hl.patch(model, {block: hl.steer(torch.randn(16), 4.0, index=LAST)}):
+    with torch.no_grad(), hl.patch(model, {block: hl.edits.steer(torch.randn(16), 4.0, index=LAST)}):
         assert model(ids).logits.dtype == torch.bfloat16

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 import hookline as hl
-from hookline.observe.patch.structure import rebuilt
+from hookline.observe.patch.main_tensor_edit import rebuilt
 from hookline.sites.main_tensor import main_tensor
 
 Pair = namedtuple("Pair", "note hidden")
@@ -91,7 +91,7 @@ def test_the_main_tensor_is_edited_and_the_structure_kept(name):
     """What comes out is of the same type, with everything else in it as it was."""
     model, x = made(Returns, {**STRUCTURES, **EAGER}[name])
     plain = model(x)
-    with hl.patch(model, {"": hl.scale(2.0)}):
+    with hl.patch(model, {"": hl.edits.scale(2.0)}):
         found = model(x)
     assert not _alike(found, plain)
     main = main_tensor(plain)
@@ -103,7 +103,7 @@ def test_a_compiled_model_does_the_same_in_one_graph(name):
     """Values and types are those of the eager run."""
     model, x = made(Returns, STRUCTURES[name])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with hl.patch(model, {"": hl.scale(2.0, index=(slice(None), -1))}):
+    with hl.patch(model, {"": hl.edits.scale(2.0, index=(slice(None), -1))}):
         expected, found = model(x), compiled(x)
     assert _alike(found, expected)
 
@@ -117,7 +117,7 @@ def test_who_keeps_the_structure_is_not_surprised():
         return kept
 
     model, x = made(Returns, wrap)
-    with hl.patch(model, {"": hl.ablate()}):
+    with hl.patch(model, {"": hl.edits.ablate()}):
         found = model(x)
     assert kept["inner"]["hidden"].any()
     assert not found["inner"]["hidden"].any()
@@ -127,7 +127,7 @@ def test_who_keeps_the_structure_is_not_surprised():
 def test_a_tensor_that_is_there_twice_is_edited_in_both_places():
     """The last hidden state, say, which is also the last of all hidden states."""
     model, x = made(Returns, lambda h: BaseModelOutput(last_hidden_state=h, hidden_states=(h * 2, h)))
-    with hl.patch(model, {"": hl.ablate()}):
+    with hl.patch(model, {"": hl.edits.ablate()}):
         found = model(x)
     assert not found.last_hidden_state.any()
     assert found.hidden_states[1] is found.last_hidden_state
@@ -143,7 +143,7 @@ def test_a_dict_that_contains_itself_is_edited_too():
         return value
 
     model, x = made(Returns, wrap)
-    with hl.patch(model, {"": hl.ablate()}):
+    with hl.patch(model, {"": hl.edits.ablate()}):
         assert not model(x)["hidden"].any()
 
 
@@ -163,9 +163,9 @@ def test_what_cannot_be_copied_is_said():
 
     model, x = made(Returns, wrap)
     with (
-        hl.patch(model, {"": hl.ablate()}),
+        hl.patch(model, {"": hl.edits.ablate()}),
         pytest.raises(
-            hl.HookReturnError, match=r"output of the model has a Stubborn, of which none can be made \(closed\)"
+            hl.errors.HookReturnError, match=r"output of the model has a Stubborn, of which none can be made \(closed\)"
         ),
     ):
         model(x)
@@ -210,7 +210,7 @@ def test_inputs_are_edited_however_they_are_given(how, compiled):
     """By position or by keyword, ``hidden_states`` before a mask; the others are untouched."""
     model, x = made(Calls, how)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    with hl.patch(model, {"block": hl.ablate(1.0)}, on="forward_pre"):
+    with hl.patch(model, {"block": hl.edits.ablate(1.0)}, on="forward_pre"):
         assert torch.equal(run(x), torch.full((2, 3, 4), 102.0))
     assert torch.equal(run(x), x * 2 + 100)
 
@@ -223,7 +223,7 @@ def test_without_that_name_the_first_keyword_argument_is_the_input():
             return embeds + ids
 
     model = Named()
-    with hl.patch(model, {"": hl.ablate()}, on="forward_pre"):
+    with hl.patch(model, {"": hl.edits.ablate()}, on="forward_pre"):
         assert torch.equal(model(ids=torch.ones(3).long(), embeds=torch.rand(3)), torch.ones(3))
 
 
@@ -233,7 +233,7 @@ def test_an_edit_of_the_input_is_one_of_the_output_before_it():
     results = []
     for target, on in (("layers.1", "forward"), ("layers.2", "forward_pre")):
         model.zero_grad()
-        with hl.patch(model, {target: hl.scale(3.0, index=(..., 0))}, on=on):
+        with hl.patch(model, {target: hl.edits.scale(3.0, index=(..., 0))}, on=on):
             output = model(x)
             output.sum().backward()
         results.append([output, *(parameter.grad for parameter in model.parameters())])

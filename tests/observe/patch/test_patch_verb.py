@@ -19,7 +19,7 @@ def test_a_key_is_any_target():
     """A glob, a type, a module, a predicate, a tuple of names."""
     model, x = made()
     targets = ["layers.#", nn.Linear, model.layers[0], lambda name, module: name == "head", ("layers.0", "head"), None]
-    with hl.patch(model, {target: hl.scale(1.0) for target in targets}) as patched:
+    with hl.patch(model, {target: hl.edits.scale(1.0) for target in targets}) as patched:
         model(x)
         fired = [receipt.fired for receipt in patched.report()]
     assert fired == [3, 4, 1, 1, 2, 1]
@@ -28,7 +28,7 @@ def test_a_key_is_any_target():
 def test_exclude_leaves_modules_out():
     """They are not edited."""
     model, x = made()
-    with hl.patch(model, {"layers.#": hl.ablate()}, exclude="layers.2") as patched:
+    with hl.patch(model, {"layers.#": hl.edits.ablate()}, exclude="layers.2") as patched:
         model(x)
     assert [site.name for site in patched.report()[0].sites] == ["layers.0", "layers.1"]
 
@@ -39,7 +39,7 @@ def test_after_the_block_everything_is_as_before(on):
     model, x = made()
     output = model(x)
     grads = gradients(model, output)
-    with hl.patch(model, {"layers.#": hl.steer(V), "head": hl.scale(2.0)}, on=on):
+    with hl.patch(model, {"layers.#": hl.edits.steer(V), "head": hl.edits.scale(2.0)}, on=on):
         assert not torch.equal(model(x), output)
     hl.assert_no_hooks(model)
     assert torch.equal(model(x), output)
@@ -50,7 +50,7 @@ def test_an_error_in_the_block_takes_the_patch_off():
     """And is handed on."""
     model, x = made()
     model.head.forward = lambda x: 1 / 0
-    with pytest.raises(ZeroDivisionError), hl.patch(model, {"layers.#": hl.ablate()}):
+    with pytest.raises(ZeroDivisionError), hl.patch(model, {"layers.#": hl.edits.ablate()}):
         model(x)
     hl.assert_no_hooks(model)
 
@@ -59,7 +59,7 @@ def test_a_patch_can_be_kept_and_taken_off_by_hand():
     """Twice, if need be."""
     model, x = made()
     output = model(x)
-    patched = hl.patch(model, {"layers.1": hl.ablate()})
+    patched = hl.patch(model, {"layers.1": hl.edits.ablate()})
     assert not torch.equal(model(x), output)
     patched.remove()
     patched.remove()
@@ -69,14 +69,14 @@ def test_a_patch_can_be_kept_and_taken_off_by_hand():
 def test_a_patch_says_what_it_did():
     """One receipt for each target; the patch prints as what is on where."""
     model, x = made()
-    with hl.patch(model, {"layers.#": hl.ablate(), "head": abs}) as patched:
+    with hl.patch(model, {"layers.#": hl.edits.ablate(), "head": abs}) as patched:
         model(x), model(x)
         assert repr(patched) == "<Patch ablate on 3 modules, abs on 'head'; on, .remove() takes it off>"
         first, second = patched.report()
     assert str(first) == "ablate (forward): matched 3, attached 3, fired 6, last at step 1"
     assert (second.name, second.fired) == ("abs", 2)
     assert repr(patched) == "<Patch ablate on 3 modules, abs on 'head'; off>"
-    with hl.patch(model, {"layers.#": hl.ablate()}, name="mine") as patched:
+    with hl.patch(model, {"layers.#": hl.edits.ablate()}, name="mine") as patched:
         model(x)
         assert patched.report()[0].name == "mine"
 
@@ -84,9 +84,9 @@ def test_a_patch_says_what_it_did():
 def test_a_patch_of_what_never_runs_says_so():
     """As every hook does when it comes off."""
     model, x = made()
-    patched = hl.patch(model, {"layers": hl.ablate()})
+    patched = hl.patch(model, {"layers": hl.edits.ablate()})
     model(x)
-    with pytest.warns(hl.HookNeverFired, match="ablate.*layers"):
+    with pytest.warns(hl.errors.HookNeverFired, match="ablate.*layers"):
         patched.remove()
 
 
@@ -109,7 +109,7 @@ def test_wrappers_do_not_show_in_names():
     model, x = made()
     wrapped = torch.optim.swa_utils.AveragedModel(model)
     expected = wrapped.module(x, torch.zeros_like)
-    with hl.patch(wrapped, {"layers.1": hl.swap({"layers.1": torch.zeros(2, 3, 4)})}) as patched:
+    with hl.patch(wrapped, {"layers.1": hl.edits.swap({"layers.1": torch.zeros(2, 3, 4)})}) as patched:
         assert torch.equal(wrapped(x), expected)
     assert patched.report()[0].sites[0].name == "layers.1"
 
@@ -117,13 +117,13 @@ def test_wrappers_do_not_show_in_names():
 def test_a_model_in_ddp_is_patched_and_trained():
     """By the names of the model inside; the parameters get the gradients of the model that is not wrapped."""
     model, x = made()
-    with hl.patch(model, {"layers.1": hl.scale(2.0, index=(slice(None), -1))}):
+    with hl.patch(model, {"layers.1": hl.edits.scale(2.0, index=(slice(None), -1))}):
         expected = gradients(model, model(x))
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         parallel = nn.parallel.DistributedDataParallel(model)
-        with hl.patch(parallel, {"layers.1": hl.scale(2.0, index=(slice(None), -1))}):
+        with hl.patch(parallel, {"layers.1": hl.edits.scale(2.0, index=(slice(None), -1))}):
             parallel(x).square().sum().backward()
     finally:
         torch.distributed.destroy_process_group()
@@ -134,7 +134,7 @@ def test_in_a_scope_of_its_own_a_patch_is_for_this_thread():
     """Another thread runs the model as it is."""
     model, x = made()
     plain, found = model(x), []
-    with hl.patch(model, {"layers.#": hl.ablate()}, scope="context"):
+    with hl.patch(model, {"layers.#": hl.edits.ablate()}, scope="context"):
         thread = threading.Thread(target=lambda: found.append(model(x)))
         thread.start()
         thread.join()
@@ -147,7 +147,7 @@ def test_a_copy_of_a_patched_model_is_not_patched():
     """As with all hooks."""
     model, x = made()
     plain = model(x)
-    with hl.patch(model, {"layers.#": hl.ablate()}):
+    with hl.patch(model, {"layers.#": hl.edits.ablate()}):
         twin = copy.deepcopy(model)
         assert torch.equal(twin(x), plain)
         model(x)
@@ -157,27 +157,35 @@ def test_a_copy_of_a_patched_model_is_not_patched():
 
 
 BAD = {
-    "no mapping": (lambda: ["layers.0"], hl.OptionError, r"takes a mapping, .*got a list"),
-    "no edits": (dict, hl.TargetError, "no edits: write what to do where"),
-    "no such module": (lambda: {"layer.0": hl.ablate()}, hl.NoMatchError, "No module matches 'layer.0'.*'layers.0'"),
-    "not callable": (lambda: {"head": 3}, hl.HookSignatureError, "edit for 'head' is an int: give an edit"),
-    "a tensor": (lambda: {"head": V}, hl.HookSignatureError, r"is a tensor: write replace\(tensor\)"),
-    "not made": (lambda: {"head": hl.ablate}, hl.HookSignatureError, r"was not made: write ablate\("),
-    "a class": (lambda: {"head": nn.Tanh}, hl.HookSignatureError, "edit for 'head' is the class Tanh: make one"),
+    "no mapping": (lambda: ["layers.0"], hl.errors.OptionError, r"takes a mapping, .*got a list"),
+    "no edits": (dict, hl.errors.TargetError, "no edits: write what to do where"),
+    "no such module": (
+        lambda: {"layer.0": hl.edits.ablate()},
+        hl.errors.NoMatchError,
+        "No module matches 'layer.0'.*'layers.0'",
+    ),
+    "not callable": (lambda: {"head": 3}, hl.errors.HookSignatureError, "edit for 'head' is an int: give an edit"),
+    "a tensor": (lambda: {"head": V}, hl.errors.HookSignatureError, r"is a tensor: write replace\(tensor\)"),
+    "not made": (lambda: {"head": hl.edits.ablate}, hl.errors.HookSignatureError, r"was not made: write ablate\("),
+    "a class": (lambda: {"head": nn.Tanh}, hl.errors.HookSignatureError, "edit for 'head' is the class Tanh: make one"),
     "a whole hook": (
         lambda: {"head": lambda module, args, output: output},
-        hl.HookSignatureError,
+        hl.errors.HookSignatureError,
         r"edit for 'head': it is called as edit\(activation\).*goes to hookline.attach",
     ),
     "not in the cache": (
-        lambda: {"layers.1": hl.swap({"layers.0": V, "layers.2": V})},
-        hl.NoMatchError,
+        lambda: {"layers.1": hl.edits.swap({"layers.0": V, "layers.2": V})},
+        hl.errors.NoMatchError,
         r"swap\(\) is to edit 'layers.1', which is not in the cache of 2 names; nearest: 'layers\.[02]'",
     ),
-    "an empty cache": (lambda: {"head": hl.mean_ablate({})}, hl.NoMatchError, "cache of 0 names; it is empty"),
+    "an empty cache": (
+        lambda: {"head": hl.edits.mean_ablate({})},
+        hl.errors.NoMatchError,
+        "cache of 0 names; it is empty",
+    ),
     "no tensor in the cache": (
-        lambda: {"head": hl.swap({"head": None})},
-        hl.OptionError,
+        lambda: {"head": hl.edits.swap({"head": None})},
+        hl.errors.OptionError,
         "no tensor.*output of 'head'",
     ),
 }
@@ -190,7 +198,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_attached(case):
     model, _ = made()
     edits = edits()
     if isinstance(edits, dict) and edits:
-        edits = {"layers.0": hl.ablate(), **edits}
+        edits = {"layers.0": hl.edits.ablate(), **edits}
     with pytest.raises(error, match=message):
         hl.patch(model, edits)
     hl.assert_no_hooks(model)
@@ -200,24 +208,26 @@ def test_what_cannot_be_done_is_said_before_anything_is_attached(case):
 def test_only_outputs_and_inputs_are_patched(on):
     """Where gradients are edited is said."""
     model, _ = made()
-    with pytest.raises(hl.KindError, match=f"on='forward_pre'.*not '{on}': gradients are edited by hookline.attach"):
-        hl.patch(model, {"head": hl.ablate()}, on=on)
+    with pytest.raises(
+        hl.errors.KindError, match=f"on='forward_pre'.*not '{on}': gradients are edited by hookline.attach"
+    ):
+        hl.patch(model, {"head": hl.edits.ablate()}, on=on)
 
 
 @pytest.mark.parametrize("on", ["input", "inputs", "output", "pre"])
 def test_a_kind_that_is_none_is_told_the_two_that_patch_takes(on):
     """Not the thirteen kinds of attach, of which it takes two."""
     model, _ = made()
-    with pytest.raises(hl.KindError) as error:
-        hl.patch(model, {"head": hl.ablate()}, on=on)
+    with pytest.raises(hl.errors.KindError) as error:
+        hl.patch(model, {"head": hl.edits.ablate()}, on=on)
     assert str(error.value) == f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {on!r}."
 
 
 def test_a_bad_scope_leaves_nothing_on():
     """It is noticed after the edits were read, and before any is on."""
     model, _ = made()
-    with pytest.raises(hl.OptionError, match="scope="):
-        hl.patch(model, {"head": hl.ablate(), "layers.0": hl.ablate()}, scope="thread")
+    with pytest.raises(hl.errors.OptionError, match="scope="):
+        hl.patch(model, {"head": hl.edits.ablate(), "layers.0": hl.edits.ablate()}, scope="thread")
     hl.assert_no_hooks(model)
 
 
@@ -225,8 +235,8 @@ def test_a_module_that_takes_no_hooks_takes_the_others_off():
     """All or nothing: what was attached before it is off again."""
     with pytest.warns(DeprecationWarning, match="torch.jit"):
         model = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)))
-    with pytest.raises(hl.UnhookableError):
-        hl.patch(model, {"0": hl.ablate(), "1": hl.ablate()})
+    with pytest.raises(hl.errors.UnhookableError):
+        hl.patch(model, {"0": hl.edits.ablate(), "1": hl.edits.ablate()})
     hl.assert_no_hooks(model)
 
 
@@ -234,21 +244,27 @@ def test_without_strict_a_target_that_matches_nothing_is_a_warning():
     """The others are edited."""
     model, x = made()
     with pytest.warns(hl.HooklineWarning, match="No module matches 'layer.0'"):
-        patched = hl.patch(model, {"layer.0": hl.ablate(), "head": hl.ablate()}, strict=False)
+        patched = hl.patch(model, {"layer.0": hl.edits.ablate(), "head": hl.edits.ablate()}, strict=False)
     with patched:
         assert not model(x).any()
 
 
 OPTIONS = {
-    "ablate by a tensor": (lambda: hl.ablate(V), r"ablate\(\) takes a number, got a Tensor.*replace"),
-    "no vector": (lambda: hl.steer("north"), r"vector of steer\(\) has to be a tensor.*'north'"),
-    "no cache": (lambda: hl.swap(V), r"swap\(\) takes the cache.*got a Tensor.*replace"),
-    "None in an index": (lambda: hl.ablate(index=(0, None)), r"index=\(0, None\) holds None: give numbers"),
-    "a bool": (lambda: hl.ablate(index=True), "index=True holds True"),
-    "fractions as places": (lambda: hl.ablate(index=V), "tensor of torch.float32: give a bool mask"),
-    "a step back": (lambda: hl.ablate(index=(0, slice(None, None, -1))), r"index=\(0, ::-1\) has a slice with step -1"),
-    "a slice between fractions": (lambda: hl.ablate(index=slice(0.5, 2)), "a slice between 0.5 and 2: give numbers"),
-    "two ellipses": (lambda: hl.ablate(index=(..., 0, ...)), r"more than one '\.\.\.'"),
+    "ablate by a tensor": (lambda: hl.edits.ablate(V), r"ablate\(\) takes a number, got a Tensor.*replace"),
+    "no vector": (lambda: hl.edits.steer("north"), r"vector of steer\(\) has to be a tensor.*'north'"),
+    "no cache": (lambda: hl.edits.swap(V), r"swap\(\) takes the cache.*got a Tensor.*replace"),
+    "None in an index": (lambda: hl.edits.ablate(index=(0, None)), r"index=\(0, None\) holds None: give numbers"),
+    "a bool": (lambda: hl.edits.ablate(index=True), "index=True holds True"),
+    "fractions as places": (lambda: hl.edits.ablate(index=V), "tensor of torch.float32: give a bool mask"),
+    "a step back": (
+        lambda: hl.edits.ablate(index=(0, slice(None, None, -1))),
+        r"index=\(0, ::-1\) has a slice with step -1",
+    ),
+    "a slice between fractions": (
+        lambda: hl.edits.ablate(index=slice(0.5, 2)),
+        "a slice between 0.5 and 2: give numbers",
+    ),
+    "two ellipses": (lambda: hl.edits.ablate(index=(..., 0, ...)), r"more than one '\.\.\.'"),
 }
 
 
@@ -256,48 +272,54 @@ OPTIONS = {
 def test_an_edit_is_checked_where_it_is_made(case):
     """With what was given and what to give."""
     make, message = OPTIONS[case]
-    with pytest.raises(hl.OptionError, match=message):
+    with pytest.raises(hl.errors.OptionError, match=message):
         make()
 
 
 MISFITS = {
-    "a vector of another length": (hl.steer(torch.ones(5)), r"steer\(\) was given a vector of shape \(5,\)"),
-    "a vector of one": (hl.steer(torch.ones(1)), r"vector of shape \(1,\)"),
-    "a number for a vector": (hl.steer(torch.tensor(1.0)), r"vector of shape \(\)"),
-    "a vector of one in more dimensions": (hl.steer(torch.ones(1, 1)), r"vector of shape \(1, 1\)"),
+    "a vector of another length": (hl.edits.steer(torch.ones(5)), r"steer\(\) was given a vector of shape \(5,\)"),
+    "a vector of one": (hl.edits.steer(torch.ones(1)), r"vector of shape \(1,\)"),
+    "a number for a vector": (hl.edits.steer(torch.tensor(1.0)), r"vector of shape \(\)"),
+    "a vector of one in more dimensions": (hl.edits.steer(torch.ones(1, 1)), r"vector of shape \(1, 1\)"),
     "a k that would make the batch larger": (
-        hl.steer(torch.ones(4), torch.ones(5, 1, 1, 1)),
+        hl.edits.steer(torch.ones(4), torch.ones(5, 1, 1, 1)),
         r"steer\(\) was given a factor of shape \(5, 1, 1, 1\)",
     ),
-    "a k of another length": (hl.steer(torch.ones(4), torch.ones(2)), r"steer\(\) was given a factor of shape \(2,\)"),
+    "a k of another length": (
+        hl.edits.steer(torch.ones(4), torch.ones(2)),
+        r"steer\(\) was given a factor of shape \(2,\)",
+    ),
     "a tensor that is too large": (
-        hl.replace(torch.ones(5, 2, 3, 4)),
+        hl.edits.replace(torch.ones(5, 2, 3, 4)),
         r"replace\(\) .* tensor of shape \(5, 2, 3, 4\)",
     ),
-    "a factor": (hl.scale(torch.ones(3)), r"scale\(\) was given a factor of shape \(3,\)"),
-    "another run": (hl.swap({"layers.1": torch.ones(2, 7, 4)}), r"swap\(\) has a tensor of shape \(2, 7, 4\) from the"),
-    "another length": (hl.swap({"layers.1": torch.ones(2, 1, 4)}), r"tensor of shape \(2, 1, 4\) from the"),
+    "a factor": (hl.edits.scale(torch.ones(3)), r"scale\(\) was given a factor of shape \(3,\)"),
+    "another run": (
+        hl.edits.swap({"layers.1": torch.ones(2, 7, 4)}),
+        r"swap\(\) has a tensor of shape \(2, 7, 4\) from the",
+    ),
+    "another length": (hl.edits.swap({"layers.1": torch.ones(2, 1, 4)}), r"tensor of shape \(2, 1, 4\) from the"),
     "another length, in part": (
-        hl.swap({"layers.1": torch.ones(2, 1, 4)}, index=(slice(None), slice(1, None))),
+        hl.edits.swap({"layers.1": torch.ones(2, 1, 4)}, index=(slice(None), slice(1, None))),
         r"tensor of shape \(2, 1, 4\) from the",
     ),
     "None": (lambda h: None, "<lambda> returned NoneType"),
     "a tuple": (lambda h: (h,), "<lambda> returned a tuple"),
     "another shape": (lambda h: h[0], r"returned a tensor of shape \(3, 4\)"),
-    "a number outside": (hl.ablate(index=(0, 3)), r"index=\(0, 3\) is outside of dimension 1"),
-    "a slice outside": (hl.ablate(index=(0, slice(5, 9))), r"index=\(0, 5:9\) is outside of dimension 1"),
+    "a number outside": (hl.edits.ablate(index=(0, 3)), r"index=\(0, 3\) is outside of dimension 1"),
+    "a slice outside": (hl.edits.ablate(index=(0, slice(5, 9))), r"index=\(0, 5:9\) is outside of dimension 1"),
     "a slice behind the end": (
-        hl.scale(2, index=(..., slice(4, 6))),
+        hl.edits.scale(2, index=(..., slice(4, 6))),
         r"index=\(\.\.\., 4:6\) is outside of dimension 2",
     ),
-    "a slice before the beginning": (hl.ablate(index=slice(-9, -5)), r"index=-9:-5 is outside of dimension 0"),
-    "places outside": (hl.ablate(index=[0, 9]), r"index=\[0, 9\] is outside \(index 9 is out of bounds"),
-    "too many dimensions": (hl.ablate(index=(0, 0, 0, 0)), r"index=\(0, 0, 0, 0\) speaks of 4 dimensions"),
-    "a mask of another shape": (hl.ablate(index=torch.ones(2, 2) > 0), r"mask of shape \(2, 2\)"),
-    "a complex factor": (hl.scale(1j), r"scale\(\) was given complex numbers"),
-    "a complex vector": (hl.steer(torch.ones(4) * 1j), r"steer\(\) was given complex numbers"),
-    "a complex k": (hl.steer(torch.ones(4), 2j), r"steer\(\) was given complex numbers"),
-    "complex numbers": (hl.replace(torch.ones(4) * 1j), r"replace\(\) was given complex numbers"),
+    "a slice before the beginning": (hl.edits.ablate(index=slice(-9, -5)), r"index=-9:-5 is outside of dimension 0"),
+    "places outside": (hl.edits.ablate(index=[0, 9]), r"index=\[0, 9\] is outside \(index 9 is out of bounds"),
+    "too many dimensions": (hl.edits.ablate(index=(0, 0, 0, 0)), r"index=\(0, 0, 0, 0\) speaks of 4 dimensions"),
+    "a mask of another shape": (hl.edits.ablate(index=torch.ones(2, 2) > 0), r"mask of shape \(2, 2\)"),
+    "a complex factor": (hl.edits.scale(1j), r"scale\(\) was given complex numbers"),
+    "a complex vector": (hl.edits.steer(torch.ones(4) * 1j), r"steer\(\) was given complex numbers"),
+    "a complex k": (hl.edits.steer(torch.ones(4), 2j), r"steer\(\) was given complex numbers"),
+    "complex numbers": (hl.edits.replace(torch.ones(4) * 1j), r"replace\(\) was given complex numbers"),
 }
 
 
@@ -309,7 +331,7 @@ def test_what_does_not_fit_is_said_in_the_call(case):
     with (
         hl.patch(model, {"layers.1": edit}),
         pytest.raises(
-            hl.HookReturnError, match=rf"{message}.* but the output of 'layers.1' (has shape \(2, 3, 4\)|is )"
+            hl.errors.HookReturnError, match=rf"{message}.* but the output of 'layers.1' (has shape \(2, 3, 4\)|is )"
         ),
     ):
         model(x)
@@ -320,26 +342,30 @@ def test_the_part_that_an_index_takes_is_in_the_message():
     """It is what the given tensor has to fit."""
     model, x = made()
     with (
-        hl.patch(model, {"layers.1": hl.replace(torch.ones(3, 4), index=(slice(None), -1))}),
+        hl.patch(model, {"layers.1": hl.edits.replace(torch.ones(3, 4), index=(slice(None), -1))}),
         pytest.raises(
-            hl.HookReturnError, match=r"\(2, 3, 4\), of which index=\(:, -1\) takes \(2, 4\)\. Give a tensor"
+            hl.errors.HookReturnError, match=r"\(2, 3, 4\), of which index=\(:, -1\) takes \(2, 4\)\. Give a tensor"
         ),
     ):
         model(x)
 
 
-@pytest.mark.parametrize("edit", [hl.steer(V), hl.scale(0.5), hl.ablate(0.5), hl.replace(V), hl.replace(0.5)])
+@pytest.mark.parametrize(
+    "edit", [hl.edits.steer(V), hl.edits.scale(0.5), hl.edits.ablate(0.5), hl.edits.replace(V), hl.edits.replace(0.5)]
+)
 def test_whole_numbers_are_not_steered(edit):
     """An output of whole numbers cannot hold fractions: an error, with where to go instead."""
     model, x = made(Returns, lambda h: h.argmax(-1))
     with (
         hl.patch(model, {"": edit}),
-        pytest.raises(hl.HookReturnError, match=r"for real numbers, but the output of the model is of int64\. Choose"),
+        pytest.raises(
+            hl.errors.HookReturnError, match=r"for real numbers, but the output of the model is of int64\. Choose"
+        ),
     ):
         model(x)
 
 
-@pytest.mark.parametrize(("edit", "value"), [(hl.ablate(), 0), (hl.ablate(3), 3), (hl.replace(7), 7)])
+@pytest.mark.parametrize(("edit", "value"), [(hl.edits.ablate(), 0), (hl.edits.ablate(3), 3), (hl.edits.replace(7), 7)])
 def test_whole_numbers_are_replaced_by_whole_numbers(edit, value):
     """Token ids, say."""
     model, x = made(Returns, lambda h: h.argmax(-1))
@@ -354,8 +380,10 @@ def test_an_output_without_a_tensor_is_said(wrap):
     """With its type, the site and what to do."""
     model, x = made(Returns, wrap)
     with (
-        hl.patch(model, {"": hl.ablate()}),
-        pytest.raises(hl.HookReturnError, match=r"output of the model is a \w+ with none in it.*hookline\.attach"),
+        hl.patch(model, {"": hl.edits.ablate()}),
+        pytest.raises(
+            hl.errors.HookReturnError, match=r"output of the model is a \w+ with none in it.*hookline\.attach"
+        ),
     ):
         model(x)
 
@@ -369,8 +397,8 @@ def test_a_call_without_a_tensor_is_said():
 
     model = Makes()
     with (
-        hl.patch(model, {None: hl.ablate()}, on="forward_pre"),
-        pytest.raises(hl.HookReturnError, match=r"input of the model has none in it"),
+        hl.patch(model, {None: hl.edits.ablate()}, on="forward_pre"),
+        pytest.raises(hl.errors.HookReturnError, match=r"input of the model has none in it"),
     ):
         model(3)
 
@@ -379,6 +407,6 @@ def test_a_slice_with_an_open_end_takes_what_there_is():
     """All tokens but the first, in a step that has one: nothing, and no error."""
     model = nn.Sequential(nn.Identity())
     one, two = torch.ones(1, 1, 4), torch.ones(1, 2, 4)
-    with hl.patch(model, {"0": hl.scale(3.0, index=(slice(None), slice(1, None)))}):
+    with hl.patch(model, {"0": hl.edits.scale(3.0, index=(slice(None), slice(1, None)))}):
         assert torch.equal(model(one), one)
         assert torch.equal(model(two), torch.tensor([1.0, 3.0]).view(1, 2, 1).expand(1, 2, 4))

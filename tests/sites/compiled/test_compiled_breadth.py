@@ -329,7 +329,7 @@ def test_an_in_place_change_that_would_be_lost_is_an_error() -> None:
     """The hook looks like one that only watches, so it was shown a copy: the error names it and says what to do."""
     model, x = Blocks(1), torch.randn(3, 4)
     run = compiled(model)
-    with hl.attach(model, "layers.0", _fill), pytest.raises(hl.HookReturnError, match=r"'_fill' on 'layers\.0'"):
+    with hl.attach(model, "layers.0", _fill), pytest.raises(hl.errors.HookReturnError, match=r"'_fill' on 'layers\.0'"):
         run(x)
     assert run(x).shape == (3, 4)
 
@@ -759,7 +759,10 @@ def test_an_in_place_change_that_would_be_lost_is_an_error_in_inference_mode_too
     model, x = Blocks(1).eval(), torch.randn(3, 4)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
-        with hl.attach(model, "layers.0", _fill), pytest.raises(hl.HookReturnError, match=r"'_fill' on 'layers\.0'"):
+        with (
+            hl.attach(model, "layers.0", _fill),
+            pytest.raises(hl.errors.HookReturnError, match=r"'_fill' on 'layers\.0'"),
+        ):
             run(x)
         assert torch.equal(run(x), model(x))
 

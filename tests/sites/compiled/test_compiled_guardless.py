@@ -49,7 +49,9 @@ def test_a_hook_that_came_after_guardless_code_is_told_so(keep: str, kind: str) 
     handle = hl.attach(model, "used", look, on=kind)
     run(torch.ones(1, 2)).sum().backward()
     assert not handle.report().fired
-    with pytest.warns(hl.HookNeverFired, match=r"Model runs compiled code .* without guards .* torch.compiler.reset"):
+    with pytest.warns(
+        hl.errors.HookNeverFired, match=r"Model runs compiled code .* without guards .* torch.compiler.reset"
+    ):
         handle.remove()
 
 
@@ -75,5 +77,5 @@ def test_code_with_guards_is_not_blamed() -> None:
     run(torch.ones(1, 2))
     handle = hl.attach(model, "unused", look)
     run(torch.ones(1, 2))
-    with pytest.warns(hl.HookNeverFired, match="never called"):
+    with pytest.warns(hl.errors.HookNeverFired, match="never called"):
         handle.remove()

@@ -153,5 +153,5 @@ def test_a_tensor_without_a_gradient_is_refused_inside_too() -> None:
         hl.attach_tensor(x, lambda grad: grad)
         return x * 2
 
-    with pytest.raises(hl.UnhookableError, match="needs no gradient"):
+    with pytest.raises(hl.errors.UnhookableError, match="needs no gradient"):
         torch.compile(function, backend="eager")(torch.ones(2))

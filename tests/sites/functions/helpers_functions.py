@@ -104,7 +104,7 @@ def fresh(*shape: int, seed: int = 0, requires_grad: bool = True) -> Tensor:
 def noting(events: list[Any], label: Any) -> Callable[..., None]:
     """A hook for any kind, which notes a label and returns nothing."""
 
-    def hook(fn: hl.FunctionSite, *tensors: Any) -> None:
+    def hook(fn: hl.sites.FunctionSite, *tensors: Any) -> None:
         events.append(label)
 
     return hook

@@ -74,5 +74,5 @@ def test_an_optimizer_lists_its_own() -> None:
 
 def test_what_is_neither_a_model_nor_an_optimizer_is_refused() -> None:
     """As everywhere."""
-    with pytest.raises(hl.UnhookableError):
+    with pytest.raises(hl.errors.UnhookableError):
         hl.attached(3)

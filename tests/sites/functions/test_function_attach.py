@@ -50,7 +50,7 @@ def test_the_four_kinds_fire_once_in_order_with_the_tensors_of_the_call(level: s
         output.backward(torch.ones(3, 3))
     assert [kind for kind, _, _ in seen] == list(KINDS)
     assert {fn.name for _, fn, _ in seen} == {name}
-    assert all(isinstance(fn, hl.FunctionSite) for _, fn, _ in seen)
+    assert all(isinstance(fn, hl.sites.FunctionSite) for _, fn, _ in seen)
     (inputs,), (inputs_again, outputs), (grad_outputs,), (grad_inputs, grad_outputs_again) = (
         tensors for _, _, tensors in seen
     )
@@ -513,7 +513,7 @@ def test_a_return_value_that_cannot_stand_in_is_an_error(level: str, kind: str, 
 
     with (
         hl.attach_function(target, wrong, on=kind),
-        pytest.raises(hl.HookReturnError) as raised,
+        pytest.raises(hl.errors.HookReturnError) as raised,
     ):
         run(*matrices()).sum().backward()
     assert says in str(raised.value)
@@ -873,15 +873,15 @@ def test_a_hook_that_never_fired_although_the_model_ran_says_so_and_why() -> Non
     model = Around(lambda x: torch.relu(x))
     handle = hl.attach_function(F.relu, lambda fn, i, o: None, within=model)
     model(torch.ones(2))
-    with pytest.warns(hl.HookNeverFired, match=r"'\*\.relu' takes all spellings"):
+    with pytest.warns(hl.errors.HookNeverFired, match=r"'\*\.relu' takes all spellings"):
         handle.remove()
     handle = hl.attach_function("aten.mm.default", lambda fn, i, o: None, within=model)
     model(torch.ones(2))
-    with pytest.warns(hl.HookNeverFired, match="operator never ran"):
+    with pytest.warns(hl.errors.HookNeverFired, match="operator never ran"):
         handle.remove()
     handle = hl.attach_function(Pair, lambda fn, i, o: None, within=model)
     model(torch.ones(2))
-    with pytest.warns(hl.HookNeverFired, match="not applied|never called"):
+    with pytest.warns(hl.errors.HookNeverFired, match="not applied|never called"):
         handle.remove()
 
 
@@ -893,7 +893,9 @@ def test_a_model_that_is_passed_by_is_said_to_be(run: Any, target: Any) -> None:
     handle = hl.attach_function(target, lambda fn, i, o: None, within=model)
     run(model, torch.ones(1, 2))
     assert handle.report().fired == 0
-    with pytest.warns(hl.HookNeverFired, match="the model itself was not called: within= counts what model") as warned:
+    with pytest.warns(
+        hl.errors.HookNeverFired, match="the model itself was not called: within= counts what model"
+    ) as warned:
         handle.remove()
     assert "although the model ran" not in str(warned[0].message)
 
@@ -902,7 +904,7 @@ def test_the_advice_does_not_recommend_what_was_done() -> None:
     """All spellings of a function are hooked already; and without a model there is none that ran."""
     handle = hl.attach_function("*.gelu", lambda fn, i, o: None)
     torch.exp(torch.ones(1))
-    with pytest.warns(hl.HookNeverFired, match="it may be called inside another function") as warned:
+    with pytest.warns(hl.errors.HookNeverFired, match="it may be called inside another function") as warned:
         handle.remove()
     assert "spellings" not in str(warned[0].message)
     assert "model" not in str(warned[0].message)

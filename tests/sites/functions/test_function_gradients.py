@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.sites.gradients import GradientCall
+from hookline.sites.gradients.call_gradients import GradientCall
 
 
 @dataclass(frozen=True)
@@ -460,7 +460,7 @@ def test_a_hook_that_may_edit_is_left_out_where_a_tensor_is_changed_by_itself_an
     v = w * 1
     v += v
     v.sum().backward()
-    with pytest.warns(hl.HookNeverFired, match=r"tensors that share memory \(v \+= v\).*observe=True") as warned:
+    with pytest.warns(hl.errors.HookNeverFired, match=r"tensors that share memory \(v \+= v\).*observe=True") as warned:
         handle.remove()
     assert "although the model ran" not in str(warned[0].message)
     assert torch.equal(w.grad, torch.full((2, 3), 2.0))
@@ -565,7 +565,7 @@ def test_gradient_hooks_under_checkpointing_fire_once_and_leave_the_gradients_al
         warnings.simplefilter("always")
         handle.remove()
     assert torch.equal(linear.weight.grad, expected)
-    if not (reentrant and [warning.category for warning in told] == [hl.HookNeverFired]):
+    if not (reentrant and [warning.category for warning in told] == [hl.errors.HookNeverFired]):
         assert len(seen) == 1
 
 
@@ -642,7 +642,7 @@ def test_in_a_sequence_each_function_closes_before_the_next_opens() -> None:
         def hook(site: Any, *values: Any) -> None:
             name = (
                 site.module
-                if isinstance(site, hl.FunctionSite)
+                if isinstance(site, hl.sites.FunctionSite)
                 else next(n for n, m in model.named_modules() if m is site)
             )
             events.append(f"{label} {name}")
@@ -679,7 +679,7 @@ def test_a_part_of_a_tensor_is_changed_in_place(target: str, editing: bool) -> N
 
     shown: list[tuple[Tensor | None, ...]] = []
 
-    def hook(fn: hl.FunctionSite, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> Any:
+    def hook(fn: hl.sites.FunctionSite, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> Any:
         if fn.name.endswith("__setitem__"):
             shown.append(grad_inputs)
         return grad_inputs if editing else None

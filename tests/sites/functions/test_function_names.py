@@ -137,7 +137,7 @@ def test_exclude_takes_functions_away(exclude: Any, left: set[str]) -> None:
 
 def test_exclude_may_leave_something_and_may_not_leave_nothing() -> None:
     """If all are taken away, that is an error which says so."""
-    with pytest.raises(hl.NoMatchError, match=r"exclude='\*' takes all away"):
+    with pytest.raises(hl.errors.NoMatchError, match=r"exclude='\*' takes all away"):
         chosen("*.relu", exclude="*")
 
 
@@ -222,37 +222,37 @@ class Callable:
 @pytest.mark.parametrize(
     ("target", "error", "says"),
     [
-        ("torch.nn.functional.rleu", hl.NoMatchError, "'torch.nn.functional.relu'"),
-        ("torch.matmull", hl.NoMatchError, "'torch.matmul'"),
-        ("*.sofmax", hl.NoMatchError, "softmax"),
-        ("softmax", hl.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
-        ("F.softmax", hl.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
-        ("aten.mmm", hl.NoMatchError, "'aten.mm'"),
-        ("aten.no_such_operator*", hl.NoMatchError, "No operator matches 'aten.no_such_operator*'"),
-        ("hookline_test.sin_produkt", hl.NoMatchError, "'hookline_test.sin_product'"),
-        (f"{HERE}.Pear", hl.NoMatchError, f"'{HERE}.Pair'"),
-        ("nothing.at.all.*", hl.NoMatchError, "No function matches 'nothing.at.all.*'"),
-        (re.compile("torch.m"), hl.NoMatchError, "re.compile('torch.m')"),
-        (["torch.mm", "torch.nope"], hl.NoMatchError, "'torch.nope'"),
-        ([torch.mm, "aten.mm.default", Pair, "aten.nope"], hl.NoMatchError, "'aten.nope'"),
-        (math.sin, hl.UnhookableError, "sin is not a function that torch lets be overridden"),
-        (operator.add, hl.UnhookableError, "add is not a function"),
-        (lambda x: x, hl.UnhookableError, "<lambda> is not a function"),
-        (user_function, hl.UnhookableError, "user_function is not a function"),
-        (Callable(), hl.UnhookableError, "Callable object"),
-        (nn.Linear, hl.TargetError, "hookline.attach(model, Linear, hook)"),
-        ([], hl.TargetError, "give a function, or a name or glob"),
-        ([torch.mm, Pair, "aten.mm.default", math.sin], hl.UnhookableError, "sin"),
-        (nn.Linear(2, 2), hl.TargetError, "A Linear is a module"),
-        ("", hl.TargetError, "empty"),
-        (re.compile(""), hl.TargetError, "empty"),
-        ([], hl.TargetError, "empty"),
-        ((), hl.TargetError, "empty"),
-        (["torch.mm", ""], hl.TargetError, "empty"),
-        (None, hl.TargetError, "None is no function"),
-        (3, hl.TargetError, "3 is no function"),
-        (b"torch.mm", hl.TargetError, "is no function"),
-        (torch.ones(2), hl.TargetError, "is no function"),
+        ("torch.nn.functional.rleu", hl.errors.NoMatchError, "'torch.nn.functional.relu'"),
+        ("torch.matmull", hl.errors.NoMatchError, "'torch.matmul'"),
+        ("*.sofmax", hl.errors.NoMatchError, "softmax"),
+        ("softmax", hl.errors.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
+        ("F.softmax", hl.errors.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
+        ("aten.mmm", hl.errors.NoMatchError, "'aten.mm'"),
+        ("aten.no_such_operator*", hl.errors.NoMatchError, "No operator matches 'aten.no_such_operator*'"),
+        ("hookline_test.sin_produkt", hl.errors.NoMatchError, "'hookline_test.sin_product'"),
+        (f"{HERE}.Pear", hl.errors.NoMatchError, f"'{HERE}.Pair'"),
+        ("nothing.at.all.*", hl.errors.NoMatchError, "No function matches 'nothing.at.all.*'"),
+        (re.compile("torch.m"), hl.errors.NoMatchError, "re.compile('torch.m')"),
+        (["torch.mm", "torch.nope"], hl.errors.NoMatchError, "'torch.nope'"),
+        ([torch.mm, "aten.mm.default", Pair, "aten.nope"], hl.errors.NoMatchError, "'aten.nope'"),
+        (math.sin, hl.errors.UnhookableError, "sin is not a function that torch lets be overridden"),
+        (operator.add, hl.errors.UnhookableError, "add is not a function"),
+        (lambda x: x, hl.errors.UnhookableError, "<lambda> is not a function"),
+        (user_function, hl.errors.UnhookableError, "user_function is not a function"),
+        (Callable(), hl.errors.UnhookableError, "Callable object"),
+        (nn.Linear, hl.errors.TargetError, "hookline.attach(model, Linear, hook)"),
+        ([], hl.errors.TargetError, "give a function, or a name or glob"),
+        ([torch.mm, Pair, "aten.mm.default", math.sin], hl.errors.UnhookableError, "sin"),
+        (nn.Linear(2, 2), hl.errors.TargetError, "A Linear is a module"),
+        ("", hl.errors.TargetError, "empty"),
+        (re.compile(""), hl.errors.TargetError, "empty"),
+        ([], hl.errors.TargetError, "empty"),
+        ((), hl.errors.TargetError, "empty"),
+        (["torch.mm", ""], hl.errors.TargetError, "empty"),
+        (None, hl.errors.TargetError, "None is no function"),
+        (3, hl.errors.TargetError, "3 is no function"),
+        (b"torch.mm", hl.errors.TargetError, "is no function"),
+        (torch.ones(2), hl.errors.TargetError, "is no function"),
     ],
     ids=label,
 )
@@ -270,7 +270,7 @@ def test_a_bad_target_is_refused_and_nothing_is_attached(target: Any, error: typ
 @pytest.mark.parametrize("target", ["softmax", "F.gelu", "torch.sofmax", "*.convolutin", "torch.Tensor.ad"])
 def test_what_is_suggested_is_public(target: str) -> None:
     """Nobody who misspells softmax means torch._softmax."""
-    with pytest.raises(hl.NoMatchError) as raised:
+    with pytest.raises(hl.errors.NoMatchError) as raised:
         hl.attach_function(target, lambda fn, inputs, outputs: None)
     near = re.findall(r"'([^']+)'", str(raised.value).partition("nearest: ")[2])
     assert near
@@ -309,7 +309,7 @@ def test_the_base_of_all_function_classes_is_refused() -> None:
 def test_a_hook_that_does_not_fit_is_refused(target: Any, hook: Any, kind: str, says: str) -> None:
     """Its signature is checked when it is attached, and the message shows how it would be called."""
     before = modes(), overridden_kernels()
-    with pytest.raises(hl.HookSignatureError, match=says):
+    with pytest.raises(hl.errors.HookSignatureError, match=says):
         hl.attach_function(target, hook, on=kind)
     assert (modes(), overridden_kernels()) == before
     assert patched_classes() == []
@@ -331,7 +331,7 @@ def test_a_hook_that_does_not_fit_is_refused(target: Any, hook: Any, kind: str, 
 )
 def test_a_kind_that_functions_do_not_have_is_refused(kind: Any, says: str) -> None:
     """The message says who has it, or which is nearest."""
-    with pytest.raises(hl.KindError, match=re.escape(says)):
+    with pytest.raises(hl.errors.KindError, match=re.escape(says)):
         hl.attach_function(torch.mm, lambda fn, *tensors: None, on=kind)
     assert modes() == []
 
@@ -339,11 +339,11 @@ def test_a_kind_that_functions_do_not_have_is_refused(kind: Any, says: str) -> N
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"sees": "raw"}, hl.OptionError),
-        ({"sees": "cooked", "observe": True}, hl.OptionError),
-        ({"within": "model"}, hl.TargetError),
-        ({"within": nn.Linear}, hl.TargetError),
-        ({"exclude": "", "on": "forward"}, hl.TargetError),
+        ({"sees": "raw"}, hl.errors.OptionError),
+        ({"sees": "cooked", "observe": True}, hl.errors.OptionError),
+        ({"within": "model"}, hl.errors.TargetError),
+        ({"within": nn.Linear}, hl.errors.TargetError),
+        ({"exclude": "", "on": "forward"}, hl.errors.TargetError),
     ],
 )
 def test_an_option_that_does_not_fit_is_refused(options: dict[str, Any], error: type) -> None:

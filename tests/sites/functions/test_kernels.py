@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hookline as hl
 from hookline.sites import _torch
 from hookline.sites._torch import TRANSFORMS
-from hookline.sites.functions.kernels import _Said
+from hookline.sites.functions.operator_kernels import _Said
 
 aten = torch.ops.aten
 
@@ -332,7 +332,7 @@ def test_parameters_and_subclasses_can_be_made_while_an_operator_is_hooked(opera
 
     try:
         handle = hl.attach_function(operator, nothing)
-    except hl.UnhookableError:
+    except hl.errors.UnhookableError:
         assert operator is not aten.view.default
         handle = hl.HandleSet()
     with handle:
@@ -616,7 +616,7 @@ _PREAMBLE = """
     expected = model(x)
     def told(caught):
         return [w for w in caught if issubclass(w.category, hl.HooklineWarning)
-                and not issubclass(w.category, hl.HookNeverFired)]
+                and not issubclass(w.category, hl.errors.HookNeverFired)]
 """
 
 
@@ -720,7 +720,7 @@ def test_kernels_that_work_in_several_threads_do_not_wait_for_the_interpreter() 
 def test_what_may_not_be_overridden_is_refused_alone_and_left_out_of_globs() -> None:
     """By name it is an error that says so; a glob takes the others."""
     for name in ("aten.empty", "aten.detach", "aten.set_"):
-        with pytest.raises(hl.UnhookableError, match="no kernel here that Python may stand in for"):
+        with pytest.raises(hl.errors.UnhookableError, match="no kernel here that Python may stand in for"):
             hl.attach_function(name, nothing)
     handle = hl.attach_function("aten.e*", nothing)
     assert not [name for name in handle.names if name.startswith("aten.empty")]

@@ -192,5 +192,5 @@ def test_hooks_on_modules_leave_a_transform_alone(name: str, kind: str) -> None:
         handle.remove(quiet=True)
     with hl.capture(MODEL, "1") as cache:
         assert same(run(), expected)
-    with pytest.raises(hl.CaptureError, match="inside of a transform"):
+    with pytest.raises(hl.errors.CaptureError, match="inside of a transform"):
         cache["1"].output

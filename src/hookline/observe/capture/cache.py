@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from hookline.errors import CaptureError, NoMatchError
-from hookline.observe.capture.calls import CapturedCall
-from hookline.observe.capture.copies import copied_calls
-from hookline.observe.capture.recorder import Recorder, Stopped
-from hookline.observe.capture.store import Kept, Store, bytes_of, size_text, tensors_of
-from hookline.sites.context import close_scope
+from hookline.messages import nearest_names
+from hookline.observe.capture.cache_copies import copied_calls
+from hookline.observe.capture.capture_hooks import Recorder, Stopped
+from hookline.observe.capture.captured_calls import CapturedCall
+from hookline.observe.capture.stored_value import Kept, Store, bytes_of, size_text, tensors_of
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
-from hookline.sites.nearest import nearest
+from hookline.sites.modules.call_context import close_scope
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
@@ -194,14 +194,14 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         Tensors, steps, numbers of calls and structures are kept; a ModelOutput or other mapping or dataclass comes back
         as a dict, a named tuple as a tuple, and an object that is none of these as a note of its class.
         """
-        from hookline.observe.capture.files import write
+        from hookline.observe.capture.cache_files import write
 
         return write(path, self._sorted())
 
     @classmethod
     def load(cls, path: str | Path) -> Cache:
         """Read what ``save`` has written. Nothing is unpickled."""
-        from hookline.observe.capture.files import read
+        from hookline.observe.capture.cache_files import read
 
         return _closed_cache(read(path), {})
 
@@ -264,7 +264,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
             for other in known if meant is not None else ():
                 if submodule(model, other) is meant:
                     return other
-        near = nearest(str(name), known)
+        near = nearest_names(str(name), known)
         hint = f"nearest: {', '.join(map(repr, near))}" if near else "nothing was"
         raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from hookline.lifecycle.phase import PHASES, checked_phases
+from hookline.lifecycle.run_phase import PHASES, checked_phases
 from hookline.observe.capture.cache import Cache
-from hookline.observe.capture.options import (
+from hookline.observe.capture.capture_hooks import Recorder
+from hookline.observe.capture.capture_options import (
     check_flags,
     check_scope,
     parse_device,
@@ -18,11 +19,10 @@ from hookline.observe.capture.options import (
     parse_index,
     parse_limit,
 )
-from hookline.observe.capture.recorder import Recorder
-from hookline.observe.capture.store import Store
+from hookline.observe.capture.stored_value import Store
 from hookline.sites.attach import check_request, fasten
-from hookline.sites.context import open_scope
 from hookline.sites.kinds import Kind
+from hookline.sites.modules.call_context import open_scope
 from hookline.sites.receipt import likely_cause
 from hookline.sites.select import Named, check_model, choose
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from hookline.sites.entry import Attachment, Entry
-    from hookline.types import Hook, Scope, Target
+    from hookline.hook_types import Hook, Scope, Target
+    from hookline.sites.hook_at_site import Attachment, Entry
 
 __all__ = ["capture"]
 

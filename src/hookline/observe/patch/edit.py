@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from hookline.observe.patch.index import Index, IndexLike
+from hookline.observe.patch.edit_index import Index, IndexLike
 from hookline.observe.patch.misfits import misfit, place_of, shape_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.sites.root import Root
+    from hookline.sites.modules.forward_counter import Root
     from hookline.sites.site import Site
 
 __all__ = ["Edit", "broadcasts", "dtype_name"]
@@ -28,7 +28,7 @@ class Edit:
 
     Recipe::
 
-        last_token = hookline.steer(vector, 2.0, index=(slice(None), -1))
+        last_token = hookline.edits.steer(vector, 2.0, index=(slice(None), -1))
         with hookline.patch(model, {"layers.5": last_token}):
             model(x)
 

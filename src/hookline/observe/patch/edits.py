@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
+from hookline.messages import type_name
+from hookline.observe.patch.cache_lookup import check_cache, mean_of, tensors_of
 from hookline.observe.patch.edit import Edit, broadcasts, dtype_name
 from hookline.observe.patch.fit import Held, as_tensor
-from hookline.observe.patch.lookup import check_cache, mean_of, tensors_of
 from hookline.observe.patch.misfits import misfit, place_of, shape_of
-from hookline.observe.patch.turns import Turns
-from hookline.wording import a_or_an
+from hookline.observe.patch.swap_calls import Turns
 
 if TYPE_CHECKING:
-    from hookline.observe.patch.index import IndexLike
-    from hookline.sites.root import Root
+    from hookline.observe.patch.edit_index import IndexLike
+    from hookline.sites.modules.forward_counter import Root
     from hookline.sites.site import Site
 
 __all__ = ["Edit", "ablate", "mean_ablate", "replace", "scale", "steer", "swap"]
@@ -34,7 +34,7 @@ def ablate(value: float = 0.0, *, index: IndexLike | None = None) -> Edit:
 
     Recipe::
 
-        with hookline.patch(model, {"layers.3.mlp": hookline.ablate()}):
+        with hookline.patch(model, {"layers.3.mlp": hookline.edits.ablate()}):
             model(x)
 
     Args:
@@ -42,7 +42,9 @@ def ablate(value: float = 0.0, *, index: IndexLike | None = None) -> Edit:
         index: The part of the activation to ablate, as between the brackets of a tensor; all of it by default.
     """
     if not isinstance(value, int | float):
-        raise OptionError(f"ablate() takes a number, got {a_or_an(value)}. For tensors there is hookline.replace().")
+        raise OptionError(
+            f"ablate() takes a number, got {type_name(value)}. For tensors there is hookline.edits.replace()."
+        )
     return _Ablate(value, index)
 
 
@@ -71,7 +73,7 @@ def scale(k: float | Tensor, *, index: IndexLike | None = None) -> Edit:
 
     Recipe::
 
-        with hookline.patch(model, {"layers.#.attn": hookline.scale(0.5)}):
+        with hookline.patch(model, {"layers.#.attn": hookline.edits.scale(0.5)}):
             model(x)
 
     Args:
@@ -113,7 +115,7 @@ def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = 
 
     Recipe::
 
-        with hookline.patch(model, {"layers.5": hookline.steer(direction, 4.0, index=(slice(None), -1))}):
+        with hookline.patch(model, {"layers.5": hookline.edits.steer(direction, 4.0, index=(slice(None), -1))}):
             model.generate(ids)
 
     Args:
@@ -157,7 +159,7 @@ def replace(tensor: Tensor | float, *, index: IndexLike | None = None) -> Edit:
     Recipe::
 
         clean = cache["layers.3"].output[:, 7]
-        with hookline.patch(model, {"layers.3": hookline.replace(clean, index=(slice(None), 5))}):
+        with hookline.patch(model, {"layers.3": hookline.edits.replace(clean, index=(slice(None), 5))}):
             model(x)
 
     Args:
@@ -190,7 +192,7 @@ def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None) -> Edit:
 
         with hookline.capture(model, "layers.#") as cache:
             model(clean)
-        with hookline.patch(model, {"layers.3": hookline.swap(cache, index=(slice(None), 5))}):
+        with hookline.patch(model, {"layers.3": hookline.edits.swap(cache, index=(slice(None), 5))}):
             model(corrupted)
 
     Args:
@@ -214,7 +216,7 @@ def mean_ablate(
 
         with hookline.capture(model, "layers.#.mlp") as cache:
             model(many_prompts)
-        with hookline.patch(model, {"layers.3.mlp": hookline.mean_ablate(cache)}):
+        with hookline.patch(model, {"layers.3.mlp": hookline.edits.mean_ablate(cache)}):
             model(x)
 
     Args:
@@ -264,7 +266,9 @@ class _Recorded(Edit):
         if self.index is not None and value.dim() == x.dim() and self.fits(value, x):
             value = self.index.part(value.expand(x.shape), place_of(site))
         if not self.fits(value, part):
-            remedy = "Patch a run with inputs of the same shape, or give the part that fits to hookline.replace()."
+            remedy = (
+                "Patch a run with inputs of the same shape, or give the part that fits to hookline.edits.replace()."
+            )
             self.misfit(f"has a tensor of shape {shape_of(value)} from the other run", part, x, site, remedy)
         return value.expand(part.shape).clone()  # what comes next may change it in place
 

@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import KindError, OptionError, TargetError
-from hookline.observe.patch.function import as_edit
-from hookline.observe.patch.hooks import EditInput, EditOutput
+from hookline.messages import type_name
+from hookline.observe.patch.function_edit import as_edit
+from hookline.observe.patch.patch_hooks import EditInput, EditOutput
 from hookline.sites.attach import check_request, fasten
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.select import Named, check_model, choose, named_modules
 from hookline.tables import OFF, ON
-from hookline.wording import a_or_an
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from hookline.hook_types import Scope, Target
     from hookline.observe.patch.edit import Edit
-    from hookline.observe.patch.index import IndexLike
-    from hookline.types import Scope, Target
+    from hookline.observe.patch.edit_index import IndexLike
 
 __all__ = ["Patch", "patch"]
 
@@ -44,7 +44,9 @@ def patch(
 
     Recipe::
 
-        with hookline.patch(model, {"layers.3": hookline.ablate(), "layers.5": hookline.steer(vector, 2.0)}):
+        with hookline.patch(
+            model, {"layers.3": hookline.edits.ablate(), "layers.5": hookline.edits.steer(vector, 2.0)}
+        ):
             model(x)
         with hookline.patch(model, {"layers.#.mlp": lambda activation: activation * 0.5}):
             model(x)
@@ -85,7 +87,7 @@ def patch(
     check_model(model, edits)
     kind = _checked_kind(on)
     if not isinstance(edits, Mapping):
-        raise OptionError(f"patch() takes a mapping, such as {{'layers.3': ablate()}}, got {a_or_an(edits)}.")
+        raise OptionError(f"patch() takes a mapping, such as {{'layers.3': ablate()}}, got {type_name(edits)}.")
     if not edits:
         raise TargetError("patch() was given no edits: write what to do where, {'layers.3': ablate()}.")
     wanted = [(target, as_edit(edit, target).for_part(index)) for target, edit in edits.items()]

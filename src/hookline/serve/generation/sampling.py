@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from hookline.serve.request import Request
+    from hookline.serve.generation_request import Request
 
 __all__ = ["NO_TOKEN", "Choice", "choose"]
 

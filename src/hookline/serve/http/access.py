@@ -10,8 +10,8 @@ import hmac
 import ipaddress
 from typing import Final
 
-from hookline.serve.http.refusals import Refused
-from hookline.serve.http.settings import Settings
+from hookline.serve.http.error_answers import Refused
+from hookline.serve.http.http_settings import Settings
 
 __all__ = ["check_access", "is_loopback", "needs_token"]
 

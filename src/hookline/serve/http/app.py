@@ -17,19 +17,19 @@ from fastapi.exceptions import StarletteHTTPException as HTTPException  # what 4
 from fastapi.responses import HTMLResponse, Response
 
 from hookline.errors import HooklineError
-from hookline.serve.engine import Engine
-from hookline.serve.http import answers as told
-from hookline.serve.http import bodies
-from hookline.serve.http.asking import asked_by_completion, asked_by_generate
-from hookline.serve.http.attaching import Attaching
-from hookline.serve.http.description import true_openapi
-from hookline.serve.http.gate import Gate
-from hookline.serve.http.generating import CompletionShape, GenerateShape, answer, stream
+from hookline.serve.http import answer_bodies as told
+from hookline.serve.http import request_bodies as bodies
+from hookline.serve.http.docs_page import page_of
+from hookline.serve.http.engine_state import Serving
+from hookline.serve.http.error_answers import Refused, as_json, error_body, refusal_of, refusal_of_body
+from hookline.serve.http.generation_routes import CompletionShape, GenerateShape, answer, stream
+from hookline.serve.http.hook_routes import Attaching
+from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import Metrics
-from hookline.serve.http.page import page_of
-from hookline.serve.http.refusals import Refused, as_json, error_body, refusal_of, refusal_of_body
-from hookline.serve.http.serving import Serving
-from hookline.serve.http.settings import Settings
+from hookline.serve.http.openapi_fixes import true_openapi
+from hookline.serve.http.parse_request import asked_by_completion, asked_by_generate
+from hookline.serve.http.request_gate import Gate
+from hookline.serve.serving_engine import Engine
 
 __all__ = ["make_app"]
 

@@ -15,11 +15,11 @@ from typing import Any, Final
 from hookline import factories
 from hookline.errors import NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
-from hookline.hooks.specs import HookSpec
-from hookline.serve.http.bodies import HookBody
+from hookline.serve.http.error_answers import Refused
+from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import HookFigures
-from hookline.serve.http.refusals import Refused
-from hookline.serve.http.settings import Settings
+from hookline.serve.http.request_bodies import HookBody
+from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["figures_of", "spec_of", "told_of"]
 

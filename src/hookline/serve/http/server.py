@@ -20,12 +20,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import ConfigError, HooklineError, MissingPackageError, OptionError
-from hookline.serve.http.settings import Settings
+from hookline.serve.http.http_settings import Settings
 
 if TYPE_CHECKING:
-    from hookline.hooks.specs import HookSpec
-    from hookline.serve.engine import Engine
-    from hookline.serve.http.serving import Serving
+    from hookline.serve.http.engine_state import Serving
+    from hookline.serve.serving_engine import Engine
+    from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["Server", "attach_at_start", "need_packages"]
 

@@ -1,0 +1,188 @@
+"""``hookline check FILE``: whether a run file, or a file of hooks on modules, says what can be done.
+
+Takes a path, prints what it means; with a model, what each pattern matches. It attaches nothing and calls no factory,
+but imports what the file names: that a factory is there cannot be told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from hookline.cli.error_messages import DONE
+from hookline.cli.load_object import see_current_folder
+from hookline.cli.module_specs import check_specs
+from hookline.cli.parse import parse
+from hookline.cli.printing import print_table, tell
+from hookline.errors import ConfigError, HooklineError, OptionError
+
+if TYPE_CHECKING:
+    from hookline.cli.hook_objects import HookObjects
+    from hookline.cli.run_request import Request
+    from hookline.config.read_settings import Document
+    from hookline.specs.hook_spec import HookSpec
+
+__all__ = ["CheckOptions", "command"]
+
+
+@dataclass
+class CheckOptions:
+    """Check a run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks).
+
+    Nothing is attached and no factory is called; the modules that the file names are imported.
+
+    Examples:
+      hookline check run.yaml
+      hookline check hooks.json --model my_file.py:make_model
+    """
+
+    config: Annotated[Positional[str | None], arg(metavar="FILE", help_behavior_hint="")] = None
+    """The file: .yaml, .toml, .json."""
+    model: Annotated[str | None, arg(metavar="FILE:MODEL", help_behavior_hint="")] = None
+    """Show what the patterns match in this model."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Check it."""
+    options = parse(CheckOptions, arguments, "check")
+    if options.config is None:
+        raise OptionError("hookline check needs a file: hookline check run.yaml.")
+    from hookline.config.read_settings import read_document
+    from hookline.config.spec_files import is_server_file
+
+    document = read_document(options.config)
+    see_current_folder()
+    warnings = _Warnings()
+    model = None if options.model is None else _model(options.model)
+    if isinstance(document.values, list):
+        _show_specs(_checked_list(document), model, warnings)
+    elif is_server_file(document.values):
+        _check_server(document, model, warnings)
+    else:
+        request = _check_run(options.config)
+        _show_specs(request.settings.specs, model, warnings)
+        _check_trackers(request.hook_objects(), model)
+    tell(f"{options.config}: nothing is wrong with it{warnings.summary()}.")
+    return DONE
+
+
+class _Warnings:
+    """What is allowed, and hardly meant."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, text: str) -> None:
+        """Tell one."""
+        tell(f"warning: {text}")
+        self._count += 1
+
+    def summary(self) -> str:
+        """How many there were, for the last line."""
+        return f", but see the {self._count} warning{'s' * (self._count > 1)} above" if self._count else ""
+
+
+def _model(path: str) -> Any:
+    from hookline.cli.find_command import model_at
+
+    return model_at(path)
+
+
+# -- a run file ------------------------------------------------------------------------------------------------
+
+
+def _check_run(path: str) -> Request:
+    """Check a run file: everything that would be found out before training is found out now."""
+    from hookline.cli.run_request import first_look, read_request
+    from hookline.cli.screen import messages
+
+    with messages():
+        request = read_request(*first_look([path]))
+        objects = request.hook_objects()
+    strategies = request.found.chosen(request.options.training.strategy)
+    tell(f"experiment  {request.found.name}, strategies {', '.join(strategies)}")
+    if request.config is not None:
+        tell(f"config      {', '.join(f'{name}={value!r}' for name, value in vars(request.config).items())}")
+    tell(f"hooks       {', '.join(objects.names) or 'none'}")
+    return request
+
+
+def _check_trackers(objects: HookObjects, model: Any) -> None:
+    rows = []
+    for one in objects.trackers:
+        matches = "(no --model given)" if model is None else ", ".join(one.check(model)) or "the layers of its kind"
+        rows.append((one.name, one.tracker, ", ".join(one.targets) or "–", matches))
+    if rows:
+        print_table("", ("tracker", "counts", "target modules", "matches"), rows)
+
+
+# -- hooks on modules ------------------------------------------------------------------------------------------
+
+
+def _checked_list(document: Document) -> list[dict[str, Any]]:
+    """Return the specs of a file that is a list of them; all that is wrong with them is raised at once."""
+    from hookline.config.mistakes import Mistakes
+    from hookline.config.spec_files import spec_faults
+
+    mistakes = Mistakes.of(document)
+    for path, text in spec_faults(document.values, ()):
+        mistakes.add(path, text)
+    check_specs(document.values, (), mistakes)
+    mistakes.check()
+    return list(document.values)
+
+
+def _check_server(document: Document, model: Any, warnings: _Warnings) -> None:
+    from hookline.config.mistakes import Mistakes
+    from hookline.config.spec_files import server_settings
+
+    mistakes = Mistakes.of(document)
+    settings = server_settings(document, mistakes)
+    lists = {key: settings.get(key) for key in ("hooks", "forward_hooks")}
+    for key, specs in lists.items():
+        check_specs(specs if isinstance(specs, list) else (), (key,), mistakes)
+    mistakes.check()
+    _show_specs([spec for specs in lists.values() for spec in specs or ()], model, warnings)
+    if settings.get("hooks") and not settings.get("enable_hooks"):
+        warnings.add("a server attaches none of 'hooks' unless it says enable_hooks: true.")
+    if settings.get("enable_hooks") and not settings.get("hooks"):
+        warnings.add("enable_hooks=True but no 'hooks' specified in server_args.")
+    others = [str(key) for key in settings if key not in ("enable_hooks", "hooks", "forward_hooks")]
+    if others:
+        tell(f"kept for the server, unchecked: {', '.join(others)}")
+
+
+def _show_specs(specs: Sequence[Mapping[str, Any]], model: Any, warnings: _Warnings) -> None:
+    """Print a table of specs that nothing is wrong with."""
+    from hookline.specs.hook_spec import HookSpec
+
+    rows = []
+    for entry in specs:
+        spec = HookSpec.from_dict(entry)
+        rows.append((spec.name, spec.on, ", ".join(spec.target_modules), _matches(model, spec, warnings)))
+    if rows:
+        print_table("", ("hook", "on", "target modules", "matches"), rows)
+
+
+def _matches(model: Any, spec: HookSpec, warnings: _Warnings) -> str:
+    if not spec.enabled:
+        return "(not enabled)"
+    if model is None:
+        return "(no --model given)"
+    from hookline.specs.apply_specs import find_for
+
+    try:
+        places = find_for(model, spec)
+    except HooklineError as error:  # what cannot be hooked there, whatever its name
+        raise ConfigError(f"Hook {spec.name!r}: {error}") from error
+    if places is None:
+        patterns = ", ".join(map(repr, spec.target_modules))
+        warnings.add(f"hook {spec.name!r} would go nowhere: nothing matches {patterns}.")
+        return "nothing"
+    for pattern in spec.target_modules:
+        if find_for(model, replace(spec, target_modules=(pattern,), exclude=None)) is None:
+            warnings.add(f"hook {spec.name!r}: nothing matches {pattern!r}.")
+    return ", ".join(name or "(the model)" for name in places.names)

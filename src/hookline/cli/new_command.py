@@ -1,0 +1,76 @@
+"""``hookline new experiment|hook|sink FILE``: a file to start from, which runs as it is.
+
+Takes a kind and a path, writes a template with names made of the file's name.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import keyword
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Annotated, Final, Literal
+
+from tyro.conf import Positional, arg
+
+from hookline.cli.error_messages import DONE
+from hookline.cli.parse import parse
+from hookline.cli.printing import tell
+from hookline.errors import OptionError
+
+__all__ = ["NewOptions", "command", "write_new"]
+
+_NEXT: Final = {
+    "experiment": "hookline run {named} --hooks norms --hook-csv",
+    "hook": "hookline run mod_arithmetic --epochs 3 --hooks {named}",
+    "sink": "hookline run mod_arithmetic --epochs 3 --hooks --hook-sink {named}",
+}
+
+
+@dataclass
+class NewOptions:
+    """Write a file to start from: an experiment, a hook or a sink. It runs as it is.
+
+    Examples:
+      hookline new experiment parity.py
+      hookline new hook weight_norm.py
+    """
+
+    kind: Annotated[Positional[Literal["experiment", "hook", "sink"]], arg(help_behavior_hint="")]
+    """What it is."""
+    file: Annotated[Positional[str], arg(metavar="FILE", help_behavior_hint="")]
+    """Where it goes; its name gives the class its name."""
+    force: Annotated[bool, arg(help_behavior_hint="")] = False
+    """Write over a file that is there."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Write it, and say how to try it."""
+    options = parse(NewOptions, arguments, "new")
+    path, cls = write_new(options.kind, options.file, force=options.force)
+    tell(f"{path} has the {options.kind} {cls}. Try it:")
+    tell(f"  {_NEXT[options.kind].format(named=shlex.quote(f'{path}:{cls}'))}")
+    return DONE
+
+
+def write_new(kind: str, file: str, *, force: bool = False) -> tuple[Path, str]:
+    """Write a template; the path, and the name of its class."""
+    path = Path(file if file.endswith(".py") else f"{file}.py")
+    name = re.sub(r"\W+", "_", path.stem).strip("_").lower()
+    cls = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    if not cls.isidentifier() or keyword.iskeyword(name):
+        raise OptionError(f"A class cannot be named after {path.name!r}: begin it with a letter.")
+    if path.exists() and not force:
+        raise OptionError(f"{path} is there already; take another name, or --force.")
+    template = importlib.resources.files("hookline.cli").joinpath("templates", f"{kind}.py.txt")
+    text = Template(template.read_text(encoding="utf-8")).substitute(Class=cls, name=name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error.strerror}.") from None
+    return path, cls

@@ -1,0 +1,161 @@
+"""``hookline run EXPERIMENT``: train it, with hooks, one strategy after the other.
+
+Takes the arguments, hands what they mean to a `Session` per strategy, and says at the end where everything is.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hookline.cli.destinations import destinations, sink_files
+from hookline.cli.error_messages import DONE
+from hookline.cli.folder import LOG
+from hookline.cli.process_settings import device_of, dtype_of, process_settings
+from hookline.cli.run_request import Request, first_look, read_request
+from hookline.cli.run_session import Ended, Prepared, Session
+from hookline.cli.screen import Screen, messages
+from hookline.errors import OptionError
+
+__all__ = ["command"]
+
+_STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Run it; the exit code."""
+    options, joined = first_look(arguments)
+    if options.hook.hooks_list or options.hook.hooks_describe is not None:
+        return _show_hooks(options)
+    request = read_request(options, joined)
+    with messages():
+        prepared = _prepare(request, arguments)
+        if request.options.output.dry_run:
+            from hookline.cli.dry_run import dry_run
+
+            return dry_run(prepared)
+        training = request.options.training
+        with process_settings(deterministic=not training.no_determinism, matmul_precision=training.matmul_precision):
+            return _run_all(prepared)
+
+
+def _show_hooks(options: Any) -> int:
+    from hookline.cli import hooks_command as hooks
+    from hookline.cli.find_experiment import find_experiment
+
+    if options.experiment is not None:
+        find_experiment(options.experiment)  # a file may register hooks of its own
+    if options.hook.hooks_list:
+        return hooks.list_hooks()
+    return hooks.describe_hooks(options.hook.hooks_describe)
+
+
+def _prepare(request: Request, arguments: Sequence[str]) -> Prepared:
+    """Everything that can be wrong is found out here, before anything is trained or written."""
+
+    options, found, settings = request.options, request.found, request.settings
+    _check_every(options.checkpoint.save_checkpoints, options.checkpoint.validate_checkpoints)
+    return Prepared(
+        request=request,
+        hook_objects=request.hook_objects(),
+        make_sinks=destinations(options.sink, settings.sinks),
+        specs=request.module_specs(),
+        device=device_of(options.training.device),
+        dtype=dtype_of(options.training.dtype),
+        screen=Screen(options.output, found.live_metrics),
+        run_group=settings.flags.get("run_group") or f"{found.name}_{time.strftime('%Y%m%d-%H%M%S')}",
+        command=["hookline", "run", *arguments],
+    )
+
+
+def _check_every(saved: tuple[int, ...] | None, validated: tuple[int, ...] | None) -> None:
+    if saved is not None and validated is not None:
+        raise OptionError("--save-checkpoints and --validate-checkpoints do not go together: the second saves as well.")
+    for flag, asked in (("--save-checkpoints", saved), ("--validate-checkpoints", validated)):
+        if asked and (len(asked) > 1 or asked[0] < 1):
+            raise OptionError(f"{flag} takes one number of at least 1, or none; got {' '.join(map(str, asked))}.")
+
+
+def _run_all(prepared: Prepared) -> int:
+    strategies = prepared.request.found.chosen(prepared.request.options.training.strategy)
+    ended: list[Ended] = []
+    for strategy in strategies:
+        if len(strategies) > 1:
+            prepared.screen.say(f"{prepared.request.found.name}: {strategy}")
+        session = Session(prepared, strategy, may_be_new=len(strategies) > 1)
+        ended.append(session.run())
+        has_page = _report(prepared, [ended[-1]])
+        _say_where(prepared, session, ended[-1], has_page=has_page)
+        if ended[-1].interrupted is not None:
+            return _stopped(prepared, ended[-1])
+    _compare(prepared, ended)
+    return DONE
+
+
+def _stopped(prepared: Prepared, ended: Ended) -> int:
+    again = shlex.join(["hookline", "run", prepared.request.options.experiment or "", *_where(prepared), "--resume"])
+    prepared.screen.say(f"Stopped by {ended.interrupted}, and saved. To go on: {again}")
+    return _STOPPED.get(ended.interrupted or "", 1)
+
+
+def _where(prepared: Prepared) -> list[str]:
+    """The flags that are needed to find the run again."""
+    options = prepared.request.options
+    found = [] if options.training.strategy is None else ["--strategy", options.training.strategy]
+    return found + ([] if options.output.output_dir == "runs" else ["--output-dir", options.output.output_dir])
+
+
+# -- closing lines ---------------------------------------------------------------------------------------------
+
+
+def _compare(prepared: Prepared, ended: Sequence[Ended]) -> None:
+    """Write one page of all strategies beside their folders, if there were several."""
+    if len(ended) > 1:
+        page = ended[0].folder.parent / "comparison.html"
+        if _report(prepared, ended, page):
+            prepared.screen.say(f"  {'comparison':<13}{page}")
+
+
+def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None) -> bool:
+    """The page, and whether it is there; that it cannot be made does not make the run fail."""
+    if prepared.request.options.output.no_report or not prepared.hooks:
+        return False
+    try:
+        from hookline.report.report_page import write_report
+
+        write_report([one.folder for one in ended], page)
+        return True
+    except KeyboardInterrupt:
+        print(f"hookline: no report.html: stopped. Later: hookline report {ended[0].folder}", file=sys.stderr)
+        raise
+    except ImportError as error:  # says what to install
+        print(f"hookline: no report.html: {error}", file=sys.stderr)
+    except Exception as error:
+        print(f"hookline: report.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+    return False
+
+
+def _say_where(prepared: Prepared, session: Session, ended: Ended, *, has_page: bool) -> None:
+    say = prepared.screen.say
+    if ended.profile:
+        say(ended.profile)
+    say(f"{prepared.request.found.name}/{session.strategy} {ended.status}: {_figures(ended)}")
+    names = {"records": LOG, **sink_files(prepared.request.options.sink, session.strategy)}
+    if has_page:  # one that an earlier part of the run has left is out of date
+        names = {"report": "report.html", **names}
+    for label, name in {**names, "checkpoints": "checkpoints"}.items():
+        if (ended.folder / name).exists():
+            say(f"  {label:<13}{ended.folder / name}")
+
+
+def _figures(ended: Ended) -> str:
+    result = ended.result
+    parts = [f"{result.steps} steps in {ended.seconds:.1f} s"]
+    if result.loss is not None:
+        parts.append(f"loss {result.loss:.4g}")
+    parts += [f"{name} {value:.4g}" for name, value in result.metrics.items() if isinstance(value, float)]
+    return ", ".join(parts)

@@ -1,0 +1,236 @@
+"""``hookline serve --model PATH``: a causal language model over HTTP, with hooks on it.
+
+Takes flags, a token from where it may come from, and specs from files; hands settings and a way to make the engine to
+`hookline.serve.http.server`. No torch and nothing of ``hookline[serve]`` here before it serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from tyro.conf import arg
+
+from hookline.cli.error_messages import DONE, FAILED
+from hookline.cli.parse import parse
+from hookline.cli.screen import messages
+from hookline.errors import ConfigError, OptionError
+
+if TYPE_CHECKING:
+    from hookline.serve.http.http_settings import Settings
+    from hookline.serve.serving_engine import Engine
+
+__all__ = ["ServeOptions", "command"]
+
+logger = logging.getLogger("hookline.serve")
+
+_NO_HOOKS: Final = "enable_hooks=True but no 'hooks' specified in server_args"
+"""In the words of `ModelRunner`, which are those of where such files come from."""
+_TOKEN: Final = "HOOKLINE_SERVE_TOKEN"
+_ALLOWED: Final = ("hookline.factories",)
+
+
+def _arg(metavar: str | None = None, hint: str | None = "") -> Any:
+    """How a flag is shown; ``hint`` None shows its default."""
+    return arg(metavar=metavar, help_behavior_hint=hint)
+
+
+@dataclass
+class ServeOptions:
+    """Serve a causal language model from a local folder over HTTP, with hooks on it.
+
+    Examples:
+      hookline serve --model models/llama
+      hookline serve --model models/llama --hooks hooks.json --port 8000
+      HOOKLINE_SERVE_TOKEN=secret hookline serve --model models/llama --export-dir exports   # hooks over HTTP
+    """
+
+    model: Annotated[str | None, _arg("PATH")] = None
+    """The folder of the model, as transformers saves it; if left out, model_path of the server's settings."""
+    server_args: Annotated[str | None, _arg("FILE")] = None
+    """Settings of the server with enable_hooks and hooks, or forward_hooks: .json, .yaml, .toml."""
+    hooks: Annotated[str | None, _arg("FILE")] = None
+    """Hooks to start with, as data: a list of name, target_modules, hook_factory, config."""
+    host: Annotated[str, _arg("ADDRESS", None)] = "127.0.0.1"
+    """Where to listen. An address that others reach needs a token, which then protects everything."""
+    port: Annotated[int, _arg("PORT", None)] = 8000
+    """0 takes one that is free, and prints it."""
+    device: Annotated[str | None, _arg("DEVICE")] = None
+    """cpu, cuda, cuda:1; if left out, the GPU if there is one."""
+    dtype: Annotated[str | None, _arg("DTYPE")] = None
+    """float32, bfloat16, float16; if left out, what the model was saved in."""
+    max_batch: Annotated[int, _arg("N", None)] = 32
+    """The most sequences in one forward."""
+    max_waiting: Annotated[int, _arg("N", None)] = 256
+    """The most sequences that wait for their turn; more are told to come back (429)."""
+    max_sequence: Annotated[int | None, _arg("N")] = None
+    """The most tokens of prompt and answer; if left out, as many as the model was made for."""
+    captured_bytes: Annotated[int, _arg("BYTES", None)] = 1 << 30
+    """The most memory for hidden states that requests wait for."""
+    served_model_name: Annotated[str | None, _arg("NAME")] = None
+    """What clients call the model; the folder's name if left out."""
+    allow: Annotated[tuple[str, ...], _arg("PREFIX ...")] = ()
+    """What paths of factories may begin with. If left out: hookline.factories over HTTP, anything in files."""
+    token: Annotated[str | None, _arg("TOKEN")] = None
+    """What changes of hooks over HTTP need. Others on this machine can read it here: better --token-file, or the
+    environment variable HOOKLINE_SERVE_TOKEN."""
+    token_file: Annotated[str | None, _arg("FILE")] = None
+    """A file with the token."""
+    protect: Annotated[Literal["hooks", "everything"] | None, _arg("hooks|everything")] = None
+    """What needs the token: changing hooks, or everything but /health. If left out: hooks on this machine's own
+    address, everything on others."""
+    without_token: Annotated[bool, _arg()] = False
+    """Listen at an address that others reach although there is no token."""
+    export_dir: Annotated[str | None, _arg("DIR")] = None
+    """Where files of hooks that come over HTTP have to lie; without it they get no files."""
+    max_body: Annotated[int, _arg("BYTES", None)] = 4 << 20
+    """The largest body of a request."""
+    drain: Annotated[float, _arg("SECONDS", None)] = 30.0
+    """How long running requests may take after SIGTERM or Ctrl-C. A second signal ends everything at once."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Serve until a signal comes."""
+    options = parse(ServeOptions, arguments, "serve")
+    from hookline.serve.http.server import Server, need_packages
+
+    need_packages()
+    with messages():
+        settings_file, specs = _files(options)
+        model = _model_path(options, settings_file)
+        settings = _settings(options, model)
+        maker = _maker(options, model, specs)
+        ended_well = Server(maker, settings, host=options.host, port=options.port).serve()
+    return DONE if ended_well else FAILED
+
+
+# -- flags -----------------------------------------------------------------------------------------------------
+
+
+def _files(options: ServeOptions) -> tuple[dict[str, Any], list[Any]]:
+    """Other settings of the server's file, and the specs of both files."""
+    from hookline.sglang.server_args import ServerArgs
+
+    specs: list[Any] = []
+    others: dict[str, Any] = {}
+    if options.server_args is not None:
+        args = ServerArgs.from_file(options.server_args)
+        specs, others = args.hook_specs(), args.others
+        if args.enable_hooks and not args.hooks:
+            logger.warning(_NO_HOOKS)
+    if options.hooks is not None:
+        specs = [*specs, *_hooks_of(options.hooks)]
+    return others, specs
+
+
+def _hooks_of(path: str) -> list[Any]:
+    """The specs of a file that is there for them: a list, or an object that has one and may switch it off."""
+    from hookline.config.read_settings import read_document
+    from hookline.config.run_file import read_specs
+    from hookline.config.spec_files import server_settings
+
+    document = read_document(path)
+    values = document.values
+    if values is None:
+        raise ConfigError(f"{path} is empty; a file of hooks is a list of specs.")
+    if isinstance(values, dict) and isinstance(values.get("hooks"), dict):
+        server_settings(document)  # says that hooks are a list; read_specs would take it for the file of a run
+    specs = read_specs(document)
+    if isinstance(values, dict) and values.get("enable_hooks") and not values.get("hooks"):
+        logger.warning(_NO_HOOKS)
+    elif not specs:
+        logger.warning("%s has no hooks that are switched on; nothing is attached from it", path)
+    return specs
+
+
+def _model_path(options: ServeOptions, others: dict[str, Any]) -> Path:
+    given = options.model or others.get("model_path")
+    if not given:
+        raise OptionError("hookline serve needs a model: hookline serve --model PATH.")
+    return Path(str(given)).expanduser()
+
+
+def _settings(options: ServeOptions, model: Path) -> Settings:
+    from hookline.serve.http.access import is_loopback
+    from hookline.serve.http.http_settings import Settings
+
+    token = _token(options)
+    is_open = not is_loopback(options.host)
+    if is_open and token is None and not options.without_token:
+        raise OptionError(
+            f"{options.host} is an address that others may reach, and there is no token. Give one with --token-file "
+            f"FILE or {_TOKEN}, listen at 127.0.0.1, or say --without-token."
+        )
+    return Settings(
+        model_name=options.served_model_name or model.resolve().name,
+        token=token,
+        protect=options.protect or ("everything" if is_open and token is not None else "hooks"),
+        allow=options.allow or _ALLOWED,
+        export_dir=None if options.export_dir is None else _folder(options.export_dir),
+        max_body=options.max_body,
+        max_sequences=max(1, min(64, options.max_waiting)),
+        drain_s=options.drain,
+    )
+
+
+def _token(options: ServeOptions) -> str | None:
+    """The token: of the flag, of the file, of the environment, whichever is there first."""
+    if options.token is not None and options.token_file is not None:
+        raise OptionError("--token and --token-file are two ways to say the same; give one of them.")
+    if options.token_file is not None:
+        try:
+            return Path(options.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            said = getattr(error, "strerror", None) or error
+            raise OptionError(f"--token-file {options.token_file} cannot be read: {said}.") from None
+    return options.token if options.token is not None else os.environ.get(_TOKEN) or None
+
+
+def _folder(given: str) -> Path:
+    folder = Path(given).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--export-dir {given} cannot be made: {error.strerror}.") from None
+    return folder.resolve()
+
+
+# -- the engine ------------------------------------------------------------------------------------------------
+
+
+def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable[[], Engine]:
+    """What loads the model and attaches the hooks of the files, once somebody can be told that it is loading."""
+
+    def make() -> Engine:
+        from hookline.serve.http.server import attach_at_start
+        from hookline.serve.load_model import load
+        from hookline.serve.serving_engine import Engine
+
+        _no_bars_in_logs()
+        made, tokenizer = load(model, dtype=options.dtype or "auto", device=options.device)
+        engine = Engine(
+            made,
+            tokenizer,
+            max_batch=options.max_batch,
+            max_waiting=options.max_waiting,
+            max_sequence=options.max_sequence,
+            captured_bytes=options.captured_bytes,
+            allow=options.allow or None,  # of files; what comes over HTTP brings its own list
+        )
+        attach_at_start(engine, specs, allow=options.allow or None)
+        return engine
+
+    return make
+
+
+def _no_bars_in_logs() -> None:
+    """transformers shows how much it has loaded; in a file that is one long line before ours."""
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()

@@ -1,0 +1,5 @@
+"""The public names of ``hookline.guard``, each with the module it lives in."""
+
+from hookline.guard.guard import Guard as Guard
+from hookline.guard.model_context import ModelDataContext as ModelDataContext
+from hookline.guard.rollback import rollback as rollback

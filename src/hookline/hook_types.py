@@ -1,0 +1,59 @@
+"""The shapes of hooks and options, as type aliases; the one vocabulary that every folder shares.
+
+Nothing here imports torch at run time, so the names cost nothing until a type checker reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+__all__ = [
+    "FunctionPostHook",
+    "FunctionPreHook",
+    "Grads",
+    "Hook",
+    "ModulePostHook",
+    "ModulePreHook",
+    "Predicate",
+    "Scope",
+    "Sees",
+    "Target",
+]
+
+Grads: TypeAlias = "tuple[Tensor | None, ...]"
+"""Gradients in the order of the tensors they belong to; None where none arrived."""
+
+Hook: TypeAlias = Callable[..., Any]
+"""Any hook; what it is called with depends on its kind (see ``hookline.Kind``)."""
+
+ModulePreHook: TypeAlias = "Callable[[nn.Module, tuple[Any, ...]], Any]"
+"""``(module, inputs)`` for ``forward_pre``, ``(module, grad_outputs)`` for ``backward_pre``."""
+
+ModulePostHook: TypeAlias = "Callable[[nn.Module, tuple[Any, ...], Any], Any]"
+"""``(module, inputs, output)`` for ``forward``, ``(module, grad_inputs, grad_outputs)`` for ``backward``."""
+
+# The first argument is a hookline.sites.FunctionSite, which is above this file in the order of imports.
+FunctionPreHook: TypeAlias = "Callable[[Any, tuple[Tensor | None, ...]], Any]"
+"""``(fn, inputs)`` for ``forward_pre``, ``(fn, grad_outputs)`` for ``backward_pre``."""
+
+FunctionPostHook: TypeAlias = "Callable[[Any, tuple[Tensor | None, ...], tuple[Tensor | None, ...]], Any]"
+"""``(fn, inputs, outputs)`` for ``forward``, ``(fn, grad_inputs, grad_outputs)`` for ``backward``."""
+
+Predicate: TypeAlias = "Callable[[str, nn.Module], bool]"
+"""Tells for a dotted name and its module whether to take it."""
+
+Target: TypeAlias = (
+    "str | re.Pattern[str] | type[nn.Module] | tuple[Any, ...] | Sequence[Any] | Predicate | nn.Module | Tensor | None"
+)
+"""What ``attach`` and ``find`` select by, see ``hookline.sites.select``; a parameter with ``on="param_grad"`` alone."""
+
+Scope: TypeAlias = Literal["process", "context"]
+Sees: TypeAlias = Literal["edited", "raw"]
+"""Whether an observer is shown a value after all edits of its site, or before them."""

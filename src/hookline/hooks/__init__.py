@@ -1,1 +1,0 @@
-"""WHO: what hooks are made of, and what makes them."""

@@ -1,1 +1,0 @@
-"""Training, from setting up to clearing away."""

@@ -1,0 +1,78 @@
+"""Build the sentences of errors and warnings: values in short, near names, where a warning points to.
+
+Every folder calls these; they import nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
+from typing import Final
+
+__all__ = ["caller_stacklevel", "nearest_names", "short_repr", "suggest", "type_name"]
+
+_GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
+_ALIKE: Final = 0.6
+"""The least similarity of two parts of a name; difflib's own. ``mpl`` is 0.67 like ``mlp``."""
+
+
+def type_name(value: object) -> str:
+    """Return the class of ``value`` with its article: "an int", "a Linear"; for a class, "the class Linear"."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def short_repr(value: object, most: int = 200) -> str:
+    """Return ``repr(value)``, cut after ``most`` characters."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"{type_name(value)}, nested deeply"
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def caller_stacklevel() -> int:
+    """Return the ``stacklevel`` for `warnings.warn` of the first frame outside hookline, as seen by our caller."""
+    level = 1
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+        frame = frame.f_back
+        level += 1
+    return max(level - 1, 1)
+
+
+def suggest(text: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``"; did you mean 'name'?"`` for the name most like ``text``, or nothing where none is like it."""
+    near = get_close_matches(str(text), list(names), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def nearest_names(text: str, names: Iterable[str], n: int = 4) -> list[str]:
+    """Return the ``n`` names most like ``text``; the first few names where none is like it, as examples.
+
+    Of a pattern, compare what stands between its wildcards with the parts of each name.
+    """
+    known = list(names)
+    whole = get_close_matches(text, known, n=n, cutoff=0.4)
+    if _GLOB.search(text) or not whole:
+        return _alike_in_parts(text, known)[:n] or whole or known[:4]
+    return whole
+
+
+def _alike_in_parts(text: str, names: list[str]) -> list[str]:
+    """Return the names that have a part like every part of ``text``, the best and then the shortest first."""
+    wanted = [part for part in _GLOB.sub(" ", text.replace("\\.", ".")).replace(".", " ").split() if not part.isdigit()]
+    if not wanted:
+        return []
+    scores = {name: min(_best(part, name) for part in wanted) for name in names}
+    alike = [name for name in names if scores[name] >= _ALIKE]
+    return sorted(alike, key=lambda name: (-scores[name], name.count(".")))
+
+
+def _best(part: str, name: str) -> float:
+    """Return how much the most similar part of ``name`` is like ``part``."""
+    return max(SequenceMatcher(None, part, other).ratio() for other in name.split("."))

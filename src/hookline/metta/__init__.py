@@ -1,0 +1,7 @@
+"""Metta's names: components, hook builders, trackers, `TrainTool`, `StatsReporter`."""
+
+from __future__ import annotations
+
+from hookline._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

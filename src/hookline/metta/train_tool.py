@@ -1,0 +1,220 @@
+"""Hooks of a run that is yet to come: stored by component name, attached when there is a policy, cleared at the end.
+
+Takes builders from the user, hands the hooks they make to a `PolicyAutoBuilder`, and trains it with a `Trainer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hookline.errors import HooklineWarning, OptionError
+from hookline.messages import caller_stacklevel, type_name
+from hookline.metta.components import PolicyAutoBuilder
+from hookline.metta.tracked_components import ComponentTracker
+from hookline.metta.trainer import Trainer, made_up_data, made_up_policy
+from hookline.sites.wrappers import unwrap
+from hookline.training.manager import HookManager
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
+
+    from hookline.metta.builders import (
+        BackwardHookBuilder,
+        ComponentBackwardHookSpec,
+        ComponentHookSpec,
+        HookBuilder,
+    )
+
+__all__ = ["TrainTool"]
+
+logger = logging.getLogger(__name__)
+
+
+class TrainTool:
+    """Keeps the builders of a run's hooks, and the hooks while it runs.
+
+    Recipe::
+
+        tool = hookline.metta.TrainTool(policy=policy, data=loader, epochs=3, sinks=[hookline.sinks.MemorySink()])
+        tool.add_training_hook("actor_mlp", hookline.metta.attach_relu_activation_hooks())
+        tool.add_training_backward_hook("actor_mlp", hookline.metta.attach_fisher_information_hooks())
+        trainer = tool.invoke()
+        trainer.metrics  # what the trackers counted, epoch by epoch
+
+        with tool.attached(policy=policy, trainer=trainer):  # or in a loop of your own
+            train(policy)  # trainer.context is a ComponentContext
+
+    Nothing is attached before there is a policy; forward hooks are attached first, then backward hooks, each in the
+    order they were added. A name that the policy does not have is passed over with a warning. If a builder raises,
+    nothing stays attached.
+
+    Args:
+        policy: The model, or what makes it. Of one that is no `PolicyAutoBuilder`, all modules are components, by
+            their dotted names. If left out: a small actor and critic, ``actor_mlp`` and ``critic_head``.
+        data: Batches, or a `Dataset`. If left out: random rows that the policy takes, to try hooks on.
+        loss: ``loss(policy, batch)``; if left out, the usual one for such a batch.
+        epochs: How many.
+        sinks: Where the metrics of trackers and hooks go.
+        optimizer: One for the policy's parameters, or what makes one of them; AdamW if left out.
+        hooks: Hooks over time, as `HookManager` takes them: names, classes, objects.
+        progress: Show how far the training is, as `epoch_loop` does.
+        options: As for `Experiment`: ``scheduler=``, ``evaluate=``, ``accumulate=``, …
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module | Callable[[], nn.Module] | None = None,
+        data: Any = None,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        epochs: int = 1,
+        sinks: Iterable[Any] = (),
+        *,
+        optimizer: Any = None,
+        hooks: Iterable[Any] = (),
+        progress: bool = False,
+        **options: Any,
+    ) -> None:
+        self.policy, self.data, self.loss, self.epochs = policy, data, loss, epochs
+        self.sinks, self.hooks, self.optimizer, self.options = list(sinks), list(hooks), optimizer, options
+        self.progress = progress
+        self._manager: HookManager | None = None
+        self._training_hooks: list[ComponentHookSpec] = []
+        self._training_backward_hooks: list[ComponentBackwardHookSpec] = []
+        self._active_policy_hooks: list[RemovableHandle] = []
+        self._active_policy_backward_hooks: list[RemovableHandle] = []
+
+    def add_training_hook(self, component_name: str, hook_builder: HookBuilder) -> None:
+        """Store what makes a component's forward hook."""
+        self._training_hooks.append((component_name, hook_builder))
+
+    def add_training_backward_hook(self, component_name: str, hook_builder: BackwardHookBuilder) -> None:
+        """Store what makes a component's backward hook."""
+        self._training_backward_hooks.append((component_name, hook_builder))
+
+    def __repr__(self) -> str:
+        names = [name for name, _ in (*self._training_hooks, *self._training_backward_hooks)]
+        on = len(self._active_policy_hooks) + len(self._active_policy_backward_hooks)
+        where = f" on {', '.join(dict.fromkeys(names))}" if names else ""
+        state = f"{on} on, they come off when the run ends" if on else "off until .invoke() or .attached()"
+        return f"<TrainTool, hooks: {len(names)}{where}; {state}>"
+
+    def invoke(self) -> Trainer:
+        """Make the policy and its trainer, attach the hooks, train; however it ends, the hooks come off.
+
+        Returns:
+            The trainer: its ``policy``, its ``context`` with the trackers, its ``metrics`` and ``result``.
+        """
+        policy = self._load_or_create_policy()
+        trainer = self._initialize_trainer(policy)
+        try:
+            with self.attached(policy=policy, trainer=trainer):
+                trainer.train(self.epochs, self._the_manager(), progress=self.progress)
+        finally:
+            self._flush()
+        return trainer
+
+    def _load_or_create_policy(self) -> nn.Module:
+        policy = self.policy
+        if policy is None:
+            policy = made_up_policy()
+        elif not isinstance(policy, nn.Module):
+            policy = policy() if callable(policy) else policy
+            if not isinstance(policy, nn.Module):
+                raise OptionError(f"policy= is an nn.Module, or a function that makes one; got {type_name(policy)}.")
+        return policy if isinstance(unwrap(policy), PolicyAutoBuilder) else PolicyAutoBuilder.of(policy)
+
+    def _initialize_trainer(self, policy: nn.Module) -> Trainer:
+        data = made_up_data(policy) if self.data is None else self.data
+        return Trainer(policy, data, self.loss, optimizer=self.optimizer, sinks=self.sinks, **self.options)
+
+    def _the_manager(self) -> HookManager | None:
+        """The same in each run: a hook belongs to one manager, and starts anew with each run of it."""
+        if self._manager is None and self.hooks:
+            names = [hook for hook in self.hooks if isinstance(hook, str)]
+            others = [hook for hook in self.hooks if not isinstance(hook, str)]
+            self._manager = HookManager(names, others, self.sinks, loop_type="epoch")
+        return self._manager
+
+    def _flush(self) -> None:
+        for sink in self.sinks:
+            try:
+                getattr(sink, "flush", lambda: None)()
+            except Exception:
+                logger.exception("%s could not be flushed", type(sink).__name__)
+
+    @contextmanager
+    def attached(self, *, policy: nn.Module, trainer: Any) -> Iterator[None]:
+        """Have the hooks on for as long as the block lasts, however it ends."""
+        self._register_policy_hooks(policy=policy, trainer=trainer)
+        try:
+            yield
+        finally:
+            self._clear_policy_hooks()
+        _warn_of_silent(getattr(trainer, "context", None))
+
+    def _register_policy_hooks(self, *, policy: nn.Module, trainer: Any) -> None:
+        """Make and attach all hooks that were added; those of an earlier policy come off first."""
+        self._clear_policy_hooks()
+        inner = unwrap(policy)  # DDP and torch.compile may be around it
+        if not isinstance(inner, PolicyAutoBuilder):
+            if self._training_hooks or self._training_backward_hooks:
+                _warn(
+                    f"None of the hooks is attached: {type_name(inner)} has no components; hand over "
+                    "PolicyAutoBuilder.of(policy)."
+                )
+            return
+        forward, backward = inner.register_component_hook_rule, inner.register_component_backward_hook_rule
+        try:
+            for handle in _attach(self._training_hooks, inner, trainer.context, forward):
+                self._active_policy_hooks.append(handle)
+            for handle in _attach(self._training_backward_hooks, inner, trainer.context, backward):
+                self._active_policy_backward_hooks.append(handle)
+        except BaseException:
+            self._clear_policy_hooks()
+            raise
+
+    def _clear_policy_hooks(self) -> None:
+        """Take every hook off; one that cannot be taken off is logged and does not keep the others on."""
+        for handles in (self._active_policy_hooks, self._active_policy_backward_hooks):
+            while handles:
+                handle = handles.pop(0)
+                try:
+                    handle.remove()
+                except Exception:
+                    logger.warning("A hook could not be removed: %r", handle, exc_info=True)
+
+
+def _attach(
+    specs: Sequence[tuple[str, Callable[..., Any]]],
+    policy: PolicyAutoBuilder,
+    context: Any,
+    register: Callable[..., RemovableHandle],
+) -> Iterator[RemovableHandle]:
+    for name, builder in specs:
+        if name not in policy.components:
+            _warn(
+                f"Component {name!r} not found in policy, so its hook is not attached; there are: "
+                f"{', '.join(map(repr, policy.components)) or 'none'}."
+            )
+            continue
+        hook = builder(name, context)
+        if hook is not None:
+            yield register(component_name=name, hook=hook)
+
+
+def _warn_of_silent(context: Any) -> None:
+    """Warn of the components that have given the trackers of `context` nothing, where nobody has asked these yet."""
+    for tracker in list(getattr(context, "model_metrics", {}).values()):
+        if isinstance(tracker, ComponentTracker):
+            tracker.warn_if_silent()
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())

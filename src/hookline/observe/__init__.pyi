@@ -1,0 +1,8 @@
+"""The public names of ``hookline.observe``, each with the module it lives in."""
+
+from hookline.observe.capture.cache import Cache as Cache
+from hookline.observe.capture.cache import Captured as Captured
+from hookline.observe.patch.patch import Patch as Patch
+from hookline.observe.profile.profile import Profile as Profile
+from hookline.observe.profile.profile import ProfileRow as ProfileRow
+from hookline.observe.watch.watch import Watch as Watch

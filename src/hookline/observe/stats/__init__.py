@@ -1,1 +1,0 @@
-"""Streaming statistics: one row of numbers per site, reduced where the tensors are."""

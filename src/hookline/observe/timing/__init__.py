@@ -1,1 +1,0 @@
-"""Where the time goes: `profile` and what it is made of."""

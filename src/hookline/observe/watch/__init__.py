@@ -1,0 +1,1 @@
+"""Compute streaming statistics: one row of numbers for each site, reduced where the tensors are."""

@@ -1,0 +1,387 @@
+"""The statistics of many tensors on a GPU in two launches.
+
+Takes flat tensors with the rows they belong to, from the engine or from `pending`, and adds their statistics to the
+rows: `programs.reduce_chunks` reads each tensor once, `programs.merge_slots` adds what it found to the rows. Nothing
+waits for the device and nothing comes back from it; one small table goes up through pinned memory, and for a single
+tensor not even that, so a single one may be taken while a CUDA graph is recorded.
+
+Into how many chunks a tensor is divided depends on its size alone: its numbers are the same to the last bit whichever
+tensors it is taken together with, and in every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from hookline.observe.watch.cpu_stats import flat_view
+from hookline.sites import _torch
+
+if TYPE_CHECKING:
+    from hookline.observe.watch.columns import Layout
+    from hookline.observe.watch.stat_rows import Row
+
+__all__ = ["Item", "Kernel", "Parts", "Tuning", "is_available", "readable"]
+
+_JOBS: Final = 256
+"""How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""
+_OVERS: Final = 4
+"""How many thresholds one launch counts; each four more take one more launch that reads the tensors again."""
+_FIELDS: Final = 6
+_OVER_AT: Final = 8
+"""The column of the first threshold."""
+_ALIGNMENT: Final = 16
+_FOLDED: Final = 32768
+_FOLDED_AT_A_TIME: Final = 8192
+_FOLDING_WARPS: Final = 16
+"""Rows that one program adds up, at a time, and by how many warps; more rows are divided among several."""
+
+
+class Item(NamedTuple):
+    """A tensor, and where its statistics go."""
+
+    flat: Tensor
+    """Contiguous, of a type that is read: what `readable` gives."""
+    row: Row
+    scale: Any = None
+    """What to divide the numbers by: a tensor of one number, unread, or a number."""
+
+
+class Parts(NamedTuple):
+    """What a compiled graph has found in a tensor by rows, and where that goes."""
+
+    found: list[Tensor]
+    """As `rows.find_in` gives it."""
+    each: int
+    """How long a row is."""
+    row: Row
+    scale: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How work is divided. What is best differs by device; none of it changes a number by more than rounding."""
+
+    warps: int = 4
+    """Per program."""
+    threads: int = 128
+    """Per program: 32 per warp. Each reads 16 bytes at a time."""
+    least_tiles: int = 4
+    """A tile is what a program reads at a time (8 KiB for four warps). Fewer, and starting programs takes the time."""
+    most_programs: int = 2048
+    """For one tensor. More, and merging their slots takes long."""
+    merged: int = 256
+    """How many slots a merging program takes at a time."""
+
+    def width(self, element_size: int) -> int:
+        """How many numbers a program reads by one instruction."""
+        return max(self.threads * _ALIGNMENT // element_size, 32)
+
+    def division(self, size: int, element_size: int) -> tuple[int, int]:
+        """For a tensor of that many numbers: how many programs, and how many tiles for each."""
+        num_tiles = -(-size // (4 * self.width(element_size)))
+        tiles = max(self.least_tiles, -(-num_tiles // self.most_programs))
+        return -(-num_tiles // tiles), tiles
+
+
+_Job: TypeAlias = tuple[int, int, int, torch.dtype]
+"""One tensor to read: its address and size, the address of its scale or 0, its type."""
+_Group: TypeAlias = tuple[torch.dtype, bool]
+"""Tensors of one type, aligned or not, are read by the same launch."""
+
+
+class Kernel:
+    """Adds the statistics of tensors on one device to rows of one layout."""
+
+    def __init__(self, layout: Layout, device: torch.device, tuning: Tuning | None = None) -> None:
+        self._layout = layout
+        self._device = device
+        self._tuning = tuning or Tuning()
+        self._num_added = len(layout.added)
+        self._division = functools.lru_cache(maxsize=4096)(self._tuning.division)
+        self._ready: dict[Any, Any] = {}
+        """Compiled programs by all that they were compiled for: launching one takes a third of finding it."""
+
+    def take(self, items: Sequence[Item]) -> None:
+        """Add the statistics of each tensor to its row, on the current stream."""
+        with self._on_device():
+            for batch in _rounds(items):
+                if len(batch) == 1:
+                    self._take_one(batch[0])
+                elif _torch.capturing():  # the table would have to be the same in each replay
+                    for item in batch:
+                        self._take_one(item)
+                else:
+                    self._take_many(batch)
+
+    def take_parts(self, items: Sequence[Parts]) -> None:
+        """Add what `rows.find_in` has found by rows, at once: a graph soon uses its memory again."""
+        with self._on_device():
+            for batch in _rounds(items):
+                for some in _parts(batch, 1 if _torch.capturing() else _JOBS):
+                    if len(some) == 1:
+                        self._fold_one(some[0])
+                    else:
+                        self._fold_many(some)
+
+    def _fold_one(self, item: Parts) -> None:
+        held, addresses, count = self._addresses(item.found)
+        divisor = self._scale(item.scale)
+        at, row = 0 if divisor is None else divisor.data_ptr(), item.row.added.data_ptr()
+        programs = max(-(-count // _FOLDED), 1)
+        slots = self._slots(programs)
+        told = (0, 0, *addresses, count, slots.data_ptr(), programs, self._num_added)
+        self._launch("fold_parts", True, (programs, 3, 1), told, warps=_FOLDING_WARPS)
+        self._merge(1, (0, 0, row, count * item.each, programs, at, slots.data_ptr(), programs), single=True)
+        del held
+
+    def _fold_many(self, items: Sequence[Parts]) -> None:
+        """As `_take_many`: what each program has to do, what is to be merged, and where that goes, in one table."""
+        divisors: dict[int, Tensor] = {}
+        folds: list[int] = []
+        jobs: list[int] = []
+        uses: list[int] = []
+        held, slot = [], 0
+        for number, (found, each, row, scale) in enumerate(items):
+            if scale is not None and id(scale) not in divisors:
+                divisors[id(scale)] = self._as_divisor(scale)
+            kept, addresses, count = self._addresses(found)
+            programs = max(-(-count // _FOLDED), 1)
+            folds += (slot, *addresses, count)
+            jobs += (slot, programs, 0, count * each, 0, 0 if scale is None else divisors[id(scale)].data_ptr())
+            uses += (row.added.data_ptr(), number)
+            held.append(kept)
+            slot += programs
+        slots = self._slots(slot)
+        at = self._upload(folds + jobs + uses)
+        table = at.data_ptr()
+        told = (table, len(items), 0, 0, 0, 0, 0, 0, slots.data_ptr(), slot, self._num_added)
+        self._launch("fold_parts", False, (slot, 3, 1), told, warps=_FOLDING_WARPS)
+        table += len(folds) * 8
+        self._merge(len(items), (table, table + len(jobs) * 8, 0, 0, 0, 0, slots.data_ptr(), slot), single=False)
+
+    def _addresses(self, found: Sequence[Tensor]) -> tuple[list[Tensor], list[int], int]:
+        """Where sums, squares, lows, highs and zeros are, 0 for what there is not; how many; and what holds them."""
+        layout = self._layout
+        held = [part if part.is_contiguous() else part.contiguous() for part in found]
+        parts = iter(held)
+        wanted = (layout.moments, layout.moments, layout.extremes, layout.extremes, layout.zeros)
+        return held, [next(parts).data_ptr() if is_there else 0 for is_there in wanted], found[0].numel()
+
+    def _take_one(self, item: Item) -> None:
+        flat, row, scale = item
+        divisor = self._scale(scale)
+        address, size, at = flat.data_ptr(), flat.numel(), 0 if divisor is None else divisor.data_ptr()
+        programs, tiles = self._division(size, flat.element_size())
+        slots = self._slots(programs)
+        told = (0, 0, address, size, tiles, at, slots.data_ptr(), programs, 0)
+        self._reduce((flat.dtype, address % _ALIGNMENT == 0), programs, told, single=True)
+        merged = (0, 0, row.added.data_ptr(), size, programs, at, slots.data_ptr(), programs)
+        self._merge(1, merged, single=True)
+
+    def _take_many(self, items: Sequence[Item]) -> None:
+        divisors: dict[int, Tensor] = {}
+        groups: dict[_Group, dict[_Job, list[int]]] = {}
+        for flat, row, scale in items:
+            at = 0
+            if scale is not None:
+                if id(scale) not in divisors:
+                    divisors[id(scale)] = self._as_divisor(scale)
+                at = divisors[id(scale)].data_ptr()
+            address, dtype = flat.data_ptr(), flat.dtype
+            jobs = groups.setdefault((dtype, address % _ALIGNMENT == 0), {})
+            # Several places often see the same tensor: it is read once.
+            jobs.setdefault((address, flat.numel(), at, dtype), []).append(row.added.data_ptr())
+        self._launch_groups(groups)
+
+    def _launch_groups(self, groups: dict[_Group, dict[_Job, list[int]]]) -> None:
+        table: list[int] = []
+        uses: list[int] = []
+        launches: list[tuple[_Group, int, int, int, int]] = []
+        slot = number = 0
+        for group, jobs in groups.items():
+            size_of_one = group[0].itemsize
+            for some in _parts(list(jobs.items()), _JOBS):
+                begin, first = number, slot
+                for (address, size, scale, _), rows in some:
+                    programs, tiles = self._division(size, size_of_one)
+                    table += (slot, programs, address, size, tiles, scale)
+                    for row in rows:
+                        uses += (row, number)
+                    slot += programs
+                    number += 1
+                launches.append((group, begin, len(some), first, slot - first))
+        slots = self._slots(slot)
+        uploaded = self._upload(table + uses)
+        at = uploaded.data_ptr()
+        for group, begin, count, first, programs in launches:
+            told = (at + begin * _FIELDS * 8, count, 0, 0, 0, 0, slots.data_ptr(), slot, first)
+            self._reduce(group, programs, told, single=False)
+        merged = (at, at + len(table) * 8, 0, 0, 0, 0, slots.data_ptr(), slot)
+        self._merge(len(uses) // 2, merged, single=False)
+
+    # -- launching ---------------------------------------------------------------------------------------
+
+    def _reduce(self, group: _Group, programs: int, told: tuple[int, ...], *, single: bool) -> None:
+        if not programs:
+            return  # empty tensors
+        layout, first = self._layout, True
+        for thresholds in _parts(layout.thresholds, _OVERS) if layout.thresholds else [()]:
+            key = (group, single, first, len(thresholds))
+            numbers = (*thresholds, 0.0, 0.0, 0.0, 0.0)[:_OVERS]
+            over_at = _OVER_AT + (0 if first else layout.thresholds.index(thresholds[0]))
+            self._launch("reduce_chunks", key, (programs, 1, 1), (*told, self._num_added, over_at, *numbers))
+            first = False
+
+    def _merge(self, uses: int, told: tuple[int, ...], *, single: bool) -> None:
+        self._launch("merge_slots", single, (uses, self._layout.width, 1), (*told, self._num_added))
+
+    def _launch(
+        self, name: str, key: Any, grid: tuple[int, int, int], told: tuple[Any, ...], warps: int | None = None
+    ) -> None:
+        known = self._ready.get((name, key))
+        if known is not None:
+            compiled, constants = known
+            compiled[grid](*told, *constants)
+            return
+        program, constants = self._program(name, key)
+        # The interpreter, which tests use, compiles nothing.
+        compiled = program[grid](*told, *constants, num_warps=warps or self._tuning.warps, enable_fp_fusion=True)
+        if compiled is not None:
+            self._ready[name, key] = compiled, constants
+
+    def _program(self, name: str, key: Any) -> tuple[Any, tuple[Any, ...]]:
+        """A program, and the constants it is to be compiled with."""
+        programs = _programs()
+        if name == "merge_slots":
+            return programs.merge_slots, (key, self._tuning.merged)
+        if name == "fold_parts":
+            flags = (self._layout.moments, self._layout.extremes, self._layout.zeros)
+            return programs.fold_parts, (*flags, key, _JOBS, _FOLDED_AT_A_TIME, _FOLDED)
+        (dtype, aligned), single, first, overs = key
+        element, wide = _types()[dtype]
+        layout = self._layout
+        moments, extremes, zeros = layout.moments and first, layout.extremes and first, layout.zeros and first
+        width = self._tuning.width(dtype.itemsize)
+        pairs = _pairs(self._device) if aligned and dtype in _HALVES else 0
+        constants = (element, wide, aligned, pairs, single, moments, extremes, zeros, overs, first, _JOBS, width)
+        return programs.reduce_chunks, constants
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def _slots(self, programs: int) -> Tensor:
+        # From torch's allocator: it knows which stream uses what, in threads and CUDA graphs, too (3 µs).
+        return torch.empty(self._layout.width * max(programs, 1), dtype=torch.float64, device=self._device)
+
+    def _upload(self, numbers: list[int]) -> Tensor:
+        """Numbers on the device, without waiting; torch keeps the pinned memory until the copy is through."""
+        pin = self._device.type == "cuda"
+        pinned = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=pin)
+        pinned.numpy()[:] = numbers  # 50 µs for 1,500; torch.tensor(numbers) takes 300
+        return pinned.to(self._device, non_blocking=True)
+
+    def _scale(self, scale: Any) -> Tensor | None:
+        return None if scale is None else self._as_divisor(scale)
+
+    def _as_divisor(self, scale: Any) -> Tensor:
+        if isinstance(scale, Tensor):
+            return scale.detach().to(self._device, torch.float32, non_blocking=True)
+        return torch.full((), float(scale), dtype=torch.float32, device=self._device)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
+            return nullcontext()
+        return torch.cuda.device(self._device)
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether there is a kernel for the device: an NVIDIA or AMD GPU, and Triton, which torch brings along."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _pairs(device: torch.device) -> int:
+    """How numbers of 16 bits are read: 1 two at a time, 2 and compared so, by instructions of Hopper and later.
+
+    Comparing them in pairs leaves 6.6 instructions for each, of 9.3.
+    """
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return 2 if nvidia and torch.cuda.get_device_capability(device) >= (9, 0) else 1
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The numbers of any tensor, one after the other, in a type that is read; copied only if there is no other way."""
+    dtype = tensor.dtype
+    if dtype in _READ and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor  # where it lies and how many there are is all that counts
+    flat = flat_view(tensor.detach())
+    if dtype in _READ:
+        return flat
+    if dtype is torch.bool:
+        return flat.view(torch.uint8)
+    if dtype.is_complex:
+        return flat.abs()
+    return flat.float() if dtype.is_floating_point else flat.double()
+
+
+_HALVES: Final = frozenset({torch.bfloat16, torch.float16})
+_READ: Final = frozenset(
+    {
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+@functools.cache
+def _types() -> dict[torch.dtype, tuple[Any, Any]]:
+    """For each type of number: what it is called in Triton, and in which one it is added up."""
+    tl: Any = importlib.import_module("triton.language")
+    narrow = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16)
+    return {dtype: (getattr(tl, str(dtype).removeprefix("torch.")), tl.float32 if dtype in narrow else tl.float64)
+            for dtype in _READ}  # fmt: skip
+
+
+@functools.cache
+def _programs() -> Any:
+    return importlib.import_module("hookline.observe.watch.triton_programs")
+
+
+_Either = TypeVar("_Either", Item, Parts)
+
+
+def _rounds(items: Sequence[_Either]) -> Iterable[Sequence[_Either]]:
+    """Batches in which no row comes twice: two programs must not add to the same one at a time."""
+    if len({id(item.row) for item in items}) == len(items):
+        return [items] if items else []
+    seen: dict[int, int] = {}
+    rounds: list[list[_Either]] = []
+    for item in items:
+        turn = seen[id(item.row)] = seen.get(id(item.row), -1) + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append(item)
+    return rounds
+
+
+def _parts(whole: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(whole), size):
+        yield whole[start : start + size]

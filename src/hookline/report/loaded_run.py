@@ -1,0 +1,290 @@
+"""A run, back in Python: its records, its settings, and its metrics as arrays and tables.
+
+Reads folders and logs by `runs`, as the page does, and takes values apart by `sinks.flatten`, as the other sinks do.
+pandas and polars are imported when a table is asked for.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookline.errors import MissingPackageError, OptionError
+from hookline.report.metric_series import shown_names
+from hookline.report.report_runs import FACTS, LOG, RunPart, distinct_names, find_runs, read_parts
+from hookline.sinks.flat_metrics import json_text, points
+from hookline.sinks.record import Record
+
+__all__ = ["LoadedRun", "load_run", "load_runs"]
+
+_BEFORE: Final = -1
+"""The step of what was recorded before the first one."""
+_OWN: Final = ("step", "epoch")
+"""Columns of a table that are no metrics."""
+
+
+def load_run(path: str | Path) -> LoadedRun:
+    """Read a run back: its records, its settings, its metrics over steps.
+
+    Recipe::
+
+        run = hookline.load_run("runs/mod_arithmetic/stride")
+        steps, losses = run.series("training_metrics/loss")
+        run.to_pandas().plot(y="norms/total_norm")
+
+    A run that is still going, or was killed, is read as far as it got; of a run that was resumed, each step counts
+    once.
+
+    Args:
+        path: The folder of a run, or its log.
+
+    Raises:
+        OptionError: There is no run, or there are several: `load_runs` reads those.
+    """
+    found = _read(path)
+    if len(found) > 1:
+        names = ", ".join(repr(run.name) for run in found)
+        raise OptionError(f"{path} holds {len(found)} runs ({names}); read them with load_runs({str(path)!r}).")
+    return found[0]
+
+
+def load_runs(paths: str | Path | Sequence[str | Path]) -> dict[str, LoadedRun]:
+    """Read several runs back, by name.
+
+    Recipe::
+
+        for name, run in hookline.load_runs("runs/mod_arithmetic").items():
+            print(name, run.settings["seed"], run.latest["training_metrics/loss"])
+
+    Args:
+        paths: A folder that holds runs, as ``runs`` or ``runs/mod_arithmetic``; or several, of runs or of logs.
+    """
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    found = [run for path in given for run in _read(path)]
+    distinct_names(found)
+    return {run.name: run for run in found}
+
+
+def _read(path: str | Path) -> list[LoadedRun]:
+    found = []
+    for place in find_runs([path]):
+        if place.is_dir() and not (place / LOG).exists() and not (place / FACTS).exists():
+            raise OptionError(f"{place} is no folder of a run: it has neither {LOG} nor {FACTS}, nor have those below.")
+        found += [_loaded(part) for part in read_parts(place, _Kept)]
+    return found
+
+
+class _Kept(list[Record]):
+    """Takes records, and keeps them."""
+
+    def take(self, record: Record) -> None:
+        """Keep one more."""
+        self.append(record)
+
+
+def _loaded(part: RunPart[_Kept]) -> LoadedRun:
+    return LoadedRun(part.name, part.folder, part.facts, list(part.found), part.remarks)
+
+
+@dataclass(eq=False)
+class LoadedRun:
+    """A run that was read back.
+
+    Recipe: ``run = hookline.load_run(folder); run.metrics; run.series(run.metrics[0]); run.to_pandas()``.
+
+    Metrics are called ``hook/metric``; the parts of a dictionary ``hook/metric/part``; where one name was recorded at
+    several moments, or by several ranks, ``hook/metric @ POST_EPOCH`` or ``hook/metric (rank 1)``, as on the page.
+    """
+
+    name: str
+    """The experiment and its strategy."""
+    folder: Path
+    """Where it was read."""
+    settings: dict[str, Any] = field(repr=False, default_factory=dict)
+    """What ``run.json`` says: experiment, config, options, seed, versions, result, …; else what the log says."""
+    records: list[Record] = field(repr=False, default_factory=list)
+    """Every record, in order, with NaN, infinities and the steps of series put back."""
+    remarks: list[str] = field(repr=False, default_factory=list)
+    """Sentences about what is missing."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of all metrics, in the order they were first recorded in."""
+        return list(self._columns)
+
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The value of every metric at its last step."""
+        return {name: by_step[max(by_step)] for name, by_step in self._columns.items()}
+
+    def series(self, metric: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return the steps at which `metric` was recorded, increasing, and its values there.
+
+        Recipe: ``steps, values = run.series("norms/total_norm"); plt.plot(steps, values)``.
+
+        Numbers come as float64; text, lists and other values as an array of objects. What was recorded before the first
+        step is at -1.
+        """
+        by_step = self._columns.get(metric)
+        if by_step is None:
+            near = get_close_matches(metric, self.metrics, n=3)
+            nearest = f" Nearest: {', '.join(map(repr, near))}." if near else ""
+            raise OptionError(f"The run {self.name!r} has no metric {metric!r}.{nearest} All of them: run.metrics.")
+        steps = sorted(by_step)
+        values = [by_step[step] for step in steps]
+        return np.asarray(steps, dtype=np.int64), _array(values)
+
+    def to_pandas(self) -> Any:
+        """Return the metrics as a `pandas.DataFrame`: a row for each step, by which it is indexed, a column for each.
+
+        ``epoch`` comes first. Where nothing was recorded there is NaN, or None beside text and lists.
+        """
+        pandas = _imported("pandas")
+        steps, columns = self._table()
+        index = pandas.Index(steps, name="step", dtype="int64")
+        made = {name: _filled(values) for name, values in columns.items()}
+        return pandas.DataFrame(made, index=index)
+
+    def to_polars(self) -> Any:
+        """Return the metrics as a `polars.DataFrame`: a row for each step, a column for each, ``step`` first.
+
+        Where nothing was recorded there is null; NaN is a value that was recorded. A column of numbers, of text or of
+        lists of numbers has that type; where a metric was now this and now that, its values are JSON text.
+        """
+        polars = _imported("polars")
+        steps, columns = self._table()
+        made = [polars.Series("step", steps, dtype=polars.Int64)]
+        made += [_polars_series(polars, name, values) for name, values in columns.items()]
+        return polars.DataFrame(made)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _columns(self) -> dict[str, dict[int, Any]]:
+        """By metric, its value at each step; of a step that was recorded twice, the newest."""
+        found: dict[tuple[str, str, int], dict[int, Any]] = {}
+        for record in self.records:
+            placed = record if record.step is not None else replace(record, step=_BEFORE)
+            for name, value, step in points(placed, reserved=_OWN):
+                found.setdefault((name, record.point, record.rank), {})[step] = value
+        shown = shown_names(list(found))
+        return {shown[key]: by_step for key, by_step in found.items()}
+
+    def _table(self) -> tuple[list[int], dict[str, list[Any]]]:
+        """All steps, and of each column the value at each of them; None where there is none."""
+        columns: dict[str, Mapping[int, Any]] = {"epoch": self._epochs(), **self._columns}
+        steps = sorted({step for by_step in self._columns.values() for step in by_step})
+        return steps, {name: [by_step.get(step) for step in steps] for name, by_step in columns.items()}
+
+    def _epochs(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for record in self.records:
+            placed = record if record.step is not None else replace(record, step=_BEFORE)
+            for _, _, step in points(placed):
+                found[step] = record.epoch
+        return found
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def __bool__(self) -> bool:
+        return True  # a run without records is one
+
+    def __repr__(self) -> str:
+        steps = [step for by_step in self._columns.values() for step in by_step]
+        span = f", steps {min(steps)} to {max(steps)}" if steps else ""
+        status = self.settings.get("status")
+        said = f" {status}," if isinstance(status, str) else ""
+        return f"<LoadedRun {self.name},{said} {len(self)} records, {len(self.metrics)} metrics{span}>"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name, by_step in self._columns.items():
+            steps = f"{len(by_step)} steps, {min(by_step)} to {max(by_step)}"
+            cells = (name, _short(by_step[max(by_step)]), steps)
+            rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+        notes = "".join(f"<p>{html.escape(remark)}</p>" for remark in self.remarks)
+        head = "<tr><th>metric</th><th>latest</th><th>recorded</th></tr>"
+        return f"<p><b>{html.escape(repr(self)[1:-1])}</b><br>{html.escape(str(self.folder))}</p>{notes}" + (
+            f"<table>{head}{''.join(rows)}</table>" if rows else ""
+        )
+
+
+# -- values ----------------------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _array(values: list[Any]) -> NDArray[Any]:
+    """An array of numbers, if all are; else of objects, each of them whole."""
+    if all(map(_is_number, values)):
+        return np.asarray([_float(value) for value in values], dtype=np.float64)
+    made = np.empty(len(values), dtype=object)
+    made[:] = values
+    return made
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int of more than 308 digits
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _filled(values: list[Any]) -> NDArray[Any]:
+    """A column: whole numbers as they are if none is missing; numbers as floats, NaN where one is; else objects."""
+    there = [value for value in values if value is not None]
+    if len(there) == len(values) and all(type(value) is int and abs(value) < 2**63 for value in values):
+        return np.asarray(values, dtype=np.int64)
+    if there and all(map(_is_number, there)):
+        return np.asarray([np.nan if value is None else _float(value) for value in values], dtype=np.float64)
+    made = np.empty(len(values), dtype=object)
+    made[:] = values
+    return made
+
+
+def _polars_series(polars: Any, name: str, values: list[Any]) -> Any:
+    """A column whose type is what all values are; polars does not take a mixture, or takes it for something else."""
+    there = [value for value in values if value is not None]
+    if all(type(value) is int and abs(value) < 2**63 for value in there):
+        return polars.Series(name, values, dtype=polars.Int64)
+    if all(map(_is_number, there)):
+        floats = [None if value is None else _float(value) for value in values]
+        return polars.Series(name, floats, dtype=polars.Float64)
+    for kind, dtype in ((bool, polars.Boolean), (str, polars.String)):
+        if all(isinstance(value, kind) for value in there):
+            return polars.Series(name, values, dtype=dtype)
+    if all(isinstance(value, list) and all(map(_is_number, value)) for value in there):
+        lists = [None if value is None else [_float(item) for item in value] for value in values]
+        return polars.Series(name, lists, dtype=polars.List(polars.Float64))
+    texts = [None if value is None else json_text(value) for value in values]
+    return polars.Series(name, texts, dtype=polars.String)
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def _imported(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise MissingPackageError(
+            f"run.to_{package}() needs the package {package!r}, which is not installed. Install it: pip install "
+            f"{package}. Without it: steps, values = run.series(name)."
+        ) from None

@@ -1,0 +1,228 @@
+"""The runs that a page is about: folders in, records and facts out.
+
+Takes `records.jsonl` (by `sinks.log`) and `run.json` (by the command line) of each folder; either may be missing. Hands
+`RunData` to `page`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from hookline.errors import OptionError
+from hookline.report.metric_series import Collector, Series
+from hookline.sinks.record import Record
+from hookline.sinks.record_log import Context, read_log
+
+__all__ = ["FACTS", "LOG", "RunData", "RunPart", "distinct_names", "find_runs", "read_parts", "read_run"]
+
+LOG: Final = "records.jsonl"
+"""The name of the log in the folder of a run."""
+FACTS: Final = "run.json"
+"""The name of the file that says what was run, and how."""
+_PARTS: Final = ("config", "git", "hooks", "model", "result", "sink_errors", "versions")
+"""Facts that hold others."""
+_DEPTH: Final = 3
+"""How far below a folder runs are looked for: ``runs/experiment/strategy``."""
+
+
+@dataclass(slots=True)
+class RunData:
+    """One run, as the page shows it."""
+
+    name: str
+    """In the legend; no two runs of a page have the same."""
+    folder: Path
+    """Where it was read."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What `run.json` says, or else what the log says of the run."""
+    series: Series = field(default_factory=Series)
+    """What it recorded."""
+    remarks: list[str] = field(default_factory=list)
+    """Sentences about what is missing."""
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[Path]:
+    """The folders of runs, and logs by themselves; of a folder that holds runs, these.
+
+    Recipe: ``find_runs(["runs/mod_arithmetic"])`` gives a folder for each strategy.
+    """
+    if not paths:
+        raise OptionError("A page needs at least one run; give the folder of one, such as runs/digits/default.")
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise OptionError(f"There is no run at {str(path)!r}: no such folder. {_nearby(path)}")
+        found += [run for run in _below(path) if run not in found]
+    return found
+
+
+def _below(path: Path) -> list[Path]:
+    if path.is_file() or (path / LOG).exists() or (path / FACTS).exists():
+        return [path]
+    for depth in range(1, _DEPTH + 1):
+        inside = [path.glob("/".join(["*"] * depth) + f"/{name}") for name in (LOG, FACTS)]
+        runs = sorted({file.parent for files in inside for file in files})
+        if runs:
+            return runs
+    return [path]  # an empty folder is a run that has not written anything
+
+
+def _nearby(path: Path) -> str:
+    parent = next((folder for folder in path.parents if folder.is_dir()), Path())
+    runs = [str(run) for run in _below(parent) if run != parent][:3]
+    return f"There are: {', '.join(runs)}." if runs else "Runs lie below the --output-dir that they were given."
+
+
+def read_run(path: Path) -> list[RunData]:
+    """What a folder, or a log, holds: one run, or one for each strategy that wrote into the same log.
+
+    Recipe: ``read_run(Path("runs/digits/default"))[0].series.curves``.
+    """
+    return [
+        RunData(part.name, part.folder, part.facts, part.found.series(part.started), part.remarks)
+        for part in read_parts(path, Collector)
+    ]
+
+
+class Takes(Protocol):
+    """Whatever records are handed to, one after the other."""
+
+    def take(self, record: Record) -> None: ...
+
+
+T = TypeVar("T", bound=Takes)
+
+
+@dataclass(slots=True)
+class RunPart(Generic[T]):
+    """One run of a folder or a log, with whatever took its records."""
+
+    name: str
+    folder: Path
+    facts: dict[str, Any]
+    found: T
+    started: float | None
+    """When, in seconds since 1970; None if nothing says so."""
+    remarks: list[str]
+
+
+def read_parts(path: Path, make: Callable[[], T]) -> list[RunPart[T]]:
+    """Read a folder or a log, and hand the records of each run in it to an object that `make` gives.
+
+    Recipe: ``read_parts(Path("runs/digits/default"), Collector)[0].found.series()``.
+    """
+    folder, log = (path.parent, path) if path.is_file() else (path, path / LOG)
+    remarks: list[str] = []
+    facts = _read_facts(folder / FACTS, remarks)
+    by_strategy, contexts = _read_records(log, remarks, make)
+    parts = []
+    for strategy, found in by_strategy.items() or [(None, make())]:
+        alone = len(by_strategy) < 2
+        told = contexts.get(strategy, Context({}))
+        own = dict(facts or told.context)
+        if strategy and not (alone and own.get("strategy")):
+            own["strategy"] = strategy
+        started = (_seconds(facts.get("started")) if alone else None) or told.time or None
+        parts.append(RunPart(_name(own, folder, alone=alone), folder, own, found, started, list(remarks)))
+    return parts
+
+
+def _read_facts(path: Path, remarks: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        remarks.append(f"There is no {FACTS}, so versions, configuration and costs of hooks are not known.")
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        remarks.append(f"{FACTS} could not be read ({error}).")
+        return {}
+    if not isinstance(facts, dict):
+        remarks.append(f"{FACTS} holds no facts: it should be an object.")
+        return {}
+    return _shaped(facts)
+
+
+def _shaped(facts: dict[str, Any]) -> dict[str, Any]:
+    """Without parts that are not what they should be: the page takes them apart."""
+    found = {name: value for name, value in facts.items() if name not in _PARTS or isinstance(value, dict)}
+    hooks = {name: dict(hook) for name, hook in found.get("hooks", {}).items() if isinstance(hook, dict)}
+    for hook in hooks.values():
+        metrics = hook.get("metrics")
+        hook["metrics"] = [one for one in metrics if isinstance(one, dict)] if isinstance(metrics, list) else []
+    return {**found, "hooks": hooks}
+
+
+def _read_records(
+    path: Path, remarks: list[str], make: Callable[[], T]
+) -> tuple[dict[str | None, T], dict[str | None, Context]]:
+    found: dict[str | None, T] = {}
+    contexts: dict[str | None, Context] = {}
+    if not path.exists():
+        remarks.append(f"There is no {path.name}: nothing was recorded, or the run has not begun.")
+        return found, contexts
+    strategy: str | None = None
+    try:
+        for entry in read_log(path):
+            if isinstance(entry, Context):
+                strategy = entry.context.get("strategy", strategy)
+                contexts.setdefault(strategy, entry)  # a run that was resumed has told it more than once
+            else:
+                # A record that names no strategy belongs to the run that is going on.
+                key = entry.strategy or strategy
+                if key not in found:
+                    found[key] = make()
+                found[key].take(entry)
+    except (OSError, ValueError) as error:
+        remarks.append(f"{path.name} could be read only in part ({error}).")
+    if not found:
+        remarks.append("Nothing has been recorded yet.")
+    return found, contexts
+
+
+def _seconds(moment: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
+def _name(facts: dict[str, Any], folder: Path, *, alone: bool) -> str:
+    experiment = facts.get("experiment") or facts.get("experiment_name")
+    named = experiment or folder.resolve().name
+    parts = [named, facts.get("strategy") if experiment or not alone else None]
+    return " / ".join(str(part) for part in parts if part)
+
+
+class Named(Protocol):
+    """A run with a name that may be lengthened."""
+
+    name: str
+    folder: Path
+
+
+def distinct_names(runs: Sequence[Named]) -> None:
+    """Runs of one name are told apart by where their folders part, and by numbers if they share one."""
+    for mark in (_by_folder, _by_number):
+        same: dict[str, list[Named]] = {}
+        for run in runs:
+            same.setdefault(run.name, []).append(run)
+        for twins in same.values():
+            if len(twins) > 1:
+                for run, label in zip(twins, mark(twins), strict=True):
+                    run.name += label
+
+
+def _by_folder(runs: list[Named]) -> list[str]:
+    folders = [run.folder.resolve() for run in runs]
+    shared = os.path.commonpath(folders)
+    return [f" ({label})" if (label := os.path.relpath(folder, shared)) != "." else "" for folder in folders]
+
+
+def _by_number(runs: list[Named]) -> list[str]:
+    return [f" {number}" for number in range(1, len(runs) + 1)]

@@ -1,0 +1,190 @@
+"""The turns of the engine's thread: let go who has ended, take in who waits, run one token for everybody.
+
+Takes waiting rows from ``engine``, moves them through ``batch``, and has each told of its tokens and its end. All of
+it runs on one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hookline.serve.generation.row_batch import Batch
+from hookline.serve.generation.sampling import Choice, choose
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hookline.serve.generation.batch_forward import Forward
+    from hookline.serve.generation.hidden_states import Gatherer
+    from hookline.serve.generation.request_row import Row
+
+__all__ = ["Loop"]
+
+logger = logging.getLogger("hookline.serve.serving_engine")
+
+_PREFILL_TOKENS = 16_384
+"""Prompts that are run together have at most so many tokens, padding included; a longer one is run alone."""
+
+
+class Loop:
+    """The batch that runs, and how rows enter and leave it."""
+
+    def __init__(self, forward: Forward, gatherer: Gatherer, *, max_batch: int) -> None:
+        self._forward = forward
+        self._gatherer = gatherer
+        self._batch = Batch(forward)
+        self._max_batch = max_batch
+        self._entering: list[Row] = []
+        """Those whose prompts are being run."""
+        self.ended: Counter[str] = Counter()
+        """Requests by how they ended."""
+        self.answered = 0
+        """Tokens of all answers."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows that run."""
+        return self._batch.rows
+
+    def fitting(self, waiting: Sequence[Row], bytes_left: int) -> list[Row]:
+        """Of those who wait, the first so many that can be taken in together.
+
+        Who wants hidden states and has no room for them yet is passed by those who want none, and by nobody else: it
+        is still the first for the next place, so that it waits for room alone.
+        """
+        found: list[Row] = []
+        width = 0
+        for row in waiting:
+            if row.states is not None:
+                bytes_left -= row.states.nbytes
+                if bytes_left < 0:
+                    continue
+            width = max(width, len(row.request.prompt_ids))
+            if len(self.rows) + len(found) >= self._max_batch or (found and width * (len(found) + 1) > _PREFILL_TOKENS):
+                break
+            found.append(row)
+        return found
+
+    def enter(self, rows: Sequence[Row]) -> None:
+        """Run the prompts of new rows, and put those that go on into the batch."""
+        self._entering = [row for row in rows if self._opens(row)]
+        if self._entering:
+            joining = Batch(self._forward)
+            try:
+                logits = joining.prefill(self._entering)
+            except Exception as error:
+                self._fail(self._entering, error)
+            else:
+                self._advance(joining, logits)
+                self._join(joining)
+        self._entering = []
+
+    def _opens(self, row: Row) -> bool:
+        """Whether its observers could be put on."""
+        try:
+            if row.states is not None:
+                self._gatherer.open(row.states)
+        except Exception as error:
+            row.states = None  # there is nothing to close
+            self._fail([row], error)
+            return False
+        return True
+
+    def _join(self, joining: Batch) -> None:
+        if not len(joining):
+            return
+        try:
+            with torch.inference_mode():
+                self._batch.join(joining)
+        except Exception as error:  # no memory, most likely; those who run are as they were
+            self._fail(joining.rows, error)
+
+    def step(self) -> None:
+        """One more token for everybody who runs."""
+        try:
+            logits = self._batch.decode()
+        except Exception as error:
+            rows = self.rows
+            self._batch.clear()
+            self._fail(rows, error)
+            return
+        self._advance(self._batch, logits)
+
+    def _advance(self, batch: Batch, logits: Tensor) -> None:
+        """Choose and tell the next token of each row, and let go those that end with it."""
+        try:
+            with torch.inference_mode():
+                chosen = choose(logits, [row.request for row in batch.rows], [row.draws for row in batch.rows])
+            self._gatherer.deliver()
+        except Exception as error:
+            rows = batch.rows
+            batch.clear()
+            self._fail(rows, error)
+            return
+        for row, choice in zip(batch.rows, chosen, strict=True):
+            self._take(row, choice)
+        self._let_go(batch)
+
+    def _take(self, row: Row, choice: Choice) -> None:
+        before = len(row.answer)
+        try:
+            row.take(choice)
+        except Exception as error:  # the tokenizer's, of whom a model's larger vocabulary may ask too much
+            logger.exception("Token %d of request %r has no text", choice.id, row.request.id)
+            row.fail(f"Token {choice.id} has no text: {type(error).__name__}: {error}")
+        self.answered += len(row.answer) - before
+        if row.states is not None and row.states.error is not None:
+            row.fail(f"Its hidden states cannot be had: {row.states.error}.")
+
+    def leave_cancelled(self) -> None:
+        """Let go those that are no longer wanted."""
+        if any(row.cancelled for row in self.rows):
+            self._let_go(self._batch)
+
+    def _let_go(self, batch: Batch) -> None:
+        rows = batch.rows
+        going = [row.is_over or row.cancelled for row in rows]  # read once: any thread may cancel
+        kept = [place for place, goes in enumerate(going) if not goes]
+        try:
+            with torch.inference_mode():
+                batch.keep(kept)
+        except Exception as error:
+            batch.clear()
+            self._fail([rows[place] for place in kept], error)
+        for row, goes in zip(rows, going, strict=True):
+            if goes:
+                self.end(row)
+
+    def end(self, row: Row, error: str | None = None, *, entered: bool = True) -> None:
+        """The last of a row, whether it has ended by itself, failed, or is not wanted any more."""
+        if error is not None:
+            row.fail(error)
+        elif row.is_over:
+            row.finish()
+        else:
+            row.cancel()
+        if entered and row.states is not None:
+            self._gatherer.close(row.states)
+        assert row.finished is not None
+        self.ended[row.finished.reason] += 1
+
+    def abandon(self, error: str | None) -> None:
+        """End all rows that run: with an error, or as cancelled."""
+        entering = [row for row in self._entering if row.finished is None and row not in self.rows]
+        rows = self.rows + entering
+        self._batch.clear()
+        self._entering = []
+        for row in rows:
+            self.end(row, error)
+
+    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
+        logger.error("A forward failed, and with it %d requests", len(rows), exc_info=error)
+        for row in rows:
+            self.end(row, f"{type(error).__name__}: {error}")
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()

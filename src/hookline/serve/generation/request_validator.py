@@ -1,0 +1,82 @@
+"""What the engine looks at before it takes a request: does it fit the model, and what will it keep?
+
+Takes requests from ``engine``, hands back what each wants of hidden states, or an error that says what there is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hookline.errors import OptionError
+from hookline.serve.generation.row_hidden_states import Place, RowStates, wanted_states
+from hookline.sites.select import check_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.serve.generation.model_probe import Shape
+    from hookline.serve.generation_request import Request
+
+__all__ = ["Door", "check_settings"]
+
+
+class Door:
+    """Checks requests, from any thread; nothing of a request that is refused has touched the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: dict[Place, Shape],
+        *,
+        max_sequence: int | None,
+        vocabulary: int,
+        captured_bytes: int,
+        has_text: bool,
+    ) -> None:
+        self._model = model
+        self._shapes = shapes
+        self._max_sequence = max_sequence
+        self._vocabulary = vocabulary
+        self._captured_bytes = captured_bytes
+        self._has_text = has_text
+
+    def check(self, request: Request) -> RowStates | None:
+        """What the request wants of hidden states; an error if it asks for what cannot be had."""
+        self._check_tokens(request)
+        if request.stop and not self._has_text:
+            raise OptionError("stop needs text, and this engine has no tokenizer; leave stop out.")
+        if request.states is None:
+            return None
+        prompt, answer = len(request.prompt_ids), request.max_tokens
+        states = wanted_states(self._model, request.states, prompt, answer, self._shapes)
+        if states.nbytes > self._captured_bytes:
+            raise OptionError(
+                f"Its hidden states can come to {states.nbytes:,} bytes, and all requests together may have "
+                f"{self._captured_bytes:,}; ask for fewer layers, positions or tokens."
+            )
+        return states
+
+    def _check_tokens(self, request: Request) -> None:
+        prompt, answer, most = len(request.prompt_ids), request.max_tokens, self._max_sequence
+        if most is not None and prompt + answer > most:
+            raise OptionError(
+                f"The prompt has {prompt} tokens and the answer may have {answer}, together {prompt + answer}; this "
+                f"model takes {most}."
+            )
+        size = self._vocabulary
+        strange = next((token for token in request.prompt_ids if not 0 <= token < size), None)
+        if strange is not None:  # on a GPU, an index that is out of bounds ends the process
+            raise OptionError(f"Token {strange} is not in the model's vocabulary, which goes from 0 to {size - 1}.")
+
+
+def check_settings(model: nn.Module, on_error: str, **limits: int) -> None:
+    """Raise for a model that cannot be served as it is, and for settings of an engine that mean nothing."""
+    check_model(model)
+    if model.training:
+        raise OptionError("The model is in training mode, where dropout changes its answers; call model.eval().")
+    if on_error not in ("disable", "warn", "raise"):
+        raise OptionError(f"on_error is 'disable', 'warn' or 'raise', got {on_error!r}.")
+    for name, value in limits.items():
+        least = 1 if name == "max_batch" else 0
+        if type(value) is not int or value < least:
+            raise OptionError(f"{name} is a whole number from {least} on, got {value!r}.")

@@ -1,0 +1,167 @@
+"""The gate in front of the app: the token is looked at, the body is bounded, the time is taken.
+
+Takes ASGI calls from uvicorn, hands those that may go on to FastAPI. It stands outside of FastAPI because FastAPI reads
+the whole body first: a stranger could make it read gigabytes, and would learn whether they parse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any, Final
+
+from hookline.serve.http.access import check_access
+from hookline.serve.http.error_answers import Refused, as_json, error_body
+from hookline.serve.http.http_settings import Settings
+
+__all__ = ["AT_THE_END", "Gate"]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+Observe = Callable[[str, str, int, float], None]
+"""Told method, route, status and seconds of every request."""
+
+AT_THE_END: Final = "hookline.at_the_end"
+"""In the scope of a request: what to call when it is over, also when its client has gone in the middle of a stream."""
+_KIND_FACTOR: Final = 4
+"""Of a body that is too large, so many times the limit is read and dropped before the connection is cut: a client that
+is still sending would see a broken pipe instead of the answer."""
+
+
+class Gate:
+    """An ASGI app around another one.
+
+    Recipe: ``app.add_middleware(Gate, settings=settings, observe=metrics.observe)``.
+    """
+
+    def __init__(self, app: Asgi, settings: Settings, observe: Observe) -> None:
+        self._app = app
+        self._settings = settings
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        status = 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._through(scope, receive, noting)
+        finally:
+            for act in scope.get(AT_THE_END, ()):
+                act()
+            self._observe(scope["method"], _route(scope), status, time.perf_counter() - start)
+
+    async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _Body(receive, self._settings)
+        try:
+            check_access(self._settings, scope["method"], scope["path"], _header(scope, b"authorization"))
+            body.check_announced(_header(scope, b"content-length"))
+        except Refused as refused:
+            await body.drop_rest()
+            await _answer(send, refused)
+            return
+
+        async def unless_refused(message: Message) -> None:
+            if body.refused is None:
+                await send(message)
+
+        try:
+            await self._app(scope, body.receive, unless_refused)
+        except Exception:
+            if body.refused is None:
+                raise
+        if body.refused is not None:
+            await body.drop_rest()
+            await _answer(send, body.refused)
+
+
+class _Body:
+    """What comes in of a request, counted."""
+
+    def __init__(self, receive: Receive, settings: Settings) -> None:
+        self._receive = receive
+        self._limit = settings.max_body
+        self._patience_s = settings.body_s
+        self._seen = 0
+        self._ended = False
+        self.refused: Refused | None = None
+        """Why it is not taken, once that is known."""
+
+    def check_announced(self, length: bytes | None) -> None:
+        """Raise for a body that says it is too large."""
+        if length is not None and length.isdigit() and int(length) > self._limit:
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        """The next piece. A body that is too large or too slow has no end: what came of it may be valid JSON, and must
+        not be done; what FastAPI answers to that is not sent."""
+        if self._ended:  # what comes now is the end of the connection, whenever that is
+            return await self._receive()
+        message = await self._next()
+        if self._seen > self._limit:
+            self.refused = self._too_large()
+            raise self.refused
+        return message
+
+    async def drop_rest(self) -> None:
+        """Read on for a while and keep nothing, so that the client is there for the answer."""
+        with suppress(Refused):
+            while not self._ended and self._seen <= _KIND_FACTOR * self._limit:
+                await self._next()
+
+    async def _next(self) -> Message:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                message = await self._receive()
+        except TimeoutError:
+            self._ended = True
+            self.refused = Refused(
+                408,
+                f"Nothing came of the body for {self._patience_s:g} s; send it again.",
+                headers={"Connection": "close"},
+            )
+            raise self.refused from None
+        self._seen += len(message.get("body", b""))
+        self._ended = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+    def _too_large(self) -> Refused:
+        return Refused(
+            413,
+            f"The body is larger than {self._limit} bytes. Send less at once, or start the server with a larger "
+            "--max-body.",
+            headers={"Connection": "close"},
+        )
+
+
+async def _answer(send: Send, refused: Refused) -> None:
+    content = as_json(error_body(refused))
+    headers = {"content-type": "application/json", "content-length": str(len(content)), **refused.headers}
+    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": refused.status, "headers": raw})
+    await send({"type": "http.response.body", "body": content})
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    """What a header says; of one that comes twice both, which is no token and no number."""
+    found = [value for key, value in scope["headers"] if key == name]
+    return b", ".join(found) if found else None
+
+
+def _route(scope: Scope) -> str:
+    """The route as it is declared, so that no client can invent new series of metrics."""
+    return str(getattr(scope.get("route"), "path", "other"))

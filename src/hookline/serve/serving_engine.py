@@ -1,0 +1,324 @@
+"""Runs a causal language model for many requests at once, on a thread of its own.
+
+Takes requests from any thread, hands them to ``loop`` and their tokens back as they come; hooks go on and off, and
+anything else that needs the model to stand still is done, between two forwards.
+
+    submit() ──► waiting ──► prefill ──► batch ──► one token for all ──► on_event(Token) … on_event(Finished)
+                               └─ a forward of their own, then they join what runs
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hookline.errors import EngineBusy, EngineClosed, OptionError
+from hookline.serve.generation.batch_forward import Forward
+from hookline.serve.generation.engine_loop import Loop
+from hookline.serve.generation.hidden_states import Gatherer
+from hookline.serve.generation.model_probe import end_tokens, longest_sequence, try_out
+from hookline.serve.generation.request_row import Row, Ticket
+from hookline.serve.generation.request_validator import Door, check_settings
+from hookline.serve.generation_request import Event, Request
+from hookline.serve.live_hooks import LiveHooks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Engine", "Ticket"]
+
+logger = logging.getLogger("hookline.serve.serving_engine")
+
+T = TypeVar("T")
+
+_EXIT_S = 90.0
+"""How long a program that ends waits for an engine that nobody closed: hooks may take a minute to write all."""
+
+
+class Engine:
+    """Batched generation on one model, for requests that come and go.
+
+    Recipe::
+
+        model, tokenizer = load("models/llama")
+        engine = Engine(model, tokenizer)
+        engine.start()
+        ticket = engine.submit(Request("r1", tuple(tokenizer("Once upon a").input_ids)), on_event=print)
+        engine.close()
+
+    New requests join between two steps. The answer of a request does not depend on what runs beside it, but for the
+    rounding of sums that batches of other sizes add up in another order. A prompt is run in one piece, up to 16,384
+    tokens of prompts together: for as long as that takes, nobody gets a token, and nobody can be called off. A program
+    that ends without `close` cancels what runs and has hooks write what they have.
+
+    Args:
+        model: A causal language model of ``transformers``, in eval mode, on the device that is to run it. When the
+            engine is made, the model is run a few times on a few tokens, which its hooks do not see: to learn which
+            modules have hidden states, and that padding does not change its answers. Of a compiled model, compiled code
+            runs the tokens of answers, and prompts are run as they are; it is compiled three times (for the first
+            answer, for any length, for more than one row) and again when hooks come, or states are asked for, where
+            none were. Requests wait meanwhile; after eight times, torch runs as it is what it has no code for.
+        tokenizer: Turns answers into text; without one, tokens have none, and there are no stop texts.
+        max_batch: So many requests run at once.
+        max_waiting: So many more may wait; then `EngineBusy`.
+        max_sequence: Tokens of prompt and answer together; as many as the model has positions if None.
+        captured_bytes: Hidden states that all running requests together may want. One that could want more than that
+            by itself is refused; others wait until there is room, and requests that want none pass them meanwhile.
+        allow: What paths of hook factories may begin with, for ``hooks``; None allows all.
+        on_error: What becomes of an exception in a hook whose spec does not say: ``"disable"``, ``"warn"`` or
+            ``"raise"``, which fails the requests of that batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        max_batch: int = 32,
+        max_waiting: int = 256,
+        max_sequence: int | None = None,
+        captured_bytes: int = 1 << 30,
+        allow: Iterable[str] | None = ("hookline.factories",),
+        on_error: str = "disable",
+    ) -> None:
+        check_settings(model, on_error, max_batch=max_batch, max_waiting=max_waiting, captured_bytes=captured_bytes)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_sequence = longest_sequence(model, max_sequence)
+        self._forward = Forward(model)
+        self._door = Door(
+            model,
+            try_out(self._forward, batches=max_batch > 1),
+            max_sequence=self.max_sequence,
+            vocabulary=self._forward.vocabulary,
+            captured_bytes=captured_bytes,
+            has_text=tokenizer is not None,
+        )
+        self._forward.forget()
+        self._gatherer = self._forward.gatherer = Gatherer(model, self._forward.device)
+        self._loop = Loop(self._forward, self._gatherer, max_batch=max_batch)
+        self._eos = end_tokens(model, tokenizer)
+        self._max_waiting = max_waiting
+        self._captured_bytes = captured_bytes
+        self._changed = threading.Condition()
+        self._waiting: deque[Row] = deque()
+        self._known: dict[str, Row] = {}
+        """The requests that wait or run, and some that have ended, by their ids."""
+        self._acts: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._accepted = self._refused = 0
+        self._reserved = 0
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._is_over = False
+        self._deadline = float("inf")
+        self.hooks = LiveHooks(model, self.between, allow=allow, on_error=on_error)
+
+    # -- from any thread -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to serve; a second call does nothing."""
+        with self._changed:
+            if self._is_closing:
+                raise EngineClosed("The engine was closed, and does not start again; make another.")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hookline-engine", daemon=True)
+                self._thread.start()
+                atexit.register(self._close_at_exit)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are answered; False before the start, after the end, and if it has failed."""
+        return self._thread is not None and self._thread.is_alive() and not self._is_over
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+        """Have a request answered.
+
+        Args:
+            request: What is asked.
+            on_event: Called on the engine's thread with each `Token`, then once with `Finished`. It must not block: as
+                long as it runs, nobody gets a token. If it raises, that is logged, and the request cancelled.
+
+        Raises:
+            EngineBusy: As many wait as may.
+            EngineClosed: The engine is not running, or takes no more.
+            OptionError: The request is too long, or wants what cannot be had; its id is in use.
+            NoMatchError: (a KeyError) a layer that the model does not have; the message names the nearest.
+        """
+        row = Row(request, on_event, tokenizer=self.tokenizer, eos=self._eos, states=self._door.check(request))
+        with self._changed:
+            self._check_runs()
+            other = self._known.get(request.id)
+            if other is not None and other.finished is None:
+                raise OptionError(
+                    f"A request {request.id!r} is waiting or running already; give each an id of its own."
+                )
+            if len(self._waiting) >= self._max_waiting:
+                self._refused += 1
+                raise EngineBusy(f"{len(self._waiting)} requests are waiting, which is all that may; try again later.")
+            self._known[request.id] = row
+            self._waiting.append(row)
+            self._accepted += 1
+            self._changed.notify_all()
+        return Ticket(row, self._wake)
+
+    def _check_runs(self) -> None:
+        if self._thread is None or self._is_closing:
+            raise EngineClosed(f"The engine {'is closing' if self._is_closing else 'has not been started'}.")
+        if not self._thread.is_alive():
+            raise EngineClosed("The engine runs in the process that this one was forked from; start one here.")
+
+    def between(self, act: Callable[[], T]) -> Future[T]:
+        """Do something while no forward is running: at once if none can be, else on the engine's thread.
+
+        Recipe: ``engine.between(lambda: model.load_state_dict(newer)).result()``.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            runs = self.is_running
+            if runs and threading.current_thread() is not self._thread:
+                self._acts.append((act, future))
+                self._changed.notify_all()
+                return future
+        _do(act, future)
+        return future
+
+    def close(self, drain_s: float = 30.0) -> None:
+        """Refuse new requests, finish those that were accepted, then take hooks off and flush what they have.
+
+        Args:
+            drain_s: After so many seconds, those that are not finished are cancelled.
+        """
+        self._close(drain_s)
+
+    def _close(self, drain_s: float, patience_s: float | None = None) -> None:
+        with self._changed:
+            self._is_closing = True
+            self._deadline = min(self._deadline, time.monotonic() + drain_s)
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is None:
+            self._finish()
+        elif thread is threading.current_thread():
+            return
+        else:
+            thread.join(patience_s)
+        self.hooks.wait_until_closed(patience_s)
+
+    def _close_at_exit(self) -> None:
+        """A thread that is inside of torch when the interpreter goes would take the process down with it."""
+        self._close(0.0, _EXIT_S)
+
+    def counts(self) -> dict[str, float]:
+        """Figures for a metrics page: sums since the start, and what waits and runs now."""
+        ended, forward = self._loop.ended, self._forward
+        return {
+            "requests_accepted": self._accepted,
+            "requests_refused": self._refused,
+            **{f"requests_{reason}": ended[reason] for reason in ("stop", "length", "cancelled", "error")},
+            "requests_waiting": len(self._waiting),
+            "requests_running": len(self._loop.rows),
+            "prompt_tokens": forward.counts["prefill_tokens"],
+            "answer_tokens": self._loop.answered,
+            "prefill_forwards": forward.counts["prefill_forwards"],
+            "decode_forwards": forward.counts["decode_forwards"],
+            "forward_seconds": forward.seconds,
+            "captured_bytes": self._gatherer.gathered,
+            "captured_bytes_reserved": self._reserved,
+            "captured_bytes_limit": self._captured_bytes,
+            "hooks": len(self.hooks.list()),
+        }
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- on the engine's thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.exception("The engine has failed, and serves no more")
+            self._abandon(f"The engine failed: {type(error).__name__}: {error}")
+        finally:
+            self._finish()
+
+    def _turn(self) -> bool:
+        """One turn; False if it was the last."""
+        with self._changed:
+            while not (self._acts or self._waiting or self._loop.rows or self._is_closing):
+                self._changed.wait()
+            acts = list(self._acts)
+            self._acts.clear()
+        for act, future in acts:
+            _do(act, future)
+        self._leave()
+        if self._is_closing and time.monotonic() >= self._deadline:
+            self._abandon(None)
+        self._enter()
+        if self._loop.rows:
+            self._loop.step()
+        self._forget()
+        return bool(self._loop.rows or self._waiting or self._acts or not self._is_closing)
+
+    def _leave(self) -> None:
+        """Cancelled requests go, those that still wait too."""
+        self._loop.leave_cancelled()
+        with self._changed:
+            gone = [row for row in self._waiting if row.cancelled]
+            for row in gone:
+                self._waiting.remove(row)
+        for row in gone:
+            self._loop.end(row, entered=False)
+
+    def _enter(self) -> None:
+        with self._changed:
+            reserved = sum(row.states.nbytes for row in self._loop.rows if row.states is not None)
+            rows = self._loop.fitting(list(self._waiting), self._captured_bytes - reserved)
+            for row in rows:
+                self._waiting.remove(row)
+        if rows:
+            self._loop.enter(rows)
+
+    def _forget(self) -> None:
+        """Keep nothing of requests that have ended."""
+        running = self._loop.rows
+        with self._changed:
+            self._known = {row.request.id: row for row in (*running, *self._waiting)}
+            self._reserved = sum(row.states.nbytes for row in running if row.states is not None)
+
+    def _abandon(self, error: str | None) -> None:
+        """End whatever is left."""
+        with self._changed:
+            self._is_closing = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        for row in waiting:
+            self._loop.end(row, error, entered=False)
+        self._loop.abandon(error)
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._is_over = True
+            acts = list(self._acts)
+            self._acts.clear()
+        for act, future in acts:
+            _do(act, future)
+        self.hooks.close()
+        atexit.unregister(self._close_at_exit)
+
+
+def _do(act: Callable[[], T], future: Future[T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(act())
+    except BaseException as error:
+        future.set_exception(error)

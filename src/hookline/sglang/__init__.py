@@ -1,0 +1,7 @@
+"""SGLang's names for hooks on a served model: `ServerArgs`, `ModelRunner`."""
+
+from __future__ import annotations
+
+from hookline._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,0 +1,120 @@
+"""A loaded model with the hooks that its server's settings ask for.
+
+Takes a model and `ServerArgs`, hands specs to `register_hooks` and keeps the handles. The line it logs is that of the
+system that these settings come from, word for word. Needs neither pydantic nor the packages of ``hookline[serve]``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torch.utils.hooks import RemovableHandle
+
+from hookline.sglang.server_args import ServerArgs
+from hookline.sites.handle import HandleSet, HookHandle
+from hookline.specs.hook_spec import HookSpec, register_hooks
+from hookline.specs.spec_hooks import close_hooks, hooks_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ModelRunner"]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Holds a model, and attaches hooks to it from data.
+
+    Recipe::
+
+        runner = hookline.sglang.ModelRunner(model, hookline.sglang.ServerArgs.from_file("server.json"))
+        runner.initialize()
+        runner.model(x)
+        print(runner.hook_handles.report())
+        runner.close()  # or runner.hook_handles.remove(), which leaves hooks as they are
+
+    Args:
+        model: The model; names of modules are relative to it.
+        server_args: A `ServerArgs`, a dictionary with its keys, or any object with ``enable_hooks`` and ``hooks``, or
+            with ``forward_hooks``. None attaches nothing.
+    """
+
+    def __init__(self, model: nn.Module, server_args: Any = None) -> None:
+        self.model = model
+        self.server_args = ServerArgs.from_dict(server_args) if isinstance(server_args, Mapping) else server_args
+        self.hook_handles = HandleSet()
+        """What it has attached, in that order; ``remove()`` takes everything off. What is off by then, and has nothing
+        to write, is no longer among them once more is attached."""
+        self._is_initialized = False
+        self._closed: WeakSet[RemovableHandle] = WeakSet()
+        self._lock = RLock()
+
+    def initialize(self, *, strict: bool = False, allow: Iterable[str] | None = None) -> None:
+        """Attach what the settings ask for, once: called again it does nothing, also after hooks were removed.
+
+        If it raises, nothing is attached, and it may be tried again.
+
+        Args:
+            strict: As for `register_hooks`.
+            allow: What paths of factories may begin with, see `resolve_callable`; None allows all.
+        """
+        with self._lock:
+            if self._is_initialized:
+                return
+            args = _as_args(self.server_args)
+            if args.enable_hooks and not args.hooks:
+                logger.warning("enable_hooks=True but no 'hooks' specified in server_args")
+            specs = args.hook_specs()
+            if specs:
+                self.register_hooks(specs, strict=strict, allow=allow)
+            self._is_initialized = True
+
+    def register_hooks(
+        self,
+        hook_specs: Iterable[HookSpec | Mapping[str, Any]],
+        *,
+        strict: bool = False,
+        allow: Iterable[str] | None = None,
+    ) -> HandleSet:
+        """Attach the hooks that `hook_specs` describe, all or none, whether the settings enable hooks or not.
+
+        Returns:
+            Their handles alone; they are among ``hook_handles`` as well. See `register_hooks` of hookline.
+        """
+        handles = register_hooks(self.model, hook_specs, strict=strict, allow=allow)
+        with self._lock:
+            kept = [handle for handle in self.hook_handles if not self._is_done_with(handle)]
+            self.hook_handles._handles = [*kept, *handles]  # whole: somebody may be going through the old one
+        return handles
+
+    def close(self) -> None:
+        """Take all hooks off, and have those that can, ``close()``: write what they still have. May be repeated."""
+        handles = list(self.hook_handles)
+        self.hook_handles.remove()
+        close_hooks(hooks_of(handles))
+        self._closed.update(handles)
+
+    def _is_done_with(self, handle: RemovableHandle) -> bool:
+        """Whether its hook is off, with nothing left to write: a server that runs for weeks attaches many."""
+        if not isinstance(handle, HookHandle) or not handle.removed:
+            return False
+        return handle in self._closed or not any(callable(getattr(hook, "close", None)) for hook in hooks_of([handle]))
+
+    def __repr__(self) -> str:
+        return f"<ModelRunner of {type(self.model).__name__}, {len(self.hook_handles)} hooks>"
+
+
+def _as_args(given: Any) -> ServerArgs:
+    """The three settings that matter here, of whatever object has them."""
+    if isinstance(given, ServerArgs):
+        return given
+    return ServerArgs(
+        enable_hooks=getattr(given, "enable_hooks", False),
+        hooks=getattr(given, "hooks", None),
+        forward_hooks=getattr(given, "forward_hooks", None),
+    )

@@ -1,0 +1,163 @@
+"""What a server is started with, as far as hooks go: whether there are any, and which.
+
+Written by hand or read from a file; `ModelRunner` asks it for the specs to attach. Everything else that the settings of
+a server have is kept as it is. Needs torch, pydantic and the packages of ``hookline[serve]`` as little as the hooks do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from hookline.errors import OptionError
+from hookline.messages import type_name
+from hookline.specs.copy_config import own_copy
+
+if TYPE_CHECKING:
+    from hookline.specs.hook_spec import HookSpec
+
+__all__ = ["ServerArgs"]
+
+logger = logging.getLogger(__name__)
+
+_OWN: Final = ("enable_hooks", "hooks", "forward_hooks")
+
+
+class ServerArgs:
+    """The settings of a server: its hooks on modules, and whatever else it has.
+
+    Recipe::
+
+        args = hookline.sglang.ServerArgs(
+            enable_hooks=True,
+            hooks=[
+                {
+                    "name": "outer_linear_hooks",
+                    "target_modules": ["outer.0", "outer.1"],
+                    "hook_factory": "my_project.hooks:dummy_hook_factory",
+                    "config": {"tag": "outer-layer"},
+                }
+            ],
+            model_path="models/small",  # not about hooks: args.model_path
+        )
+        runner = hookline.sglang.ModelRunner(model, args)
+        runner.initialize()
+
+    Args:
+        enable_hooks: Whether ``hooks`` are attached.
+        hooks: Hook specs: objects, of which copies are kept, or `HookSpec`.
+        forward_hooks: The same by its newer name, which needs no switch: a list that has something in it is attached.
+        others: Any other settings; kept, and found as attributes.
+    """
+
+    def __init__(
+        self,
+        /,
+        *,
+        enable_hooks: bool = False,
+        hooks: Iterable[HookSpec | Mapping[str, Any]] | None = None,
+        forward_hooks: Iterable[HookSpec | Mapping[str, Any]] | None = None,
+        **others: Any,
+    ) -> None:
+        if not isinstance(enable_hooks, bool):  # "false" is true to Python
+            raise OptionError(f"enable_hooks is true or false, got {enable_hooks!r}.")
+        self.enable_hooks = enable_hooks
+        self.hooks = _listed("hooks", hooks)
+        self.forward_hooks = _listed("forward_hooks", forward_hooks)
+        self.others = others
+        """The settings that are not about hooks, by name."""
+        _tell_of_slips(others)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The settings that a JSON object has; keys that are not about hooks are kept."""
+        if not isinstance(values, Mapping):
+            raise OptionError(f"The settings of a server are an object with keys, got {type_name(values)}.")
+        given = {str(key): value for key, value in values.items()}
+        if given.get("enable_hooks", False) is None:
+            del given["enable_hooks"]
+        return cls(**given)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read them from JSON (comments allowed), YAML or TOML; a mistake in a spec is told with its path and line."""
+        from hookline.config.read_settings import read_document
+        from hookline.config.spec_files import server_settings
+
+        return cls.from_dict(server_settings(read_document(path)))
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Add the flags of these settings to `parser`: ``--forward-hooks``, ``--enable-hooks``, ``--hooks``, ….
+
+        Recipe::
+
+            parser = argparse.ArgumentParser()
+            hookline.sglang.ServerArgs.add_cli_args(parser)
+            args = hookline.sglang.ServerArgs.from_cli_args(parser.parse_args())
+
+        Hook specs are given as a JSON list. ``--model-path`` is kept, and not about hooks.
+        """
+        parser.add_argument("--model-path", "--model", metavar="PATH", help="The model; kept as model_path.")
+        parser.add_argument("--enable-hooks", action="store_true", default=False, help="Attach what --hooks says.")
+        for flag, needs in (("--hooks", "; attached if --enable-hooks is given"), ("--forward-hooks", "")):
+            about = f"Hook specs (name, target_modules, hook_factory, config, …) as a JSON list{needs}."
+            parser.add_argument(flag, type=_json_list, default=None, metavar="JSON", help=about)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Make settings of parsed flags; those that other code has added to the parser are kept, unless None."""
+        return cls(**{name: value for name, value in vars(args).items() if value is not None})
+
+    def hook_specs(self) -> list[HookSpec | Mapping[str, Any]]:
+        """Return copies of what is to be attached: ``hooks`` if they are enabled, then ``forward_hooks``."""
+        return own_copy([*((self.hooks or ()) if self.enable_hooks else ()), *(self.forward_hooks or ())])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN or name == "others":  # being copied or unpickled, and not there yet
+            raise AttributeError(name)
+        try:
+            return self.others[name]
+        except KeyError:
+            raise AttributeError(f"These settings of a server have no {name!r}.") from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ServerArgs) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it has lists, and they may change
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in _OWN} | self.others
+        return f"ServerArgs({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _listed(name: str, value: Any) -> list[Any] | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise OptionError(f"{name} is a list of hook specs, got {type_name(value)}; write [spec].")
+    return own_copy(list(value))
+
+
+def _json_list(text: str) -> list[Any]:
+    """Return the list that `text` says in JSON; argparse prints the error."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list):
+        raise argparse.ArgumentTypeError(f"Invalid JSON list: {text}. Please provide a valid JSON list.")
+    return value
+
+
+def _tell_of_slips(others: Iterable[str]) -> None:
+    """A key that is kept for the server, and looks as if hooks were meant."""
+    for key in others:
+        near = get_close_matches(key, _OWN, n=1, cutoff=0.85)
+        if near:
+            logger.warning("server_args has %r, which is not about hooks; did you mean %r?", key, near[0])

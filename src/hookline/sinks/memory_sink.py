@@ -1,0 +1,105 @@
+"""Metrics kept in memory, to look at: in tests, in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hookline.sinks.record import Record
+from hookline.sinks.sink import MetricSink
+from hookline.tables import Table, number_text
+
+__all__ = ["MemoryRecord", "MemorySink"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """What one ``emit`` handed over."""
+
+    metrics: dict[str, Any]
+    """The metrics, by name."""
+    epoch: int
+    """When: an epoch, or a step."""
+    hook_point: Any
+    """At which moment of it."""
+    context: dict[str, Any] = field(default_factory=dict)
+    """What ``set_run_context`` had said by then."""
+    step: int | None = None
+    """The step of the whole run by then, if that was told."""
+
+    def _repr_html_(self) -> str:
+        rows = [(name, number_text(value)) for name, value in self.metrics.items()]
+        return Table(("metric", "value"), rows, numbers=(1,), title=_when(self)).html()
+
+
+def _when(record: MemoryRecord) -> str:
+    point = getattr(record.hook_point, "name", record.hook_point)
+    step = "" if record.step is None else f", step {record.step}"
+    return f"epoch {record.epoch}{step}, {point}"
+
+
+class MemorySink(MetricSink):
+    """Keeps every record in a list.
+
+    Recipe::
+
+        sink = hookline.sinks.MemorySink()
+        sink.emit({"loss": 0.5}, epoch=0, hook_point="POST_EPOCH")
+        sink.series("loss")  # [(0, 0.5)]
+    """
+
+    def __init__(self) -> None:
+        self.records: list[MemoryRecord] = []
+        """Everything so far, in order."""
+        self._context: dict[str, Any] = {}
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
+        """Keep a copy of the metrics, unless there are none."""
+        if metrics:
+            self.records.append(MemoryRecord(dict(metrics), epoch, hook_point, dict(self._context)))
+
+    def write(self, record: Record) -> None:
+        """Keep a copy of the record, unless there is nothing in it."""
+        if type(self).emit is not MemorySink.emit:  # somebody's own, which wants to see everything
+            super().write(record)
+        elif record.metrics:
+            self.records.append(
+                MemoryRecord(dict(record.metrics), record.epoch, record.hook_point, dict(self._context), record.step)
+            )
+
+    def set_run_context(self, **context: Any) -> None:
+        """Goes with the records from now on."""
+        self._context |= context
+
+    def __repr__(self) -> str:
+        if not self.records:
+            return "<MemorySink without records>"
+        newest = _when(self.records[-1])
+        return f"<MemorySink of {len(self.records)} records, {len(self.latest)} metrics, newest at {newest}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, number_text(value)) for name, value in self.latest.items()]
+        return Table(("metric", "newest value"), rows, numbers=(1,), title=repr(self)[1:-1]).html()
+
+    def series(self, name: str) -> list[tuple[int, Any]]:
+        """One metric over time: the epoch, or step, and its value."""
+        return [(record.epoch, record.metrics[name]) for record in self.records if name in record.metrics]
+
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The newest value of every metric."""
+        return {name: value for record in self.records for name, value in record.metrics.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many records there are."""
+        return {"records": len(self.records)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Forget those that came later."""
+        if "records" in state:
+            del self.records[state["records"] :]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.records.clear()

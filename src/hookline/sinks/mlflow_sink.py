@@ -1,0 +1,219 @@
+"""Metrics as runs of MLflow.
+
+Takes records from the fan-out, usually in its helper process, and hands batches to the ``mlflow`` package's client.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from hookline.sinks.flat_metrics import Point, axis, json_text, number, numbers, plain, points, summary
+from hookline.sinks.record import Record
+from hookline.sinks.run_sink import RunSink
+
+__all__ = ["MLflowSink"]
+
+_FORBIDDEN: Final = re.compile(r"[^/\w.\- ]")
+_LONGEST_KEY: Final = 250
+_LONGEST_TEXT: Final = 5000
+_METRICS: Final = 900
+"""MLflow takes 1,000 things at a time, of which 100 may be tags."""
+_PARAMS: Final = 100
+
+
+class MLflowSink(RunSink):
+    """An MLflow run per strategy: metrics at the global step, the configuration as parameters.
+
+    Recipe::
+
+        sink = hookline.sinks.MLflowSink("sqlite:///mlflow.db", experiment="mod_arithmetic")
+        sink.set_run_context(strategy="random", config={"lr": 1e-3})
+        sink.emit({"norms/total": 1.5}, epoch=0, hook_point="POST_EPOCH")
+        sink.close()  # then: mlflow ui --backend-store-uri sqlite:///mlflow.db
+
+    Step metrics are a value per step; of any other list of numbers there are ``{name}_mean``, ``_min`` and ``_max``.
+    Dictionaries are ``name/key``, strings are tags of the run, None is left out. MLflow's names have letters, digits
+    and ``_-./`` and spaces: other signs become ``_``, and names of more than 250 signs, or that two metrics would
+    share, end with a checksum of the true name. A resumed run goes on in the same MLflow run, whose id is kept in the
+    run's folder.
+
+    Args:
+        tracking_uri: The store, or its file, which ends with ``.db``; None for ``MLFLOW_TRACKING_URI``, else
+            ``{run_dir}/mlflow.db``.
+        experiment: The MLflow experiment; None for the name of ours.
+    """
+
+    slow: ClassVar[bool] = True
+    package: ClassVar[str | None] = "mlflow"
+    extra: ClassVar[str | None] = "mlflow"
+
+    def __init__(self, tracking_uri: str | Path | None = None, experiment: str | None = None) -> None:
+        super().__init__()
+        self._tracking_uri = None if tracking_uri is None else _as_uri(str(tracking_uri))
+        self._experiment = experiment
+        self._client: Any = None
+        self._run_id: str | None = None
+        self._keys: dict[str, str] = {}
+        self._true: dict[str, str] = {}
+
+    def options(self) -> dict[str, Any]:
+        """The store and the experiment."""
+        return {"tracking_uri": self._tracking_uri, "experiment": self._experiment}
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run that is being written."""
+        return self._run_id
+
+    def _write(self, record: Record) -> None:
+        if self._run_id is None and not self._open():
+            self._drop("MLflowSink requires tracking_uri, or a run_dir told by set_run_context().")
+            return
+        from mlflow.entities import Metric, RunTag
+
+        # The time of the record, not of the writing: a record that comes twice is then the same row of the store.
+        stamp = int(record.time * 1000)
+        found = [*_numbers(record), Point("epoch", float(record.epoch), axis(record))]
+        metrics = [Metric(self._key(point.name), point.value, stamp, point.step) for point in found]
+        tags = [RunTag(self._key(name), text) for name, text in _texts(record).items()]
+        for start in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
+        for start in range(0, len(tags), _PARAMS):
+            self._client.log_batch(self._run_id, tags=tags[start : start + _PARAMS])
+
+    def _key(self, name: str) -> str:
+        """A name as MLflow takes it, the same each time."""
+        key = self._keys.get(name)
+        if key is None:
+            key = _fit(name)
+            if len(key) > _LONGEST_KEY or self._true.setdefault(key, name) != name:
+                key = f"{key[: _LONGEST_KEY - 9]}_{zlib.crc32(name.encode('utf-8')):08x}"
+            self._keys[name] = key
+        return key
+
+    # -- runs -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> bool:
+        uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or self._own_store()
+        if uri is None:
+            return False
+        # Of the tables of a new store it would say so on the console.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        self._client = self._import("mlflow.tracking").MlflowClient(tracking_uri=uri)
+        self._run_id = self._known_run(uri) or self._new_run(uri)
+        return True
+
+    def _own_store(self) -> str | None:
+        folder = self._context.folder
+        if folder is None:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        return _as_uri(str(folder / "mlflow.db"))
+
+    def _new_run(self, uri: str) -> str:
+        known = self._context.known
+        run = self._client.create_run(
+            self._experiment_id(uri),
+            run_name=self._context.strategy or "run",
+            tags={"strategy": str(self._context.strategy), "group": str(known.get("run_group", ""))},
+        )
+        run_id = str(run.info.run_id)
+        self._log_params(run_id, known.get("config") or {})
+        if (file := self._run_file()) is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"tracking_uri": uri, "run_id": run_id}), encoding="utf-8")
+        return run_id
+
+    def _experiment_id(self, uri: str) -> str:
+        name = self._experiment or str(self._context.known.get("experiment_name") or "hookline")
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        # Beside the database, not in whatever folder this process happens to be in; made when something is put there.
+        place = None
+        if uri.startswith("sqlite:///"):
+            place = (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
+        return str(self._client.create_experiment(name, artifact_location=place))
+
+    def _log_params(self, run_id: str, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        flat = {name: value for name, value, _ in points(Record(config, 0, ""))}
+        params = [Param(self._key(name), _text(value)) for name, value in flat.items()]
+        for start in range(0, len(params), _PARAMS):
+            self._client.log_batch(run_id, params=params[start : start + _PARAMS])
+
+    def _run_file(self) -> Path | None:
+        folder = self._context.folder
+        return None if folder is None or self._is_copy else folder / "mlflow_run.json"
+
+    def _known_run(self, uri: str) -> str | None:
+        """The run that a resumed run goes on with, unless its store is another, or has lost it."""
+        from mlflow.exceptions import MlflowException
+
+        file = self._run_file()
+        try:
+            kept = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        if kept.get("tracking_uri") != uri:
+            return None
+        try:
+            self._client.update_run(kept["run_id"], status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+        return str(kept["run_id"])
+
+    def _end_run(self) -> None:
+        run_id, self._run_id = self._run_id, None
+        self._keys, self._true = {}, {}
+        if run_id is not None:
+            self._client.set_terminated(run_id)
+
+
+def _as_uri(place: str) -> str:
+    """A database that is given as a file, as MLflow names it."""
+    if "://" in place or not place.endswith(".db"):
+        return place
+    return f"sqlite:///{Path(place).absolute().as_posix()}"
+
+
+def _numbers(record: Record) -> Iterator[Point]:
+    for name, value, step in points(record, reserved=("epoch",)):
+        single = number(value)
+        if single is not None:
+            yield Point(name, single, step)
+        elif (several := numbers(value)) is not None:
+            yield from (Point(f"{name}_{part}", found, step) for part, found in summary(several).items())
+
+
+def _texts(record: Record) -> dict[str, str]:
+    """What is no number, by name; of several steps the last."""
+    return {
+        name: _text(value)
+        for name, value, _ in points(record, reserved=("epoch",))
+        if value is not None and number(value) is None and numbers(value) is None
+    }
+
+
+def _text(value: Any) -> str:
+    value = plain(value)
+    text = value if isinstance(value, str) else json_text(value) if isinstance(value, (list, float)) else str(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} …"
+
+
+def _fit(name: str) -> str:
+    """Signs that MLflow refuses become ``_``; so does the path that a name must not look like."""
+    key = _FORBIDDEN.sub("_", name) or "_"
+    parts: Sequence[str] = ["_" if part in ("", ".", "..") else part for part in key.split("/")]
+    return posixpath.join(*parts)

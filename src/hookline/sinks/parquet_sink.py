@@ -1,0 +1,202 @@
+"""Metrics as a long table in Parquet files: a row per value.
+
+Takes records from the fan-out, hands batches of rows to pyarrow.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from hookline.sinks.flat_metrics import clean, json_text, number, points
+from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.row_sink import RowSink
+from hookline.sinks.sink_paths import candidates
+
+__all__ = ["ParquetSink"]
+
+_PART: Final = 50_000
+"""Rows of a file: about 1 MB, and 20 ms of the training thread to write."""
+_SECONDS: Final = 10.0
+"""How long rows wait at the most, if more records come; then the last file, which is not full, is written again."""
+_EXACT: Final = 2**53
+_COLUMNS: Final = ("name", "value", "text", "step", "epoch", "point", "strategy", "rank", "time")
+
+
+class ParquetSink(RowSink["Parts"]):
+    """A folder of Parquet files per strategy, which readers take for one table, with a row for each value.
+
+    Recipe::
+
+        sink = hookline.sinks.ParquetSink("metrics.parquet")
+        sink.emit({"norms/total": 1.5}, epoch=0, hook_point="POST_EPOCH")
+        sink.close()
+        pandas.read_parquet("metrics.parquet")  # name, value, text, step, epoch, point, strategy, rank, time
+
+    Of step metrics each value has its own row and step. Numbers are in ``value``, strings and lists (as JSON) in
+    ``text``. Rows are written 50,000 at a time or after ten seconds, each file whole or not at all: a killed process
+    leaves all files readable and loses what waited, which the log still has. There is no overwriting: if there is
+    such a folder, this one gets ``_1``, ``_2``, …
+    """
+
+    package: ClassVar[str | None] = "pyarrow"
+    extra: ClassVar[str | None] = "parquet"
+
+    ending: ClassVar[str] = ".parquet"
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        super().__init__(path)
+
+    def _write(self, record: Record) -> None:
+        parts = self._rows or self._opened()
+        if parts is None:
+            self._drop("ParquetSink requires a path, or a run_dir told by set_run_context().")
+            return
+        parts.add(record)
+
+    def _new(self, wanted: Path) -> Parts:
+        self._import("pyarrow.parquet")
+        return Parts(_made(wanted))
+
+    def _again(self, path: Path, count: int) -> Parts:
+        self._import("pyarrow.parquet")
+        parts = Parts(path)
+        parts.cut(count)
+        return parts
+
+    def flush(self) -> None:
+        """Write the rows that wait."""
+        if self._rows is not None:
+            self._rows.flush()
+
+
+class _Columns:
+    """Rows that wait, column by column."""
+
+    def __init__(self) -> None:
+        self.lists: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+
+    def __len__(self) -> int:
+        return len(self.lists["name"])
+
+    def add(self, record: Record) -> None:
+        before = len(self)
+        rest = {}
+        for name, value in record.metrics.items():
+            # Of floats over steps, which most values are, nothing has to be looked at one by one.
+            if type(value) is StepSeries and len(value) == len(value.steps) and set(map(type, value)) == {float}:
+                self._extend([clean(str(name))] * len(value), value, [None] * len(value), value.steps)
+            else:
+                rest[name] = value
+        found = list(points(replace(record, metrics=rest)))
+        values = [_value(point.value) for point in found]
+        self._extend([p.name for p in found], [v[0] for v in values], [v[1] for v in values], [p.step for p in found])
+        strategy = None if record.strategy is None else clean(str(record.strategy))
+        same = (int(record.epoch), clean(record.point), strategy, record.rank, float(record.time))
+        for column, value in zip(_COLUMNS[4:], same, strict=True):
+            self.lists[column] += [value] * (len(self) - before)
+
+    def _extend(self, *columns: Iterable[Any]) -> None:
+        for column, values in zip(_COLUMNS[:4], columns, strict=True):
+            self.lists[column] += values
+
+
+def _value(value: Any) -> tuple[float | None, str | None]:
+    """The number and the text of a value; both for a whole number that is too large to be exact."""
+    if type(value) is float:
+        return value, None
+    found = number(value)
+    if found is not None:
+        exact = not isinstance(value, int) or -_EXACT <= value <= _EXACT
+        return found, None if exact else hex(value)  # decimal digits of a very long number take minutes
+    if isinstance(value, str):
+        return None, clean(value)
+    return None, None if value is None else json_text(value)
+
+
+def _made(wanted: Path) -> Path:
+    """A new folder, at the first path where there is nothing."""
+    for path in candidates(wanted):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError("No path is free.")
+
+
+class Parts:
+    """Files ``part-00000.parquet``, … of which the last is written again until it is full."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.rows = 0
+        """How many are in the files."""
+        self._waiting = _Columns()
+        self._since = 0.0
+        self._number = 0
+        self._tables: list[Any] = []  # of the last file
+
+    def add(self, record: Record) -> None:
+        """Rows that wait, and are written if there are many or they have waited long."""
+        # Written first, then taken in: a record that comes again, as the disk was full, must not be there twice.
+        if len(self._waiting) >= _PART or time.monotonic() - self._since >= _SECONDS:
+            self.flush()
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.add(record)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if not self._waiting:
+            return
+        table = _table(self._waiting.lists)
+        self._save([*self._tables, table])
+        self._tables.append(table)
+        self.rows += len(self._waiting)
+        self._waiting = _Columns()
+        if sum(map(len, self._tables)) >= _PART:
+            self._number, self._tables = self._number + 1, []
+
+    def close(self) -> None:
+        """No more will come."""
+        self.flush()
+
+    def _save(self, tables: list[Any]) -> None:
+        """Write the last file beside, then put it in its place. A name with a dot in front is skipped by readers."""
+        import pyarrow
+        from pyarrow import parquet
+
+        name = f"part-{self._number:05d}.parquet"
+        beside = self.path / f".{name}.tmp"
+        parquet.write_table(pyarrow.concat_tables(tables), beside, compression="zstd")
+        os.replace(beside, self.path / name)
+
+    def cut(self, count: int) -> None:
+        """Keep that many rows, if there are as many."""
+        from pyarrow import parquet
+
+        for file in sorted(self.path.glob("part-*.parquet")):
+            there = parquet.read_metadata(file).num_rows
+            keep = min(there, count - self.rows)
+            if keep <= 0:
+                file.unlink()
+            elif keep == there >= _PART:
+                self._number += 1
+            else:
+                self._tables = [parquet.read_table(file, partitioning=None).slice(0, keep)]
+                self._save(self._tables)
+            self.rows += max(keep, 0)
+
+
+def _table(columns: Mapping[str, list[Any]]) -> Any:
+    import pyarrow as pa
+
+    text, whole, real = pa.string(), pa.int64(), pa.float64()
+    types = dict(zip(_COLUMNS, (text, real, text, whole, whole, text, text, pa.int32(), real), strict=True))
+    arrays = [pa.array(columns[name], kind) for name, kind in types.items()]
+    return pa.Table.from_arrays(arrays, schema=pa.schema(list(types.items())))

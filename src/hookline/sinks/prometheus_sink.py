@@ -1,0 +1,146 @@
+"""The newest metrics, for Prometheus to fetch: text on a port of this machine.
+
+Takes records from the fan-out, answers HTTP requests from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+from hookline.errors import OptionError
+from hookline.sinks.flat_metrics import axis, clean, number, numbers, plain, points, summary
+from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.run_sink import RunSink
+
+__all__ = ["PrometheusSink"]
+
+_FORBIDDEN: Final = re.compile(r"[^a-zA-Z0-9_]")
+_FAR: Final = ("step", "epoch")
+_LABELS: Final = ("metric", "strategy", "rank", "hook_point")
+
+
+class PrometheusSink(RunSink):
+    """Serves the newest value of every metric on ``http://127.0.0.1:{port}/metrics``.
+
+    Recipe::
+
+        sink = hookline.sinks.PrometheusSink(port=0)  # 0: any port that is free
+        sink.start()  # or at the first record; the port is in sink.port
+        sink.emit({"norms/total": 1.5}, epoch=0, hook_point="POST_EPOCH")
+        sink.close()
+
+    A metric ``norms/total`` is the gauge ``hookline_norms_total`` with the labels ``metric`` (its own name),
+    ``strategy``, ``rank`` and ``hook_point``; ``hookline_step`` and ``hookline_epoch`` say how far the run is. Of step
+    metrics the last value counts, of lists ``_mean``, ``_min`` and ``_max``; text and None have no gauge. With another
+    strategy the gauges of the one before go.
+
+    Args:
+        port: Where to listen; 0 takes one that is free.
+        host: The address to listen at; another than this machine's own lets everyone on the network read.
+    """
+
+    package: ClassVar[str | None] = "prometheus_client"
+    extra: ClassVar[str | None] = "prometheus"
+
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        super().__init__()
+        self._wanted = port
+        self._host = host
+        self._gauges = _Gauges()
+        self._server: Any = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def port(self) -> int | None:
+        """Where it listens; None before it does."""
+        return None if self._server is None else int(self._server.server_port)
+
+    def start(self) -> int:
+        """Listen, unless it does already; the port."""
+        if self._server is None:
+            client = self._import("prometheus_client")
+            registry = client.CollectorRegistry(auto_describe=False)
+            registry.register(self._gauges)
+            try:
+                self._server, self._thread = client.start_http_server(self._wanted, self._host, registry)
+            except (OSError, OverflowError) as error:
+                raise OptionError(
+                    f"PrometheusSink cannot listen at {self._host}:{self._wanted} ({error}). Give it another port; "
+                    "port=0 takes one that is free."
+                ) from error
+        assert self.port is not None
+        return self.port
+
+    def _write(self, record: Record) -> None:
+        self.start()
+        self._gauges.update(record)
+
+    def set_run_context(self, **context: Any) -> None:
+        """Gauges of another run go."""
+        super().set_run_context(**context)
+        self.start()
+
+    def _end_run(self) -> None:
+        self._gauges.clear()
+
+    def close(self) -> None:
+        """Stop listening; once or more often."""
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+        self._server = self._thread = None
+
+
+class _Gauges:
+    """What a registry of prometheus_client collects from: the newest values, set by one thread, read by another."""
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self._lock = threading.Lock()
+
+    def update(self, record: Record) -> None:
+        """Keep the last value of every metric as it is: what gauges it makes is found out when somebody asks."""
+        strategy, rank = "" if record.strategy is None else clean(str(record.strategy)), str(record.rank)
+        found = {name: value if type(value) is float else _last(value) for name, value in record.metrics.items()}
+        # How far the run is has no moment of its own: one gauge, not one for each.
+        far = {"step": axis(record), "epoch": record.epoch}
+        with self._lock:
+            self._newest.setdefault((strategy, rank, clean(record.point)), {}).update(found)
+            self._newest[strategy, rank, ""] = far
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._newest.clear()
+
+    def collect(self) -> Iterator[Any]:
+        """The gauges, by name; metrics whose names look alike share one."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            newest = {labels: dict(values) for labels, values in self._newest.items()}
+        families: dict[str, Any] = {}
+        for labels, values in newest.items():
+            for metric, value in _numbers(values, reserved=_FAR if labels[-1] else ()):
+                name = "hookline_" + _FORBIDDEN.sub("_", metric)
+                if name not in families:
+                    families[name] = GaugeMetricFamily(name, f"The newest {metric}", labels=_LABELS)
+                families[name].add_metric([metric, *labels], value)
+        yield from families.values()
+
+
+def _last(value: Any) -> Any:
+    return plain(value[-1] if isinstance(value, StepSeries) and value else value)
+
+
+def _numbers(values: Mapping[str, Any], reserved: Collection[str]) -> Iterator[tuple[str, float]]:
+    for name, value, _ in points(Record(values, 0, ""), reserved):
+        single = number(value)
+        if single is not None:
+            yield name, single
+        elif (several := numbers(value)) is not None:
+            yield from ((f"{name}_{part}", found) for part, found in summary(several).items())

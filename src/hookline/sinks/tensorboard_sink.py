@@ -1,0 +1,172 @@
+"""Metrics as TensorBoard's event files.
+
+Takes records from the fan-out, usually in its helper process, and hands events to the ``tensorboard`` package: torch
+and TensorFlow are not needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from hookline.sinks.flat_metrics import Point, axis, json_text, mean, number, numbers, points
+from hookline.sinks.record import Record
+from hookline.sinks.run_sink import RunSink
+from hookline.sinks.sink_paths import candidates, file_name
+
+__all__ = ["TensorBoardSink"]
+
+_BINS: Final = 30
+_LONGEST: Final = 10_000
+"""Characters of a text; a page with more cannot be scrolled."""
+
+
+class TensorBoardSink(RunSink):
+    """Writes scalars, histograms and texts for TensorBoard, at the global step, with ``epoch`` beside.
+
+    Recipe::
+
+        sink = hookline.sinks.TensorBoardSink("runs/tb")
+        sink.emit({"norms/total": 1.5}, epoch=0, hook_point="POST_EPOCH")
+        sink.close()  # then: tensorboard --logdir runs/tb
+
+    Step metrics are a scalar per step; any other list of numbers is a histogram of its finite values, and a scalar
+    ``{name}_mean``. Strings are texts, dictionaries ``name/key``; None is left out. TensorBoard keeps scalars in single
+    precision. Without ``log_dir`` the files are in ``{run_dir}/tensorboard``; with one, each strategy has a folder in
+    it. A resumed run adds a file to the folder and goes on where it stopped.
+    """
+
+    slow: ClassVar[bool] = True
+    package: ClassVar[str | None] = "tensorboard"
+    extra: ClassVar[str | None] = "tensorboard"
+
+    def __init__(self, log_dir: str | Path | None = None) -> None:
+        super().__init__()
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        self._writer: Any = None
+        self._epoch: tuple[int, int] | None = None
+        self._last = -1  # the largest step that was written
+        self._purge: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The folder."""
+        return {"log_dir": None if self._log_dir is None else str(self._log_dir.absolute())}
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the files of this run go; None if that is not known yet."""
+        if self._log_dir is not None:
+            strategy = self._context.strategy
+            return self._log_dir if strategy is None else self._log_dir / file_name(strategy)
+        return None if self._context.folder is None else self._context.folder / "tensorboard"
+
+    def _write(self, record: Record) -> None:
+        writer = self._writer or self._open()
+        if writer is None:
+            self._drop("TensorBoardSink requires log_dir, or a run_dir told by set_run_context().")
+            return
+        found = sorted(points(record, reserved=("epoch",)), key=attrgetter("step"))
+        for step, group in groupby(found, key=attrgetter("step")):
+            self._event(record, step, [value for point in group for value in _values(point)])
+        at = (axis(record), record.epoch)
+        if at != self._epoch:
+            self._epoch = at
+            self._event(record, at[0], [_scalar("epoch", record.epoch)])
+
+    def _open(self) -> Any:
+        folder = self.folder
+        if folder is not None and self._is_copy:
+            folder = next(path for path in candidates(folder) if not path.exists())
+        if folder is not None:
+            module = self._import("tensorboard.summary.writer.event_file_writer")
+            self._writer = module.EventFileWriter(str(folder))
+            if self._purge is not None:
+                self._add_purge(self._purge)
+                self._purge = None
+        return self._writer
+
+    def _event(self, record: Record, step: int, values: Iterable[Any]) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+
+        summary = summary_pb2.Summary(value=values)
+        self._writer.add_event(event_pb2.Event(wall_time=record.time, step=step, summary=summary))
+        self._last = max(self._last, step)
+
+    def _add_purge(self, step: int) -> None:
+        """Has readers forget what earlier files say from that step on."""
+        from tensorboard.compat.proto import event_pb2
+
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(event_pb2.Event(step=step, session_log=start))
+
+    def flush(self) -> None:
+        """Have everything in the file."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _end_run(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._epoch, self._last, self._purge = None, None, -1, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step up to which things are written."""
+        return {"step": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after that step: what older files have of later ones is not shown any more."""
+        self._end_run()
+        self._last = int(state.get("step", -1))
+        self._purge = self._last + 1
+        self._resumed = True
+
+
+def _values(point: Point) -> list[Any]:
+    """What TensorBoard makes of a point: a scalar, a histogram and its mean, a text, or nothing."""
+    name, value, _ = point
+    if value is None:
+        return []
+    single = number(value)
+    if single is not None:
+        return [_scalar(name, single)]
+    several = numbers(value)
+    if several is not None:
+        return [*_histogram(name, several), _scalar(f"{name}_mean", mean(several))]
+    return [_text(name, value if isinstance(value, str) else json_text(value))]
+
+
+def _scalar(tag: str, value: float) -> Any:
+    from tensorboard.compat.proto import summary_pb2
+
+    # Single precision: what is beyond it is infinite there, and protobuf would refuse it.
+    fits = abs(value) <= 3.4028234e38 or not math.isfinite(value)
+    return summary_pb2.Summary.Value(tag=tag, simple_value=value if fits else math.copysign(math.inf, value))
+
+
+def _histogram(tag: str, values: list[float]) -> list[Any]:
+    import numpy
+    from tensorboard.compat.proto import summary_pb2
+
+    finite = numpy.array([value for value in values if math.isfinite(value)])
+    if not finite.size:
+        return []
+    counts, edges = numpy.histogram(finite, bins=_BINS)
+    histogram = summary_pb2.HistogramProto(
+        min=finite.min(), max=finite.max(), num=finite.size, sum=finite.sum(), sum_squares=(finite**2).sum(),
+        bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
+    )  # fmt: skip
+    return [summary_pb2.Summary.Value(tag=tag, histo=histogram)]
+
+
+def _text(tag: str, value: str) -> Any:
+    from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+
+    shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]} … ({len(value):,} characters)"
+    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[shown.encode("utf-8", "backslashreplace")])
+    tensor.tensor_shape.dim.add(size=1)
+    plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+    return summary_pb2.Summary.Value(tag=tag, tensor=tensor, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin))

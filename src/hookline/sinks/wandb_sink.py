@@ -1,0 +1,180 @@
+"""Metrics as runs of Weights & Biases.
+
+Takes records from the fan-out, usually in its helper process, and hands rows to the ``wandb`` package.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from hookline.errors import HooklineWarning, OptionError
+from hookline.sinks.flat_metrics import Point, json_text, mean, number, numbers, points
+from hookline.sinks.record import Record
+from hookline.sinks.run_sink import RunSink
+from hookline.sinks.sink_paths import file_name
+
+__all__ = ["WandbSink"]
+
+logger = logging.getLogger(__name__)
+
+_RESERVED: Final = frozenset({"step", "epoch", "_step", "_runtime", "_timestamp", "_wandb"})
+_FORBIDDEN: Final = frozenset("/\\#?%:")
+_BINS: Final = 64
+
+
+class WandbSink(RunSink):
+    """A W&B run per strategy, in one group, plotted over the global step with the epoch beside.
+
+    Recipe::
+
+        sink = hookline.sinks.WandbSink("my-project", mode="offline")
+        sink.set_run_context(strategy="random", run_dir="runs/mod_arithmetic/random")
+        sink.emit({"norms/total": 1.5}, epoch=0, hook_point="POST_EPOCH")
+        sink.close()
+
+    Step metrics are a value per step; any other list of numbers is a histogram of its finite values and a number
+    ``{name}_mean``. Dictionaries are ``name/key``; None is left out; a metric called ``step``, ``epoch`` or ``_step``
+    becomes ``metric/step``. A resumed run goes on in the same W&B run, whose id is kept in the run's folder. Nobody is
+    asked for a key: without one, and with no mode named here or in ``WANDB_MODE``, the run is written offline, to be
+    sent later by ``wandb sync``.
+
+    Args:
+        project: The W&B project.
+        group: What the runs of the strategies have in common; None for the run's own, else the experiment and the time.
+        mode: ``"online"``, ``"offline"`` or ``"disabled"``; None for ``WANDB_MODE``, else online if there is a key.
+        config: Goes with every run, beside the experiment's own configuration.
+        dir: Where W&B keeps its files; None for the run's folder.
+    """
+
+    slow: ClassVar[bool] = True
+    package: ClassVar[str | None] = "wandb"
+    extra: ClassVar[str | None] = "wandb"
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        group: str | None = None,
+        mode: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        if not project or len(project) > 128 or _FORBIDDEN & set(project):
+            raise OptionError(
+                f"W&B takes project names of 1 to 128 signs without any of {' '.join(sorted(_FORBIDDEN))}; got "
+                f"{project!r}."
+            )
+        self._project = project
+        self._group = group
+        self._mode = mode
+        self._config = dict(config or {})
+        self._dir = None if dir is None else Path(dir)
+        self._started = time.strftime("%Y%m%d_%H%M%S")
+        self._run: Any = None
+
+    def options(self) -> dict[str, Any]:
+        """What it was made of."""
+        place = None if self._dir is None else str(self._dir.absolute())
+        return {
+            "project": self._project, "group": self._group, "mode": self._mode, "config": self._config, "dir": place,
+        }  # fmt: skip
+
+    def _write(self, record: Record) -> None:
+        run = self._run or self._open()
+        rows: dict[int, dict[str, Any]] = {}
+        for point in points(record, _RESERVED):
+            rows.setdefault(point.step, {}).update(self._values(point))
+        for step in sorted(rows):
+            run.log({**rows[step], "step": step, "epoch": record.epoch})
+
+    def _values(self, point: Point) -> dict[str, Any]:
+        """What W&B makes of a point."""
+        name, value, _ = point
+        if value is None:
+            return {}
+        if isinstance(value, str) or number(value) is not None:
+            return {name: value}
+        several = numbers(value)
+        if several is None:
+            return {name: json_text(value)}
+        return {**self._histogram(name, several), f"{name}_mean": mean(several)}
+
+    def _histogram(self, name: str, values: list[float]) -> dict[str, Any]:
+        import numpy
+
+        finite = numpy.array(values)
+        finite = finite[numpy.isfinite(finite)]
+        if not finite.size:
+            return {}
+        return {name: self._import("wandb").Histogram(np_histogram=numpy.histogram(finite, bins=_BINS))}
+
+    # -- runs -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Any:
+        wandb = self._import("wandb")
+        place = self._dir or self._context.folder
+        if place is not None:
+            place.mkdir(parents=True, exist_ok=True)
+        known = self._known_id()
+        self._run = wandb.init(
+            project=self._project,
+            name=self._context.strategy,
+            group=self._group or self._context.known.get("run_group") or self._own_group(),
+            config={**self._config, **(self._context.known.get("config") or {})},
+            dir=None if place is None else str(place),
+            mode=self._mode or self._possible_mode(wandb),
+            id=known,
+            resume=None if known is None else "allow",
+            reinit="create_new",  # a run of the user's own in this process is none of ours
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._keep_id(self._run.id)
+        logger.info("W&B run %s: %s", self._run.id, self._run.dir if self._run.offline else self._run.url)
+        return self._run
+
+    def _own_group(self) -> str:
+        return f"{self._context.known.get('experiment_name') or self._project}_{self._started}"
+
+    def _possible_mode(self, wandb: Any) -> str | None:
+        """Offline where W&B would ask for a key; None leaves it to W&B."""
+        if os.environ.get("WANDB_MODE") or "prompt" not in inspect.signature(wandb.login).parameters:
+            return None
+        if wandb.login(prompt=False, verify=False):
+            return None
+        warnings.warn(
+            "WandbSink found no key for W&B, so the run is written offline. Send it later with 'wandb sync', or run "
+            "'wandb login' first.",
+            HooklineWarning,
+            stacklevel=2,
+        )
+        return "offline"
+
+    def _id_file(self) -> Path | None:
+        folder = self._context.folder
+        return None if folder is None or self._is_copy else folder / "wandb" / f"run_id_{file_name(self._project)}.txt"
+
+    def _known_id(self) -> str | None:
+        file = self._id_file()
+        return file.read_text(encoding="utf-8").strip() or None if file is not None and file.is_file() else None
+
+    def _keep_id(self, identity: str) -> None:
+        file = self._id_file()
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(identity, encoding="utf-8")
+
+    def _end_run(self) -> None:
+        """W&B's own process sends what it holds before this returns."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()

@@ -1,0 +1,202 @@
+"""Gradients of a compiled call: the wiring of an eager one, made while the compiler traces.
+
+Behind its front, the compiler runs the graph with fake tensors and lets autograd record it, to learn what the
+backward is. There ``enter`` and ``leave`` watch the call exactly as an eager one is watched (`GradientCall`); autograd
+comes by with fake gradients, and what would have been a call of the hooks becomes an operator in the backward graph.
+So a compiled call reports the same gradients, in the same order, as an eager one, and nothing is rounded otherwise.
+
+Takes the plan of the hooks as a text: it is part of the graph, and the compiler's caches must not mix two plans up.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from hookline.sites import _torch
+from hookline.sites.compiled import op_schemas as ops
+from hookline.sites.gradients.call_gradients import GradientCall
+from hookline.sites.gradients.gradient_hooks import GradientLanes
+from hookline.sites.gradients.tensor_taps import end_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hookline.hook_types import Grads
+    from hookline.sites.gradients.call_inputs import Carrier
+    from hookline.sites.hook_at_site import Found
+
+__all__ = ["GRADIENTS", "What", "plan_of"]
+
+GRADIENTS: Final = "gradients"
+"""What a summary of gradients is marked by."""
+
+_STANDS_FOR_HOOKS: Final[Any] = (object(),)
+_CALLS: Final = "hookline_calls"
+_SERIAL: Final = "hookline_serial"
+_WIRING: Final = ("gradients", "gradient_inputs", "gradient_lanes", "gradient_slots", "gradient_taps", "tree", "_torch")
+
+
+def plan_of(lanes: GradientLanes) -> str:
+    """What the wiring has to know of the gradient hooks on a module, in letters; empty if there are none."""
+    if not lanes.has_gradients:
+        return ""
+    once = lanes.uses_input_once and lanes.watches_inputs
+    summaries = [entry.attachment.summary for entry in lanes.backward_pre if entry.attachment.summary is not None]
+    for summary in summaries:
+        _MAKERS[summary.number] = summary.make
+    numbers = "".join(f"+{number}" for number in sorted({summary.number for summary in summaries}))
+    letters = {
+        "p": len(summaries) < len(lanes.backward_pre),
+        "b": bool(lanes.backward),
+        "o": lanes.edits_outputs,
+        "i": lanes.edits_gradients,
+        "u": once,
+        "a": once or lanes.edits_gradients,  # inputs go in as aliases
+        "s": lanes.tells_sites,
+    }
+    return f"{_version()}{numbers} {''.join(letter for letter, is_so in letters.items() if is_so)}"
+
+
+_MAKERS: Final[dict[int, Callable[[list[Tensor]], Found | None]]] = {}
+"""What makes the summary of each number: the graph's own text has the number alone. There are as many as there are sets
+of statistics in use."""
+
+
+@functools.cache
+def _version() -> str:
+    """Differs with every change of the wiring: the compiler keeps graphs on disk, and knows them by their text."""
+    code = b"".join(Path(sys.modules[name].__file__ or "").read_bytes() for name in _SHAPES_GRAPHS)
+    return str(zlib.crc32(code))  # digits alone: the letters after it mean something
+
+
+_SHAPES_GRAPHS: Final = (__name__, *(f"hookline.sites.{name}" for name in _WIRING), ops.__name__)
+
+
+class What:
+    """Which hooks an operator in the backward graph is to run, on what, read from its text."""
+
+    def __init__(self, text: str) -> None:
+        kind, places, more, inputs, outputs = text.split("|")
+        self.is_pre = kind == "pre"
+        self._places = places
+        self._more = more
+        self.count = places.count("1")
+        """How many gradients of this kind there are."""
+        self.names = tuple(inputs.split(",")), tuple(outputs.split(","))
+        """Of the inputs and the outputs, for the site."""
+
+    def spread(self, tensors: list[Tensor]) -> tuple[Grads, tuple[Grads, ...]]:
+        """The gradients as hooks are handed them: those of this kind, and the others."""
+        grads = _spread(self._places, tensors[: self.count])
+        return grads, () if self.is_pre else (_spread(self._more, tensors[self.count :]),)
+
+
+class _TracedLanes(GradientLanes):
+    """What the wiring has to know of hooks that it does not see."""
+
+    def __init__(self, plan: str) -> None:
+        self.summaries = tuple(map(int, plan.partition(" ")[0].split("+")[1:]))
+        """The numbers of the summaries that are made of the gradients of outputs."""
+        self.fires_pre = "p" in plan
+        """Whether there are hooks on these that are called."""
+        self.backward_pre = _STANDS_FOR_HOOKS if self.fires_pre or self.summaries else ()
+        self.backward = _STANDS_FOR_HOOKS if "b" in plan else ()
+        self.has_gradients = True
+        self.edits_outputs = "o" in plan
+        self.edits_gradients = "i" in plan
+        self.watches_inputs = "b" in plan
+        self.uses_input_once = "u" in plan
+
+
+_lanes: Final = functools.lru_cache(maxsize=None)(_TracedLanes)
+
+
+class _TracedCall(GradientCall):
+    """One call in a graph that is being traced."""
+
+    def __init__(self, lanes: _TracedLanes, key: Tensor, names: str) -> None:
+        super().__init__(lanes, None)
+        self._lanes = lanes
+        self._key = key
+        self._names = names
+        self.output_names = ""
+        self._mark: Any = None
+        if lanes.fires_pre or lanes.backward:
+            with _torch.never_recomputed():
+                self._mark = ops.MARK(key, _serial_on(key))
+
+    def fire(self, entries: tuple[Any, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
+        if not entries:
+            return grads
+        if not more:
+            self._summarize([grad for grad in grads if grad is not None])
+            if not self._lanes.fires_pre:
+                return grads
+        present = [grad for part in (grads, *more) for grad in part if grad is not None]
+        kind = "post" if more else "pre"
+        what = f"{kind}|{_mask(grads)}|{_mask(more[0]) if more else ''}|{self._names}|{self.output_names}"
+        end = end_of(_torch.graph_task_id())
+        if not (self._table.edits_gradients if more else self._table.edits_outputs):
+            end.latest = ops.GRADS(self._key, self._mark, what, end.latest, present)
+            return grads
+        *edited, end.latest = ops.EDIT(self._key, self._mark, what, end.latest, present)
+        stream = iter(edited)
+        return tuple(None if grad is None else next(stream) for grad in grads)
+
+    def _summarize(self, grads: list[Tensor]) -> None:
+        for number in self._lanes.summaries:
+            found = _MAKERS[number](grads) if number in _MAKERS else None
+            if found is not None:
+                ops.SINK(self._key, f"{GRADIENTS} {number}|{_serial_on(self._key)}", *found)
+
+
+def _serial_on(key: Tensor) -> int:
+    serial: int = getattr(key, _SERIAL, 0)
+    setattr(key, _SERIAL, serial + 1)
+    return serial
+
+
+def _mask(grads: Grads) -> str:
+    return "".join("0" if grad is None else "1" for grad in grads)
+
+
+@ops.while_tracing(ops.ENTER)
+def _enter(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
+    flags, places, names = plan.split("|")
+    call = _TracedCall(_lanes(flags), key, names)
+    args, carrier = call.enter(_spread(places, tensors), {})
+    _calls_on(key).append(carrier)
+    return [tensor for tensor in args if tensor is not None]
+
+
+@ops.while_tracing(ops.LEAVE)
+def _leave(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
+    flags, places, names = plan.split("|")
+    calls = _calls_on(key)
+    carrier = calls.pop() if calls else _TracedCall(_lanes(flags), key, "").enter((), {})[1]
+    call: Any = carrier.call
+    call.output_names = names
+    outputs = _spread(places, tensors)
+    passed = call.leave(outputs[0] if len(outputs) == 1 else outputs, carrier)
+    return [passed] if isinstance(passed, Tensor) else [tensor for tensor in passed if tensor is not None]
+
+
+def _spread(places: str, tensors: list[Tensor]) -> tuple[Any, ...]:
+    stream = iter(tensors)
+    return tuple(next(stream) if place == "1" else None for place in places)
+
+
+def _calls_on(key: Tensor) -> list[Carrier]:
+    """The calls under way that this key was given for, in this thread: kept by the tensor, and gone with the trace."""
+    by_thread: dict[int, list[Carrier]] | None = getattr(key, _CALLS, None)
+    if by_thread is None:
+        by_thread = {}
+        setattr(key, _CALLS, by_thread)
+    return by_thread.setdefault(threading.get_ident(), [])

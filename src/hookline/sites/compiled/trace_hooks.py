@@ -1,0 +1,241 @@
+"""What the ports do while the compiler traces them: leave operators in the graph, and edits as they are.
+
+Everything here is traced, so it reads as little as possible: each thing it reads becomes a guard. A port says in its
+``recipe`` what is to happen, in order: "w" for hooks that only watch, which one operator runs all together, "e" for a
+hook that edits, whose own code becomes part of the graph, "s" for one that is handed a summary, which the graph makes;
+what those that watch look at; the plan for gradients (`wiring`); and whether the model is to be told of its forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hookline.errors import HooklineWarning, OptionError
+from hookline.sites import _torch
+from hookline.sites.compiled import op_schemas as ops
+from hookline.sites.compiled.value_layout import Parts, collect, describe, substitute
+from hookline.sites.site import Site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from hookline.sites.hook_at_site import Entry
+    from hookline.sites.modules.torch_hooks import Port
+
+__all__ = ["call_by_name", "run_post", "run_pre"]
+
+
+@_torch.constant_while_tracing
+def _serial() -> int:
+    """Differs between the calls of one graph, and is the same when the same thing is compiled again."""
+    current = _torch.compilation()
+    _Serial.at = _Serial.at + 1 if current == _Serial.compilation else 0
+    _Serial.compilation = current
+    return _Serial.at
+
+
+class _Serial(threading.local):
+    compilation: object = None
+    at = 0
+
+
+@_torch.constant_while_tracing
+def _without_operators() -> bool:
+    """Whether nothing of ours may be left in what is being traced.
+
+    An exported program is to run where there are no hooks, and no hookline; under ``torch.vmap`` it is said once.
+    """
+    if _torch.exporting() or not _torch.vectorizing():
+        return _torch.exporting()
+    if not _Said.vectorized:
+        _Said.vectorized = True
+        warnings.warn(
+            "A model with hooks is being compiled under torch.vmap: its observers and gradient hooks do not fire "
+            "there. Run it without vmap, or eagerly (torch.compiler.disable).",
+            HooklineWarning,
+            stacklevel=2,
+        )
+    return True
+
+
+class _Said:
+    vectorized = False
+
+
+def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The pre-hooks of a port; the arguments to go on with, if they are others."""
+    if port.key is None:  # we were not told that something is being compiled; at its next forward the root sees it
+        return None
+    changed = False
+    steps, reads, plan, ticks = port.recipe.split("/")
+    if ticks and not _without_operators():
+        ops.BEGIN(port.key, _serial(), torch.is_grad_enabled())
+    for place, step in enumerate(steps):
+        if step == "w":
+            _fire(port, steps, place, reads, args, kwargs, ())
+            continue
+        entry = port.steps[place]
+        assert entry is not None
+        if step == "s":
+            _summarize(port, steps, place, entry, args)
+            continue
+        result = _edit(port, steps, place, entry, module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
+        if result is not None:
+            changed = True
+            if entry.attachment.with_kwargs:
+                args, kwargs = result
+            else:
+                args = result if isinstance(result, tuple) else (result,)
+    if plan and torch.is_grad_enabled() and not _without_operators():
+        return _enter_gradients(port, plan, args, kwargs)
+    return (args, kwargs) if changed else None
+
+
+def run_post(port: Port, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """The forward hooks of a port; the output to go on with."""
+    if port.key is None:
+        return output
+    steps, reads, plan, _ = port.recipe.split("/")
+    for place, step in enumerate(steps):
+        if step == "w":
+            _fire(port, steps, place, reads, args, kwargs, (output,))
+            continue
+        entry = port.steps[place]
+        assert entry is not None
+        if step == "s":
+            _summarize(port, steps, place, entry, output)
+            continue
+        more = (args, kwargs, output) if entry.attachment.with_kwargs else (args, output)
+        result = _edit(port, steps, place, entry, module, more)
+        if result is not None:
+            output = result
+    if plan and torch.is_grad_enabled() and not _without_operators():
+        return _leave_gradients(port, plan, output)
+    return output
+
+
+def _fire(port: Port, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
+    if _without_operators():
+        return
+    parts = Parts()
+    text = describe(args, parts) if "a" in reads else "()"
+    text += describe(kwargs, parts) if "k" in reads else "{}"
+    if output:
+        text += describe(output[0], parts) if "o" in reads else "N"
+    what = f"{_serial()}|{port.slot}|{steps}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
+    if parts.numbers or parts.reals:
+        ops.FIRE_WITH(port.key, what, parts.tensors, parts.numbers, parts.reals)
+    else:
+        ops.FIRE(port.key, what, parts.tensors)
+
+
+def _summarize(port: Port, steps: str, place: int, entry: Entry, value: Any) -> None:
+    if _without_operators():
+        return
+    tensors: list[Tensor] = []
+    collect(value, tensors)
+    summary = entry.attachment.summary
+    assert summary is not None
+    found = summary.make(tensors)
+    if found is not None:
+        ops.SINK(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||", *found)
+
+
+def _edit(port: Port, steps: str, place: int, entry: Entry, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    if not _without_operators():
+        ops.COUNT(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||")
+    attachment = entry.attachment
+    assert attachment.by_name is not None
+    if attachment.scope is not None:
+        _refuse_scoped(attachment.name)
+    if attachment.wants_site:
+        return attachment.by_name(entry.hook, module, *args, site=Site(entry.name, module, attachment.kind))
+    return attachment.by_name(entry.hook, module, *args)
+
+
+@_torch.constant_while_tracing
+def _refuse_scoped(name: str) -> None:
+    raise OptionError(
+        f"Hook {name!r} edits, and has scope='context': whose call it is, is known only when compiled code runs, and "
+        "then the edit is part of it. Use observe=True, leave scope= out, or run that module eagerly "
+        "(torch.compiler.disable)."
+    )
+
+
+def _enter_gradients(port: Port, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Have the gradients of the inputs watched; the arguments to go on with, if they are others."""
+    places, tensors, names = _places(plan, args, kwargs)
+    passed = ops.ENTER(port.key, f"{plan}|{places}|{names}", tensors)
+    if "a" not in plan:
+        return None
+    used: list[None] = []
+    return substitute(args, passed, used), substitute(kwargs, passed, used)
+
+
+def _leave_gradients(port: Port, plan: str, output: Any) -> Any:
+    """Have the gradients of the outputs watched; the output to go on with."""
+    if isinstance(output, tuple | list):
+        places, tensors, names = _places(plan, output, {})
+    else:
+        places, tensors, names = _places(plan, (), {"": output})
+    if not tensors:
+        return output
+    passed = ops.LEAVE(port.key, f"{plan}|{places}|{names}", tensors)
+    return substitute(output, passed, [])
+
+
+def _places(plan: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
+    """Which places gradients will be handed over in, as ``gradient_slots.tensors`` has them, and their names."""
+    tensors: list[Tensor] = []
+    places = ""
+    names: list[str] = []
+    for index, value in enumerate(args):
+        before = len(tensors)
+        collect(value, tensors)
+        count = len(tensors) - before
+        places += "1" * count if count else "0"
+        if "s" in plan:
+            names += _names(value, str(index)) or [str(index)]
+    for key, value in kwargs.items():
+        before = len(tensors)
+        collect(value, tensors)
+        places += "1" * (len(tensors) - before)
+        if "s" in plan:
+            names += _names(value, key)
+    return places, tensors, ",".join(names)
+
+
+def _names(value: Any, path: str) -> list[str]:
+    if isinstance(value, Tensor):
+        return [path]
+    names: list[str] = []
+    if isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            names += _names(item, f"{path}.{index}" if path else str(index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            names += _names(item, f"{path}.{key}" if path else str(key))
+    return names
+
+
+@functools.lru_cache(maxsize=1024)
+def call_by_name(name: str) -> Callable[..., Any]:
+    """What calls an editing hook, under a name that says which hook it is: the compiler's errors show the stack.
+
+    The same for the same name, so that code compiled with a hook fits when the hook comes back.
+    """
+
+    def call(hook: Any, *args: Any, **options: Any) -> Any:
+        return hook(*args, **options)
+
+    code: CodeType = call.__code__
+    return FunctionType(code.replace(co_name=name, co_qualname=name), globals(), name)

@@ -1,0 +1,208 @@
+"""Putting a hook on functions: of torch, of the dispatcher, of one's own.
+
+Takes a target and a hook from the user, hands entries to the mode, the dispatcher or the class that will call them,
+and a `HookHandle` back.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+
+from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, TargetError, UnhookableError
+from hookline.messages import type_name
+from hookline.sites import _torch
+from hookline.sites.attach import TARGETS, check_request, is_function
+from hookline.sites.functions.autograd_classes import function_classes
+from hookline.sites.functions.function_mode import Anywhere, FunctionScope, anywhere, publish
+from hookline.sites.functions.function_names import Place, find_places
+from hookline.sites.functions.operator_kernels import operators
+from hookline.sites.gradients.call_gradients import GradientCall
+from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import Entry
+from hookline.sites.kinds import FUNCTION, Kind
+from hookline.sites.modules.module_hooks import LOCK, root_of, sweep, table_of
+from hookline.sites.receipt import NOT_CALLED
+from hookline.sites.select import describe
+from hookline.sites.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from hookline.hook_types import Hook, Sees
+    from hookline.sites.functions.function_overrides import Overrides
+    from hookline.sites.hook_at_site import Attachment
+
+__all__ = ["attach_function", "fasten_functions"]
+
+
+def attach_function(
+    target: Any,
+    hook: Hook,
+    *,
+    on: str | Kind = Kind.FORWARD,
+    within: nn.Module | None = None,
+    exclude: Any = None,
+    prepend: bool = False,
+    observe: bool = False,
+    sees: Sees = "edited",
+    name: str | None = None,
+    strict: bool = True,
+    profile: bool = False,
+) -> HookHandle:
+    """Put a hook on functions, wherever they are called.
+
+    Recipe::
+
+        def hook(fn, inputs, outputs):
+            print(fn.name, fn.module, fn.call, outputs[0].shape)
+
+
+        with hookline.attach_function("*.softmax", hook, within=model):
+            model(x)
+
+    The hook is called as ``(fn, inputs)`` for ``forward_pre``, ``(fn, inputs, outputs)`` for ``forward``,
+    ``(fn, grad_outputs)`` for ``backward_pre`` and ``(fn, grad_inputs, grad_outputs)`` for ``backward``, where ``fn``
+    is a `FunctionSite` and the rest are tuples of tensors. It may return tensors to go on with.
+
+    Args:
+        target: A function of torch (``torch.nn.functional.relu``); a name or glob over all names that such functions
+            go by (``"torch.nn.functional.*"``, ``"*.relu"``) or a compiled regular expression; an operator or a glob
+            over them (``torch.ops.aten.mm``, ``"aten.mm*"``, ``"mylib.op"``); a subclass of
+            ``torch.autograd.Function`` or its full name; or a list of these, each of which has to match.
+        hook: As above. Where it declares a keyword-only ``site``, it gets one.
+        on: ``forward_pre``, ``forward``, ``backward_pre`` or ``backward``.
+        within: Only calls made in the forwards of this model count, in whichever thread: what ``model(x)`` calls, not
+            ``model.forward(x)``, nor a part of it called alone. Without it, functions of torch count in this thread,
+            operators and classes in all threads.
+        exclude: Functions to leave out, in the same grammar as ``target``.
+        prepend: Run before the hooks of ours that are there already.
+        observe: Ignore the return value, and run after all edits.
+        sees: What an observer is shown: ``"edited"``, or ``"raw"``.
+        name: A name for reports; the hook's own by default.
+        strict: Raise if nothing matches; with False, warn and return a handle on nothing.
+        profile: Measure what the hook costs, for ``handle.report().cost_us``.
+
+    Functions that are called inside another function of torch are its own affair: ``nn.MultiheadAttention`` calls
+    ``torch.nn.functional.multi_head_attention_forward``, and the softmax in there shows as ``aten._softmax``.
+    Operators on meta tensors go unseen, and nested tensors have no gradients there. A gradient hook that may return a
+    value takes no part in in-place calls whose inputs share memory (``v += v``); an observer does.
+
+    Raises:
+        NoMatchError: (a KeyError) naming the nearest functions.
+        UnhookableError: for a function that torch shows to nobody.
+        KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
+    """
+    if isinstance(hook, TARGETS) and is_function(target):
+        raise HookSignatureError(f"The arguments are swapped: write attach_function({describe(hook)}, hook).")
+    attachment = check_request(
+        hook,
+        Kind.parse(on, FUNCTION),
+        subject=FUNCTION,
+        prepend=prepend,
+        observe=observe,
+        sees=sees,
+        name=name,
+        profile=profile,
+        everywhere=within is None,
+    )
+    if within is not None and not isinstance(within, nn.Module):
+        raise TargetError(f"within= takes a torch.nn.Module, got {type_name(within)}.")
+    try:
+        places = find_places(target, exclude=exclude)
+    except NoMatchError as error:
+        if strict:
+            raise
+        warnings.warn(str(error), HooklineWarning, stacklevel=2)
+        places = []
+    return fasten_functions(attachment, places, within)
+
+
+def fasten_functions(attachment: Attachment, places: list[Place], within: nn.Module | None) -> HookHandle:
+    """Attach to all of the places, or to none; of a glob's operators, to those that can be hooked."""
+    with LOCK:
+        sweep()
+        handle = HookHandle(attachment)
+        scope = anywhere() if within is None else _scope_of(unwrap(within))
+        scope.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
+        attachment.roots[scope.root] = None
+        attachment.on_remove = lambda attachment: _take_off(attachment, scope)
+        refused: UnhookableError | None = None
+        if attachment.kind.is_gradient:
+            _watch_gradients(attachment)
+        try:
+            for place in places:
+                try:
+                    _add(attachment, place, scope)
+                except UnhookableError as error:
+                    refused = error
+            if refused is not None and not attachment.entries:
+                raise refused
+            publish()
+            if isinstance(scope, Anywhere) and any(entry.table is scope for entry in attachment.entries):
+                scope.switch_on(attachment)
+        except BaseException:
+            handle.remove(quiet=True)
+            raise
+        return handle
+
+
+def _add(attachment: Attachment, place: Place, scope: FunctionScope) -> None:
+    if isinstance(place.func, _torch.OpOverload | type):
+        overrides: Overrides = function_classes if isinstance(place.func, type) else operators
+        entry = Entry(attachment, place.name, overrides, scope.root)
+        overrides.add(entry, place, scope)
+    else:
+        entry = Entry(attachment, place.name, scope, scope.root)
+        scope.add(entry, place)
+    attachment.entries[entry] = None
+
+
+def _take_off(attachment: Attachment, scope: FunctionScope) -> None:
+    """All entries go before one table is made of what is left."""
+    if isinstance(scope, Anywhere):
+        scope.switch_off(attachment)
+    for entry in attachment.entries:
+        entry.table.discard(entry)
+        scope.discard(entry)
+    publish()
+    _unwatch_gradients(attachment)
+    model = scope.root.model()
+    began = scope.attachments.pop(attachment, None)
+    if model is not None and began is not None and began[0] == threading.get_ident():
+        _note_if_model_was_passed_by(attachment, _torch.sequence_number() > began[1])
+    if model is not None and not scope.attachments:
+        table_of(model).set_around(None)
+
+
+def _note_if_model_was_passed_by(attachment: Attachment, something_ran: bool) -> None:
+    """Something was computed, but the model was not called itself: then a hook that never fired had its chance too."""
+    if something_ran and all(entry.root.step == entry.step_at_attach for entry in attachment.entries):
+        for entry in attachment.entries:
+            entry.step_at_attach = NOT_CALLED
+
+
+def _watch_gradients(attachment: Attachment) -> None:
+    _GRADIENT_HOOKS.add(attachment)
+    GradientCall.functions_too = True
+
+
+def _unwatch_gradients(attachment: Attachment) -> None:
+    _GRADIENT_HOOKS.discard(attachment)
+    GradientCall.functions_too = bool(_GRADIENT_HOOKS)
+
+
+_GRADIENT_HOOKS: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
+"""Those that are on; the ones of a model that is gone are gone with it."""
+
+
+def _scope_of(model: nn.Module) -> FunctionScope:
+    """The scope of a model, in whose forwards functions count from the next one on."""
+    root = root_of(model)
+    table = table_of(model)
+    if not isinstance(table.around, FunctionScope):
+        table.set_around(FunctionScope(root))
+    assert isinstance(table.around, FunctionScope)
+    return table.around

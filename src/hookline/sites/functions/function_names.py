@@ -1,0 +1,256 @@
+"""Which functions a target means.
+
+Takes objects and name globs from ``attach_function``, hands back places to put hooks on. torch's own table of names
+is no use for that: ``torch.overrides.resolve_name(torch.mm)`` is "torch.spmm", and a function has one name there.
+
+    >>> [place.name for place in find_places("torch.nn.functional.*softmax")][:2]
+    ['torch.nn.functional.gumbel_softmax', 'torch.nn.functional.log_softmax']
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.overrides import get_overridable_functions, resolve_name
+
+from hookline.errors import NoMatchError, TargetError, UnhookableError
+from hookline.messages import type_name
+from hookline.sites import _torch
+from hookline.sites.select import as_list, describe, name_matcher
+
+__all__ = ["Place", "find_places", "spellings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One function, and how it can be reached."""
+
+    name: str
+    """The name it goes by in reports."""
+    func: Any
+    """A function that torch functions modes see, an ``OpOverload``, or a subclass of ``autograd.Function``."""
+
+
+_NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
+    ("torch.nn.functional", torch.nn.functional),
+    ("torch", torch),
+    ("torch.linalg", torch.linalg),
+    ("torch.fft", torch.fft),
+    ("torch.special", torch.special),
+    ("torch.nn.init", torch.nn.init),
+    ("torch.functional", torch.functional),
+    ("torch.Tensor", torch.Tensor),
+)
+"""Where names are looked for; the first one that has a function names it."""
+_EMPTY: Final = "The target is empty: give a function, or a name or glob such as '*.softmax' or 'aten.mm*'."
+
+
+def find_places(target: Any, *, exclude: Any = None) -> list[Place]:
+    """The functions that ``target`` means, each once; every element of a list has to match."""
+    found: dict[Any, Place] = {}
+    if isinstance(target, list | tuple | set | frozenset) and not target:
+        raise TargetError(_EMPTY)
+    for item in as_list(target):
+        places = list(_places_of(item))
+        if not places:
+            raise _no_match(item)
+        for place in places:
+            found.setdefault(place.func, place)
+    if exclude is None or exclude == []:
+        return list(found.values())
+    unwanted = {place.func for item in as_list(exclude) for place in _places_of(item)}
+    kept = [place for place in found.values() if place.func not in unwanted]
+    if not kept:
+        raise NoMatchError(f"{describe(target)} matches functions, but exclude={describe(exclude)} takes all away.")
+    return kept
+
+
+def spellings(last: str) -> set[str]:
+    """The functions that go by that name, wherever they live."""
+    return {place.name for place in _named(f"*.{last}")}
+
+
+def _places_of(item: Any) -> Iterable[Place]:
+    if isinstance(item, str | re.Pattern):
+        return _named(item)
+    if isinstance(item, tuple):
+        return [place for each in item for place in _places_of(each)]
+    if item is torch.autograd.Function:
+        raise TargetError("torch.autograd.Function is the base of all; give the subclass that is meant, or a glob.")
+    if isinstance(item, type) and issubclass(item, torch.autograd.Function):
+        return [_class_place(item)]
+    operators = _torch.operators_of(item)
+    if operators is not None:
+        return [Place(str(operator), operator) for operator in operators]
+    return [_function_place(item)]
+
+
+def _function_place(item: Any) -> Place:
+    names = _names_by_function()
+    if not callable(item):
+        raise TargetError(
+            f"{item!r} is no function; give a function of torch, a name or glob ('*.softmax', 'aten.mm*'), an "
+            "operator, a subclass of torch.autograd.Function, or a list of these."
+        )
+    if isinstance(item, torch.nn.Module):
+        what = type_name(item)
+        raise TargetError(f"{what[0].upper()}{what[1:]} is a module: use hookline.attach, or give it as within=.")
+    if isinstance(item, type) and issubclass(item, torch.nn.Module):
+        raise TargetError(
+            f"{item.__name__} is a class of modules: hookline.attach(model, {item.__name__}, hook) takes those in a "
+            "model."
+        )
+    item = _torch.operators_shown_as().get(getattr(item, "__name__", ""), item) if _is_operator(item) else item
+    try:
+        known = names.get(item)
+    except TypeError:  # not hashable
+        known = None
+    if known is not None:
+        return Place(known[0], item)
+    if _torch.handles_modes(item):
+        return Place(f"{item.__module__}.{item.__qualname__}", item)
+    name = getattr(item, "__qualname__", None) or repr(item)
+    raise UnhookableError(
+        f"{name} is not a function that torch lets be overridden, so no hook on it would ever fire. Hook the functions "
+        "it calls, or make it a torch.autograd.Function or a custom operator (torch.library.custom_op)."
+    )
+
+
+def _is_operator(item: Any) -> bool:
+    """Whether it is what Python calls for ``+`` and its sisters, and torch shows as something else."""
+    return getattr(torch.Tensor, getattr(item, "__name__", ""), None) is item
+
+
+def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
+    text = pattern if isinstance(pattern, str) else pattern.pattern
+    if not text:
+        raise TargetError(_EMPTY)
+    if isinstance(pattern, str):
+        pattern = text = text.removeprefix("torch.ops.").replace("::", ".")
+    matches = name_matcher(pattern)
+    namespace = re.split(r"\\?[.:]", text)[0]
+    if namespace in _operator_namespaces():
+        for op in _operators(namespace):
+            if matches(str(op)) or matches(str(op.overloadpacket)):
+                yield Place(str(op), op)
+        return
+    asked = text.rpartition(".")[2]
+    for func, names in _names_by_function().items():
+        if any(matches(name) and _is_meant(name, asked) for name in names):
+            yield Place(names[0], func)
+    for cls in _function_classes():
+        place = _class_place(cls)
+        # The machinery of torch and our own is not what a glob means.
+        is_meant = place.name == text or not place.name.startswith(("torch.", "hookline."))
+        is_meant = is_meant and (text == place.name or _is_meant(place.name, asked))
+        if is_meant and (matches(place.name) or matches(cls.__qualname__)):
+            yield place
+
+
+def _is_meant(name: str, asked: str) -> bool:
+    """Whether a glob that matches the name means it: private functions and reads of attributes only if it says so."""
+    last = name.rpartition(".")[2]
+    private = last in ("__get__", "__set__", "__delete__") or (last[0] == "_" and last[:2] != "__")
+    return not private or asked.startswith("_")
+
+
+@functools.cache
+def _names_by_function() -> dict[Any, list[str]]:
+    """Every function that a function mode is shown, with all its names, the best one first."""
+    overridable = {function for functions in get_overridable_functions().values() for function in functions}
+    shown = overridable | set(_torch.factories())
+    names: dict[Any, list[str]] = {}
+    for prefix, namespace in _NAMESPACES:
+        for name in dir(namespace):
+            value = getattr(namespace, name, None)
+            if isinstance(value, type) or not callable(value):
+                continue
+            if _torch.is_native(name, value) or _torch.handles_modes(value) or _in(value, shown):
+                names.setdefault(value, []).append(f"{prefix}.{name}")
+    for function in {
+        each for each in overridable if not isinstance(each, type)
+    } - names.keys():  # the attributes of tensors: torch.Tensor.shape.__get__
+        name = resolve_name(function)
+        if name:
+            names[function] = [name]
+    for name, shown in _torch.operators_shown_as().items():
+        names.setdefault(shown, []).append(f"torch.Tensor.{name}")
+    for found in names.values():
+        found.sort(key=lambda name: len(name.rpartition(".")[2]))  # torch.mm before torch.spmm; stable otherwise
+    return names
+
+
+def _in(value: Any, functions: set[Any]) -> bool:
+    try:
+        return value in functions
+    except TypeError:  # not hashable
+        return False
+
+
+def _class_place(cls: type[torch.autograd.Function]) -> Place:
+    return Place(f"{cls.__module__}.{cls.__qualname__}", cls)
+
+
+def _function_classes() -> Iterator[type[torch.autograd.Function]]:
+    todo: list[type[torch.autograd.Function]] = [torch.autograd.Function]
+    while todo:
+        for cls in todo.pop().__subclasses__():
+            todo.append(cls)
+            if hasattr(cls, "apply"):
+                yield cls
+
+
+def _operator_namespaces() -> set[str]:
+    return {name.partition("::")[0] for name in _torch.operator_names()}
+
+
+def _operators(namespace: str) -> Iterator[_torch.OpOverload]:
+    for full in sorted(_torch.operator_names()):
+        space, _, name = full.partition("::")
+        if space == namespace:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+            if isinstance(operator, _torch.OpOverload):
+                yield operator
+
+
+def _no_match(item: Any) -> NoMatchError:
+    text = item if isinstance(item, str) else item.pattern
+    namespace = re.split(r"[.:]", text)[0]
+    if namespace in _operator_namespaces():
+        names = sorted({str(op.overloadpacket) for op in _operators(namespace)})
+        what = "operator"
+    else:
+        names = [name for names in _names_by_function().values() for name in names]
+        names += [_class_place(cls).name for cls in _function_classes()]
+        if not text.rpartition(".")[2].startswith("_"):
+            names = [name for name in names if "._" not in name]
+        what = "function"
+    near = _named_alike(text, names) or difflib.get_close_matches(text.replace("*", ""), names, n=4, cutoff=0.5)
+    near = near or _same_ending(text, names)
+    hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
+    return NoMatchError(
+        f"No {what} matches {describe(item)}{hint}. Names begin with torch. (torch.nn.functional.softmax), with an "
+        "operator's namespace (aten.mm), or are the full name of a torch.autograd.Function."
+    )
+
+
+def _named_alike(text: str, names: list[str]) -> list[str]:
+    """For ``softmax`` or ``F.softmax``: a glob for all functions of that name, and the first of them."""
+    last = text.rpartition(".")[2]
+    alike = [name for name in names if name.rpartition(".")[2] == last]
+    order = [f"{prefix}." for prefix, _ in _NAMESPACES]
+    alike.sort(key=lambda name: next((i for i, prefix in enumerate(order) if name.startswith(prefix)), len(order)))
+    return [f"*.{last}", *alike[:3]] if alike else []
+
+
+def _same_ending(text: str, names: list[str]) -> list[str]:
+    ending = text.rpartition(".")[2].strip("*")
+    by_ending: dict[str, str] = {name.rpartition(".")[2]: name for name in reversed(names)}
+    return [by_ending[close] for close in difflib.get_close_matches(ending, list(by_ending), n=4, cutoff=0.6)]

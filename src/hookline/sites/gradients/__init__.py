@@ -1,0 +1,1 @@
+"""Observe and edit the gradients of one call of a module or function."""

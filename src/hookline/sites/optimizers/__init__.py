@@ -1,0 +1,1 @@
+"""Put hooks on an optimizer's step and state."""

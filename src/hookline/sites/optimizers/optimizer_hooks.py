@@ -1,0 +1,451 @@
+"""Hooks on an optimizer: around its step, and on saving and loading its state.
+
+Takes an optimizer and a hook from the user, or an attachment for every optimizer from ``attach_everywhere``; hands
+entries to the optimizer's table and a `HookHandle` back. torch gets one port of ours per optimizer and kind, which
+runs the table's hooks in our order. The table hangs on the ports, so it goes when the optimizer goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hookline.errors import HookReturnError, HookSignatureError, UnhookableError
+from hookline.messages import type_name
+from hookline.sites import _torch
+from hookline.sites.attach import check_request
+from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import Entry, Holder, Phase
+from hookline.sites.kinds import OPTIMIZER, Kind
+from hookline.sites.modules.forward_counter import Root
+from hookline.sites.modules.module_hooks import LOCK
+from hookline.sites.modules.torch_hooks import StalePort
+from hookline.sites.optimizers.optimizer_wrappers import takes_hooks, unwrap_optimizer
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from hookline.hook_types import Hook
+    from hookline.sites.hook_at_site import Attachment
+
+__all__ = [
+    "OptimizerSite",
+    "attach_optimizer",
+    "hook_optimizers_everywhere",
+    "optimizer_entries",
+    "optimizer_entries_everywhere",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSite:
+    """Which optimizer a hook is on, and when it fires.
+
+    A hook that declares a keyword-only ``site`` is handed one at each firing:
+
+        def hook(optimizer, args, kwargs, *, site):
+            print(site.name, site.kind, site.step)
+    """
+
+    name: str
+    """The optimizer's class name."""
+    optimizer: Optimizer
+    """The optimizer."""
+    kind: Kind
+    """The kind of the hook that is firing."""
+    step: int = -1
+    """The newest step of this optimizer, counted from 0 since its first hook came on; -1 before one began."""
+    found_inf: Tensor | None = None
+    """Above 0 if this step leaves the parameters alone, because a ``GradScaler`` found infinite gradients.
+
+    There only for optimizers that a scaler lets decide by themselves (``fused=True``): their step is called either
+    way. Others are not called, and no hook fires. It is on the device; reading its value waits for it.
+    """
+
+
+def attach_optimizer(
+    optimizer: Optimizer,
+    hook: Hook,
+    *,
+    on: str | Kind = Kind.STEP_POST,
+    prepend: bool = False,
+    observe: bool = False,
+    name: str | None = None,
+    profile: bool = False,
+) -> HookHandle:
+    """Put a hook on an optimizer.
+
+    Recipe::
+
+        def hook(optimizer, args, kwargs, *, site):
+            print(site.step, optimizer.param_groups[0]["lr"])
+
+
+        with hookline.attach_optimizer(optimizer, hook, on="step_post"):
+            loss.backward()
+            optimizer.step()
+
+    Args:
+        optimizer: A ``torch.optim.Optimizer``, or a wrapper that keeps one (Accelerate's, Lightning's, DeepSpeed's):
+            the hook is put on the one inside, is called with it, and fires for the steps that this one makes.
+        hook: Called as its kind says: ``(optimizer, args, kwargs)`` around a step, where ``args[0]`` is the
+            optimizer; ``(optimizer)`` or ``(optimizer, state_dict)`` on saving and loading. Where it declares a
+            keyword-only ``site``, it gets an `OptimizerSite`.
+        on: ``step_pre`` (may return ``(args, kwargs)`` for the step), ``step_post``, ``state_dict_pre``,
+            ``state_dict_post`` and ``load_state_dict_pre`` (may return another state dict), or
+            ``load_state_dict_post``.
+        prepend: Run before the hooks of ours that are there already.
+        observe: Ignore the return value, and run after all edits (``step_pre``).
+        name: A name for reports; the function's own by default.
+        profile: Measure what the hook costs, for ``handle.report().cost_us``.
+
+    One step fires its hooks once, also where ``step`` calls ``super().step()``; a step that raises has no
+    ``step_post``; a step that a ``GradScaler`` skips fires nothing, or is marked (`OptimizerSite.found_inf`).
+
+    Raises:
+        UnhookableError: if it is no optimizer, or wraps one in an attribute that is not known.
+        KindError, OptionError, HookSignatureError: before anything is attached.
+    """
+    kind = Kind.parse(on, OPTIMIZER)
+    if isinstance(hook, Optimizer) and callable(optimizer):
+        raise HookSignatureError("The arguments are swapped: write attach_optimizer(optimizer, hook).")
+    optimizer = _checked_optimizer(optimizer)
+    attachment = check_request(
+        hook, kind, subject=OPTIMIZER, prepend=prepend, observe=observe, name=name, profile=profile
+    )
+    with LOCK:
+        _drop_leftovers()
+        table = _existing_table(optimizer)
+        if table is None:
+            table = _Table()
+        entry = Entry(attachment, type(optimizer).__name__, table, Root())
+        attachment.entries[entry] = None
+        table.add(entry, optimizer)
+        return HookHandle(attachment)
+
+
+def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
+    """Put an attachment of a step kind on every optimizer there is and will be."""
+    with LOCK:
+        _drop_leftovers()
+        _EVERYWHERE.add(attachment)
+        return HookHandle(attachment)
+
+
+def optimizer_entries(optimizer: Optimizer) -> Iterator[Entry]:
+    """The hooks of ours on the optimizer itself, or inside it; those on every optimizer are on none in particular."""
+    optimizer = unwrap_optimizer(optimizer)
+    table = _existing_table(optimizer) if takes_hooks(optimizer) else None
+    if table is not None:
+        yield from table.entries()
+
+
+def optimizer_entries_everywhere() -> Iterator[Entry]:
+    """The hooks of ours on every optimizer."""
+    return _EVERYWHERE.entries()
+
+
+class _Lanes(Holder):
+    """Hooks by kind, each kind in the order it runs."""
+
+    __slots__ = ("_lanes",)
+
+    def __init__(self) -> None:
+        self._lanes: dict[Kind, tuple[Entry, ...]] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are none."""
+        return not self._lanes
+
+    def entries(self) -> Iterator[Entry]:
+        """All of them."""
+        for lane in tuple(self._lanes.values()):
+            yield from lane
+
+    def own(self, kind: Kind) -> tuple[Entry, ...]:
+        """Those of one kind."""
+        return self._lanes.get(kind, ())
+
+    def _put(self, entry: Entry) -> None:
+        kind = entry.attachment.kind
+        self._lanes[kind] = _ranked(*self.own(kind), entry)
+
+    def _take(self, entry: Entry) -> None:
+        kind = entry.attachment.kind
+        kept = tuple(other for other in self.own(kind) if other is not entry)
+        if kept:
+            self._lanes[kind] = kept
+        else:
+            self._lanes.pop(kind, None)
+
+
+class _Table(_Lanes):
+    """All hooks of ours on one optimizer, and how to take its ports off again."""
+
+    __slots__ = ("__weakref__", "_handles", "_settled", "step")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = -1
+        self._settled = -1  # the state of _EVERYWHERE that the ports were brought in line with
+        self._handles: dict[Kind, RemovableHandle] = {}
+        _TABLES.add(self)
+
+    def alive(self) -> bool:
+        """Whether the optimizer is still there: it owns the dictionaries that the handles point to."""
+        return any(handle.hooks_dict_ref() is not None for handle in self._handles.values())
+
+    # -- firing ----------------------------------------------------------------------------------------------
+
+    def run(self, kind: Kind, optimizer: Optimizer, given: tuple[Any, ...]) -> Any:
+        """Run the hooks of one kind; ``given`` are its arguments after the optimizer. What torch wants returned."""
+        if kind in _STEP_KINDS:
+            if _torch.is_inner_step(optimizer):
+                return None
+            self._begin(kind, optimizer)
+        values = given
+        for entry in self._lane(kind):
+            entry.count()
+            site = self._site(kind, optimizer) if entry.attachment.wants_site else None
+            result = entry.call(optimizer, values, site)
+            if result is not None and kind in _EDITS and entry.attachment.phase is Phase.EDIT:
+                values = _EDITS[kind](entry, optimizer, result)
+        if values is given:
+            return None
+        return values if kind is Kind.STEP_PRE else values[0]
+
+    def _lane(self, kind: Kind) -> tuple[Entry, ...]:
+        """The hooks to run: the optimizer's own, and those on every optimizer."""
+        everywhere = _EVERYWHERE.own(kind)
+        return _ranked(*everywhere, *self.own(kind)) if everywhere else self.own(kind)
+
+    def _begin(self, kind: Kind, optimizer: Optimizer) -> None:
+        if kind is Kind.STEP_PRE:
+            self.step += 1
+        if self._settled != _EVERYWHERE.changes:
+            with LOCK:
+                self.fit(optimizer)
+                self.tidy()
+
+    def _site(self, kind: Kind, optimizer: Optimizer) -> OptimizerSite:
+        found_inf = getattr(optimizer, "found_inf", None)
+        return OptimizerSite(
+            type(optimizer).__name__, optimizer, kind, self.step, found_inf if isinstance(found_inf, Tensor) else None
+        )
+
+    # -- coming and going, under LOCK ------------------------------------------------------------------------
+
+    def add(self, entry: Entry, optimizer: Optimizer) -> None:
+        """Put a hook in its place."""
+        self._put(entry)
+        self.fit(optimizer)
+
+    def discard(self, entry: Entry) -> None:
+        """Take a hook off, and the port if it was the last."""
+        self._take(entry)
+        self.tidy()
+        _drop_leftovers()
+
+    def _needed(self) -> list[Kind]:
+        """The kinds that torch has to call us for. Steps are counted whatever the kind of hook."""
+        if self.empty and _EVERYWHERE.empty:
+            return []
+        return [kind for kind in OPTIMIZER.args if kind is Kind.STEP_PRE or self._lane(kind)]
+
+    def fit(self, optimizer: Optimizer) -> None:
+        """Give the optimizer the ports that it lacks."""
+        self._settled = _EVERYWHERE.changes
+        for kind in self._needed():
+            hooks = _torch.optimizer_hooks(optimizer, kind)
+            handle = self._handles.get(kind)
+            if handle is not None and handle.id in hooks:
+                continue
+            if not self._lane(kind) and _torch.being_walked(hooks):
+                self._settled = -1  # only to count steps: that can wait until torch is through with its hooks
+                continue
+            self._handles[kind] = _REGISTER[kind](optimizer, _Port(self, kind))
+
+    def tidy(self) -> None:
+        """Take off the ports that nothing needs; one that cannot go yet does nothing, and goes with the next change."""
+        needed = self._needed()
+        if not needed:
+            self.step = -1
+        unneeded = [kind for kind in self._handles if kind not in needed]
+        for kind in unneeded:
+            if _came_off(self._handles[kind]):
+                del self._handles[kind]
+            else:
+                _LEFTOVERS.add(self)
+                self._settled = -1
+
+
+class _Port:
+    """What torch calls: one per optimizer and kind."""
+
+    __slots__ = ("__weakref__", "_kind", "table")
+
+    def __init__(self, table: _Table, kind: Kind) -> None:
+        self.table = table
+        self._kind = kind
+
+    @_torch.untraced  # an optimizer imports the compiler anyhow
+    def __call__(self, optimizer: Optimizer, *args: Any) -> Any:
+        return self.table.run(self._kind, optimizer, args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch leaves hooks out when it copies an optimizer; a subclass that does not, copies nothing that acts.
+        return StalePort, (True,)
+
+
+class _Everywhere(_Lanes):
+    """The hooks on every optimizer, and the one global hook of torch that shows us each optimizer.
+
+    They run in the optimizer's own ports: torch would run global hooks after the optimizer's own ones when a step
+    is over. At the global hook the optimizer's own are not yet under way, so ports added there are in time.
+    """
+
+    __slots__ = ("_handle", "changes")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = 0
+        """How often one came or went."""
+        self._handle: RemovableHandle | None = None
+
+    def add(self, attachment: Attachment) -> None:
+        """Put a hook in its place; under LOCK."""
+        entry = Entry(attachment, "(every optimizer)", self, Root())
+        attachment.entries[entry] = None
+        self._put(entry)
+        self.changes += 1
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._first_sight)
+
+    @_torch.untraced
+    def _first_sight(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.empty and _existing_table(optimizer) is None and not _torch.is_inner_step(optimizer):
+            with LOCK:
+                _Table().fit(optimizer)
+
+    def discard(self, entry: Entry) -> None:
+        """Take a hook off; the last one takes torch's hook, and the ports that were there for its sake."""
+        self._take(entry)
+        self.changes += 1
+        for table in tuple(_TABLES):
+            table.tidy()
+        _drop_leftovers()
+
+    def tidy(self) -> None:
+        """Let go of torch's hook if nothing needs it."""
+        if self.empty and self._handle is not None and _came_off(self._handle):
+            self._handle = None
+
+
+def _existing_table(optimizer: Optimizer) -> _Table | None:
+    """The optimizer's table, found through whichever port of ours it carries."""
+    for kind in OPTIMIZER.args:
+        for hook in tuple(_torch.optimizer_hooks(optimizer, kind).values()):
+            if isinstance(hook, _Port):
+                return hook.table
+    return None
+
+
+def _drop_leftovers() -> None:
+    """Take off what could not go when it should have."""
+    tables = tuple(_LEFTOVERS)
+    _LEFTOVERS.clear()
+    for table in tables:
+        table.tidy()
+    _EVERYWHERE.tidy()
+
+
+def _came_off(handle: RemovableHandle) -> bool:
+    """Take a port off, unless torch is walking that very dictionary and would stumble; a port alone does nothing."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and handle.id in hooks and _torch.being_walked(hooks):
+        return False
+    handle.remove()
+    return True
+
+
+def _ranked(*entries: Entry) -> tuple[Entry, ...]:
+    return tuple(sorted(entries, key=lambda entry: entry.attachment.rank))
+
+
+def _new_arguments(entry: Entry, optimizer: Optimizer, result: Any) -> tuple[Any, ...]:
+    """What a step_pre hook wants the step to be called with."""
+    if isinstance(result, tuple) and len(result) == 2:
+        args, kwargs = result
+        if isinstance(args, tuple) and isinstance(kwargs, dict) and args and args[0] is optimizer:
+            return result
+    raise HookReturnError(
+        f"step_pre hook {entry.attachment.name!r} on {type(optimizer).__name__} must return None or "
+        f"(new_args, new_kwargs), a tuple that begins with the optimizer and a dict, but got {_shown(result)}."
+    )
+
+
+def _new_state(entry: Entry, optimizer: Optimizer, result: Any) -> tuple[Any, ...]:
+    """What a hook wants saved or loaded."""
+    if isinstance(result, dict):
+        return (result,)
+    attachment = entry.attachment
+    raise HookReturnError(
+        f"{attachment.kind.value} hook {attachment.name!r} on {type(optimizer).__name__} must return None or a "
+        f"state dict, but got {_shown(result)}."
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, without the numbers of the tensors that may be in it."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
+    return repr(value) if isinstance(value, int | float | str) else type_name(value)
+
+
+def _checked_optimizer(given: Any) -> Optimizer:
+    """Return the optimizer that `given` is or wraps; raise unless torch can call hooks on it."""
+    optimizer = unwrap_optimizer(given)
+    if not isinstance(optimizer, Optimizer):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type_name(given)
+        raise UnhookableError(f"attach_optimizer takes a torch.optim.Optimizer, got {what}.{_optimizer_inside(given)}")
+    if not takes_hooks(optimizer):
+        raise UnhookableError(
+            f"{type(optimizer).__name__} has no place for hooks: it wraps an optimizer without being set up as one "
+            f"itself.{_optimizer_inside(given) or ' Pass the optimizer inside it.'}"
+        )
+    return optimizer
+
+
+def _optimizer_inside(wrapper: Any) -> str:
+    """Return the sentence that names the attribute of `wrapper` with an optimizer in it; nothing if there is none."""
+    own = {} if isinstance(wrapper, type) else getattr(wrapper, "__dict__", {})
+    names = [name for name, value in own.items() if isinstance(value, Optimizer)]
+    return f" Pass the optimizer inside it: its .{names[0]}." if names else ""
+
+
+_STEP_KINDS: Final = frozenset({Kind.STEP_PRE, Kind.STEP_POST})
+_EDITS: Final[dict[Kind, Callable[[Entry, Optimizer, Any], tuple[Any, ...]]]] = {
+    Kind.STEP_PRE: _new_arguments,
+    Kind.STATE_DICT_POST: _new_state,
+    Kind.LOAD_STATE_DICT_PRE: _new_state,
+}
+"""The kinds whose hooks may return something, and what becomes of it."""
+_REGISTER: Final[dict[Kind, Callable[[Optimizer, Any], RemovableHandle]]] = {
+    Kind.STEP_PRE: Optimizer.register_step_pre_hook,
+    Kind.STEP_POST: Optimizer.register_step_post_hook,
+    Kind.STATE_DICT_PRE: Optimizer.register_state_dict_pre_hook,
+    Kind.STATE_DICT_POST: Optimizer.register_state_dict_post_hook,
+    Kind.LOAD_STATE_DICT_PRE: Optimizer.register_load_state_dict_pre_hook,
+    Kind.LOAD_STATE_DICT_POST: Optimizer.register_load_state_dict_post_hook,
+}
+# Weak, because a table belongs to the ports on its optimizer.
+_TABLES: Final[weakref.WeakSet[_Table]] = weakref.WeakSet()
+_LEFTOVERS: Final[weakref.WeakSet[_Table]] = weakref.WeakSet()
+_EVERYWHERE: Final = _Everywhere()

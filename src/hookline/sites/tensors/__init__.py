@@ -1,0 +1,1 @@
+"""Put hooks on tensors, parameters, graph nodes and saved tensors."""

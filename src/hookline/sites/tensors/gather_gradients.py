@@ -1,0 +1,143 @@
+"""One hook for the gradients of several tensors.
+
+Takes tensors from ``tensors``, hands a share of the hook to the port of each, and runs it once per backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import get_gradient_edge
+
+from hookline.sites import _torch
+from hookline.sites.hook_at_site import Holder
+from hookline.sites.tensors.graph_hooks import GraphEntry, GraphPort, Member, TensorPort
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hookline.sites.hook_at_site import Attachment, Entry
+
+__all__ = ["Gather"]
+
+
+class Gather(Holder):
+    """One hook that waits for the gradients of several tensors.
+
+    Not torch's ``register_multi_grad_hook``: that one holds the nodes of the tensors and so, unless it is removed,
+    keeps leaves and chains of computed tensors alive for good; and it is shown gradients before later edits.
+    With ``waits`` the hook gets all gradients of a pass when the last is there, else the first alone.
+    """
+
+    __slots__ = ("__weakref__", "_attachment", "_entry", "_lock", "_passes", "_ports", "_tensors")
+
+    def __init__(self, attachment: Attachment, name: str, tensors: list[Tensor], *, waits: bool) -> None:
+        self._attachment = attachment
+        self._entry = GraphEntry(attachment, name, self)
+        self._tensors = [_Awaited(tensor) for tensor in tensors] if waits else None
+        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._ports: list[weakref.ref[TensorPort]] = []
+        for index, tensor in enumerate(tensors):
+            port = TensorPort.of(tensor)
+            self._ports.append(weakref.ref(port))
+            port.add(_Share(attachment, self._entry, self, index))
+
+    def take(self, index: int, grad: Tensor | None) -> None:
+        """The gradient of one of them is there."""
+        task = _torch.graph_task_id()
+        with self._lock:  # each device runs its part of a pass in a thread of its own
+            current = self._passes.get(task)
+            begins = current is None
+            if current is None:
+                current = self._passes[task] = _Pass(self, self._to_wait_for(index))
+            complete = current.take(index, grad)
+        if begins:
+            _torch.queue_end_of_backward(current)  # the engine keeps it until the pass is over, however it ends
+        if complete:
+            self.fire(current.grads)
+
+    def _to_wait_for(self, first: int) -> set[int]:
+        if self._tensors is None:
+            return {first}
+        return {index for index, tensor in enumerate(self._tensors) if index == first or tensor.may_come()}
+
+    def fire(self, grads: dict[int, Tensor | None]) -> None:
+        """Run the hook on what came."""
+        if self._tensors is None:
+            self._entry.run(*grads.values())
+        else:
+            self._entry.run(tuple(grads.get(index) for index in range(len(self._tensors))))
+
+    def end(self, grads: dict[int, Tensor | None]) -> None:
+        """A pass is over that did not bring all that might have come."""
+        if not self._attachment.removed:
+            self.fire(grads)
+
+    def discard(self, entry: Entry) -> None:
+        """Take it off all of the tensors."""
+        for port in filter(None, (reference() for reference in self._ports)):
+            port.discard(entry)
+
+
+class _Awaited:
+    """One of the tensors, as far as it can be told without keeping it or its graph alive."""
+
+    __slots__ = ("_number", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._number = _torch.sequence_number_of(get_gradient_edge(tensor).node)
+
+    def may_come(self) -> bool:
+        """Whether its gradient may come in the pass that runs; True if there is no telling."""
+        tensor = self._tensor()
+        if tensor is None:  # but its node may be there
+            return True
+        try:
+            node = get_gradient_edge(tensor).node
+            # Changed in place, the tensor has another node; the hook is on the old one.
+            return _torch.sequence_number_of(node) != self._number or _torch.will_execute(node)
+        except RuntimeError:  # what autograd.grad() does with leaves, torch does not say
+            return True
+
+
+class _Pass:
+    """The gradients of one backward pass; what the engine calls when the pass is over."""
+
+    __slots__ = ("__weakref__", "_gather", "_missing", "grads")
+
+    def __init__(self, gather: Gather, missing: set[int]) -> None:
+        self._gather = gather
+        self._missing = missing
+        self.grads: dict[int, Tensor | None] = {}
+
+    def take(self, index: int, grad: Tensor | None) -> bool:
+        """Note a gradient; whether it is the last that was missing."""
+        if not self._missing:
+            return False
+        self.grads[index] = grad
+        self._missing.discard(index)
+        return not self._missing
+
+    def __call__(self) -> None:
+        if self._missing:
+            self._gather.end(self.grads)
+
+
+class _Share(Member):
+    """The turn of such a hook at one of its tensors."""
+
+    __slots__ = ("_gather", "_index")
+
+    def __init__(self, attachment: Attachment, entry: GraphEntry, gather: Gather, index: int) -> None:
+        super().__init__(attachment, entry)
+        self._gather = gather
+        self._index = index
+
+    def show(self, value: Any, more: tuple[Any, ...], port: GraphPort) -> Any:
+        """Hand the gradient over; it goes on as it is."""
+        self._gather.take(self._index, value)
+        return value

@@ -1,0 +1,129 @@
+"""Keeping the gradients of named modules in bounds, or away.
+
+Takes the modules from ``select``; hooks their parameters (after accumulation) and, for clipping, the gradients
+that leave them towards their inputs. Nothing else in the model is touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, linalg
+
+from hookline.errors import OptionError
+from hookline.sites.attach import attach, check_request
+from hookline.sites.handle import HandleSet, HookHandle
+from hookline.sites.kinds import Kind
+from hookline.sites.select import Named, named_modules, select
+from hookline.sites.tensors.parameter_hooks import NamedParameter, fasten_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from hookline.hook_types import Grads, Hook, Target
+
+__all__ = ["clip_gradients", "freeze"]
+
+
+def clip_gradients(
+    model: nn.Module, target: Target = None, *, value: float | None = None, norm: float | None = None
+) -> HandleSet:
+    """Bound the gradients of the named modules, tensor by tensor.
+
+    Recipe::
+
+        with hookline.clip_gradients(model, "layers.#", value=1.0):
+            loss.backward()
+
+    Bounded are the ``.grad`` of every parameter of those modules (children included), each time a backward
+    has accumulated into it, and the gradient each of those modules sends to its inputs. ``value`` clamps every
+    element to ±value; ``norm`` scales a tensor down to that 2-norm if it is above.
+    """
+    if (value is None) == (norm is None):
+        raise OptionError("clip_gradients takes either value= or norm=.")
+    bound = value if value is not None else norm
+    if not isinstance(bound, int | float) or not bound > 0:
+        raise OptionError(f"clip_gradients needs a bound above 0, got {bound!r}.")
+    clip = _clamp(bound) if value is not None else _shrink(bound)
+
+    def clip_inputs(module: nn.Module, grad_input: Grads, grad_output: Grads) -> Grads:
+        return tuple(None if grad is None else clip(grad) for grad in grad_input)
+
+    def clip_parameter(parameter: Tensor) -> None:
+        grad = parameter.grad
+        if grad is not None and grad.is_sparse:
+            parameter.grad = grad.coalesce()
+            parameter.grad.values().copy_(clip(parameter.grad.values()))
+        elif grad is not None:
+            grad.copy_(clip(grad))
+
+    on_parameters = _hook_parameters(model, target, clip_parameter, "clip_gradients")
+    try:
+        on_modules = attach(model, target, clip_inputs, on=Kind.BACKWARD, name="clip_gradients")
+    except BaseException:
+        on_parameters.remove()
+        raise
+    return HandleSet([on_parameters, on_modules])
+
+
+def freeze(model: nn.Module, target: Target = None) -> HookHandle:
+    """Keep the parameters of the named modules as they are, without touching gradients anywhere else.
+
+    Recipe::
+
+        with hookline.freeze(model, "backbone"):
+            train(model)
+
+    Their ``.grad`` is dropped now, and whenever a backward has filled it, and does not come back; so no optimizer
+    moves them, by momentum or weight decay neither. What flows through the modules to those below is unchanged. A
+    weight that another module shares is frozen there too; buffers, such as BatchNorm's statistics, still move.
+    """
+    handle = _hook_parameters(model, target, _drop_gradient, "freeze")
+    for _, module in select(model, target):
+        for parameter in module.parameters():
+            _drop_gradient(parameter)
+    return handle
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _hook_parameters(model: nn.Module, target: Any, hook: Hook, name: str) -> HookHandle:
+    """On those that gradients come to; none is no error here."""
+    chosen = [
+        NamedParameter(f"{path}.{key}" if path else key, parameter, module)
+        for path, module in _below(model, target)
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    unique: dict[int, NamedParameter] = {}
+    for item in chosen:
+        unique.setdefault(id(item.parameter), item)
+    attachment = check_request(hook, Kind.PARAM_GRAD, name=name)
+    return fasten_parameters(attachment, model, list(unique.values()))
+
+
+def _below(model: nn.Module, target: Any) -> Iterator[Named]:
+    """The named modules and everything below them."""
+    for name, module in select(model, target):
+        yield from ((f"{name}.{below}".strip("."), inner) for below, inner in named_modules(module))
+
+
+def _clamp(bound: float) -> Callable[[Tensor], Tensor]:
+    return lambda grad: grad.clamp(-bound, bound)
+
+
+def _shrink(bound: float) -> Callable[[Tensor], Tensor]:
+    def shrink(grad: Tensor) -> Tensor:
+        # In float32, as the norm of half-precision gradients may not fit into theirs; no host sync. A tensor
+        # within the bound is multiplied by exactly 1.
+        norm = linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+        scale = (bound / norm.clamp_min(1e-38)).clamp_max(1.0)
+        shrunk: Tensor = (grad.to(norm.dtype) * scale).to(grad.dtype)
+        return shrunk
+
+    return shrink

@@ -1,0 +1,7 @@
+"""Describe hooks as data: `HookSpec`, dotted paths to code, attaching specs to a model."""
+
+from __future__ import annotations
+
+from hookline._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

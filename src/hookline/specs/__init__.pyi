@@ -1,0 +1,5 @@
+"""The public names of ``hookline.specs``, each with the module it lives in."""
+
+from hookline.specs.hook_spec import HookSpec as HookSpec
+from hookline.specs.hook_spec import register_hooks as register_hooks
+from hookline.specs.resolve import resolve_callable as resolve_callable

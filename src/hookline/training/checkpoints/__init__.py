@@ -1,0 +1,1 @@
+"""Save a run as it goes, and resume it bit for bit."""

@@ -1,0 +1,147 @@
+"""Where the checkpoints of a run are, and how often there is one.
+
+Made by the user, handed to a loop; `Saving` gives it trees to write and asks it for the newest that is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.errors import CheckpointError, HooklineWarning, ResumeError
+from hookline.messages import caller_stacklevel
+from hookline.training.checkpoints.checkpoint_file import read, write
+from hookline.training.loops.experiment_adapter import whole_number
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+__all__ = ["Checkpoints"]
+
+logger = logging.getLogger(__name__)
+
+_NAME: Final = re.compile(r"step_(\d+)\.safetensors")
+
+
+class Checkpoints:
+    """A folder of checkpoints, ``step_00000120.safetensors`` being the run after 120 steps.
+
+    Recipe::
+
+        checkpoints = hookline.Checkpoints("runs/parity/checkpoints", every=1)
+        hookline.epoch_loop(experiment, epochs=100, manager=manager, checkpoints=checkpoints, resume=True)
+
+    With ``resume=True`` the run goes on from the newest, or begins if there is none: the same line starts it, and goes
+    on after it was killed. It ends as it would have ended without, bit for bit. SIGINT (Ctrl-C) and SIGTERM let the
+    step finish and save; a second one ends the process as ever.
+
+    Args:
+        folder: Where they are; one run to a folder.
+        every: How many epochs from one to the next, at their ends; in the step loop, steps. None: one at the start, one
+            at the end, one when a signal comes.
+        every_steps: Count steps instead, in the epoch loop as well.
+        keep: How many of the newest stay.
+        config: The settings of the run; going on with others is refused. If left out, ``experiment.config``.
+        force: Go on with other settings all the same.
+        replay: Of a loader that can only be iterated (no length, no ``state_dict()``): whether it gives the same again
+            when random streams stand where they stood. Otherwise there are checkpoints only between passes over it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        every_steps: int | None = None,
+        keep: int = 2,
+        config: Mapping[str, Any] | Any = None,
+        force: bool = False,
+        replay: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.every = None if every is None else whole_number("every", every, 1)
+        self.every_steps = None if every_steps is None else whole_number("every_steps", every_steps, 1)
+        self.keep = whole_number("keep", keep, 1)
+        self.config = config
+        self.force = force
+        self.replay = replay
+        self.seconds = 0.0
+        """How long the last one took to write."""
+        self.nbytes = 0
+        """How large it is."""
+        self.count = 0
+        """How many were written."""
+
+    def paths(self) -> list[Path]:
+        """Those that there are, the oldest first."""
+        found = [(int(match[1]), path) for path in self.folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(found)]
+
+    def newest(self) -> Path | None:
+        """The newest, whether whole or not; None if there is none."""
+        paths = self.paths()
+        return paths[-1] if paths else None
+
+    # -- for the loops -----------------------------------------------------------------------------------------
+
+    def write(self, tree: Mapping[str, Any], steps: int) -> Path:
+        """Write one more, and let go of the oldest."""
+        began = time.perf_counter()
+        path = self.folder / f"step_{steps:08d}.safetensors"
+        self.nbytes = write(path, tree)
+        self.seconds = time.perf_counter() - began
+        self.count += 1
+        for old in self.paths()[: -self.keep]:
+            with suppress(OSError):
+                old.unlink()
+        logger.debug("Saved %s: %.1f MB in %.2f s", path, self.nbytes / 1e6, self.seconds)
+        return path
+
+    def read(self, home: Callable[[torch.device], torch.device]) -> tuple[Path, dict[str, Any]] | None:
+        """The newest that is whole; those that are not are put aside, with a warning. None if there is none at all."""
+        failed: list[tuple[Path, CheckpointError]] = []
+        for path in reversed(self.paths()):
+            try:
+                tree = read(path, home)
+            except CheckpointError as error:
+                failed.append((path, error))
+                continue
+            for damaged, why in failed:
+                self._put_aside(damaged, why, path)
+            return path, tree
+        if failed:
+            tried = "\n".join(f"  {why}" for _, why in failed)
+            raise ResumeError(f"None of the checkpoints in {self.folder} is whole:\n{tried}\nBegin a run elsewhere.")
+        return None
+
+    def _put_aside(self, damaged: Path, error: CheckpointError, path: Path) -> None:
+        """Under another name, or it would be the newest again."""
+        with suppress(OSError):
+            damaged.replace(damaged.with_name(f"{damaged.name}.damaged"))
+        warnings.warn(
+            f"{error} The run goes on from {path.name} instead.", HooklineWarning, stacklevel=caller_stacklevel()
+        )
+
+    def begin(self) -> None:
+        """Make the folder; what a killed process has left half written goes."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoints are to go to {self.folder}, and that folder cannot be made ({error}). Next: give one "
+                "that can be written to."
+            ) from error
+        for part in self.folder.glob("step_*.part"):
+            with suppress(OSError):
+                part.unlink()
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"

@@ -1,0 +1,169 @@
+"""How far a pass over the data has come, and getting there again.
+
+Told by `Saving` when a pass begins; hands it plain values. A loader is brought back to where it was by its own
+``state_dict()``, or by iterating it again from the streams that the pass began with and passing over what was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from hookline.errors import ResumeError
+from hookline.guard.loaders import datasets_of, generators_of_loader, samplers_of
+from hookline.guard.rng import RandomStates
+from hookline.training.checkpoints.random_streams import generator_states, set_generators, set_streams, streams
+from hookline.training.checkpoints.user_state import OwnState
+from hookline.training.loops.experiment_adapter import Blocks
+from hookline.training.loops.training_step import Grouped
+
+__all__ = ["LoaderPosition"]
+
+_SCALARS: Final = (bool, int, float, str, type(None))
+
+
+class LoaderPosition:
+    """Where the loader of a run is."""
+
+    def __init__(self, blocks: Blocks, own: OwnState, *, replay: bool) -> None:
+        self._blocks = blocks
+        self._own = own
+        self._replay = replay
+        self._before: dict[str, Any] = {}
+        self._start: dict[str, Any] = {}
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a run can be saved in the middle of a pass over these data."""
+        loader = self._blocks.current_loader
+        if loader is None or self._replay or has_state(loader):
+            return True
+        if isinstance(loader, DataLoader):
+            return not isinstance(loader.dataset, IterableDataset)
+        return hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+
+    # -- a pass begins -----------------------------------------------------------------------------------------
+
+    def before_loader(self) -> None:
+        """The experiment is about to be asked for the loader, and may draw to make it."""
+        self._before = {
+            "streams": streams(self._blocks.model),
+            "own": generator_states(self._own.generators()),
+            "fixed": generator_states(generators_of_loader(self._blocks.loader)),
+        }
+
+    def begin(self) -> None:
+        """The loader is about to be iterated."""
+        self._warm_up_if(self._start.pop("to warm up", False))
+        self._start = {**_parts(self._blocks.current_loader), "warm": _is_warm(self._blocks.current_loader)}
+
+    def _warm_up_if(self, wanted: bool) -> None:
+        """Workers that persist are there from the second pass on, and starting them draws a number."""
+        loader = self._blocks.current_loader
+        if wanted and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
+            before = RandomStates(generators_of_loader(loader))
+            iter(loader)
+            before.restore()
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def save(self, *, within: bool, begun: bool) -> dict[str, Any]:
+        """Where it is: ``within`` a pass, or between two; whether any has ``begun``."""
+        blocks = self._blocks
+        saved: dict[str, Any] = {
+            "fixed": {**_parts(blocks.loader), "warm": _is_warm(blocks.loader)},
+        }
+        loader = blocks.current_loader if within else blocks.loader
+        if begun and has_state(loader):
+            saved["state"] = loader.state_dict()
+        if within:
+            saved |= {"before": self._before, "start": self._start, "now": _parts(blocks.current_loader)}
+        return saved
+
+    # -- going on ----------------------------------------------------------------------------------------------
+
+    def load(self, saved: Mapping[str, Any], *, within: bool) -> None:
+        """The run goes on between two passes; or ``within`` one, for which `go_on` is called when it does."""
+        loader = self._blocks.loader
+        _set_parts(loader, saved["fixed"])
+        if within:
+            return
+        self._start = {"to warm up": saved["fixed"]["warm"]}
+        if "state" in saved and has_state(loader):
+            loader.load_state_dict(saved["state"])
+
+    def go_on(self, saved: Mapping[str, Any], epoch: int, done: int) -> Iterator[Any]:
+        """The rest of a pass of which that many steps were made; the streams are then anywhere."""
+        blocks = self._blocks
+        self._before, self._start = dict(saved["before"]), dict(saved["start"])
+        set_generators(self._own.generators(), self._before["own"], "the experiment")
+        set_generators(generators_of_loader(blocks.loader), self._before["fixed"], "the loader")
+        set_streams(self._before["streams"], blocks.model)
+        blocks.take_loader(epoch)
+        loader = blocks.current_loader
+        if "state" in saved and has_state(loader):
+            loader.load_state_dict(saved["state"])
+            rest, done = iter(loader), 0
+        else:
+            _set_parts(loader, self._start)
+            self._warm_up_if(self._start["warm"])
+            rest = iter(loader)
+        batches = rest if blocks.accumulate == 1 else iter(Grouped(rest, blocks.accumulate))
+        for number in range(done):
+            if next(batches, _END) is _END:
+                raise ResumeError(
+                    f"The run was saved after {done} steps of pass {epoch} over the data, and now there are data for "
+                    f"{number}. The data have changed."
+                )
+        return batches
+
+    def set_now(self, saved: Mapping[str, Any]) -> None:
+        """What was used is passed over: the loader's generators stand where they stood."""
+        _set_parts(self._blocks.current_loader, saved["now"])
+
+
+_END: Final = object()
+
+
+def has_state(loader: Any) -> bool:
+    """Whether a loader can tell where it is by itself."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _is_warm(loader: Any) -> bool:
+    return getattr(loader, "_iterator", None) is not None
+
+
+def _counting(loader: Any) -> list[Any]:
+    """Samplers and datasets of the user's own; torch's keep nothing between passes but generators. Also such a loader.
+
+    In workers there are copies of the dataset, which are made anew.
+    """
+    itself = [] if isinstance(loader, DataLoader) or has_state(loader) else [loader]
+    data = datasets_of(loader.dataset) if isinstance(loader, DataLoader) else []
+    found = [part for part in (*itself, *samplers_of(loader).values(), *data) if hasattr(part, "__dict__")]
+    return [part for part in found if not type(part).__module__.startswith("torch.")]
+
+
+def _parts(loader: Any) -> dict[str, Any]:
+    """Where generators stand, and the numbers that samplers and datasets keep (an epoch that they count themselves)."""
+    counts = [part.state_dict() if has_state(part) else _scalars_of(part) for part in _counting(loader)]
+    return {"generators": generator_states(generators_of_loader(loader)), "counts": counts}
+
+
+def _scalars_of(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if type(value) in _SCALARS}
+
+
+def _set_parts(loader: Any, parts: Mapping[str, Any]) -> None:
+    set_generators(generators_of_loader(loader), parts["generators"], "the loader")
+    counting, counts = _counting(loader), parts["counts"]
+    if len(counting) != len(counts):
+        raise ResumeError(f"The loader has {len(counting)} samplers and datasets of your own, and had {len(counts)}.")
+    for part, state in zip(counting, counts, strict=True):
+        if has_state(part):
+            part.load_state_dict(state)
+        else:
+            vars(part).update(state)

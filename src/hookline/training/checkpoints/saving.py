@@ -1,0 +1,294 @@
+"""A run that is saved as it goes, and goes on from what was saved.
+
+Takes a `Run` and `Checkpoints` from a loop, is told when steps and epochs are over, and says whether to stop there.
+Puts everything that decides how the run goes on into one tree, and back.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from hookline.errors import CheckpointError, HooklineWarning, OptionError, ResumeError
+from hookline.messages import caller_stacklevel, type_name
+from hookline.training.checkpoints.checkpoints import Checkpoints
+from hookline.training.checkpoints.core_state import CoreState
+from hookline.training.checkpoints.loader_position import LoaderPosition
+from hookline.training.checkpoints.random_streams import set_streams
+from hookline.training.checkpoints.run_lock import FolderLock
+from hookline.training.checkpoints.run_settings import differences, plain
+from hookline.training.checkpoints.unsaved_trackers import uncountable
+from hookline.training.checkpoints.user_state import OwnState
+from hookline.training.loops.stop_signals import Interruption
+
+if TYPE_CHECKING:
+    from hookline.training.loops.loop_run import Run
+
+__all__ = ["Saving"]
+
+_PARTS: Final = ("made", "loop", "settings", "run", "core", "before_epoch", "loader", "manager", "demand")
+"""What a checkpoint of a run has."""
+
+
+class Saving:
+    """Saves a run, and loads one."""
+
+    def __init__(self, run: Run, checkpoints: Checkpoints, settings: Mapping[str, Any]) -> None:
+        _check(checkpoints)
+        self._run = run
+        self._blocks = blocks = run.blocks
+        self._checkpoints = checkpoints
+        self._own = OwnState(blocks)
+        self._core = CoreState(blocks, self._own)
+        self._position = LoaderPosition(blocks, self._own, replay=checkpoints.replay)
+        config = blocks.config if checkpoints.config is None else checkpoints.config
+        self._settings = {
+            "config": plain(config),
+            "loop": {**settings, "accumulate": blocks.accumulate, "clip_norm": blocks.clip_norm},
+        }
+        self._signals = Interruption()
+        self._loaded: dict[str, Any] | None = None
+        self._saved_at: tuple[int, bool] | None = None
+        self._told: set[str] = set()
+        self._every_steps = checkpoints.every_steps or (None if run.in_epochs else checkpoints.every)
+
+    # -- the beginning -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def active(self, *, resume: bool) -> Iterator[None]:
+        """For as long as the block lasts the folder is this run's, and signals wait; the model is loaded before."""
+        self._checkpoints.begin()
+        with FolderLock(self._checkpoints.folder), self._signals:
+            newest = self._checkpoints.newest()
+            if newest is not None and not resume:
+                raise ResumeError(
+                    f"A run is to begin in {self._checkpoints.folder}, and a run was saved there ({newest.name}). "
+                    "Next: resume=True goes on with it; a new one takes another folder."
+                )
+            if resume:
+                self._read()
+            yield
+
+    def _read(self) -> None:
+        found = self._checkpoints.read(self._home)
+        if found is None:
+            return
+        path, saved = found
+        self._check(path, saved)
+        if saved["before_epoch"] is not None and self._run.demand is not None:
+            self._core.load(saved["before_epoch"])
+            self._run.demand.take_pre_epoch()
+        self._core.load(saved["core"])
+        self._loaded = saved
+
+    def _home(self, device: torch.device) -> torch.device:
+        """Where tensors that were on a device belong now; a run may go on on another kind of device."""
+        first = next(self._blocks.model.parameters(), None)
+        here = torch.device("cpu") if first is None else first.device
+        return device if device.type in ("cpu", here.type) else here
+
+    def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
+        """Refuse what does not fit, before anything is loaded."""
+        missing = [name for name in _PARTS if name not in saved]
+        if missing:
+            raise ResumeError(f"{path} is whole, but no checkpoint of a run: it has no {', '.join(missing)}.")
+        if saved["loop"] != self._blocks.loop:
+            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._blocks.loop} loop is to go on.")
+        changed = differences(saved["settings"], self._settings)
+        if changed and not self._checkpoints.force:
+            lines = "\n".join(f"  {line}" for line in changed)
+            raise ResumeError(
+                f"The run in {path.parent} was saved with other settings (saved → now):\n{lines}\nNext: set them back, "
+                "begin a run in another folder, or go on all the same: Checkpoints(..., force=True)."
+            )
+        self._core.check(saved["core"], force=self._checkpoints.force)
+        if saved["made"]["torch"] != str(torch.__version__):
+            self._tell(
+                f"The run was saved with torch {saved['made']['torch']} and goes on with {torch.__version__}: numbers "
+                "may differ in the last bits from here on."
+            )
+
+    def begin(self) -> bool:
+        """Hooks have been told that training begins: load what is theirs, or save the beginning. Whether it goes on."""
+        saved = self._loaded
+        if saved is None:
+            self._save()
+            return False
+        run = self._run
+        if run.manager is not None:
+            no_hooks = {"global_step": saved["run"]["step"], "hooks": {}, "step_metrics": {}}
+            run.manager.load_state_dict(saved["manager"] or no_hooks)
+        if run.demand is not None and saved["demand"] is not None:
+            run.demand.load_state_dict(saved["demand"])
+        run.load_state_dict(saved["run"])
+        self._position.load(saved["loader"], within=run.is_within)
+        set_streams(saved["core"]["streams"], self._blocks.model)
+        self._saved_at = (run.num_steps, run.is_within)
+        if self._blocks.has_no_data:
+            self._loaded = {"run": saved["run"]}
+        return True
+
+    # -- on its way --------------------------------------------------------------------------------------------
+
+    def before_loader(self) -> None:
+        """A pass over the data is about to begin."""
+        self._position.before_loader()
+
+    def batches(self, *, resumed: bool) -> Iterator[Any]:
+        """The batches of the pass, or those that are left of it."""
+        if resumed:
+            assert self._loaded is not None
+            loader, core = self._loaded["loader"], self._loaded["core"]
+            batches = self._position.go_on(loader, self._run.epoch, self._run.done)
+            self._own.load(core["own"])  # to make the loader again may have changed what the experiment counts
+            self._position.set_now(loader)
+            set_streams(core["streams"], self._blocks.model)
+            self._loaded = None
+            return self._until_stopped(batches)
+        self._loaded = None
+        self._position.begin()
+        return self._until_stopped(self._blocks.batches())
+
+    def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception:
+                if self._signals.came is None:
+                    raise
+                # Ctrl-C goes to the workers of the loader as well, and those that were not forked end by it.
+                self._stop(within=True)
+                return
+            yield batch
+
+    def step_is_over(self) -> bool:
+        """Save if it is time to; whether the run stops here."""
+        if self._signals.came is not None:
+            self._stop(within=self._is_within())
+            return True
+        if self._every_steps is not None and self._run.num_steps % self._every_steps == 0:
+            self._save_within()
+        return False
+
+    def _is_within(self) -> bool:
+        return not self._blocks.has_no_data
+
+    def pass_is_over(self) -> None:
+        """In the step loop, the data begin anew."""
+        if not self._position.can_go_on:
+            self._save()
+
+    def epoch_is_over(self) -> bool:
+        """The same, of an epoch."""
+        if self._signals.came is not None:
+            self._stop(within=False)
+            return True
+        every = self._checkpoints.every
+        if (every is not None and (self._run.epoch + 1) % every == 0) or not self._position.can_go_on:
+            self._save()
+        return False
+
+    def finish(self) -> None:
+        """The run is complete."""
+        run = self._run
+        if run.interrupted is None:
+            if self._loaded is not None and self._loaded["run"]["num_steps"] == run.num_steps:
+                self._tell(
+                    f"The run in {self._checkpoints.folder} is complete: {run.num_steps} steps were made before, and "
+                    "none is left. Ask for more, or begin a run in another folder."
+                )
+            else:
+                self._flush()
+                self._save(within=not run.in_epochs and run.done > 0 and self._position.can_go_on)
+            run.interrupted = self._signals.came  # too late to stop anything, but it is not swallowed
+
+    def _stop(self, *, within: bool) -> None:
+        self._run.interrupted = self._signals.came
+        self._flush()
+        if within:
+            self._save_within()
+        else:
+            self._save()
+
+    def _flush(self) -> None:
+        """Metrics of steps go out before the run is saved, where it ends: a sink that has had them gets them once."""
+        manager = self._run.manager
+        if manager is not None and manager.flush_step_metrics(self._run.position):
+            self._saved_at = None
+
+    def _save_within(self) -> None:
+        """In the middle of a pass, if the loader can be brought there again."""
+        within = self._is_within()
+        if within and not self._position.can_go_on:
+            self._tell(
+                f"The loader, {type_name(self._blocks.current_loader)}, cannot be brought back into the middle of a "
+                "pass over the data: there are checkpoints between passes only, and a resumed run begins the pass anew."
+                " Give it state_dict() and load_state_dict(), or see replay= of Checkpoints."
+            )
+            return
+        self._save(within=within)
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def _save(self, *, within: bool = False) -> None:
+        run = self._run
+        if self._saved_at == (run.num_steps, within):
+            return
+        try:
+            self._checkpoints.write(self._state(within=within), run.step + 1)
+        except Exception as error:
+            if self._checkpoints.count == 0 and isinstance(error, CheckpointError):
+                raise  # at the start, where it costs nothing to mend
+            newest = self._checkpoints.newest()
+            self._tell(
+                f"The run could not be saved after {run.num_steps} steps ({type(error).__name__}: {error}). It goes "
+                f"on; the newest checkpoint is {'none' if newest is None else newest.name}.",
+                once="saving",
+            )
+            return
+        self._saved_at = (run.num_steps, within)
+
+    def _state(self, *, within: bool) -> dict[str, Any]:
+        run, manager = self._run, self._run.manager
+        if within and (silent := uncountable(manager, self._blocks.experiment)):
+            self._tell(
+                f"What {', '.join(map(repr, silent))} counted since the last report is not saved: a tracker is saved "
+                "if it has state_dict() and load_state_dict(). Between epochs there is nothing to save."
+            )
+        return {
+            "made": {"torch": str(torch.__version__), "time": time.time()},
+            "loop": self._blocks.loop,
+            "settings": self._settings,
+            "run": run.state_dict(within=within),
+            "core": self._core.save(run.manager),
+            "before_epoch": self._core.before_epoch(run.demand, run.manager) if within else None,
+            "loader": self._position.save(within=within, begun=run.num_epochs > 0),
+            "manager": None if manager is None else manager.state_dict(),
+            "demand": None if run.demand is None else run.demand.state_dict(),
+        }
+
+    def _tell(self, text: str, once: str | None = None) -> None:
+        key = once or text
+        if key not in self._told:
+            self._told.add(key)
+            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+
+
+def _check(checkpoints: Any) -> None:
+    if not isinstance(checkpoints, Checkpoints):
+        raise OptionError(f"checkpoints= is Checkpoints(folder, every=...), got {type_name(checkpoints)}.")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        several = torch.distributed.get_world_size()
+        if several > 1:
+            raise OptionError(
+                f"checkpoints= saves a run of one process, and this is one of {several}. Use "
+                "torch.distributed.checkpoint, and manager.state_dict() for the hooks."
+            )

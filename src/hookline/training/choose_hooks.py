@@ -1,0 +1,163 @@
+"""Which hooks a manager has: by name, as objects, as classes, and trackers and watches made into hooks.
+
+Takes what the user gave to `HookManager`, hands back hooks by name, checked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hookline.errors import HooklineWarning, HookNameError, OptionError
+from hookline.lifecycle.points import HookPoint
+from hookline.messages import caller_stacklevel, type_name
+from hookline.training.hook_check import check_hook, make_hook
+from hookline.training.registry import HookRegistry
+from hookline.training.training_hook import TrainingHook
+
+if TYPE_CHECKING:
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["TrackerHook", "choose_hooks", "split_config", "without_what_is_missing"]
+
+Config = Mapping[str, Mapping[str, Any]]
+
+
+def split_config(config: Config | None) -> tuple[Config, Any]:
+    """The arguments of hooks, and the path of the reference weights, which is configured beside them."""
+    config = dict(config or {})
+    for name, options in config.items():
+        if not isinstance(options, Mapping):
+            raise OptionError(f"hook_config for {name!r} is a dictionary of its arguments; got {options!r}.")
+    return config, config.pop("reference_weights", {}).get("path")
+
+
+def choose_hooks(names: Iterable[str] | str | None, given: Iterable[Any] | None, config: Config) -> dict[str, Any]:
+    """All hooks, by name."""
+    if isinstance(given, type):
+        raise OptionError(f"hooks= takes a list of hooks; got {type_name(given)}: write hooks=[{given.__name__}()].")
+    if isinstance(given, TrainingHook) or is_tracker(given):
+        raise OptionError(f"hooks= takes a list of hooks; put {type_name(given)} into one.")
+    names = HookRegistry.resolve(names or ())
+    found: dict[str, TrainingHook] = {}
+    unused = {name: dict(options) for name, options in config.items()}
+    for hook in HookRegistry.create(names, {name: unused.pop(name) for name in names if name in unused}):
+        found[hook.name] = hook
+    for thing in given or ():
+        _add(found, _as_hook(thing, unused))
+    _check_config(unused, found)
+    return found
+
+
+def _add(found: dict[str, TrainingHook], hook: TrainingHook) -> None:
+    check_hook(hook)
+    if hook.name in found:
+        raise HookNameError(
+            f"Two hooks are called {hook.name!r} ({type(found[hook.name]).__name__} and {type(hook).__name__}), so "
+            "their metrics could not be told apart; set .name of one of them."
+        )
+    found[hook.name] = hook
+
+
+def _as_hook(thing: Any, unused: dict[str, dict[str, Any]]) -> TrainingHook:
+    if isinstance(thing, type) and issubclass(thing, TrainingHook):
+        return make_hook(thing, unused.pop(thing.name, {}))
+    if isinstance(thing, TrainingHook):
+        return thing
+    if is_tracker(thing) and not isinstance(thing, type):
+        return TrackerHook(thing)
+    raise OptionError(
+        f"hooks= takes TrainingHook objects or classes, trackers and watches; got {type_name(thing)}{_remedy(thing)}."
+    )
+
+
+def _remedy(thing: Any) -> str:
+    """Return what to write instead of something that is no hook."""
+    if isinstance(thing, str):
+        return f" ({thing!r}); hooks by name go into hook_names="
+    if isinstance(thing, type) and is_tracker(thing):
+        return f": call it, hooks=[{thing.__name__}()]"
+    if isinstance(thing, type):
+        return f", which does not derive from TrainingHook: write class {thing.__name__}(hookline.TrainingHook)"
+    return ""
+
+
+def _check_config(unused: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:
+    for name in unused:
+        if name in hooks:
+            raise OptionError(
+                f"hook_config for {name!r}: it was given as an object; give its arguments when making it."
+            )
+        if name not in HookRegistry.known():
+            available = ", ".join([*hooks, *HookRegistry.list_all()])
+            raise HookNameError(f"hook_config: Unknown hook: {name!r}. Available: {available or 'none'}.")
+        warnings.warn(
+            f"hook_config for {name!r} has no effect: that hook is not selected.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
+
+def without_what_is_missing(hooks: Mapping[str, TrainingHook], capabilities: Iterable[str] | None) -> dict[str, str]:
+    """The hooks that require what the run cannot do, and what that is; each is warned of."""
+    if capabilities is None:
+        return {}
+    there = {capabilities} if isinstance(capabilities, str) else set(capabilities)
+    missing = {name: sorted(set(hook.requires) - there) for name, hook in hooks.items()}
+    reasons = {name: f"requires {', '.join(what)}" for name, what in missing.items() if what}
+    for name, reason in reasons.items():
+        warnings.warn(f"Hook {name!r} excluded: {reason}", HooklineWarning, stacklevel=caller_stacklevel())
+    return reasons
+
+
+# -- trackers -------------------------------------------------------------------------------------------------
+
+
+class TrackerHook(TrainingHook):
+    """Reports what a tracker has counted, and starts it anew.
+
+    Recipe: ``HookManager(hooks=[watch])``, or ``TrackerHook(watch, name="encoder")`` if there are several.
+
+    It reports at the end of an epoch; in the step loop, at snapshots.
+    """
+
+    description = "reports a tracker or watch, then resets it"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.SNAPSHOT}}  # noqa: RUF012
+    pure = True
+
+    def __init__(self, tracker: Any, *, name: str = "") -> None:
+        self.tracker = tracker
+        self.name = name or getattr(tracker, "name", "") or type(tracker).__name__
+        self._reported: tuple[Any, int, int] | None = None
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """What was counted since the last time."""
+        step = -1 if self.manager is None else self.manager.global_step
+        now = (ctx.hook_point, ctx.epoch, step)
+        if self._reported is not None and self._reported[0] is not now[0] and self._reported[1:] == now[1:]:
+            return None  # reported a moment ago, at the end of the same epoch: nothing has been counted since
+        metrics: Mapping[str, Any] = self.tracker.to_metrics()
+        self.tracker.reset()
+        self._reported = now
+        return metrics
+
+    def reset(self) -> None:
+        """Another run begins."""
+        self._reported = None
+        self.tracker.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the tracker saves, if it can."""
+        return dict(self.tracker.state_dict()) if hasattr(self.tracker, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hand it to the tracker, if it can load."""
+        if state and hasattr(self.tracker, "load_state_dict"):
+            self.tracker.load_state_dict(state)
+
+
+def is_tracker(thing: Any) -> bool:
+    """Whether it counts something, and can be asked and emptied."""
+    return all(callable(getattr(thing, method, None)) for method in ("to_metrics", "reset"))

@@ -1,0 +1,143 @@
+"""What hooks return, made fit for sinks: checked at once, brought to the host when it goes out.
+
+Takes dictionaries from hooks, hands plain numbers, strings, lists and dictionaries to sinks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.errors import MetricError
+from hookline.messages import type_name
+
+__all__ = ["PLAIN", "checked", "on_host", "settled"]
+
+PLAIN: Final = frozenset({float, int, bool, str, type(None)})
+"""What every sink can write as it is."""
+
+
+def checked(hook: str, found: Any, into: dict[str, Any]) -> None:
+    """Add what a hook returned under ``"hook/metric"``; what no sink can write is an error that names it."""
+    if found is None:
+        return
+    if type(found) is not dict and not isinstance(found, Mapping):
+        raise MetricError(
+            f"Hook {hook!r} returned {type_name(found)}; metrics are a dictionary of numbers by name, or None."
+        )
+    # All or nothing: a bad metric leaves none of its neighbours behind.
+    into.update(
+        {
+            f"{hook}/{name}" if type(name) is str else _key(hook, name): value
+            if type(value) in PLAIN
+            else settled(value, hook, name)
+            for name, value in found.items()
+        }
+    )
+
+
+def settled(value: Any, hook: str, name: str) -> Any:
+    """The value as it is now, whatever becomes of the tensor that it is; still on its device.
+
+    ``hook`` is whose it is: a hook's name, or a function (``"record()"``) that was given it.
+    """
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        # A copy: it may be a parameter, a buffer, or a view of one, which the run goes on to change.
+        return _checked_tensor(value, hook, name).detach().clone()
+    if isinstance(value, Mapping):
+        return {_sub_key(key, hook, name): settled(item, hook, name) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [settled(item, hook, name) for item in value]
+    if isinstance(value, Real | str):
+        return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else str(value)
+    if isinstance(value, np.ndarray | np.bool_):
+        return settled(value.tolist(), hook, name)
+    raise _unwritable(hook, name, type_name(value))
+
+
+def _unwritable(hook: str, name: str, found: str) -> MetricError:
+    who = f"{hook} was given" if hook.endswith("()") else f"Hook {hook!r} returned"
+    return MetricError(
+        f"{who} {found} as {name!r}, which no sink can write; return numbers, tensors, strings, lists or dictionaries "
+        "of these."
+    )
+
+
+def _checked_tensor(tensor: Tensor, hook: str, name: str) -> Tensor:
+    if tensor.is_complex() or tensor.is_meta:
+        found = "a complex tensor" if tensor.is_complex() else "a tensor without values (device 'meta')"
+        raise _unwritable(hook, name, found)
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+def _key(hook: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise MetricError(f"Hook {hook!r} returned a metric by the name {name!r}; names of metrics are strings.")
+    return f"{hook}/{name}"
+
+
+def _sub_key(key: Any, hook: str, name: str) -> str | int | float | bool:
+    if isinstance(key, str | int | float | bool):
+        return key
+    raise _unwritable(hook, name, f"a dictionary with {type_name(key)} as a key")
+
+
+def on_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without tensors: one transfer per device and dtype, however many there are."""
+    if PLAIN.issuperset(map(type, metrics.values())):
+        return dict(metrics)
+    waiting: list[Tensor] = []
+    _visit(metrics.values(), waiting.append)
+    if not waiting:
+        return dict(metrics)
+    values = iter(_read(waiting))
+    return {name: value if type(value) in PLAIN else _filled(value, values) for name, value in metrics.items()}
+
+
+def _visit(values: Iterable[Any], take: Callable[[Tensor], None]) -> None:
+    for value in values:
+        if type(value) in PLAIN:
+            continue
+        if isinstance(value, Tensor):
+            take(value)
+        elif isinstance(value, dict):
+            _visit(value.values(), take)
+        elif isinstance(value, list):
+            _visit(value, take)
+
+
+def _filled(value: Any, values: Any) -> Any:
+    """The value with the next read numbers in place of its tensors, in the order of ``_visit``."""
+    if isinstance(value, Tensor):
+        return next(values)
+    if isinstance(value, dict):
+        return {key: _filled(item, values) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, values) for item in value]
+    return value
+
+
+def _read(tensors: list[Tensor]) -> list[Any]:
+    found: list[Any] = [None] * len(tensors)
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for number, tensor in enumerate(tensors):
+        if tensor.device.type == "cpu":
+            found[number] = tensor.tolist()
+        else:
+            groups[tensor.device, tensor.dtype].append(number)
+    for numbers in groups.values():
+        flat = torch.cat([tensors[number].reshape(-1) for number in numbers]).cpu()
+        parts = torch.split(flat, [tensors[number].numel() for number in numbers])
+        for number, part in zip(numbers, parts, strict=True):
+            found[number] = part.reshape(tensors[number].shape).tolist()
+    return found

@@ -1,0 +1,1 @@
+"""Run training: the loops, and what an experiment supplies to them."""

@@ -1,0 +1,333 @@
+"""A run on its way, from its start to its result: where it is, and what becomes of what hooks return.
+
+Takes building blocks and a `HookManager` from a loop, which moves it on; `Contexts` shows hooks where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from hookline.errors import OptionError
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_phase import in_phase
+from hookline.tables import Table, number_text
+from hookline.training.checkpoints.saving import Saving
+from hookline.training.loops.epoch_mean import Mean
+from hookline.training.loops.gradient_retention import Demand
+from hookline.training.loops.loop_contexts import Contexts
+from hookline.training.manager import HookManager
+
+if TYPE_CHECKING:
+    from hookline.training.checkpoints.checkpoints import Checkpoints
+    from hookline.training.loops.experiment_adapter import Blocks
+    from hookline.training.loops.loop_progress import LoopProgress
+
+__all__ = ["LoopResult", "Run"]
+
+_TRAINING: Final = in_phase("train")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """What a loop came to.
+
+    Recipe: ``result = hookline.epoch_loop(experiment, epochs=10)``; then ``result.loss``, ``result.metrics``.
+    """
+
+    epochs: int
+    """How many epochs (in the step loop: passes over the data) were begun, those before a resumption included."""
+    steps: int
+    """How many steps were made, likewise."""
+    stopped_early: bool
+    """Whether the experiment had enough before the end."""
+    loss: float | None
+    """The training loss: the mean of the last epoch, or that of the last step."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The newest evaluation."""
+    interrupted: str | None = None
+    """The signal, ``"SIGINT"`` or ``"SIGTERM"``, that asked a run with checkpoints to stop; it was saved then."""
+
+    def _repr_html_(self) -> str:
+        ended = f"interrupted by {self.interrupted}" if self.interrupted else "early" if self.stopped_early else "done"
+        rows = [("epochs", f"{self.epochs:,}"), ("steps", f"{self.steps:,}"), ("ended", ended)]
+        rows += [] if self.loss is None else [("loss", number_text(self.loss))]
+        rows += [(name, number_text(value)) for name, value in self.metrics.items()]
+        return Table(("LoopResult", ""), rows, numbers=(1,)).html()
+
+
+class Run:
+    """One training run, moved on by a loop."""
+
+    def __init__(self, blocks: Blocks, manager: HookManager | None) -> None:
+        self.blocks = blocks
+        self.manager = manager
+        self.in_epochs = blocks.loop == "epoch"
+        """Whether it is counted in epochs; in steps if not."""
+        self.demand = None if manager is None else Demand(blocks, manager)
+        self._contexts = None if manager is None or self.demand is None else Contexts(self, manager, self.demand)
+        self.epoch = 0
+        self.step = -1 if manager is None else manager.global_step
+        """The step that is being made or was made last, counted from 0 over the whole run; -1 before the first."""
+        self.num_epochs = self.num_steps = 0
+        self.next_epoch = 0
+        """In the epoch loop: the first that has not been concluded."""
+        self.done = 0
+        """How many steps of this epoch, or pass over the data, were made."""
+        self.is_within = False
+        """Whether the run goes on in the middle of an epoch, or pass, that was begun before it was resumed."""
+        self.interrupted: str | None = None
+        """The signal by which the run stops."""
+        self._saving: Saving | None = None
+        self.progress: LoopProgress | None = None
+        """What shows how far it is."""
+        self.stopped_early = False
+        self.loss: Any = None
+        """Of the step; when an epoch is over, of the epoch. On its device."""
+        self.evaluation: dict[str, Any] = {}
+        """The newest; `evaluated` tells whether it is of now."""
+        self.evaluated = False
+        self.accuracy: Any = None
+        """On the training data, as the steps tell it; like the loss."""
+        self.batch: Any = None
+        self.batch_idx: int | None = None
+        self._losses, self._accuracies = Mean(), Mean()
+
+    @property
+    def position(self) -> int:
+        """What metrics are plotted over: the epoch, or the step."""
+        return self.epoch if self.in_epochs else max(self.step, 0)
+
+    # -- from step to step -----------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int, points: tuple[HookPoint, ...]) -> None:
+        """An epoch begins; after its steps those points are to come."""
+        self.epoch = epoch
+        self.loss = self.accuracy = None
+        self.evaluated = False
+        self.take_loader()
+        if self.demand is not None:
+            self.demand.begin_epoch(points, epoch)
+
+    def take_loader(self) -> None:
+        """Ask for the batches of this epoch, or pass over the data."""
+        if self._saving is not None:
+            self._saving.before_loader()
+        self.blocks.take_loader(self.epoch)
+
+    def batches(self) -> Iterator[Any]:
+        """What the steps of this epoch, or pass over the data, are trained on; of one that was resumed, the rest."""
+        resumed, self.is_within = self.is_within, False
+        if not resumed:
+            self.num_epochs += 1
+            self.done = 0
+        saving = self._saving
+        batches = self.blocks.batches() if saving is None else saving.batches(resumed=resumed)
+        for index, batch in enumerate(batches, self.done):
+            self.batch_idx = index * self.blocks.accumulate
+            self.done = index + 1
+            yield batch
+
+    def begin_step(self, batch: Any) -> None:
+        """A step is about to be made."""
+        self.batch, self.loss, self.accuracy = batch, None, None
+        self.num_steps += 1
+        self.evaluated = False
+        if self.manager is None or self.demand is None:
+            self.step += 1
+            return
+        self.manager.advance_step(self.epoch if self.in_epochs else None)
+        self.step = self.manager.global_step
+        self.demand.begin_step(self.position)
+
+    def train_step(self) -> None:
+        """Make it."""
+        with _TRAINING:
+            result = self.blocks.train_and_schedule(self.batch)
+        self.loss, self.accuracy = result.loss, result.metrics.get("train_acc")
+        self._losses.add(result.loss)
+        self._accuracies.add(self.accuracy)
+        if self.demand is not None:
+            self.demand.end_step(trained=result.trained)
+        if self.manager is not None:
+            for name, value in result.metrics.items():
+                self.manager.take_record(f"train/{name}", value)  # goes out with the step metrics of hooks
+
+    def end_epoch(self) -> None:
+        """Its steps are over: what hooks returned goes out, figures become means, the scheduler has its turn."""
+        self.flush()
+        self.batch = self.batch_idx = None
+        self.loss, self.accuracy = self._losses.take(), self._accuracies.take()
+        if self.demand is not None:
+            self.demand.end()
+        self.blocks.step_scheduler("epoch", self.loss)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The loss, and the newest evaluation."""
+        return {"loss": self.loss, **self.evaluation}
+
+    def begin_stretch(self, last: int | None) -> None:
+        """In the step loop: steps begin of which that one is the last before a snapshot; None if the run ends first."""
+        if self.demand is not None:
+            self.demand.begin(() if last is None else (HookPoint.SNAPSHOT,), last or 0)
+
+    def end_stretch(self) -> None:
+        """They are over: what hooks returned goes out."""
+        self.flush()
+        if self.demand is not None:
+            self.demand.end()
+
+    def evaluate(self) -> None:
+        """Ask the experiment how the model does."""
+        if self.blocks.evaluates:
+            self.evaluation, self.evaluated = self.blocks.evaluate(), True
+
+    def should_stop(self) -> bool:
+        """Ask the experiment whether that was the last epoch, or step."""
+        self.stopped_early = self.blocks.should_stop(self.position, self.figures)
+        return self.stopped_early
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saved_to(self, checkpoints: Checkpoints | None, *, resume: bool, settings: Mapping[str, Any]) -> Iterator[None]:
+        """For as long as the block lasts the run is saved there; first it is loaded, if that is asked for."""
+        if checkpoints is None:
+            if resume:
+                raise OptionError("resume=True goes on from a checkpoint: say where they are, checkpoints=.")
+            yield
+            return
+        self._saving = Saving(self, checkpoints, settings)
+        with self._saving.active(resume=resume):
+            yield
+
+    def begin(self) -> bool:
+        """Training begins, or goes on from a checkpoint: whether it goes on."""
+        return self._saving is not None and self._saving.begin()
+
+    def show_progress_from(self, first: int) -> None:
+        """Begin to show how far the run is, if that was asked for; ``first`` is its first epoch, or step."""
+        if self.progress is not None:
+            self.progress.begin(first)
+
+    def step_is_over(self) -> bool:
+        """A step, its hooks, its snapshot: save if it is time to. Whether the run stops here."""
+        if self.progress is not None:
+            self.progress.end_step()
+        return self._saving is not None and self._saving.step_is_over()
+
+    def epoch_is_over(self) -> bool:
+        """The same, of an epoch."""
+        if self.progress is not None:
+            self.progress.end_epoch()
+        self.next_epoch = self.epoch + 1
+        return self._saving is not None and self._saving.epoch_is_over()
+
+    def pass_is_over(self) -> None:
+        """In the step loop, the data begin anew."""
+        self.epoch += 1
+        self.done = 0
+        if self._saving is not None:
+            self._saving.pass_is_over()
+
+    def finish(self) -> None:
+        """The run has come to its end, or stops."""
+        if self._saving is not None:
+            self._saving.finish()
+
+    def state_dict(self, *, within: bool) -> dict[str, Any]:
+        """Where it is, ``within`` an epoch or pass or between two, and what it has added up."""
+        return {
+            "epoch": self.epoch if within or not self.in_epochs else self.next_epoch,
+            "within": within,
+            "done": self.done if within else 0,
+            "step": self.step,
+            "num_epochs": self.num_epochs,
+            "num_steps": self.num_steps,
+            "stopped_early": self.stopped_early,
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "evaluation": self.evaluation,
+            "losses": self._losses.state,
+            "accuracies": self._accuracies.state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self.epoch = self.next_epoch = state["epoch"]
+        self.is_within, self.done = state["within"], state["done"]
+        for name in ("step", "num_epochs", "num_steps", "stopped_early", "loss", "accuracy"):
+            setattr(self, name, state[name])
+        self.evaluation = dict(state["evaluation"])
+        self._losses.state, self._accuracies.state = state["losses"], state["accuracies"]
+
+    # -- hooks and sinks -------------------------------------------------------------------------------------
+
+    def fire(self, point: HookPoint) -> None:
+        """Have hooks fire that are due here."""
+        if self._contexts is not None:
+            self._contexts.fire(point)
+
+    def report_evaluation(self, point: HookPoint, group: str = "eval") -> None:
+        """The evaluation goes to the sinks, if it is of now."""
+        if self.manager is not None and self.evaluated:
+            metrics = {f"{group}/{name}": value for name, value in self.evaluation.items()}
+            self.manager.emit_metrics(metrics, self.position, point)
+
+    def flush(self) -> None:
+        """The metrics that hooks returned at single steps go to the sinks."""
+        if self.manager is not None:
+            self.manager.flush_step_metrics(self.position)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def result(self) -> LoopResult:
+        """What it came to."""
+        loss = None if self.loss is None else float(self.loss)
+        metrics = {name: _plain(value) for name, value in self.evaluation.items()}
+        return LoopResult(
+            self.num_epochs, self.num_steps, self.stopped_early, loss, metrics, interrupted=self.interrupted
+        )
+
+    @contextmanager
+    def written_at_the_end(self) -> Iterator[None]:
+        """Whatever ends the block: what was kept for hooks goes, and everything that they returned is written."""
+        try:
+            if self.manager is not None:
+                self.manager.start(self.blocks.model)
+            yield
+        except BaseException as error:
+            self._let_go()
+            try:
+                self._write()
+            except Exception:
+                # What ended the run is what the user has to see.
+                logger.exception("Not all metrics could be written when the run ended by %s", type(error).__name__)
+            raise
+        self._let_go()
+        self._write()
+
+    def _let_go(self) -> None:
+        self.batch = None
+        if self.manager is not None:
+            self.manager.finish()
+        if self.demand is not None and self._contexts is not None:
+            self.demand.let_go()
+            self._contexts.let_go()
+
+    def _write(self) -> None:
+        if self.manager is not None:
+            self.flush()
+            self.manager.flush_sinks()
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

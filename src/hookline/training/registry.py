@@ -1,0 +1,309 @@
+"""Hooks over time by name.
+
+Takes classes from whoever defines hooks (a decorator, entry points of other packages, paths of built-in ones), hands
+them to `HookManager` and to listings. Classes are kept; a hook is made when it is selected.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+
+from hookline.errors import HooklineWarning, HookNameError, HookSignatureError
+from hookline.lifecycle.points import HookPoint, checked_points
+from hookline.messages import caller_stacklevel
+from hookline.training.hook_check import check_hook, make_hook
+from hookline.training.training_hook import InterventionHook, TrainingHook
+
+if TYPE_CHECKING:
+    from hookline.training.metric_info import MetricInfo
+
+__all__ = ["HookRegistry", "register_built_ins"]
+
+_Class = TypeVar("_Class", bound=type[TrainingHook])
+_GROUP = "hookline.hooks"
+_BUILT_INS = "hookline.analyses"
+
+
+class _ShownByNames(type):
+    """Has the class itself say what is in it: it is used without an object of it."""
+
+    def __repr__(cls) -> str:
+        if cls is not HookRegistry:
+            return type.__repr__(cls)
+        names = HookRegistry.known()
+        groups = "".join(f"\ngroup {name}: {', '.join(hooks)}" for name, hooks in HookRegistry.groups.items())
+        return f"<HookRegistry of {len(names)} hooks: {', '.join(names)}>{groups}"
+
+
+class HookRegistry(metaclass=_ShownByNames):
+    """All hooks that can be selected by name.
+
+    Recipe::
+
+        @hookline.HookRegistry.register
+        class MyHook(hookline.TrainingHook):
+            name = "my_hook"
+            hook_points = {hookline.HookPoint.POST_EPOCH}
+
+            def compute(self, ctx):
+                return {"my_metric": 1.0}
+
+
+        hookline.HookManager(["my_hook"])
+
+    Another package makes its hooks known by an entry point: ``[project.entry-points."hookline.hooks"]`` with
+    ``my_hook = "my_package.hooks:MyHook"``.
+    """
+
+    groups: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Names that stand for several hooks, see ``add_group``."""
+    _classes: ClassVar[dict[str, type[TrainingHook]]] = {}
+    _paths: ClassVar[dict[str, str]] = {}
+    _entry_points: ClassVar[dict[str, EntryPoint] | None] = None
+    _broken: ClassVar[dict[str, str]] = {}
+    """Those that could not be loaded, and why."""
+    _order: ClassVar[dict[str, None]] = {}
+    """Names in the order they became known in; loading a class does not change it."""
+    _loading: ClassVar[threading.RLock] = threading.RLock()
+    """One thread at a time; it may load one hook while it loads another."""
+
+    # -- making known ------------------------------------------------------------------------------------
+
+    @overload
+    @classmethod
+    def register(cls, hook: _Class) -> _Class: ...
+    @overload
+    @classmethod
+    def register(cls, hook: str | None = None) -> Callable[[_Class], _Class]: ...
+    @classmethod
+    def register(cls, hook: Any = None) -> Any:
+        """Make a class known: as ``@register``, ``@register()`` or ``@register("name")``; the class, untouched.
+
+        A class registered again (a cell of a notebook that is run twice) takes the place of its former self; another
+        class under a name that is taken is an error.
+        """
+        if isinstance(hook, type):
+            return cls._add(hook, "")
+        return lambda later: cls._add(later, hook or "")
+
+    @classmethod
+    def _add(cls, hook: Any, name: str) -> Any:
+        if not (isinstance(hook, type) and issubclass(hook, TrainingHook)):
+            raise HookSignatureError(f"register() takes a class derived from TrainingHook, got {hook!r}.")
+        name = name or hook.name
+        check_hook(hook)
+        there = _path(cls._classes[name]) if name in cls._classes else cls._paths.get(name)
+        if name in cls._tokens() or name in cls.groups:
+            there = "a word that stands for several hooks"
+        if there is not None and there != _path(hook):
+            raise HookNameError(
+                f"The name {name!r} is taken by {there}, so {_path(hook)} cannot be registered under it; give it "
+                'another: @HookRegistry.register("name").'
+            )
+        cls._classes[name] = hook
+        cls._order.setdefault(name)
+        cls._broken.pop(name, None)
+        return hook
+
+    @classmethod
+    def register_path(cls, name: str, path: str) -> None:
+        """Make a class known by ``"package.module:Class"``, where it is defined; imported when it is asked for."""
+        if name not in cls._classes:
+            cls._paths[name] = path
+            cls._order.setdefault(name)
+
+    @classmethod
+    def unregister(cls, name: str) -> None:
+        """Forget a hook; one that is not known is no matter."""
+        cls._classes.pop(name, None)
+        cls._paths.pop(name, None)
+        cls._order.pop(name, None)
+
+    @classmethod
+    def add_group(cls, name: str, hooks: Iterable[str]) -> None:
+        """Have a name stand for several hooks."""
+        if name in cls._tokens() or name in cls.known():
+            raise HookNameError(f"The name {name!r} is taken, so it cannot stand for a group; take another.")
+        cls.groups[name] = (hooks,) if isinstance(hooks, str) else tuple(hooks)
+
+    # -- asking ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get(cls, name: str) -> type[TrainingHook]:
+        """The class of that name."""
+        if name not in cls._classes:
+            with cls._loading:
+                if name not in cls._classes:  # while this thread waited, another may have loaded it
+                    cls._load(name)
+        return cls._classes[name]
+
+    @classmethod
+    def known(cls) -> list[str]:
+        """All names, debug hooks included, without importing anything for it."""
+        there = dict.fromkeys([*cls._classes, *cls._paths, *cls._found_entry_points()])
+        return [*(name for name in cls._order if name in there), *(name for name in there if name not in cls._order)]
+
+    @classmethod
+    def list_all(cls) -> list[str]:
+        """The names of all hooks but those for debugging, in the order they were registered."""
+        return [name for name, hook in cls._all().items() if not hook.debug]
+
+    @classmethod
+    def list_observers(cls) -> list[str]:
+        """The names of those that only look."""
+        return [name for name in cls.list_all() if not issubclass(cls._classes[name], InterventionHook)]
+
+    @classmethod
+    def list_interventions(cls) -> list[str]:
+        """The names of those that intervene."""
+        return [name for name in cls.list_all() if issubclass(cls._classes[name], InterventionHook)]
+
+    @classmethod
+    def list_debug(cls) -> list[str]:
+        """The names of those for debugging."""
+        return [name for name, hook in cls._all().items() if hook.debug]
+
+    @classmethod
+    def get_all_info(cls) -> dict[str, dict[str, Any]]:
+        """For every hook what it is (``"observer"``, ``"intervention"``), does, needs, and when it fires."""
+        return {name: _info(hook) for name, hook in cls._all().items()}
+
+    @classmethod
+    def describe(cls, name: str) -> list[MetricInfo]:
+        """What the metrics of a hook mean; makes one, to ask it."""
+        (hook,) = cls.create([name])
+        return hook.describe_metrics()
+
+    # -- selecting ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def resolve(cls, tokens: Iterable[str] | str) -> list[str]:
+        """The hooks that names, groups, ``"all"``, ``"observers"``, ``"interventions"``, ``"with_debug"`` stand for.
+
+        Each once, in the order it was first named.
+        """
+        listed = cls._tokens()
+        found: list[str] = []
+        for token in [tokens] if isinstance(tokens, str) else tokens:
+            if token in cls.groups:
+                found += cls.groups[token]
+            else:
+                found += listed[token]() if token in listed else [token]
+        for name in found:
+            cls.get(name)
+        return list(dict.fromkeys(found))
+
+    @classmethod
+    def _tokens(cls) -> dict[str, Callable[[], list[str]]]:
+        return {
+            "all": cls.list_all,
+            "observers": cls.list_observers,
+            "interventions": cls.list_interventions,
+            "with_debug": cls.list_debug,
+        }
+
+    @classmethod
+    def create(
+        cls, names: Iterable[str] | str, config: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> list[TrainingHook]:
+        """Make the hooks of these names, each with its arguments from ``config``."""
+        config = config or {}
+        names = cls.resolve(names)
+        for name in config:
+            if name not in names:
+                raise HookNameError(
+                    f"config is for {name!r}, which is not among the hooks {', '.join(names) or '(none)'}."
+                )
+        made = []
+        for name in names:
+            hook = make_hook(cls.get(name), config.get(name, {}))
+            hook.name = name
+            made.append(hook)
+        return made
+
+    # -- finding -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def _all(cls) -> dict[str, type[TrainingHook]]:
+        with cls._loading:
+            for name in cls.known():
+                if name not in cls._classes:
+                    try:
+                        cls._load(name)
+                    except Exception as error:
+                        cls._give_up(name, error)
+            return {name: cls._classes[name] for name in cls.known() if name in cls._classes}
+
+    @classmethod
+    def _load(cls, name: str) -> None:
+        if name in cls._paths:
+            path = cls._paths.pop(name)  # the class takes its place
+            try:
+                module, _, attribute = path.partition(":")
+                cls._add(getattr(importlib.import_module(module), attribute), name)
+            except BaseException:
+                cls._paths[name] = path
+                raise
+        elif name in cls._found_entry_points():
+            cls._add(cls._found_entry_points()[name].load(), name)
+        elif name in cls._broken:
+            raise HookNameError(f"The hook {name!r} cannot be loaded ({cls._broken[name]}).")
+        else:
+            known = cls.known()
+            near = get_close_matches(str(name), known, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise HookNameError(f"Unknown hook: {name!r}.{meant} Available: {', '.join(known) or 'none'}.")
+
+    @classmethod
+    def _found_entry_points(cls) -> dict[str, EntryPoint]:
+        if cls._entry_points is None:
+            cls._entry_points = {point.name: point for point in entry_points(group=_GROUP)}
+        return cls._entry_points
+
+    @classmethod
+    def _give_up(cls, name: str, error: Exception) -> None:
+        """A package whose hook cannot be imported does not keep the others from being listed."""
+        cls._paths.pop(name, None)
+        cls._found_entry_points().pop(name, None)
+        cls._broken[name] = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"The hook {name!r} cannot be loaded ({cls._broken[name]}) and is passed over.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
+
+def _path(hook: type) -> str:
+    return f"{hook.__module__}:{hook.__qualname__}"
+
+
+def _points(hook: type[TrainingHook]) -> frozenset[HookPoint]:
+    """Its points in any loop; those that each object works out for itself are not known here."""
+    by_loop = hook.loop_points.values() if isinstance(hook.loop_points, Mapping) else ()
+    declared = [points for points in (hook.hook_points, *by_loop) if points and not isinstance(points, property)]
+    return frozenset().union(*map(checked_points, declared))
+
+
+def _info(hook: type[TrainingHook]) -> dict[str, Any]:
+    return {
+        "kind": "intervention" if issubclass(hook, InterventionHook) else "observer",
+        "description": hook.description or (hook.__doc__ or "").strip().partition("\n")[0],
+        "debug": hook.debug,
+        "hook_points": sorted(point.name for point in _points(hook)),
+        "needs": [name for name in dir(hook) if name.startswith("needs_") and getattr(hook, name)],
+    }
+
+
+def register_built_ins() -> None:
+    """Register the analyses that come with hookline, by path, so that training does not import them."""
+    for name, path in importlib.import_module(_BUILT_INS).BUILT_IN.items():
+        HookRegistry.register_path(name, path)
+
+
+register_built_ins()

@@ -1,0 +1,611 @@
+"""The builders, and the hooks they make, on real modules."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import operator
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from helpers_trackers import BUILDERS, make_policy, make_tool, new_trainer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.lifecycle.run_phase import in_phase
+
+KEYS = {
+    "relu": ("relu_activation_state", hl.metta.ReLUActivationState),
+    "tanh": ("saturated_activation_state_tanh", hl.metta.SaturatedActivationState),
+    "sigmoid": ("saturated_activation_state_sigmoid", hl.metta.SaturatedActivationState),
+    "fisher": ("fisher_information_state", hl.metta.FisherInformationState),
+    "flow": ("gradient_flow_state", hl.metta.GradientFlowState),
+    "relu flow": ("relu_gradient_flow_state", hl.metta.ReLUGradientFlowState),
+}
+
+
+class Constant(nn.Module):
+    """Gives out whatever it was made with, times its input."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
+
+
+def attach(policy, name, component, context, **options):
+    """One tracker on one component, by the methods of the policy."""
+    kind, make = BUILDERS[name]
+    hook = make(**options)(component, context)
+    register = policy.register_component_hook_rule
+    if kind == "backward":
+        register = policy.register_component_backward_hook_rule
+    return register(component_name=component, hook=hook)
+
+
+def metrics(context) -> dict[str, float]:
+    """Everything that was counted; stays counted."""
+    return {key: value for state in context.model_metrics.values() for key, value in state.to_metrics().items()}
+
+
+def step(policy, x=None):
+    """One forward and backward."""
+    x = torch.linspace(-1, 1, 24).reshape(4, 6) if x is None else x
+    policy(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_builder_puts_its_tracker_under_the_documented_key(name):
+    """And finds it there the next time; something else in its place is replaced."""
+    key, kind = KEYS[name]
+    context = hl.metta.ComponentContext()
+    context.model_metrics[key] = "something else"
+    make = BUILDERS[name][1]
+    make()("a", context)
+    state = context.model_metrics[key]
+    assert isinstance(state, kind)
+    assert state.has_component("a")
+    make()("b", context)
+    assert context.model_metrics == {key: state}
+    assert state.has_component("b")
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_any_object_with_model_metrics_is_a_context(name):
+    """A trainer's own context will do."""
+
+    class Context:
+        model_metrics: dict = {}
+
+    context = Context()
+    BUILDERS[name][1]()("a", context)
+    assert list(context.model_metrics) == [KEYS[name][0]]
+    context.model_metrics.clear()
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_attached_twice_it_counts_once(name):
+    """Two hooks for one component in one pass give the numbers of one; so they do when called twice in a pass."""
+    counted = []
+    for times in (1, 2):
+        policy, context = make_policy(), hl.metta.ComponentContext()
+        for _ in range(times):
+            attach(policy, name, "head", context)
+        policy.components["head"](policy.components["head"](torch.ones(4, 16)).repeat(1, 6)[:, :16]).sum().backward()
+        step(policy)
+        counted.append(metrics(context))
+    assert counted[0] == counted[1] != {}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("gone", [0, 1])
+def test_of_two_hooks_either_may_come_off(name, gone):
+    """The other one goes on counting."""
+    policy, context = make_policy(), hl.metta.ComponentContext()
+    handles = [attach(policy, name, "head", context) for _ in range(2)]
+    step(policy)
+    handles[gone].remove()
+    context.model_metrics[KEYS[name][0]].reset()
+    step(policy)
+    assert metrics(context) != {}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_attached_cleared_and_attached_again_it_counts(name):
+    """With the same context: the source loses its hooks here."""
+    policy, trainer, tool = make_policy(), new_trainer(), make_tool(name, components=("head",))
+    for _ in range(3):
+        for state in trainer.context.model_metrics.values():
+            state.reset()
+        with tool.attached(policy=policy, trainer=trainer):
+            policy.eval()  # so that every pass is the same
+            step(policy)
+        counted = metrics(trainer.context)
+        assert counted != {}
+        assert counted == pytest.approx(_counted_once(name))
+
+
+def _counted_once(name):
+    policy, trainer = make_policy(), new_trainer()
+    with make_tool(name, components=("head",)).attached(policy=policy, trainer=trainer):
+        policy.eval()
+        step(policy)
+    return metrics(trainer.context)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_reset_leaves_the_hook_at_work(name):
+    """After the epoch's end the next epoch is counted, from zero."""
+    policy, context = make_policy().eval(), hl.metta.ComponentContext()
+    attach(policy, name, "head", context)
+    step(policy)
+    first = metrics(context)
+    context.model_metrics[KEYS[name][0]].reset()
+    assert metrics(context) == {}
+    policy.zero_grad()
+    step(policy)
+    assert metrics(context) == first
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda x: (x * 2, x),
+        lambda x: {"other": x * 2},
+        lambda x: None,
+        lambda x: torch.ones(2, dtype=torch.int64),
+        lambda x: (x * 2).sum(),
+        lambda x: (x * 2)[:0],
+        lambda x: (x * 2)[:, :0],
+        lambda x: (x * 2).to_sparse(),
+        lambda x: [x * 2],
+        lambda x: object(),
+    ],
+    ids=["tuple", "dict", "None", "int", "0-d", "no rows", "no width", "sparse", "list", "object"],
+)
+def test_a_tracker_never_breaks_the_pass_of_whoever_is_watched(name, output):
+    """Whatever a component gives out, forward and backward end as they would."""
+    policy, context = hl.metta.PolicyAutoBuilder({"odd": Constant(output)}), hl.metta.ComponentContext()
+    attach(policy, name, "odd", context)
+    x = torch.ones(2, 3, requires_grad=True)
+    given = policy(x)
+    found = [
+        value for value in (given if isinstance(given, tuple | list) else [given]) if isinstance(value, torch.Tensor)
+    ]
+    found = [value for value in (given.values() if isinstance(given, dict) else found) if value.requires_grad]
+    for value in found:
+        (value.to_dense() if value.is_sparse else value).sum().backward()
+    metrics(context)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("made_in", ["no_grad", "inference", "autocast", "half"])
+def test_it_counts_in_every_mode(name, made_in):
+    """no_grad and inference mode (forward trackers), autocast and bfloat16 weights."""
+    policy, context = make_policy().eval(), hl.metta.ComponentContext()
+    attach(policy, name, "head", context)
+    x = torch.linspace(-1, 1, 24).reshape(4, 6)
+    if made_in in ("no_grad", "inference"):
+        with torch.no_grad() if made_in == "no_grad" else torch.inference_mode():
+            policy(x)
+        assert (metrics(context) != {}) == (BUILDERS[name][0] == "forward")
+        step(policy)
+    elif made_in == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = policy(x).square().sum()
+        loss.backward()
+    else:
+        policy.bfloat16()
+        step(policy, x.bfloat16())
+    assert metrics(context) != {}
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "sigmoid"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_checkpointing_repeats_is_counted_once(name, reentrant):
+    """As many samples as without checkpointing."""
+    policy, context = make_policy().eval(), hl.metta.ComponentContext()
+    attach(policy, name, "body", context)
+    x = torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
+    policy.components["head"](checkpoint(policy.components["body"], x, use_reentrant=reentrant)).sum().backward()
+    state = context.model_metrics[KEYS[name][0]]
+    assert state._counts["body"].samples == {16: 4}
+
+
+@pytest.mark.parametrize("name", ["fisher", "flow", "relu flow"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_of_a_checkpointed_component_are_those_of_one_that_is_not(name, reentrant):
+    """The same metrics with and without."""
+    found = []
+    for checkpointed in (False, True):
+        policy, context = make_policy().eval(), hl.metta.ComponentContext()
+        attach(policy, name, "body", context)
+        body, x = policy.components["body"], torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
+        hidden = checkpoint(body, x, use_reentrant=reentrant) if checkpointed else body(x)
+        policy.components["head"](hidden).square().sum().backward()
+        found.append(metrics(context))
+    assert found[0] == pytest.approx(found[1])
+    assert found[0] != {}
+
+
+@functools.cache
+def counted_in(how: str) -> dict[str, dict[str, float]]:
+    """By tracker: what one step counts with all of them on, so that each way is compiled once for all."""
+    torch.compiler.reset()
+    policy, contexts = make_policy().eval(), {name: hl.metta.ComponentContext() for name in BUILDERS}
+    if how == "component":
+        policy.head = torch.compile(policy.head, backend="aot_eager", fullgraph=True)
+    for name, context in contexts.items():
+        attach(policy, name, "head", context)
+    step(torch.compile(policy, backend="aot_eager", fullgraph=True) if how == "policy" else policy)
+    return {name: metrics(context) for name, context in contexts.items()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("how", ["component", "policy"])
+def test_a_compiled_component_is_tracked(name, how):
+    """A component wrapped by torch.compile, or a policy compiled as a whole, gives the numbers of an eager one."""
+    found = counted_in(how)[name]
+    assert found == pytest.approx(counted_in("eager")[name])
+    assert found != {}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_trackers_count_training_and_only_that_unless_told(name):
+    """Nothing in an evaluation or an intervention; with during="eval" only there."""
+    policy, context, other = make_policy().eval(), hl.metta.ComponentContext(), hl.metta.ComponentContext()
+    attach(policy, name, "head", context)
+    attach(policy, name, "head", other, during="eval")
+    with in_phase("eval"):
+        step(policy)
+    assert metrics(context) == {}
+    evaluated = metrics(other)
+    with in_phase("intervention"):
+        step(policy)
+    assert metrics(context) == {}
+    assert metrics(other) == evaluated != {}
+    with in_phase("train"):
+        step(policy)
+    assert metrics(other) == evaluated
+    assert metrics(context) != {}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_an_unknown_phase_is_refused_when_the_builder_is_made(name):
+    """Not when the hook fires."""
+    with pytest.raises(hl.errors.OptionError, match="'rest'"):
+        BUILDERS[name][1](during="rest")
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "flow", "relu flow"])
+def test_the_dimension_of_units_can_be_told(name):
+    """(2, 5, 3) has three units, or with unit_dim=1 five."""
+    for options, units in (({}, 3), ({"unit_dim": 1}, 5)):
+        policy, context = hl.metta.PolicyAutoBuilder({"twice": Constant(lambda x: x * 2)}), hl.metta.ComponentContext()
+        attach(policy, name, "twice", context, **options)
+        policy(torch.ones(2, 5, 3, requires_grad=True)).sum().backward()
+        found = [key for key in metrics(context) if key.rpartition("/")[2].removeprefix("unit_").isdigit()]
+        assert len(found) == units
+
+
+def first_of(output):
+    """An extractor."""
+    return output[0]
+
+
+def last_of(output):
+    """Another one."""
+    return output[-1]
+
+
+@pytest.mark.parametrize(("one", "other"), [("a", "b"), (first_of, last_of), ("a", first_of), (first_of, "a")])
+def test_two_extractors_for_one_component_are_refused_with_both(one, other):
+    """One tracker cannot tell two tensors of a component apart; the same key or function once more is none."""
+    context = hl.metta.ComponentContext()
+    hl.metta.attach_relu_activation_hooks(extractor=one)("c", context)
+    hl.metta.attach_relu_activation_hooks(extractor=one)("c", context)
+    names = [repr(each) if isinstance(each, str) else each.__name__ for each in (one, other)]
+    text = f"'c' is tracked with extractor={names[0]} already, and cannot be with extractor={names[1]}"
+    with pytest.raises(hl.errors.OptionError, match=text):
+        hl.metta.attach_relu_activation_hooks(extractor=other)("c", context)
+
+
+def test_a_method_and_a_function_of_c_are_the_same_as_themselves():
+    """Each access makes a bound method anew, and itemgetter takes no weak reference."""
+
+    class Model:
+        def extract(self, output):
+            return output
+
+    context, model, get = hl.metta.ComponentContext(), Model(), operator.itemgetter(0)
+    for extractor, component in ((lambda: model.extract, "method"), (lambda: get, "C")):
+        for _ in range(2):
+            hl.metta.attach_relu_activation_hooks(extractor=extractor())(component, context)
+    with pytest.raises(hl.errors.OptionError, match=r"extractor=.*itemgetter"):
+        hl.metta.attach_relu_activation_hooks(extractor=operator.itemgetter(1))("C", context)
+
+
+def test_an_extractor_that_is_gone_is_in_nobodys_way():
+    """The tracker keeps it not alive, nor what it refers to; it can be pickled, and another may come."""
+    context, seen = hl.metta.ComponentContext(), torch.ones(1)
+    extractor = lambda output: seen  # noqa: E731
+    hl.metta.attach_relu_activation_hooks(extractor=extractor)("c", context)
+    state = context.model_metrics["relu_activation_state"]
+    assert pickle.loads(pickle.dumps(state)).has_component("c")
+    gone = weakref.ref(extractor)
+    del extractor
+    gc.collect()
+    assert gone() is None
+    hl.metta.attach_relu_activation_hooks(extractor=first_of)("c", context)
+    with pytest.raises(hl.errors.OptionError, match="first_of"):
+        hl.metta.attach_relu_activation_hooks(extractor=last_of)("c", context)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "flow", "relu flow"])
+@pytest.mark.parametrize("dims", [(1, -1), (-1, 1), (None, 1, -1), (1, None, -1), (None, None, 1, 1, None, -1)])
+def test_two_unit_dims_for_one_component_are_refused_whatever_the_order(name, dims):
+    """One that is left out agrees with any; the last of these is the one too many."""
+    context, make = hl.metta.ComponentContext(), BUILDERS[name][1]
+    for dim in dims[:-1]:
+        make(unit_dim=dim)("c", context)
+    with pytest.raises(hl.errors.OptionError, match=r"unit_dim=-?1 already, .* unit_dim=-?1 as well"):
+        make(unit_dim=dims[-1])("c", context)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "flow", "relu flow"])
+def test_the_unit_dim_that_somebody_asks_for_is_used_by_all(name):
+    """Left out by the first builder, given by the second; once there are counts of the usual one, it is too late."""
+    context = hl.metta.ComponentContext()
+    for dim in (None, 1, None):
+        BUILDERS[name][1](unit_dim=dim)("c", context)
+    BUILDERS[name][1]()("late", context)
+    state = context.model_metrics[KEYS[name][0]]
+    for component in ("c", "late"):
+        state.update(component, torch.full((2, 5, 3), 2.0))
+    assert len([key for key in state.to_metrics() if key.rpartition("/")[2].removeprefix("unit_").isdigit()]) == 5 + 3
+    with pytest.raises(hl.errors.OptionError, match="unit_dim=None already, and cannot be with unit_dim=1"):
+        BUILDERS[name][1](unit_dim=1)("late", context)
+    state.reset()
+    BUILDERS[name][1](unit_dim=1)("late", context)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "sigmoid"])
+def test_an_extractor_that_raises_is_warned_of_once_and_breaks_no_forward(name):
+    """The warning names component and error; outputs that it can read are counted."""
+    policy = hl.metta.PolicyAutoBuilder({"odd": Constant(lambda x: {"a": x} if len(x) > 1 else {})})
+    context = hl.metta.ComponentContext()
+    attach(policy, name, "odd", context, extractor=lambda output: output["a"])
+    with pytest.warns(hl.HooklineWarning, match="Component 'odd' is passed over .* KeyError: 'a'"):
+        assert policy(torch.ones(1, 2)) == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy(torch.ones(1, 2))
+        policy(torch.ones(3, 2))
+    assert context.model_metrics[KEYS[name][0]]._counts["odd"].samples == {2: 3}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_components_of_one_name_in_two_policies_are_both_counted(name):
+    """One context, one backward pass through both: as much as of two passes through one of them each."""
+    found = []
+    for together in (False, True):
+        context, policies = hl.metta.ComponentContext(), [make_policy().eval() for _ in range(2)]
+        for policy in policies:
+            attach(policy, name, "head", context)
+            attach(policy, name, "head", context)
+        x = torch.linspace(-1, 1, 24).reshape(4, 6)
+        losses = [policy(x).square().sum() for policy in policies]
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+        found.append(metrics(context))
+    assert found[1] == pytest.approx(found[0])
+    assert found[0] != {}
+    once = hl.metta.ComponentContext()
+    policy = make_policy().eval()
+    attach(policy, name, "head", once)
+    step(policy)
+    if name in ("fisher", "flow"):  # the others are shares, which are the same of once and twice
+        assert found[1] != pytest.approx(metrics(once))
+    elif name == "relu flow":
+        assert context.model_metrics[KEYS[name][0]]._counts["head"].samples == {16: 8}
+
+
+def samples(context) -> int:
+    """How many the ReLU tracker has counted."""
+    return sum(context.model_metrics["relu_activation_state"]._counts["same"].samples.values())
+
+
+def test_the_same_output_from_two_policies_counts_twice():
+    """nn.Identity gives out its input; here two of them the same."""
+    context, x = hl.metta.ComponentContext(), torch.ones(2, 3)
+    for _ in range(2):
+        policy = hl.metta.PolicyAutoBuilder({"same": nn.Identity()})
+        attach(policy, "relu", "same", context)
+        policy(x)
+    assert samples(context) == 4
+
+
+@pytest.mark.parametrize("by", ["policy", "attach", "torch"])
+def test_the_same_output_counts_again_when_a_hook_was_attached_again(by):
+    """A static buffer, or nn.Identity: the hook that counted it is off, so it is another call."""
+    context, policy, x = (
+        hl.metta.ComponentContext(),
+        hl.metta.PolicyAutoBuilder({"same": nn.Identity()}),
+        torch.ones(2, 3),
+    )
+    hooks = [hl.metta.attach_relu_activation_hooks()("same", context) for _ in range(3)]
+    for hook in hooks:
+        if by == "policy":
+            handle = policy.register_component_hook_rule(component_name="same", hook=hook)
+        else:
+            handle = hl.attach(policy.same, hook) if by == "attach" else policy.same.register_forward_hook(hook)
+        policy(x)
+        handle.remove()
+    assert samples(context) == 3 * 2
+
+
+def test_attached_in_every_way_at_once_it_counts_once_a_call():
+    """By the policy, by another policy around the same module, by attach and by torch itself."""
+    context, policy, x = (
+        hl.metta.ComponentContext(),
+        hl.metta.PolicyAutoBuilder({"same": nn.Identity()}),
+        torch.ones(2, 3),
+    )
+    attach(policy, "relu", "same", context)
+    attach(hl.metta.PolicyAutoBuilder({"same": policy.same}), "relu", "same", context)
+    hl.attach(policy.same, hl.metta.attach_relu_activation_hooks()("same", context))
+    policy.same.register_forward_hook(hl.metta.attach_relu_activation_hooks()("same", context))
+    for _ in range(3):
+        policy(x)
+    assert samples(context) == 3 * 2
+
+
+def test_the_same_output_counts_once_a_call_with_two_hooks_of_different_phases():
+    """The hook that counted it in training has its turn in the evaluation too, and passes."""
+    context, policy, x = (
+        hl.metta.ComponentContext(),
+        hl.metta.PolicyAutoBuilder({"same": nn.Identity()}),
+        torch.ones(2, 3),
+    )
+    for during in ("train", "eval", ("train", "eval")):
+        attach(policy, "relu", "same", context, during=during)
+    for phase in ("train", "eval", "eval", "train"):
+        with in_phase(phase):
+            policy(x)
+    assert samples(context) == 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "second"),
+    [
+        (hl.metta.attach_fisher_information_hooks, {"beta": 0.9}, {"beta": 0.95}),
+        (hl.metta.attach_gradient_flow_hooks, {"beta": 0.9}, {"beta": 0.95}),
+        (hl.metta.attach_saturated_activation_hooks, {"saturation_threshold": 0.9}, {"saturation_threshold": 0.95}),
+    ],
+)
+def test_conflicting_options_for_one_component_are_refused_with_both(make, first, second):
+    """In the source the first one wins silently, for all components; here each has its own."""
+    context = hl.metta.ComponentContext()
+    make(**first)("c", context)
+    make(**second)("d", context)
+    with pytest.raises(hl.errors.OptionError, match=r"=0\.9 already.*=0\.95 as well"):
+        make(**second)("c", context)
+
+
+def test_each_component_has_the_beta_of_its_builder():
+    """0.5 and 0.9 in one tracker."""
+    context = hl.metta.ComponentContext()
+    hl.metta.attach_gradient_flow_hooks(beta=0.5)("half", context)
+    hl.metta.attach_gradient_flow_hooks(beta=0.9)("tenth", context)
+    state = context.model_metrics["gradient_flow_state"]
+    for component in ("half", "tenth"):
+        state.update(component, torch.ones(1))
+    found = state.to_metrics()
+    assert found["gradient_flow/half/mean"] == pytest.approx(0.5)
+    assert found["gradient_flow/tenth/mean"] == pytest.approx(0.1)
+
+
+def test_a_hook_may_be_called_as_torch_calls_it():
+    """Registered with torch's own methods, without a site, the hooks count too."""
+    context, layer = hl.metta.ComponentContext(), nn.Linear(2, 3)
+    layer.register_forward_hook(hl.metta.attach_relu_activation_hooks()("a", context))
+    layer.register_full_backward_hook(hl.metta.attach_gradient_flow_hooks()("a", context))
+    layer(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    found = metrics(context)
+    assert "activations/relu/a/2" in found
+    assert found["gradient_flow/a/unit_2"] == pytest.approx(0.05)
+
+
+def test_a_gradient_of_one_dimension_is_one_sample_of_many_units():
+    """Three units of the sizes 1, 2 and 3, whatever their signs; in the source, one unit."""
+    policy, context = hl.metta.PolicyAutoBuilder({"twice": Constant(lambda x: x * 2)}), hl.metta.ComponentContext()
+    attach(policy, "flow", "twice", context, beta=0)
+    policy(torch.ones(3, requires_grad=True)).backward(torch.tensor([1.0, -2.0, 3.0]))
+    found = metrics(context)
+    assert [found[f"gradient_flow/twice/unit_{unit}"] for unit in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_gradient_hooks_pass_over_what_has_no_gradient():
+    """None in the place of a gradient, or no gradients at all, by hand."""
+    context, layer = hl.metta.ComponentContext(), nn.Linear(2, 3)
+    for make in (
+        hl.metta.attach_gradient_flow_hooks,
+        hl.metta.attach_relu_gradient_flow_hooks,
+        hl.metta.attach_fisher_information_hooks,
+    ):
+        hook = make()("c", context)
+        for grads in ((None,), (), None):
+            hook(layer, grads, grads)
+    assert metrics(context) == {}
+
+
+def test_threads_on_one_policy_are_all_counted():
+    """Four threads, twenty-five forwards of three rows each, two hooks on the component: three hundred samples."""
+    policy, context = make_policy().eval(), hl.metta.ComponentContext()
+    for _ in range(2):
+        attach(policy, "relu", "body", context)
+
+    def run():
+        with torch.no_grad():
+            for _ in range(25):
+                policy(torch.ones(3, 6))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert context.model_metrics["relu_activation_state"]._counts["body"].samples == {16: 300}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_tracker_keeps_no_policy_alive(name):
+    """With its hooks still on, the policy goes when nobody has it any more."""
+    policy, context = make_policy(), hl.metta.ComponentContext()
+    handle = attach(policy, name, "head", context)
+    step(policy)
+    alive = [weakref.ref(policy), weakref.ref(policy.components["head"][0].weight)]
+    del policy
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    handle.remove()
+    assert metrics(context) != {}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_copy_of_a_tracked_policy_is_clean(name):
+    """It carries no hooks and counts nothing."""
+    policy, context = make_policy(), hl.metta.ComponentContext()
+    attach(policy, name, "head", context)
+    twin = copy.deepcopy(policy)
+    step(twin)
+    assert metrics(context) == {}
+    hl.assert_no_hooks(twin)
+    assert twin.components["head"] is twin.head
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_nothing_of_a_tracker_stays_on_the_policy(name):
+    """After remove() no hook is left, ours or torch's, on modules or parameters."""
+    policy, context = make_policy(), hl.metta.ComponentContext()
+    handle = attach(policy, name, "head", context)
+    step(policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.remove()
+        handle.remove()
+    hl.assert_no_hooks(policy, foreign=True)
+    assert all(not parameter._backward_hooks for parameter in policy.parameters())
+    before = metrics(context)
+    step(policy)
+    assert metrics(context) == before

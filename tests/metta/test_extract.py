@@ -1,0 +1,79 @@
+"""Which tensor of an output a tracker looks at."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+
+import pytest
+import torch
+
+import hookline as hl
+
+X = torch.ones(2, 3)
+
+
+class LikeATensorDict:
+    """Has keys and values, and is no Mapping; raises KeyError for what it does not have."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def keys(self):
+        return self.values.keys()
+
+    def __getitem__(self, key):
+        if isinstance(key, tuple):
+            found = self
+            for part in key:
+                found = found[part]
+            return found
+        return self.values[key]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [X, {"hidden": X}, OrderedDict(hidden=X), UserDict(hidden=X), LikeATensorDict(hidden=X)],
+    ids=["tensor", "dict", "OrderedDict", "Mapping", "TensorDict"],
+)
+def test_a_key_finds_its_tensor(output):
+    """In anything that has keys; an output that is a tensor is meant itself."""
+    assert hl.metta.build_extractor("hidden")(output) is X
+
+
+def test_a_tuple_is_the_key_of_a_nested_tensordict():
+    """("a", "b") is looked up as one key."""
+    assert hl.metta.build_extractor(("a", "b"))(LikeATensorDict(a=LikeATensorDict(b=X))) is X
+
+
+@pytest.mark.parametrize(
+    "output",
+    [{"other": X}, {"hidden": "text"}, {"hidden": None}, LikeATensorDict(other=X), (X, X), [X], None, 3, "text"],
+    ids=["missing", "text inside", "None inside", "missing in TensorDict", "tuple", "list", "None", "number", "text"],
+)
+def test_a_key_passes_over_what_it_cannot_find(output):
+    """A missing key, a value that is no tensor, an output without keys: None."""
+    assert hl.metta.build_extractor("hidden")(output) is None
+
+
+def test_a_function_is_used_as_it_is():
+    """The very same object."""
+
+    def last(output):
+        return output[-1]
+
+    assert hl.metta.build_extractor(last) is last
+
+
+@pytest.mark.parametrize("spec", [None, 3, 1.5, [], (), ("a", 1)])
+def test_anything_else_stands_for_no_extractor(spec):
+    """None, as in the source."""
+    assert hl.metta.build_extractor(spec) is None
+
+
+def test_a_tracker_with_an_extractor_that_is_none_is_not_attached_and_says_so():
+    """The builder warns with component and value, and gives no hook."""
+    context = hl.metta.ComponentContext()
+    with pytest.warns(hl.HooklineWarning, match="'actor' is not tracked: extractor= .* got 3"):
+        assert hl.metta.attach_relu_activation_hooks(extractor=3)("actor", context) is None
+    with pytest.warns(hl.HooklineWarning, match="got None"):
+        assert hl.metta.attach_saturated_activation_hooks(extractor=None)("actor", context) is None

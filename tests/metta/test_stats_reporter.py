@@ -1,0 +1,213 @@
+"""StatsReporter: everything is reported once at the end of an epoch, and starts anew."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+def full_context() -> hl.metta.ComponentContext:
+    """Every tracker with one update, put in from last to first."""
+    context = hl.metta.ComponentContext()
+    for key, state in reversed(
+        {
+            "relu_activation_state": hl.metta.ReLUActivationState(),
+            "fisher_information_state": hl.metta.FisherInformationState(),
+            "saturated_activation_state_tanh": hl.metta.SaturatedActivationState("tanh"),
+            "saturated_activation_state_sigmoid": hl.metta.SaturatedActivationState("sigmoid"),
+            "gradient_flow_state": hl.metta.GradientFlowState(),
+            "relu_gradient_flow_state": hl.metta.ReLUGradientFlowState(),
+        }.items()
+    ):
+        state.update("c", torch.ones(1))
+        context.model_metrics[key] = state
+    return context
+
+
+class Noting:
+    """A sink that keeps what it is given."""
+
+    def __init__(self):
+        self.taken = []
+
+    def emit(self, metrics, epoch, hook_point):
+        self.taken.append((metrics, epoch, hook_point))
+
+
+class Failing:
+    """A sink that does not work."""
+
+    def emit(self, metrics, epoch, hook_point):
+        raise OSError("disk full")
+
+
+def test_the_order_is_that_of_the_source_whatever_the_order_in_the_context():
+    """Dead neurons, ReLU, Fisher, tanh, sigmoid, gradient flow, ReLU gradient flow."""
+    metrics = hl.metta.StatsReporter(full_context(), policy=nn.Linear(1, 1)).on_epoch_end()
+    groups = list(dict.fromkeys("/".join(key.split("/")[:2]) for key in metrics))
+    assert groups == [
+        "weights/dead_neurons",
+        "activations/relu",
+        "fisher_info/c",
+        "activations/tanh",
+        "activations/sigmoid",
+        "gradient_flow/c",
+        "gradient_flow/relu",
+    ]
+
+
+def test_metrics_are_reported_once_and_trackers_start_anew():
+    """The second epoch has only what came after the first."""
+    context, sink = full_context(), Noting()
+    reporter = hl.metta.StatsReporter(context, sinks=[sink])
+    first = reporter.on_epoch_end(0)
+    assert first["activations/relu/c/0"] == 1.0
+    assert reporter.on_epoch_end(1) == {}
+    context.model_metrics["relu_activation_state"].update("c", torch.zeros(2))
+    assert reporter.on_epoch_end(2) == {"activations/relu/c/0": 0.0, "activations/relu/c/1": 0.0}
+    assert [epoch for _, epoch, _ in sink.taken] == [0, 1, 2]
+    assert sink.taken[0] == (first, 0, "POST_EPOCH")
+
+
+def test_epochs_are_counted_if_nobody_does():
+    """From nought, or from the last that was given."""
+    sink = Noting()
+    reporter = hl.metta.StatsReporter(hl.metta.ComponentContext(), sinks=[sink])
+    for epoch in (None, None, 7, None):
+        reporter.on_epoch_end(epoch)
+    assert [epoch for _, epoch, _ in sink.taken] == [0, 1, 7, 8]
+
+
+def test_something_else_under_the_key_of_a_tracker_is_passed_over():
+    """A string, a tracker of another kind: no metrics, no error, and it stays."""
+    context = hl.metta.ComponentContext()
+    other = hl.metta.ReLUActivationState()
+    other.update("c", torch.ones(1))
+    context.model_metrics |= {"relu_activation_state": "text", "fisher_information_state": other}
+    assert hl.metta.StatsReporter(context).on_epoch_end() == {}
+    assert context.model_metrics["fisher_information_state"] is other
+
+
+def test_a_tracker_of_ones_own_is_reported_after_the_others():
+    """Anything with to_metrics and reset; what has neither is passed over."""
+
+    class Own:
+        resets = 0
+
+        def to_metrics(self):
+            return {"own/value": 3.0}
+
+        def reset(self):
+            self.resets += 1
+
+    context, own = full_context(), Own()
+    context.model_metrics = {"own": own, "notes": ["text"], **context.model_metrics}
+    metrics = hl.metta.StatsReporter(context).on_epoch_end()
+    assert list(metrics)[-1] == "own/value"
+    assert own.resets == 1
+
+
+def test_a_sink_that_fails_does_not_keep_the_others_from_theirs(caplog):
+    """It is logged with its name; metrics come back, trackers are reset."""
+    context, sink = full_context(), Noting()
+    with caplog.at_level(logging.ERROR, logger="hookline"):
+        metrics = hl.metta.StatsReporter(context, sinks=[Failing(), sink]).on_epoch_end(3)
+    assert [taken for taken, _, _ in sink.taken] == [metrics]
+    assert metrics != {}
+    assert "Failing could not take the metrics of epoch 3" in caplog.text
+    assert "disk full" in caplog.text
+    assert context.model_metrics["gradient_flow_state"].to_metrics() == {}
+
+
+def test_a_sink_cannot_change_what_the_next_one_gets():
+    """Each has a dictionary of its own."""
+
+    class Greedy(Noting):
+        def emit(self, metrics, epoch, hook_point):
+            metrics.clear()
+
+    sink = Noting()
+    metrics = hl.metta.StatsReporter(full_context(), sinks=[Greedy(), sink]).on_epoch_end()
+    assert sink.taken[0][0] == metrics != {}
+
+
+class Faulty:
+    """A tracker of ones own, one of whose methods does not work."""
+
+    def __init__(self, fault):
+        self.fault, self.resets = fault, 0
+
+    def to_metrics(self):
+        return self._do("to_metrics", {"own/value": 3.0})
+
+    def reset(self):
+        self.resets += 1
+        self._do("reset", None)
+
+    def _do(self, method, result):
+        if method == self.fault:
+            raise RuntimeError(f"no {method}")
+        return result
+
+
+def test_a_tracker_that_cannot_be_read_does_not_keep_the_others_from_being_reported(caplog):
+    """Theirs go out and start anew; its own are not reset, and it is logged once, not each epoch."""
+    context, sink, faulty = full_context(), Noting(), Faulty("to_metrics")
+    context.model_metrics = {"faulty": faulty, **context.model_metrics, "own": Faulty(None)}
+    reporter = hl.metta.StatsReporter(context, sinks=[sink])
+    with caplog.at_level(logging.ERROR, logger="hookline"):
+        first, second = reporter.on_epoch_end(), reporter.on_epoch_end()
+    assert {"activations/relu/c/0", "gradient_flow/relu/c/0", "own/value"} < first.keys()
+    assert second == {"own/value": 3.0}
+    assert [taken for taken, _, _ in sink.taken] == [first, second]
+    assert faulty.resets == 0
+    assert caplog.text.count("'faulty' could not be read at the end of epoch 0") == 1
+    assert caplog.text.count("RuntimeError: no to_metrics") == 1
+
+
+def test_a_tracker_that_cannot_be_reset_does_not_keep_the_others_from_it(caplog):
+    """Its metrics have gone out with all others; it is logged once."""
+    context, sink, own = full_context(), Noting(), Faulty(None)
+    context.model_metrics = {"faulty": Faulty("reset"), **context.model_metrics, "own": own}
+    reporter = hl.metta.StatsReporter(context, sinks=[sink])
+    with caplog.at_level(logging.ERROR, logger="hookline"):
+        metrics = reporter.on_epoch_end()
+        reporter.on_epoch_end()
+    assert sink.taken[0][0] == metrics
+    assert "own/value" in metrics
+    assert own.resets == 2
+    assert context.model_metrics["relu_activation_state"].to_metrics() == {}
+    assert caplog.text.count("'faulty' could not be reset at the end of epoch 0") == 1
+
+
+def test_weights_that_cannot_be_read_do_not_keep_trackers_from_being_reported(caplog):
+    """A policy that is none."""
+    with caplog.at_level(logging.ERROR, logger="hookline"):
+        metrics = hl.metta.StatsReporter(full_context(), policy="no model").on_epoch_end()
+    assert "activations/relu/c/0" in metrics
+    assert "'policy' could not be read" in caplog.text
+
+
+def test_trackers_are_reset_when_the_sinks_have_their_metrics():
+    """A sink that is interrupted loses nothing: the next report has it all."""
+
+    class Interrupted:
+        def emit(self, metrics, epoch, hook_point):
+            raise KeyboardInterrupt
+
+    context = full_context()
+    with pytest.raises(KeyboardInterrupt):
+        hl.metta.StatsReporter(context, sinks=[Interrupted()]).on_epoch_end()
+    assert "activations/relu/c/0" in hl.metta.StatsReporter(context).on_epoch_end()
+
+
+def test_the_sinks_of_hookline_take_the_metrics():
+    """MemorySink, as it is."""
+    sink = hl.sinks.MemorySink()
+    hl.metta.StatsReporter(full_context(), sinks=[sink]).on_epoch_end(4)
+    assert sink.series("activations/relu/c/0") == [(4, 1.0)]

@@ -1,0 +1,417 @@
+"""Trackers that count by unit: ReLU activations, saturated activations, gradients through a ReLU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import hookline as hl
+
+COUNTING = {
+    "relu": (hl.metta.ReLUActivationState, "activations/relu/{}/{}"),
+    "tanh": (
+        lambda **options: hl.metta.SaturatedActivationState("tanh", **options),
+        "activations/tanh/saturated_fraction/{}/{}",
+    ),
+    "relu gradient": (hl.metta.ReLUGradientFlowState, "gradient_flow/relu/{}/{}"),
+}
+
+
+@pytest.fixture(params=COUNTING)
+def counting(request):
+    """A kind of tracker, and the name of a unit's metric; a two counts for all of them, a zero for none."""
+    return COUNTING[request.param]
+
+
+def units(state, key: str, component: str = "c") -> list[float]:
+    """The metrics of a component by unit."""
+    metrics, found = state.to_metrics(), []
+    while key.format(component, len(found)) in metrics:
+        found.append(metrics[key.format(component, len(found))])
+    return found
+
+
+def marked(*shape: int, at: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros, and one two."""
+    tensor = torch.zeros(shape, dtype=dtype)
+    if at is not None:
+        tensor[at] = 2
+    return tensor
+
+
+def test_relu_counts_what_is_above_zero_by_unit():
+    """[[1,0,-1],[2,0,3]] and then [1,1,1]: 3 of 3, 1 of 3, 2 of 3."""
+    state = hl.metta.ReLUActivationState()
+    state.update("c", torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, 3.0]]))
+    state.update("c", torch.tensor([1.0, 1.0, 1.0]))
+    assert state.to_metrics() == {
+        "activations/relu/c/0": 1.0,
+        "activations/relu/c/1": 1 / 3,
+        "activations/relu/c/2": 2 / 3,
+    }
+
+
+def test_tanh_is_saturated_strictly_beyond_the_threshold():
+    """[[.95,.96],[-.99,0]] at 0.95: one of two each, 2 of 4 in the component and altogether."""
+    state = hl.metta.SaturatedActivationState("tanh", 0.95)
+    state.update("c", torch.tensor([[0.95, 0.96], [-0.99, 0.0]]))
+    metrics = state.to_metrics()
+    assert metrics["activations/tanh/saturated_fraction/c/0"] == 0.5
+    assert metrics["activations/tanh/saturated_fraction/c/1"] == 0.5
+    for prefix in ("activations/tanh/saturation/c", "activations/tanh/saturation"):
+        sums = [
+            metrics[f"{prefix}/{name}"]
+            for name in ("total_neurons", "saturated_neurons", "fraction", "active_fraction")
+        ]
+        assert sums == [4.0, 2.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_threshold_itself_is_not_saturated_in_any_type(dtype):
+    """0.05 and 0.95 are not, 0.04 and 0.97 are: 1 - 0.95 is not quite 0.05, and float16 rounds 0.95 up."""
+    state = hl.metta.SaturatedActivationState("sigmoid")
+    state.update("c", torch.tensor([0.05, 0.95, 0.04, 0.97], dtype=torch.float64).to(dtype))
+    assert units(state, "activations/sigmoid/saturated_fraction/{}/{}") == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_sigmoid_is_saturated_just_beyond_the_thresholds():
+    """.0499 and .951 are saturated, .0501 and .949 are not."""
+    state = hl.metta.SaturatedActivationState("sigmoid")
+    state.update("c", torch.tensor([0.0499, 0.951, 0.0501, 0.949]))
+    assert units(state, "activations/sigmoid/saturated_fraction/{}/{}") == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_components_keep_thresholds_of_their_own():
+    """0.7 is saturated at 0.5 and not at 0.9, in one tracker; the sums are over both."""
+    state = hl.metta.SaturatedActivationState("tanh", 0.9)
+    state.register_component("low", saturation_threshold=0.5)
+    for component in ("low", "high"):
+        state.update(component, torch.tensor([0.7]))
+    metrics = state.to_metrics()
+    assert metrics["activations/tanh/saturation/low/fraction"] == 1.0
+    assert metrics["activations/tanh/saturation/high/fraction"] == 0.0
+    assert metrics["activations/tanh/saturation/fraction"] == 0.5
+
+
+def test_gradients_through_a_relu_count_above_1e_8():
+    """[[1e-9,1],[0,-1]]: none of the first unit, all of the second."""
+    state = hl.metta.ReLUGradientFlowState()
+    state.update("c", torch.tensor([[1e-9, 1.0], [0.0, -1.0]]))
+    assert state.to_metrics() == {"gradient_flow/relu/c/0": 0.0, "gradient_flow/relu/c/1": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "at", "options", "expected"),
+    [
+        ((3,), (1,), {}, [0, 1, 0]),
+        ((2, 3), (0, 1), {}, [0, 1 / 2, 0]),
+        ((2, 5, 3), (0, 4, 1), {}, [0, 1 / 10, 0]),
+        ((2, 3, 4, 5), (1, 2, 3, 4), {}, [0, 0, 1 / 40]),
+        ((2, 3, 1, 4, 5), (1, 2, 0, 3, 4), {}, [0, 0, 1 / 40]),
+        ((2, 3, 5), (0, 1, 4), {"unit_dim": 1}, [0, 1 / 10, 0]),
+        ((2, 4, 5, 3), (0, 0, 0, 1), {"unit_dim": -1}, [0, 1 / 40, 0]),
+        ((3, 7), (1, 0), {"unit_dim": 0}, [0, 1 / 7, 0]),
+        ((3,), (1,), {"unit_dim": 1}, [0, 1, 0]),
+    ],
+)
+def test_units_are_channels(counting, shape, at, options, expected):
+    """The last of (F), (B, F), (B, T, F), the second of (N, C, …) from four dimensions on, or the one asked for."""
+    make, key = counting
+    state = make(**options)
+    state.update("c", marked(*shape, at=at))
+    assert units(state, key) == pytest.approx(expected)
+
+
+def test_a_component_has_a_unit_dim_of_its_own(counting):
+    """(2, 3, 5) has three units for one component and five for another."""
+    make, key = counting
+    state = make()
+    state.register_component("channels", unit_dim=1)
+    for component in ("channels", "usual"):
+        state.update(component, marked(2, 3, 5))
+    assert len(units(state, key, "channels")) == 3
+    assert len(units(state, key, "usual")) == 5
+
+
+def test_a_dimension_that_is_not_there_is_warned_of_once(counting):
+    """unit_dim=3 and a tensor of two dimensions: passed over, with one warning that names both."""
+    make, _ = counting
+    state = make(unit_dim=3)
+    with pytest.warns(hl.HooklineWarning, match=r"'c': unit_dim=3, but its tensor has the shape \(2, 3\)"):
+        state.update("c", marked(2, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.update("c", marked(2, 3))
+    assert state.to_metrics() == {}
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        torch.tensor(2.0),
+        torch.zeros(0, 3),
+        torch.zeros(3, 0),
+        torch.zeros(0),
+        torch.ones(2, 3, dtype=torch.int64),
+        torch.ones(2, 3, dtype=torch.bool),
+        torch.ones(2, 3, dtype=torch.complex64),
+        torch.ones(2, 3).to_sparse(),
+        torch.ones(2, 3, device="meta"),
+        None,
+        "text",
+        (torch.ones(2, 3),),
+    ],
+    ids=["0-d", "no rows", "no width", "empty", "int", "bool", "complex", "sparse", "meta", "None", "text", "tuple"],
+)
+def test_what_cannot_be_counted_changes_nothing(counting, nothing):
+    """After a real tensor, one that is passed over leaves the metrics as they were."""
+    make, _ = counting
+    state = make()
+    state.update("c", marked(2, 3, at=(0, 0)))
+    before = state.to_metrics()
+    state.update("c", nothing)
+    assert state.to_metrics() == before != {}
+
+
+def test_counters_grow_when_a_wider_tensor_comes(counting):
+    """Two units, then three, then one: each unit is divided by the samples that had it."""
+    make, key = counting
+    state = make()
+    state.update("c", marked(2, 2, at=(0, 1)))
+    state.update("c", marked(1, 3, at=(0, 2)))
+    state.update("c", marked(4, 1, at=(0, 0)))
+    assert units(state, key) == pytest.approx([1 / 7, 1 / 3, 1])
+
+
+def test_reset_starts_at_zero_and_keeps_the_component(counting):
+    """After reset there are no metrics, the component is known, and counting goes on with its options."""
+    make, key = counting
+    state = make()
+    state.register_component("c", unit_dim=0)
+    state.update("c", marked(2, 3, at=(0, 0)))
+    state.reset()
+    assert state.to_metrics() == {}
+    assert state.has_component("c")
+    state.update("c", marked(2, 3, at=(1, 0)))
+    assert units(state, key) == pytest.approx([0, 1 / 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+def test_every_float_counts(counting, dtype):
+    """Half precision, double, and eight bits."""
+    make, key = counting
+    state = make()
+    state.update("c", torch.tensor([[0.0, 2.0]]).to(dtype))
+    assert units(state, key) == [0.0, 1.0]
+
+
+def test_counts_are_exact_past_2_to_the_24():
+    """One hit in each of many updates on top of 2^24: a float32 counter would stand still."""
+    state = hl.metta.ReLUActivationState()
+    state.update("c", torch.ones(2**24, 1))
+    for _ in range(3):
+        state.update("c", torch.ones(1))
+    state.update("c", torch.zeros(1))
+    assert state.to_metrics()["activations/relu/c/0"] == (2**24 + 3) / (2**24 + 4)
+
+
+def test_what_begins_in_inference_mode_goes_on_outside(counting):
+    """Counters made in inference mode can be added to in training, and the other way round."""
+    make, key = counting
+    state = make()
+    with torch.inference_mode():
+        state.update("c", marked(1, 2, at=(0, 0)))
+    state.update("c", marked(1, 2, at=(0, 0)))
+    with torch.inference_mode():
+        state.update("c", marked(1, 3, at=(0, 2)))
+    state.update("c", marked(1, 3))
+    assert units(state, key) == pytest.approx([1 / 2, 0, 1 / 2])
+
+
+def test_a_tensor_with_history_is_counted_without_it(counting):
+    """An activation that requires a gradient leaves no graph in the tracker."""
+    make, key = counting
+    state = make()
+    state.update("c", torch.full((1, 2), 2.0, requires_grad=True) * 1)
+    assert units(state, key) == [1.0, 1.0]
+    assert not any(hits.requires_grad for hits in state._counts["c"].hits.values())
+
+
+def test_no_count_is_lost_between_threads():
+    """Four threads on one tracker: one at a time changes its counters, and all are counted."""
+    inside, met = [], []
+
+    class Slow(hl.metta.ReLUActivationState):
+        def _marks(self, tensor, options):
+            inside.append(threading.get_ident())
+            time.sleep(0.001)  # let the others come
+            met.append(len(inside))
+            inside.remove(threading.get_ident())
+            return super()._marks(tensor, options)
+
+    state = Slow()
+    threads = [
+        threading.Thread(target=lambda: [state.update("c", torch.tensor([1.0, 0.0])) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(met) == {1}
+    assert state._counts["c"].samples == {2: 80}
+    assert units(state, "activations/relu/{}/{}") == [1.0, 0.0]
+
+
+def test_counting_is_silent_under_a_transform(counting):
+    """Inside vmap a tensor is none that could be counted: no error, no count."""
+    make, _ = counting
+    state = make()
+
+    def f(x: Tensor) -> Tensor:
+        state.update("c", x)
+        return x * 2
+
+    torch.vmap(f)(torch.ones(3, 4))
+    assert state.to_metrics() == {}
+
+
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["copy", "pickle"]
+)
+def test_a_tracker_can_be_copied(counting, twin):
+    """The copy has the counts and the options, and counts for itself."""
+    make, key = counting
+    state = make()
+    state.register_component("c", unit_dim=0)
+    state.update("c", marked(2, 1, at=(0, 0)))
+    other = twin(state)
+    other.update("c", marked(2, 1))
+    assert units(state, key) == [1.0, 0.0]
+    assert units(other, key) == [0.5, 0.0]
+
+
+def test_components_are_reported_in_the_order_they_were_registered():
+    """Whatever order their tensors came in."""
+    state = hl.metta.ReLUActivationState()
+    state.register_component("b")
+    state.register_component("a")
+    state.update("a", torch.ones(1))
+    state.update("b", torch.ones(1))
+    assert list(state.to_metrics()) == ["activations/relu/b/0", "activations/relu/a/0"]
+
+
+def test_every_state_is_a_tracker():
+    """The five have update, to_metrics and reset; a plain object has not."""
+    states = [
+        hl.metta.ReLUActivationState(),
+        hl.metta.SaturatedActivationState("tanh"),
+        hl.metta.FisherInformationState(),
+        hl.metta.GradientFlowState(),
+        hl.metta.ReLUGradientFlowState(),
+    ]
+    assert all(isinstance(state, hl.metta.Tracker) for state in states)
+    assert not isinstance(object(), hl.metta.Tracker)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_activation_is_refused_in_the_words_of_the_source():
+    """By the tracker, the builder and the statistics of weights alike."""
+    text = "^Unsupported activation 'gelu'. Expected 'tanh' or 'sigmoid'.$"
+    with pytest.raises(ValueError, match=text):
+        hl.metta.SaturatedActivationState("gelu")
+    with pytest.raises(ValueError, match=text):
+        hl.metta.attach_saturated_activation_hooks(activation="gelu")
+    with pytest.raises(ValueError, match=text):
+        hl.metta.compute_saturated_activation_stats(torch.nn.Linear(1, 1), "gelu")
+
+
+@pytest.mark.parametrize("threshold", [0, 1, -0.5, 1.5, float("nan"), "0.9", None, True])
+def test_a_threshold_outside_of_0_to_1_is_refused(threshold):
+    """The message has the value."""
+    with pytest.raises(
+        hl.errors.OptionError, match="saturation_threshold= must lie between 0 and 1, got " + repr(threshold)
+    ):
+        hl.metta.SaturatedActivationState("tanh", threshold)
+    with pytest.raises(hl.errors.OptionError, match=repr(threshold)):
+        hl.metta.attach_saturated_activation_hooks(saturation_threshold=threshold)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.05, np.float64(0.3)])
+def test_a_threshold_of_a_sigmoid_that_would_mark_everything_is_refused(threshold):
+    """By tracker, component and builder; a tanh takes it."""
+    text = r"saturation_threshold= of a sigmoid must be above 0\.5, got .*" + str(float(threshold))
+    with pytest.raises(hl.errors.OptionError, match=text):
+        hl.metta.SaturatedActivationState("sigmoid", threshold)
+    with pytest.raises(hl.errors.OptionError, match=text):
+        hl.metta.SaturatedActivationState("sigmoid").register_component("c", saturation_threshold=threshold)
+    with pytest.raises(hl.errors.OptionError, match=text):
+        hl.metta.attach_saturated_activation_hooks(activation="sigmoid", saturation_threshold=threshold)
+    hl.metta.SaturatedActivationState("tanh", threshold)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "sigmoid"])
+@pytest.mark.parametrize("threshold", [np.float64(0.75), np.float32(0.75), np.float16(0.75), Fraction(3, 4)])
+def test_a_number_of_any_make_is_a_threshold(activation, threshold):
+    """NumPy's and fractions: kept as a plain float, for the tracker and for a component."""
+    state = hl.metta.SaturatedActivationState(activation, threshold)
+    assert type(state.saturation_threshold) is float
+    state.register_component("own", saturation_threshold=threshold)
+    state.register_component("own", saturation_threshold=0.75)
+    for component in ("c", "own"):
+        state.update(component, torch.tensor([0.5, 0.7, 0.8]))
+        assert units(state, f"activations/{activation}/saturated_fraction/{{}}/{{}}", component) == [0.0, 0.0, 1.0]
+
+
+def test_a_whole_number_of_any_make_is_a_unit_dim(counting):
+    """NumPy's: dimension 1 of (2, 3, 5)."""
+    make, key = counting
+    state = make(unit_dim=np.int64(1))
+    state.register_component("c", unit_dim=1)
+    state.update("c", marked(2, 3, 5))
+    assert len(units(state, key)) == 3
+
+
+@pytest.mark.parametrize("dim", ["1", 1.0, True])
+def test_a_unit_dim_that_is_no_number_of_a_dimension_is_refused(counting, dim):
+    """The message has the value."""
+    make, _ = counting
+    with pytest.raises(hl.errors.OptionError, match="unit_dim= is the number of a dimension or None, got " + repr(dim)):
+        make(unit_dim=dim)
+
+
+def test_two_thresholds_for_one_component_are_refused_with_both():
+    """The first stays; the same once more, or none, is no conflict."""
+    state = hl.metta.SaturatedActivationState("tanh")
+    state.register_component("c", saturation_threshold=0.5)
+    with pytest.raises(hl.errors.OptionError, match=r"'c' is tracked with saturation_threshold=0.5 already.*=0.6"):
+        state.register_component("c", saturation_threshold=0.6)
+    state.register_component("c", saturation_threshold=0.5)
+    state.register_component("c")
+    state.update("c", torch.tensor([0.55]))
+    assert state.to_metrics()["activations/tanh/saturation/c/fraction"] == 1.0
+
+
+def test_a_forgotten_component_can_be_registered_anew():
+    """With other options; its counts are gone."""
+    state = hl.metta.SaturatedActivationState("tanh")
+    state.register_component("c", saturation_threshold=0.5)
+    state.update("c", torch.tensor([0.55]))
+    state.forget_component("c")
+    state.forget_component("never known")
+    assert not state.has_component("c")
+    assert state.to_metrics() == {}
+    state.register_component("c", saturation_threshold=0.6)
+    state.update("c", torch.tensor([0.55]))
+    assert state.to_metrics()["activations/tanh/saturation/c/fraction"] == 0.0

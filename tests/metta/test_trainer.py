@@ -1,0 +1,188 @@
+"""TrainTool.invoke and Trainer: policy made, hooks attached, trained, reported, cleared."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from helpers_loops import noting
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import hookline as hl
+from hookline.metta.trainer import made_up_data
+
+
+def make_policy() -> hl.metta.PolicyAutoBuilder:
+    """Two components."""
+    torch.manual_seed(0)
+    actor = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    return hl.metta.PolicyAutoBuilder(OrderedDict(actor_mlp=actor, critic_head=nn.Linear(4, 1)))
+
+
+def make_data(batches: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """In a fixed order."""
+    data = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 3, generator=data), torch.randn(8, 1, generator=data)) for _ in range(batches)]
+
+
+def test_every_argument_has_a_default():
+    """The source's example trains as it is: its two components are there, and their trackers report."""
+    torch.manual_seed(0)
+    tool = hl.metta.TrainTool()
+    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
+    tool.add_training_hook("critic_head", hl.metta.attach_saturated_activation_hooks(activation="tanh"))
+    tool.add_training_backward_hook("actor_mlp", hl.metta.attach_gradient_flow_hooks())
+    trainer = tool.invoke()
+    [metrics] = trainer.metrics
+    assert {"activations/relu/actor_mlp/0", "activations/tanh/saturation/fraction"} <= metrics.keys()
+    assert metrics["gradient_flow/actor_mlp/mean"] > 0
+    assert trainer.result.steps == 8
+    hl.assert_no_hooks(trainer.policy, foreign=True)
+
+
+def test_metrics_are_reported_at_the_end_of_each_epoch():
+    """To the sinks and in the trainer; trackers start anew."""
+    sink = hl.sinks.MemorySink()
+    tool = hl.metta.TrainTool(policy=make_policy(), data=make_data(), epochs=3, sinks=[sink])
+    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
+    trainer = tool.invoke()
+    reported = [(record.epoch, record.metrics) for record in sink.records]
+    assert reported == list(enumerate(trainer.metrics))
+    assert len(reported) == 3
+    assert isinstance(trainer, hl.metta.Trainer)
+    assert isinstance(trainer.context, hl.metta.ComponentContext)
+    assert trainer.context.model_metrics["relu_activation_state"].to_metrics() == {}
+
+
+def test_the_policy_is_trained_as_without_hooks():
+    """Bit for bit; the loss goes down."""
+
+    def weights(*builders: Any) -> tuple[torch.Tensor, float]:
+        tool = hl.metta.TrainTool(
+            policy=make_policy, data=make_data(), epochs=10, optimizer=lambda p: torch.optim.Adam(p, 1e-2)
+        )
+        for builder in builders:
+            tool.add_training_backward_hook("actor_mlp", builder)
+        trainer = tool.invoke()
+        return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]), trainer.result.loss
+
+    plain, loss = weights()
+    hooked, _ = weights(hl.metta.attach_fisher_information_hooks(), hl.metta.attach_gradient_flow_hooks())
+    assert torch.equal(plain, hooked)
+    start = torch.cat([p.detach().flatten() for p in make_policy().parameters()])
+    assert not torch.equal(plain, start)
+    assert loss < hl.metta.Trainer(make_policy(), make_data()).train(1).loss
+
+
+def test_any_model_is_taken_by_its_dotted_names():
+    """One that is no policy; it is trained itself, not a copy."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    before = model[0].weight.clone()
+    tool = hl.metta.TrainTool(policy=model, data=make_data())
+    tool.add_training_hook("1", hl.metta.attach_relu_activation_hooks())
+    trainer = tool.invoke()
+    assert "activations/relu/1/0" in trainer.metrics[0]
+    assert not torch.equal(before, model[0].weight)
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_dataset_is_cut_into_batches():
+    """Shuffled, 32 at a time."""
+    data = TensorDataset(torch.randn(80, 3), torch.randn(80, 1))
+    trainer = hl.metta.TrainTool(policy=make_policy(), data=data, epochs=2).invoke()
+    assert trainer.result.steps == 6
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_however_training_ends_the_hooks_come_off_and_sinks_are_flushed(error):
+    """It comes out as it is."""
+
+    class Flushed(hl.sinks.MemorySink):
+        flushes = 0
+
+        def flush(self):
+            self.flushes += 1
+
+    def loss(model, batch):
+        model(batch[0])
+        raise error
+
+    policy, sink = make_policy(), Flushed()
+    tool = hl.metta.TrainTool(policy=policy, data=make_data(), loss=loss, sinks=[sink])
+    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
+    with pytest.raises(error):
+        tool.invoke()
+    hl.assert_no_hooks(policy, foreign=True)
+    assert tool._active_policy_hooks == []
+    assert sink.flushes == 1
+
+
+def test_hooks_over_time_run_as_well():
+    """Objects, and what `Experiment` takes besides."""
+    sink, hook = hl.sinks.MemorySink(), noting("POST_EPOCH")
+    tool = hl.metta.TrainTool(
+        policy=make_policy(),
+        data=make_data(),
+        epochs=2,
+        sinks=[sink],
+        hooks=[hook],
+        evaluate=lambda model: {"val_acc": 1},
+    )
+    tool.invoke()
+    assert sink.series("noting/seen") == [(0, 1), (1, 2)]
+    assert hook.contexts[0].val_acc == 1.0
+
+
+def test_without_data_some_are_made_up():
+    """Rows that the policy takes; its buffers and modes are as before, and training is what changes it."""
+    policy = hl.metta.PolicyAutoBuilder({"a": nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), "b": nn.Linear(4, 3)})
+    tool = hl.metta.TrainTool(policy=policy)
+    assert [value.item() for value in made_up_data(policy)[0][1]] in ([1.0] * 3, [-1.0] * 3)
+    assert policy.components["a"][1].num_batches_tracked == 0
+    assert policy.training
+    assert tool.invoke().result.steps == 8
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (nn.Conv2d(1, 1, 1), "without a Linear layer"),
+        (nn.Sequential(nn.Flatten(0), nn.Linear(4, 1)), "does not take random rows"),
+        (nn.Sequential(nn.Linear(4, 1), nn.Flatten(0), nn.Unflatten(0, (2, 128))), "a row for each row"),
+    ],
+)
+def test_where_none_can_be_made_up_it_is_said(policy, text):
+    """With what to do about it."""
+    with pytest.raises(hl.errors.OptionError, match=rf"{text}.*Give TrainTool data="):
+        hl.metta.TrainTool(policy=policy).invoke()
+
+
+def test_a_run_can_be_repeated():
+    """Each with a trainer of its own; hooks are on once, and those over time start anew."""
+    hook = noting("POST_STEP")
+    tool = hl.metta.TrainTool(policy=make_policy(), data=make_data(), hooks=[hook])
+    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
+    first, second = tool.invoke(), tool.invoke()
+    assert first is not second
+    assert first.metrics[0].keys() == second.metrics[0].keys()
+    assert [ctx.step for ctx in hook.contexts] == [0, 1, 2, 3] * 2
+
+
+def test_the_end_of_an_epoch_may_be_told_to_others_too():
+    """After the trackers were reported, which it does not replace."""
+    told = []
+    trainer = hl.metta.TrainTool(
+        epochs=2, on_epoch_end=lambda epoch, metrics: told.append((epoch, sorted(metrics)))
+    ).invoke()
+    assert told == [(0, ["loss"]), (1, ["loss"])]
+    assert len(trainer.metrics) == 2
+
+
+@pytest.mark.parametrize("policy", [3, lambda: 3])
+def test_a_policy_is_a_module(policy):
+    """Or what makes one."""
+    with pytest.raises(hl.errors.OptionError, match=r"policy= is an nn\.Module, .* got an int"):
+        hl.metta.TrainTool(policy=policy).invoke()

@@ -1,0 +1,231 @@
+"""What the Triton kernel computes, in Triton's interpreter: run by test_kernel.py, in a process of its own."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_columns import DTYPES, LAYOUTS, assert_close
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hookline.observe.watch import row_sums as by_rows
+from hookline.observe.watch import stat_kernel as kernels
+from hookline.observe.watch.columns import Layout
+from hookline.observe.watch.pending_tensors import Pending
+from hookline.observe.watch.stat_kernel import Item, Kernel, Parts, Tuning, readable
+from hookline.observe.watch.stat_rows import Row, State
+from hookline.observe.watch.stat_vector import add_up, as_columns
+from hookline.observe.watch.stats_engine import Engine
+
+# numpy, which the interpreter computes with, warns of NaN and Inf.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+CPU = torch.device("cpu")
+SMALL = Tuning(threads=4, least_tiles=1, most_programs=3, merged=2)
+"""Tiles of 128 numbers of 16 bits, so that a few hundred numbers meet full tiles, rests, and several programs."""
+
+
+def _rows(layout: Layout, count: int) -> tuple[State, list[Row]]:
+    state = State(layout, CPU)
+    return state, [state.new_row() for _ in range(count)]
+
+
+def _kernel(layout: Layout) -> Kernel:
+    return Kernel(layout, CPU, SMALL)
+
+
+@st.composite
+def tensors(draw: Any) -> Tensor:
+    """Tensors of any type and size, with what makes statistics hard."""
+    dtype = draw(st.sampled_from(DTYPES))
+    size = draw(st.sampled_from([0, 1, 2, 31, 33, 100, 128, 129, 257, 500]))
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    if dtype is torch.bool:
+        return torch.rand(size) > 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0 if dtype is torch.uint8 else -100, 100, (size,)).to(dtype)
+    x = torch.randn(size, dtype=dtype if dtype.is_complex else torch.float64)
+    x = x * draw(st.sampled_from([1.0, 1.0, 0.0, 3.0]))
+    if dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = (
+            x * draw(st.sampled_from([1.0, 1e-25, 1e25]))
+            if draw(st.booleans())
+            else x + draw(st.sampled_from([0, 100]))
+        )
+    if size and draw(st.booleans()) and not dtype.is_complex:
+        x[draw(st.integers(0, size - 1))] = 0.0
+    if size and draw(st.booleans()) and dtype is not torch.float8_e4m3fn and not dtype.is_complex:
+        for bad in draw(st.lists(st.sampled_from([math.nan, math.inf, -math.inf]), max_size=2)):
+            x[draw(st.integers(0, size - 1))] = bad
+    x = x.to(dtype)
+    return x[1:] if size > 1 and draw(st.booleans()) else x  # the second does not begin at a multiple of 16 bytes
+
+
+@settings(
+    max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+@given(st.lists(tensors(), min_size=1, max_size=3), st.sampled_from(sorted(LAYOUTS)), st.sampled_from([None, 4.0]))
+def test_every_column_is_that_of_float64(some: list[Tensor], name: str, scale: float | None) -> None:
+    """Any tensors, alone or together, with NaN, Inf, zeros and extremes: counts exact, sums to 2e-6 of magnitudes."""
+    layout = LAYOUTS[name]
+    state, rows = _rows(layout, len(some))
+    divisor = None if scale is None else torch.tensor(scale)
+    _kernel(layout).take([Item(readable(x), row, divisor) for x, row in zip(some, rows, strict=True)])
+    for x, found in zip(some, state.read(), strict=True):
+        assert_close(found, x, layout, scale or 1.0)
+
+
+@pytest.mark.parametrize("far", [100, 10_000])
+def test_the_variance_survives_a_mean_far_from_zero(far: int) -> None:
+    """With a mean of 100 and of 10,000 standard deviations, the variance has a relative error below 1e-3."""
+    torch.manual_seed(0)
+    x = torch.randn(2000) + far
+    state, (row,) = _rows(LAYOUTS["moments"], 1)
+    _kernel(LAYOUTS["moments"]).take([Item(readable(x), row)])
+    _, count, total, squares = state.read()[0][:4]
+    variance = squares / count - (total / count) ** 2
+    assert variance == pytest.approx(x.double().var(correction=0).item(), rel=1e-3)
+    naive = (x * x).sum() / count - (x.sum() / count) ** 2  # what the centre is for
+    assert far < 1000 or naive.item() != pytest.approx(variance, rel=1e-2)
+
+
+def test_together_and_alone_give_the_same_bits() -> None:
+    """How many tensors are taken together changes no bit of what is found in each."""
+    torch.manual_seed(0)
+    some = [torch.randn(300).bfloat16(), torch.randn(777), torch.randn(500).half()[1:], torch.randn(40)]
+    layout = LAYOUTS["all"]
+    state, rows = _rows(layout, 2 * len(some))
+    items = [Item(readable(x), row) for x, row in zip(some * 2, rows, strict=True)]
+    kernel = _kernel(layout)
+    kernel.take(items[:4])
+    for item in items[4:]:
+        kernel.take([item])
+    found = state.read()
+    assert np.array_equal(found[:4], found[4:])
+
+
+def test_a_row_that_comes_several_times_counts_each() -> None:
+    """Two firings of one place in one call are both added, and rows add up over calls, past 2^24 exactly."""
+    layout = LAYOUTS["default"]
+    state, (row, other) = _rows(layout, 2)
+    row.added[layout.names.index("zeros")] = 2.0**25 + 1
+    first, second = torch.tensor([0.0, 1.0, -3.0]), torch.tensor([0.0, 0.0, 5.0])
+    kernel = _kernel(layout)
+    kernel.take([Item(first, row), Item(first, other), Item(second, row)])
+    kernel.take([Item(first, row)])
+    cells = dict(zip(layout.names, state.read()[0], strict=True))
+    assert (cells["fires"], cells["count"]) == (3, 9)
+    assert cells["sum"] == pytest.approx(1, rel=1e-6)
+    assert cells["zeros"] == 2.0**25 + 1 + 4
+    assert (cells["-min"], cells["max"]) == (3, 5)
+    assert state.read()[1][0] == 1
+
+
+def test_a_tensor_that_several_places_saw_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same memory noted for three rows is one job; each row gets its numbers."""
+    layout = LAYOUTS["default"]
+    state, rows = _rows(layout, 4)
+    x, y = torch.randn(500), torch.randn(500)
+    kernel = _kernel(layout)
+    programs = []
+    launch = kernel._launch
+
+    def spy(name: str, key: Any, grid: tuple[int, int, int], told: tuple[Any, ...]) -> None:
+        programs.append((name, grid[0]))
+        launch(name, key, grid, told)
+
+    monkeypatch.setattr(kernel, "_launch", spy)
+    kernel.take([Item(each, row) for each, row in zip([x, x, x.view(-1), y], rows, strict=True)])
+    each = SMALL.division(500, 4)[0]
+    assert programs == [("reduce_chunks", 2 * each), ("merge_slots", 4)]
+    for x_or_y, found in zip([x, x, x, y], state.read(), strict=True):
+        assert_close(found, x_or_y, layout)
+
+
+@pytest.mark.parametrize("count", [3, 700])
+@pytest.mark.parametrize("name", sorted(name for name, layout in LAYOUTS.items() if layout.by_row))
+def test_rows_of_compiled_code_add_up_as_by_torch(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fold_parts finds what as_columns does, with and without a scale, by one program and by several."""
+    monkeypatch.setattr(kernels, "_FOLDED", 256)
+    monkeypatch.setattr(kernels, "_FOLDED_AT_A_TIME", 128)
+    monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
+    layout = LAYOUTS[name]
+    state, (row, other) = _rows(layout, 2)
+    kernel = _kernel(layout)
+    usual = torch.randn(count, 32).relu()
+    odd = usual.index_fill(0, torch.tensor(1), math.nan)
+    for x in (usual, odd, usual.bfloat16() + 100, torch.empty(0, 32), torch.full((count, 64), -math.inf)):
+        for scale in (None, torch.tensor(8.0)):
+            parts, each = by_rows.find_in(x, layout)
+            assert each == x.shape[-1]
+            kernel.take_parts([Parts(parts, each, row, scale)])
+            if x.numel():
+                other.take(as_columns(add_up(parts, each, layout), layout, scale))
+            else:
+                other.added[0] += 1
+    found = state.read()
+    assert np.allclose(found[0], found[1], rtol=1e-12, equal_nan=True)
+
+
+def test_rows_of_many_tensors_add_up_as_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit; also where one row comes twice, and with scales, and where there are more than fit a launch."""
+    monkeypatch.setattr(kernels, "_FOLDED", 256)
+    monkeypatch.setattr(kernels, "_FOLDED_AT_A_TIME", 128)
+    monkeypatch.setattr(kernels, "_JOBS", 4)
+    monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
+    layout = LAYOUTS["default"]
+    state, rows = _rows(layout, 12)
+    together, alone = _kernel(layout), _kernel(layout)
+    torch.manual_seed(0)
+    items = []
+    for number, count in enumerate((3, 700, 0, 256, 257, 1, 3)):
+        found, each = by_rows.find_in(torch.randn(count, 32) + number, layout)
+        items.append((found, each, number % 6, torch.tensor(3.0) if number % 2 else None))
+    launches: list[str] = []
+    launch = together._launch
+
+    def spy(name: str, key: Any, grid: Any, told: Any, **options: Any) -> None:
+        launches.append(name)
+        launch(name, key, grid, told, **options)
+
+    monkeypatch.setattr(together, "_launch", spy)
+    together.take_parts([Parts(found, each, rows[at], scale) for found, each, at, scale in items])
+    assert launches == ["fold_parts", "merge_slots"] * 3  # four, two, and the one whose row comes again
+    for found, each, at, scale in items:
+        alone.take_parts([Parts(found, each, rows[6 + at], scale)])
+    cells = state.read()
+    assert np.array_equal(cells[:6], cells[6:])
+    assert cells[1][0] == 1
+    assert cells[0][0] == 2
+
+
+def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
+    """Noted, reduced together by the kernel, and read: as by the CPU's own way, also with in-place changes."""
+    layout = LAYOUTS["all"]
+    deferring, plain = Engine(layout), Engine(layout)
+    deferring._kernels[CPU] = _kernel(layout)
+    pending = deferring._pending[CPU] = Pending(partial(deferring._take_notes, CPU))
+    torch.manual_seed(0)
+    for step in range(3):
+        for name in ("kept", "changed", "kept"):
+            x = torch.randn(300) + step
+            plain.take(plain.place(name, "forward"), x)
+            pending.take(deferring.place(name, "forward"), x)
+            if name == "changed":
+                x.relu_()
+        assert len(pending) == (2 if step else 0)
+        assert deferring.read().keys()  # reduces what is noted
+        assert not len(pending)
+    found, wanted = deferring.to_metrics(), plain.to_metrics()
+    assert found.keys() == wanted.keys()
+    assert found["kept/forward/mean"] != found["changed/forward/mean"]
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value, rel=1e-5), key
+    pending.take(deferring.place("kept", "forward"), torch.ones(2))
+    deferring.reset()
+    assert deferring.to_metrics() == {}

@@ -1,0 +1,163 @@
+"""The CUDA kernel where there is no GPU: its numbers in Triton's interpreter, its machine code by Triton's compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hookline as hl
+from hookline.observe.watch import stat_kernel as kernel
+from hookline.observe.watch.columns import Layout
+from hookline.observe.watch.stat_kernel import Item, Tuning
+from hookline.observe.watch.stat_rows import State
+from hookline.observe.watch.stats_engine import Engine
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="needs Triton")
+
+
+@pytest.mark.skipif(
+    not _HAS_TRITON or tuple(map(int, version("triton").split(".")[:2])) < (3, 9),
+    reason="needs Triton 3.9 or later, whose interpreter works with numpy 2.4",
+)
+def test_the_kernel_finds_the_numbers_of_float64_in_the_interpreter(tmp_path: Path) -> None:
+    """All of cases_kernel.py holds; in another process, since Triton asks for its interpreter when it is imported."""
+    cases = Path(__file__).with_name("cases_kernel.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d\d passed", done.stdout), done.stdout
+
+
+_FLAGS = {"SINGLE": False, "MOMENTS": True, "EXTREMES": True, "ZEROS": True, "OVER": 0, "FIRST": True, "JOBS": 256}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"ELEMENT": "bfloat16", "PAIRS": 2},
+    "float16, four thresholds": {"ELEMENT": "float16", "PAIRS": 2, "OVER": 4},
+    "float32": {"ELEMENT": "float32", "SINGLE": True},
+    "int64, anywhere in memory": {"ELEMENT": "int64", "WIDE": "float64", "ALIGNED": False},
+}
+
+
+_FOLDS: dict[str, Any] = {"MOMENTS": True, "EXTREMES": True, "ZEROS": True, "JOBS": 256, "WIDTH": 8192, "SHARE": 32768}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", _VARIANTS)
+def test_the_kernel_compiles_for_a_hopper_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code comes out; aligned tensors are read 16 bytes at a time, and halves are compared two at a time."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    text = _compiled("reduce_chunks", _FLAGS | {"WIDE": "float32", "ALIGNED": True, "PAIRS": 0} | _VARIANTS[name])
+    aligned = _VARIANTS[name].get("ALIGNED", True)
+    assert len(re.findall(r"ld\.global\.v4\.b32", text)) == (4 if aligned else 0)
+    assert ("min.NaN.bf16x2" in text) == (name == "bfloat16")
+    assert ("min.u16x2" in text) == ("float16" in name)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("merge_slots", {"SINGLE": False, "WIDTH": 256}),
+        ("fold_parts", _FOLDS | {"SINGLE": True}),
+        ("fold_parts", _FOLDS | {"SINGLE": False}),
+    ],
+)
+def test_the_small_programs_compile_too(
+    name: str, constants: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machine code comes out, and adds up in float64."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert "add.f64" in _compiled(name, constants) or "add.rn.f64" in _compiled(name, constants)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["reduce_chunks", "merge_slots", "fold_parts"])
+def test_one_compiled_program_fits_all_arguments(name: str) -> None:
+    """Triton specializes on none of 0, 1, multiples of 16 and large numbers: `Kernel` keeps what it has compiled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from hookline.observe.watch import triton_programs as programs
+
+    program = getattr(programs, name)
+    bind = create_function_from_signature(program.signature, program.params, make_backend(GPUTarget("cuda", 90, 32)))
+    told = [each.annotation_type for each in program.params if not each.is_constexpr]
+    constants = [1] * (len(program.params) - len(told))
+    for number in (0, 1, 7, 16, 1 << 40):
+        _, found, _ = bind(*(number if kind == "i64" else float(number) for kind in told), *constants)
+        assert found[: len(told)] == [(kind, None) for kind in told]
+
+
+def _compiled(name: str, constants: dict[str, Any]) -> str:
+    """The PTX of a program for sm_90, if a cubin can be made of it."""
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as build
+
+    from hookline.observe.watch import triton_programs as programs
+
+    program = getattr(programs, name)
+    if "ELEMENT" in constants:
+        constants = constants | {key: getattr(tl, constants[key]) for key in ("ELEMENT", "WIDE")}
+        constants["WIDTH"] = Tuning().width(constants["ELEMENT"].primitive_bitwidth // 8)
+    signature = {each.name: "constexpr" if each.is_constexpr else each.annotation_type for each in program.params}
+    places = {(program.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(fn=program, signature=signature, constexprs=places)
+    made = build(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
+    assert made.asm["cubin"]
+    return str(made.asm["ptx"])
+
+
+@given(st.integers(0, 1 << 36), st.sampled_from([1, 2, 4, 8]))
+def test_programs_cover_a_tensor_of_any_size(size: int, element_size: int) -> None:
+    """Every number has a program, none has no number, and counters of 16 bits and of 32 are never too small."""
+    tuning = Tuning()
+    programs, tiles = tuning.division(size, element_size)
+    each = tiles * 4 * tuning.width(element_size)
+    assert programs * each >= size
+    assert (programs - 1) * each < max(size, 1)
+    assert programs <= tuning.most_programs
+    assert each < 1 << 31
+    assert 4 * tiles < 1 << 16 or element_size != 2
+
+
+def test_no_row_comes_twice_in_one_launch() -> None:
+    """Two programs adding to one row at a time would lose one: the second firing of a place has to wait its turn."""
+    state = State(Layout.of(None), torch.device("cpu"))
+    a, b = state.new_row(), state.new_row()
+    x, y, z = (Item(torch.ones(1), row) for row in (a, b, a))
+    assert [list(batch) for batch in kernel._rounds([x, y, z, z])] == [[x, y], [z], [z]]
+    assert [list(batch) for batch in kernel._rounds([x, y])] == [[x, y]]
+    assert list(kernel._rounds([])) == []
+
+
+def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the package needs Triton to be imported, and a GPU without it is no place for the kernel."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    kernel._has_triton.cache_clear()
+    engine = Engine(Layout.of(None))
+    try:
+        assert not kernel.is_available(torch.device("cuda"))
+        with pytest.warns(hl.HooklineWarning, match="pip install triton"):
+            assert engine._kernel(torch.device("cuda", 0)) is None
+        assert engine._kernel(torch.device("cuda", 0)) is None  # said once
+    finally:
+        kernel._has_triton.cache_clear()
+    code = "import sys; sys.modules['triton'] = None; import hookline as hl; assert hl.watch; print('fine')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "fine\n", done.stderr
+    assert hl.watch

@@ -1,0 +1,415 @@
+"""Statistics on a GPU: the kernel, reducing later, and whole watched runs; skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_columns import DTYPES, LAYOUTS, assert_close
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.errors import HooklineWarning
+from hookline.observe.watch import stat_kernel as kernels
+from hookline.observe.watch.columns import Layout
+from hookline.observe.watch.row_sums import find_in
+from hookline.observe.watch.stat_kernel import Item, Kernel, Parts, readable
+from hookline.observe.watch.stat_rows import Row, State
+from hookline.observe.watch.stat_vector import as_columns, summarize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    # torch's own compiler looks at the .grad of what one block hands to the next.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    # Of a part that has nothing but our operators, which are called around graphs.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+]
+DEVICE = torch.device("cuda", 0)
+
+
+def _rows(layout: Layout, count: int) -> tuple[State, list[Row]]:
+    state = State(layout, DEVICE)
+    return state, [state.new_row() for _ in range(count)]
+
+
+def _tensor(dtype: torch.dtype, size: int, *, bad: bool = False) -> Tensor:
+    torch.manual_seed(size)
+    if dtype is torch.bool:
+        return torch.rand(size, device=DEVICE) > 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0, 100, (size,), device=DEVICE).to(dtype)
+    x = torch.randn(size, device=DEVICE, dtype=dtype if dtype.is_complex else torch.float32)
+    if not dtype.is_complex:
+        x = x.relu() * 2 - (torch.rand(size, device=DEVICE) > 0.7).float()
+        if bad and size > 3 and dtype is not torch.float8_e4m3fn:
+            x[size // 2], x[size // 3], x[-1] = math.nan, math.inf, -math.inf
+    return x.to(dtype)
+
+
+# -- the kernel ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_finds_the_numbers_of_float64(dtype: torch.dtype) -> None:
+    """All types, sizes around tiles and programs, aligned or not, with and without NaN and Inf, alone and together."""
+    layout = LAYOUTS["all"]
+    sizes = [0, 1, 2, 31, 1000, 4096, 8192, 8193, 100_003, 5_000_000]
+    some = [_tensor(dtype, size, bad=bad) for size in sizes for bad in (False, True)]
+    some += [x[1:] for x in some if x.numel() > 1000]
+    state, rows = _rows(layout, 2 * len(some))
+    kernel = Kernel(layout, DEVICE)
+    items = [Item(readable(x), row) for x, row in zip(some * 2, rows, strict=True)]
+    kernel.take(items[: len(some)])
+    for item in items[len(some) :]:
+        kernel.take([item])
+    found = state.read()
+    assert np.array_equal(found[: len(some)], found[len(some) :], equal_nan=True)
+    for x, columns in zip(some, found, strict=False):
+        # The absolute value of a complex number is rounded otherwise on the CPU.
+        assert_close(columns, (x.abs() if x.is_complex() else x).cpu(), layout)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> None:
+    """For every layout, with and without a scale: counts and extremes equal, sums to 1e-5, also found by row."""
+    layout = LAYOUTS[name]
+    divisor = None if scale is None else torch.tensor(scale, device=DEVICE)
+    state, (ours, by_torch, by_row) = _rows(layout, 3)
+    kernel = Kernel(layout, DEVICE)
+    for size in (1000, 300_032, 3_000_064):  # rows for one program, and for several
+        x = _tensor(torch.bfloat16, size)
+        kernel.take([Item(readable(x), ours, divisor)])
+        by_torch.take(as_columns(summarize(x, layout), layout, divisor))
+        parts, each = find_in(x.view(-1, 8 if size == 1000 else 64), layout)
+        assert each == (64 if layout.by_row and size > 1000 else 1)
+        if each == 1:
+            kernel.take([Item(readable(parts[0]), by_row, divisor)])
+        else:
+            kernel.take_parts([Parts(parts, each, by_row, divisor)])
+        assert_close(_one(kernel, layout, x, divisor), x.cpu(), layout, scale or 1.0)
+    found = state.read()
+    assert np.allclose(found[0], found[2], rtol=1e-5)
+    counted = [place for place, each in enumerate(layout.names) if not (scale and each.startswith("over"))]
+    assert np.allclose(found[0][counted], found[1][counted], rtol=1e-5)
+
+
+def _one(kernel: Kernel, layout: Layout, x: Tensor, scale: Any) -> np.ndarray:
+    state, (row,) = _rows(layout, 1)
+    kernel.take([Item(readable(x), row, scale)])
+    return state.read()[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_comparing_two_at_a_time_finds_what_one_at_a_time_does(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instructions for pairs give the same counts and extremes, NaN and both zeros included."""
+    layout = LAYOUTS["default"]
+    some = [_tensor(dtype, 1_000_000, bad=bad) for bad in (False, True)]
+    some += [torch.full((50_000,), -0.0, dtype=dtype, device=DEVICE), -some[0].abs()]
+    found = {}
+    for pairs in (2, 1):
+        monkeypatch.setattr(kernels, "_pairs", lambda device, pairs=pairs: pairs)
+        kernel = Kernel(layout, DEVICE)
+        found[pairs] = np.stack([_one(kernel, layout, x, None) for x in some])
+    exact = [place for place, name in enumerate(layout.names) if name not in ("sum", "squares")]
+    assert np.array_equal(found[2][:, exact], found[1][:, exact], equal_nan=True)
+    assert np.allclose(found[2], found[1], rtol=1e-5, equal_nan=True)
+
+
+def test_counts_are_exact_past_two_to_the_24() -> None:
+    """Of 100 million numbers, each zero is counted, and the mean of a constant is that constant."""
+    layout = LAYOUTS["default"]
+    x = torch.full((100_000_001,), 3.0, dtype=torch.bfloat16, device=DEVICE)
+    x[:: 1 << 20] = 0
+    zeros = int((x == 0).sum())
+    cells = dict(zip(layout.names, _one(Kernel(layout, DEVICE), layout, x, None), strict=True))
+    assert (cells["count"], cells["zeros"]) == (x.numel(), zeros)
+    assert cells["sum"] == pytest.approx(3.0 * (x.numel() - zeros), rel=1e-9)
+    x = torch.zeros(100_000_001, dtype=torch.bfloat16, device=DEVICE)
+    assert _one(Kernel(layout, DEVICE), layout, x, None)[layout.names.index("zeros")] == x.numel()
+
+
+@pytest.mark.parametrize("far", [100, 1000])
+def test_the_variance_survives_a_mean_far_from_zero(far: int) -> None:
+    """With a mean of 100 and of 1,000 standard deviations, the variance has a relative error below 1e-3."""
+    layout = LAYOUTS["default"]
+    x = torch.randn(10_000_000, device=DEVICE) + far
+    _, count, total, squares = _one(Kernel(layout, DEVICE), layout, x, None)[:4]
+    variance = squares / count - (total / count) ** 2
+    assert variance == pytest.approx(x.double().var(correction=0).item(), rel=1e-3)
+
+
+def test_a_single_tensor_may_be_taken_while_a_graph_is_recorded() -> None:
+    """Each replay of a CUDA graph counts once more, with the numbers of that moment."""
+    layout = LAYOUTS["default"]
+    state, (row,) = _rows(layout, 1)
+    kernel = Kernel(layout, DEVICE)
+    x = torch.ones(100_000, device=DEVICE)
+    kernel.take([Item(x, row)])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.take([Item(x, row)])
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+    cells = dict(zip(layout.names, state.read()[0], strict=True))
+    assert (cells["fires"], cells["max"]) == (3, 3.0)
+    assert cells["sum"] == pytest.approx(600_000)
+
+
+# -- watched runs --------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A layer with an in-place ReLU, a residual, and a tensor that two modules give out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.relu, self.down = nn.ReLU(inplace=True), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.relu(self.up(self.norm(x)))))
+
+
+def _model(width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, width), Block(width), Block(width), nn.Linear(width, 4)).to(DEVICE)
+
+
+def _step(model: nn.Module, run: Callable[[Tensor], Tensor] | None = None, scaler: Any = None) -> None:
+    x, y = torch.randn(32, 16, device=DEVICE), torch.randn(32, 4, device=DEVICE)
+    loss = F.mse_loss((run or model)(x).float(), y)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def _train(model: nn.Module, steps: int = 10, *, half: bool = True, watch: dict[str, Any] | None = None) -> Any:
+    """Weights, random state and metrics after some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    watched = None if watch is None else hl.watch(model, "*", optimizer=optimizer, **watch)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        with torch.autocast("cuda", torch.bfloat16) if half else nullcontext():
+            _step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {**{k: v.clone() for k, v in model.state_dict().items()}, "rng": torch.cuda.get_rng_state()}
+    metrics = {} if watched is None else watched.to_metrics()
+    if watched is not None:
+        assert not watched.report()["silent"]
+        watched.remove()
+    return state, metrics
+
+
+@contextmanager
+def _copies(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """What each module gives out and the gradient of that, copied at once by torch's own hooks."""
+    found: dict[str, list[Tensor]] = {}
+    handles = []
+    for name, module in model.named_modules():
+        prefix = f"{name}/" if name else ""
+
+        def forward(module: nn.Module, args: Any, output: Tensor, prefix: str = prefix) -> None:
+            found.setdefault(f"{prefix}forward", []).append(output.detach().double().clone())
+
+            def backward(grad: Tensor) -> None:
+                found.setdefault(f"{prefix}backward", []).append(grad.double().clone())
+
+            output.register_hook(backward)
+
+        handles.append(module.register_forward_hook(forward))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+def test_a_watch_tells_what_copies_made_at_once_do(half: bool) -> None:
+    """Six steps, the first reduced at once and the others later, with in-place ReLUs: numbers of float64 to 1e-3."""
+    model = _model()
+    watch = hl.watch(model, "*", on=("forward", "backward"))
+    with _copies(model) as copies:
+        for _ in range(6):
+            with torch.autocast("cuda", torch.bfloat16) if half else nullcontext():
+                _step(model)
+            model.zero_grad()
+    metrics = watch.to_metrics()
+    assert not watch.report()["silent"]
+    watch.remove()
+    for key, tensors in copies.items():
+        x = torch.cat([each.reshape(-1) for each in tensors])
+        assert metrics[f"{key}/max"] == x.max().item(), key
+        assert metrics[f"{key}/min"] == x.min().item(), key
+        assert metrics[f"{key}/zero_fraction"] == (x == 0).sum().item() / x.numel(), key
+        assert metrics[f"{key}/std"] == pytest.approx(x.std(correction=0).item(), rel=1e-3), key
+        assert abs(metrics[f"{key}/mean"] - x.mean().item()) <= 1e-4 * x.abs().mean().item(), key
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+def test_a_watched_run_ends_with_the_same_bits(half: bool) -> None:
+    """Weights and the device's random stream are those of a run without the watch, and of another one with it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        bare, _ = _train(_model(), half=half)
+        watched, first = _train(_model(), half=half, watch={})
+        again, second = _train(_model(), half=half, watch={})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first == second
+    for key, value in bare.items():
+        assert torch.equal(value, watched[key]), key
+        assert torch.equal(value, again[key]), key
+
+
+def test_the_comparison_notices_one_random_number() -> None:
+    """Negative control: a hook that draws one leaves another random stream and other weights behind."""
+    bare, _ = _train(_model())
+    model = _model()
+    with hl.attach(model, "0", lambda module, args, output: torch.rand(1, device=DEVICE) and None, observe=True):
+        drawn, _ = _train(model)
+    assert not torch.equal(bare["rng"], drawn["rng"])
+    assert not torch.equal(bare["0.weight"], drawn["0.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_for_the_device() -> None:
+    """A watched step makes no call that synchronizes; reading the numbers does."""
+    model = _model()
+    watch = hl.watch(model, "*", on=("forward", "backward"))
+    for _ in range(3):
+        _step(model)  # compiles, and sees each place
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        _step(model)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            watch.to_metrics()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    watch.remove()
+
+
+def test_memory_is_flat_over_many_steps() -> None:
+    """After 300 watched steps, read every tenth, as much memory is in use as after 20."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    watch = hl.watch(model, "*", optimizer=optimizer)
+    used = []
+    for step in range(300):
+        _step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 9:
+            watch.to_metrics(reset=True)
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
+    watch.remove()
+    assert used[-1] <= used[1]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+def test_gradients_are_those_without_the_scaler() -> None:
+    """With a GradScaler, statistics of gradients are divided by its scale: those of a run that has none."""
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)):
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        watch = hl.watch(model, "*", on=("backward", "param_grad"), optimizer=optimizer, scaler=scaler)
+        torch.manual_seed(1)
+        for _ in range(6):
+            _step(model, scaler=scaler)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()  # the scale doubles every second step
+            optimizer.zero_grad()
+        found.append(watch.to_metrics())
+        assert not watch.report()["silent"]
+        watch.remove()
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        assert found[1][key] == pytest.approx(value, rel=1e-4, abs=1e-9), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_tells_what_an_eager_one_does(mode: str) -> None:
+    """Every firing is counted, in CUDA graphs as well, with the numbers of eager code up to float32 rounding."""
+    found = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        model = _model()
+        watch = hl.watch(model, "*", on=("forward", "backward"))
+        run = torch.compile(model, mode=mode) if compiled else model
+        torch.manual_seed(1)
+        for _ in range(8):
+            _step(model, run)
+            model.zero_grad()
+        found.append((watch.to_metrics(), watch.report()["fired"]))
+        watch.remove()
+    (eager, times), (compiled_, compiled_times) = found
+    assert times == compiled_times
+    assert set(times.values()) == {8}
+    for key, value in eager.items():
+        scale = abs(eager[key.rpartition("/")[0] + "/absmax"])
+        assert compiled_[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * scale), key
+
+
+def test_a_side_stream_is_followed() -> None:
+    """Tensors made on another stream are reduced in its order, whichever stream is current when they are."""
+    model = _model()
+    watch = hl.watch(model, "*", on="forward")
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        for value in (1.0, 2.0, 3.0):
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(20_000_000)
+                model[1](torch.full((64, 64), value, device=DEVICE))  # below the root: noted, not yet reduced
+            metrics = watch.to_metrics(reset=True)
+            expected = model[1].norm(torch.full((64, 64), value, device=DEVICE))
+            assert metrics["1.norm/forward/mean"] == pytest.approx(expected.double().mean().item(), abs=1e-6)
+    watch.remove()
+
+
+def test_where_the_kernel_does_not_work_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that cannot be compiled costs one warning and speed, no number."""
+
+    def fails(self: Kernel, items: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    _, wanted = _train(_model(), watch={})
+    monkeypatch.setattr(Kernel, "take", fails)
+    with pytest.warns(HooklineWarning, match="Failed to find C compiler") as warned:
+        _, found = _train(_model(), watch={})
+    assert len([each for each in warned if each.category is HooklineWarning]) == 1
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        scale = abs(wanted[key.rpartition("/")[0] + "/absmax"])
+        assert found[key] == pytest.approx(value, rel=1e-3, abs=1e-5 * scale), key
+
+
+def test_a_copied_model_is_watched_apart() -> None:
+    """Two watches of two models on one device do not share rows."""
+    one = _model()
+    two = copy.deepcopy(one)
+    with hl.watch(one, "*", on="forward") as first, hl.watch(two, "*", on="forward") as second, torch.no_grad():
+        one(torch.ones(2, 16, device=DEVICE))
+        one(torch.ones(2, 16, device=DEVICE))
+        two(torch.ones(2, 16, device=DEVICE))
+        assert set(first.report()["fired"].values()) == {2}
+        assert set(second.report()["fired"].values()) == {1}

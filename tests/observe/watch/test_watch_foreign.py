@@ -1,0 +1,289 @@
+"""A watch in loops that are not ours: what counts as training, what is left out, and what a step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.lifecycle.run_phase import in_phase
+
+
+class Net(nn.Module):
+    """Two parts with dropout and BatchNorm; `training_step` calls them without the forward, as Lightning's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))  # type: ignore[no-any-return]
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))  # type: ignore[no-any-return]
+
+
+def make() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def foreign_loop(
+    model: Net, optimizer: Any, call: Callable[[Tensor], Tensor], steps: int = 6, evaluations: int = 3
+) -> list[Tensor]:
+    """As nanoGPT's: an evaluation first and at every other step, then the step; what training has put out."""
+    data = torch.Generator().manual_seed(1)
+    outputs = []
+    for step in range(steps):
+        if step % 2 == 0:
+            model.eval()
+            with torch.no_grad():
+                for _ in range(evaluations):
+                    call(torch.full((6, 4), 100.0))
+            model.train()
+        optimizer.zero_grad()
+        output = call(torch.randn(6, 4, generator=data))
+        outputs.append(output.detach().clone())
+        output.square().mean().backward()
+        optimizer.step()
+    return outputs
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize("call", ["forward", "training_step"])
+def test_evaluations_of_a_foreign_loop_are_left_out_and_told(has_optimizer: bool, call: str) -> None:
+    """Those before training too; the numbers are those of the training forwards, and the table says what is missing."""
+    model, optimizer = make()
+    with hl.watch(model, optimizer=optimizer if has_optimizer else None) as watch:
+        outputs = foreign_loop(model, optimizer, model if call == "forward" else model.training_step)
+    metrics, report = watch.to_metrics(), watch.report()
+    assert metrics["head/forward/mean"] == pytest.approx(float(torch.cat(outputs).mean()), rel=1e-4)
+    assert report["fired"]["head/forward"] == report["fired"]["head/backward"] == 6
+    assert report["fired"]["head.weight/param_grad"] == 6
+    assert report["left_out"] == 9
+    assert "left out: 9 forwards in evaluation mode or without gradients; during={'train', 'eval'}" in repr(watch)
+
+
+def test_evaluations_count_where_they_are_asked_for() -> None:
+    """With during={"train", "eval"} everything, with "eval" the others alone; nothing, and a warning, where none is."""
+    model, optimizer = make()
+    both = hl.watch(model, "head", on="forward", during={"train", "eval"})
+    with both, hl.watch(model, "head", on="forward", during="eval") as evaluated:
+        foreign_loop(model, optimizer, model)
+    assert (both.report()["fired"]["head/forward"], both.report()["left_out"]) == (15, 0)
+    assert (evaluated.report()["fired"]["head/forward"], evaluated.report()["left_out"]) == (9, 6)
+    watch = hl.watch(model, "head", on="forward", during="eval")
+    model(torch.randn(6, 4))
+    assert watch.report()["silent"]["head/forward"].startswith("left out: 1 forward in training mode")
+    with pytest.warns(hl.HooklineWarning, match="watch of a Net has counted nothing; left out: 1 forward"):
+        watch.remove()
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "both", "inference"])
+def test_a_model_that_never_trains_is_watched(mode: str, has_optimizer: bool) -> None:
+    """A served model, or one that is calibrated: there is nothing that is more like training."""
+    model, optimizer = make()
+    model.train(mode == "no_grad")
+    off = {"eval": torch.enable_grad, "inference": torch.inference_mode}.get(mode, torch.no_grad)
+    with hl.watch(model, "head", on="forward", optimizer=optimizer if has_optimizer else None) as watch, off():
+        for _ in range(5):
+            model(torch.randn(6, 4))
+    assert (watch.report()["fired"]["head/forward"], watch.report()["left_out"]) == (5, 0)
+
+
+def test_training_in_evaluation_mode_counts_and_its_evaluations_do_not() -> None:
+    """Whoever fine-tunes with model.eval() has gradients on where it trains; a step settles that it is training."""
+    model, optimizer = make()
+    model.eval()
+    with hl.watch(model, "head", optimizer=optimizer) as watch:
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.randn(6, 4))
+            optimizer.zero_grad()
+            model(torch.randn(6, 4)).sum().backward()
+            optimizer.step()
+        model.train()
+        model(torch.randn(6, 4)).sum().backward()
+        optimizer.step()
+    report = watch.report()
+    assert (report["fired"]["head/forward"], report["fired"]["head/backward"], report["left_out"]) == (4, 4, 3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_parts_without_gradients_in_a_training_forward_count(reentrant: bool) -> None:
+    """Frozen parts in evaluation mode, and checkpointed ones: the forward of the model decides, once."""
+
+    class Parts(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.encoder(x)
+            return checkpoint(self.head, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    model = Parts()
+    model.encoder.eval()
+    with hl.watch(model, ["encoder", "head"], on="forward") as watch:
+        for _ in range(3):
+            model(torch.randn(6, 4)).sum().backward()
+    assert watch.report()["fired"] == {"encoder/forward": 3, "head/forward": 3}
+    assert watch.report()["left_out"] == 0
+
+
+def test_what_a_loop_says_goes_before_what_the_model_looks_like() -> None:
+    """In a phase that was entered, mode and gradients tell nothing."""
+    model, _ = make()
+    with hl.watch(model, "head", on="forward") as watch:
+        with in_phase("train"), torch.no_grad():
+            model.eval()(torch.randn(6, 4))
+        with in_phase("eval"):
+            model.train()(torch.randn(6, 4))
+    assert watch.report()["fired"]["head/forward"] == 1
+
+
+def test_a_schedule_begins_with_training() -> None:
+    """The evaluations before it are no steps: of six steps, 0, 2 and 4 are looked at."""
+    model, optimizer = make()
+    with hl.watch(model, "head", on="forward", every=2) as watch:
+        outputs = foreign_loop(model, optimizer, model)
+    assert watch.steps == 5
+    assert watch.to_metrics()["head/forward/mean"] == pytest.approx(float(torch.cat(outputs[::2]).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("has_other_hooks", [False, True])
+@pytest.mark.parametrize("evaluations", [0, 2, 3])
+@pytest.mark.parametrize("call", ["forward", "training_step"])
+def test_hooks_that_come_on_as_a_step_begins_see_the_backward_pass_of_that_step(
+    call: str, evaluations: int, has_other_hooks: bool
+) -> None:
+    """Also at the module whose call begins it, whether they were off for an evaluation or for a step not due."""
+    model, optimizer = make()
+    if has_other_hooks:
+        hl.attach(model, lambda *args: None, on="backward")
+        hl.attach(model, "encoder", lambda *args: None, on="backward")
+    whole = "" if call == "forward" else "encoder/"
+    with hl.watch(model, every=2) as watch:
+        foreign_loop(model, optimizer, model if whole == "" else model.training_step, evaluations=evaluations)
+    fired = watch.report()["fired"]
+    places = [f"{whole}forward", f"{whole}backward", "head/backward", "head.weight/param_grad"]
+    assert [fired[place] for place in places] == [3] * 4
+
+
+def test_a_backward_pass_of_a_forward_that_was_not_due_does_not_count() -> None:
+    """Though it comes when the next one, which is due, has begun, and others have had the forward watched."""
+    model, _ = make()
+    with hl.watch(model, every=2, on="backward") as watch, hl.attach(model, "*", lambda *args: None, on="backward"):
+        model(torch.randn(6, 4)).sum().backward()
+        outputs = [model(torch.randn(6, 4)) for _ in range(2)]
+        for output in outputs:
+            output.sum().backward()
+    assert (watch.report()["fired"]["backward"], watch.report()["fired"]["head/backward"]) == (2, 2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_tells_training_from_evaluation_too(backend: str) -> None:
+    """In one graph, compiled once for each of the two; gradients are off while it runs, and were on when it began."""
+    torch.compiler.reset()
+    model, optimizer = make()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with hl.watch(model, on=("forward", "backward"), optimizer=optimizer) as watch:
+        outputs = foreign_loop(model, optimizer, compiled)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    report = watch.report()
+    assert (report["fired"]["head/forward"], report["fired"]["head/backward"], report["left_out"]) == (6, 6, 9)
+    assert watch.to_metrics()["head/forward/mean"] == pytest.approx(float(torch.cat(outputs).mean()), rel=1e-4)
+    assert graphs == 2
+    torch.compiler.reset()
+
+
+def test_a_resumed_watch_keeps_what_it_counted() -> None:
+    """It knows that there was training: an evaluation first thing does not have it forget."""
+    model, optimizer = make()
+    watch = hl.watch(model, "head", on="forward")
+    foreign_loop(model, optimizer, model)
+    state = watch.state_dict()
+    watch.remove()
+    again = hl.watch(model, "head", on="forward")
+    again.load_state_dict(state)
+    foreign_loop(model, optimizer, model, steps=2)
+    assert again.report()["fired"]["head/forward"] == 8
+    assert again.report()["left_out"] == 12
+    again.remove()
+
+
+def test_a_capture_that_asks_for_training_leaves_evaluations_out() -> None:
+    """By default it takes everything."""
+    model, optimizer = make()
+    with hl.capture(model, "head") as everything, hl.capture(model, "head", during="train") as trained:
+        foreign_loop(model, optimizer, model, steps=2)
+    assert (len(everything["head"].calls), len(trained["head"].calls)) == (5, 2)
+
+
+# -- a model whose own forward is not called --------------------------------------------------------------------
+
+
+def test_steps_of_a_model_that_is_not_called_are_the_calls_of_its_first_part() -> None:
+    """A schedule holds, gradients of parameters are read, and the report says what a step is."""
+    model, optimizer = make()
+    with hl.watch(model, every=2) as watch:
+        foreign_loop(model, optimizer, model.training_step)
+    report = watch.report()
+    assert watch.step_is == "one call of 'encoder', since the model's own forward is not called"
+    assert report["steps"] == 5
+    assert {report["fired"][place] for place in ("encoder.0/forward", "head/backward", "head.weight/param_grad")} == {3}
+    assert report["silent"]["forward"] == "the model's own forward is not called, only parts of it"
+    assert "optimizer= makes it the optimizer's" in repr(watch)
+    hl.assert_no_hooks(model)
+
+
+def test_gradients_alone_are_read_after_each_backward_pass_of_a_model_that_is_not_called() -> None:
+    """There is no call to go by, so a step is a backward pass; where the model is called, a forward, as ever."""
+    model, optimizer = make()
+    with hl.watch(model, on="param_grad", every=2) as watch:
+        foreign_loop(model, optimizer, model.training_step)
+    assert watch.step_is == "one backward pass, since the model's own forward is not called"
+    assert (watch.steps, watch.report()["fired"]["head.weight/param_grad"]) == (6, 3)
+    hl.assert_no_hooks(model)
+    with hl.watch(model, on="param_grad", every=2) as watch:
+        foreign_loop(model, optimizer, model)
+    assert watch.step_is == "one forward of the model"
+    assert (watch.steps, watch.report()["fired"]["head.weight/param_grad"]) == (5, 3)
+
+
+def test_a_late_schedule_finds_a_model_that_is_not_called() -> None:
+    """Hooks are on until it is known whose calls the steps are, and off until the first one is due."""
+    model, optimizer = make()
+    with hl.watch(
+        model, "head", on="forward", every=hl.StepSchedule("burst", stride=2, burst_length=1, warmup=3)
+    ) as watch:
+        model.training_step(torch.randn(6, 4)).sum().backward()
+        assert not model.head._forward_hooks
+        foreign_loop(model, optimizer, model.training_step, evaluations=0)
+    assert watch.report()["fired"]["head/forward"] == 2  # of steps 0 to 6: 4 and 6
+
+
+@pytest.mark.parametrize("call", ["forward", "training_step"])
+def test_training_with_a_watch_in_a_foreign_loop_ends_with_the_same_bits(call: str) -> None:
+    """Twenty steps with evaluations between, through dropout and BatchNorm, with AdamW; the control is seen."""
+    ends = {}
+    for how in ("bare", "watched", "disturbed"):
+        model, optimizer = make()
+        step = model if call == "forward" else model.training_step
+        if how == "bare":
+            foreign_loop(model, optimizer, step, steps=20)
+        else:
+            with hl.watch(model, every=3):
+                if how == "disturbed":
+                    hl.attach(model, "head", lambda module, args, output: output + 1e-6)
+                foreign_loop(model, optimizer, step, steps=20)
+        state = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values())]
+        ends[how] = torch.cat([torch.as_tensor(value).double().flatten() for value in [*state, torch.get_rng_state()]])
+    assert torch.equal(ends["bare"], ends["watched"])
+    assert not torch.equal(ends["bare"], ends["disturbed"])

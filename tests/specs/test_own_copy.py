@@ -1,0 +1,235 @@
+"""Configurations are copied: a factory or a hook that writes into its own changes nobody else's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.config.read_settings import read_document
+from hookline.specs.copy_config import own_copy
+from hookline.specs.hook_spec import HookSpec, register_hooks
+
+SEEN: list[object] = []
+
+
+def greedy(config):
+    """A factory that keeps what it is given, and writes into it."""
+    SEEN.append(copy.deepcopy(config))
+    config["layers"].append("mine")
+    config["options"]["deep"]["list"].clear()
+    config["new"] = True
+    return lambda module, args, output: None
+
+
+def given() -> dict:
+    return {"layers": [1, 2], "options": {"deep": {"list": [3]}}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    SEEN.clear()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2))
+
+
+# -- specs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_factory_that_writes_into_its_configuration_changes_no_spec():
+    """Attached twice, it is given the same twice, and the spec says what it said."""
+    spec = HookSpec("a", ["0"], greedy, given())
+    for _ in range(2):
+        register_hooks(model(), [spec]).remove(quiet=True)
+    assert [given(), given()] == SEEN
+    assert spec.config == given()
+    assert spec == HookSpec("a", ["0"], greedy, given())
+
+
+def test_dictionaries_of_a_caller_are_only_read():
+    """Neither they nor what lies in them is written into, whoever writes later."""
+    specs = [{"target_modules": ["0"], "hook_factory": greedy, "config": given()}]
+    before = copy.deepcopy(specs)
+    register_hooks(model(), specs).remove(quiet=True)
+    args = hl.sglang.ServerArgs(enable_hooks=True, hooks=specs)
+    runner = hl.sglang.ModelRunner(model(), args)
+    runner.initialize()
+    runner.hook_handles.remove(quiet=True)
+    assert specs == before == args.hooks
+    args.hook_specs()[0]["config"]["layers"].append(3)
+    specs[0]["config"]["layers"].append(4)
+    assert args.hooks == before
+
+
+def test_what_was_given_may_be_written_into_afterwards():
+    """A spec is made of a copy; what it hands out is one, too."""
+    config = given()
+    spec = HookSpec("a", ["0"], greedy, config)
+    config["layers"].append(3)
+    spec.config["options"]["deep"]["list"].append(4)
+    assert spec.config == given()
+    assert replace(spec, name="b").config == given()
+
+
+def test_a_spec_can_still_be_copied_pickled_and_shown():
+    """Its field is one like the others."""
+    spec = HookSpec("a", ["0"], "m:f", {"layers": [1]})
+    for other in (copy.copy(spec), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec)), replace(spec)):
+        assert other == spec
+        assert other.config == {"layers": [1]}
+    assert "config={'layers': [1]}" in repr(spec)
+    assert HookSpec().config == {} == HookSpec(config=None).config
+    with pytest.raises(AttributeError):
+        spec.config = {}
+
+
+def test_objects_in_a_configuration_stay_the_same_ones():
+    """Tensors and functions that were given in Python are what the factory gets."""
+    weights, found = torch.zeros(3), []
+
+    def factory(config):
+        found.append(config)
+        return lambda module, args, output: None
+
+    register_hooks(model(), [HookSpec("a", ["0"], factory, {"parts": [weights], "call": print})]).remove(quiet=True)
+    assert found[0]["parts"][0] is weights
+    assert found[0]["call"] is print
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+
+ALIASES = f"""\
+- name: a
+  target_modules: ["0"]
+  hook_factory: {__name__}:greedy
+  config: &shared {{layers: [1, 2], options: {{deep: {{list: [3]}}}}}}
+- name: b
+  target_modules: ["0"]
+  hook_factory: {__name__}:greedy
+  config: *shared
+"""
+
+
+def test_two_specs_that_share_an_alias_of_yaml_have_a_configuration_each(tmp_path):
+    """What the factory of one writes, that of the other does not see; nor does the document."""
+    (tmp_path / "hooks.yaml").write_text(ALIASES)
+    document = read_document(tmp_path / "hooks.yaml")
+    assert document.values[0]["config"] is not document.values[1]["config"]
+    register_hooks(model(), document.values).remove(quiet=True)
+    assert [given(), given()] == SEEN
+    assert [spec["config"] for spec in document.values] == [given(), given()]
+
+
+# -- hooks over time -------------------------------------------------------------------------------------------
+
+
+class Greedy(hl.TrainingHook):
+    """Writes into what it is made with."""
+
+    name = "greedy_test_hook"
+    hook_points = frozenset({hl.HookPoint.POST_EPOCH})
+
+    def __init__(self, layers=(), weights=None):
+        self.was, self.weights = list(layers), weights
+        layers.append("mine")
+
+    def compute(self, ctx):
+        return {}
+
+
+class GreedyTracker(Greedy):
+    """The same, on modules."""
+
+    name = "greedy_test_tracker"
+
+    def __init__(self, layers=(), targets=None, exclude=None):
+        super().__init__(layers)
+
+
+def test_hooks_over_time_are_made_with_copies():
+    """By a manager and by the registry; two that share a configuration do not see each other's writes."""
+    weights = torch.zeros(2)
+    config = {"greedy_test_hook": {"layers": [1], "weights": weights}}
+    for _ in range(2):
+        (hook,) = hl.HookManager(hooks=[Greedy], hook_config=config).hooks.values()
+        assert (hook.was, hook.weights is weights) == ([1], True)
+    assert config["greedy_test_hook"]["layers"] == [1]
+
+
+def test_the_strategies_of_a_run_have_hooks_that_share_nothing():
+    """Hooks and trackers of a run file are made anew for each, of what the file says."""
+    from hookline.cli.hook_objects import HookObjects, TrackerChoice
+
+    hl.HookRegistry.register(Greedy)
+    hl.HookRegistry.register(GreedyTracker)
+    try:
+        tracker = TrackerChoice("t", GreedyTracker.name, (), (), {"layers": [2]}, "")
+        objects = HookObjects([Greedy.name], {Greedy.name: {"layers": [1]}}, trackers=[tracker])
+        assert [[hook.was for hook in objects.make()] for _ in range(2)] == [[[1], [2]]] * 2
+    finally:
+        hl.HookRegistry.unregister(Greedy.name)
+        hl.HookRegistry.unregister(GreedyTracker.name)
+
+
+# -- the copy itself -------------------------------------------------------------------------------------------
+
+
+def test_containers_are_copied_as_what_they_are():
+    """Of the standard library's, each stays one of its class; others are objects."""
+    point = namedtuple("point", "x y")
+    value = {
+        "ordered": OrderedDict(a=[1]),
+        "default": defaultdict(list, a=[1]),
+        "named": point([1], 2),
+        "tuple": ([1],),
+        "set": {1},
+        "proxy": MappingProxyType({"a": [1]}),
+        "object": nn.ModuleDict(),
+    }
+    made = own_copy(value)
+    assert made == value
+    assert [type(each) for each in made.values()] == [
+        OrderedDict,
+        defaultdict,
+        point,
+        tuple,
+        set,
+        dict,
+        nn.ModuleDict,
+    ]
+    assert made["default"]["new"] == []
+    assert made["object"] is value["object"]
+    for key, inner in (("ordered", "a"), ("default", "a"), ("named", 0), ("tuple", 0), ("proxy", "a")):
+        assert made[key][inner] is not value[key][inner]
+    assert made["set"] is not value["set"]
+
+
+def test_what_is_shared_is_parted_and_what_holds_itself_may():
+    """An alias is a copy, as in JSON; a ring stays one."""
+    shared = [1]
+    made = own_copy({"a": shared, "b": shared})
+    made["a"].append(2)
+    assert made["b"] == [1]
+    ring: list[object] = [1]
+    ring.append({"ring": ring})
+    made_ring = own_copy(ring)
+    assert made_ring is not ring
+    assert made_ring[1]["ring"] is made_ring
+
+
+def test_brackets_without_end_are_an_error_in_words():
+    """Not one of Python's stack."""
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(hl.errors.OptionError, match="nested too deeply to be copied; make it flatter"):
+        HookSpec(config={"deep": deep})

@@ -1,0 +1,59 @@
+"""Hooks and contexts that tests of firing use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
+from hookline.training.manager import HookManager
+from hookline.training.training_hook import InterventionHook, TrainingHook
+
+__all__ = ["context", "fire", "intervention", "observer"]
+
+
+def observer(name: str, *points: HookPoint, returns: Any = None, do: Callable[[Any], Any] | None = None, **attributes):
+    """A hook that observes at these points; what it was shown is in ``seen``."""
+
+    class Observer(TrainingHook):
+        hook_points = set(points) or {HookPoint.POST_EPOCH}
+
+        def __init__(self):
+            self.seen = []
+
+        def compute(self, ctx):
+            self.seen.append(ctx)
+            return do(ctx) if do is not None else returns
+
+    hook = Observer()
+    hook.name = name
+    for key, value in attributes.items():
+        setattr(hook, key, value)
+    return hook
+
+
+def intervention(name: str, *points: HookPoint, do: Callable[[Any, Any], Any] = lambda run, model: None, **attributes):
+    """A hook that intervenes at these points."""
+
+    class Intervention(InterventionHook):
+        hook_points = set(points) or {HookPoint.POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            return do(run_ctx, model_ctx)
+
+    hook = Intervention()
+    hook.name = name
+    for key, value in attributes.items():
+        setattr(hook, key, value)
+    return hook
+
+
+def context(point: HookPoint = HookPoint.POST_EPOCH, epoch: int = 0, **fields: Any) -> RunDataContext:
+    """A context with little in it."""
+    return RunDataContext(point, epoch, **fields)
+
+
+def fire(manager: HookManager, point: HookPoint, epoch: int = 0, model_ctx: Any = None, **fields: Any):
+    """Fire a point with a context for it."""
+    return manager.fire(point, context(point, epoch, **fields), model_ctx)

@@ -1,0 +1,171 @@
+"""Whatever a training step uses besides model and optimizer is as it was when an intervention is over."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.guard.guard import Guard
+
+EPOCHS, BATCHES = 3, 4
+
+
+class Trains(hl.InterventionHook):
+    """Trains an epoch at every step, from before the epoch at its end, and goes back and forth by a checkpoint."""
+
+    hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH}
+    needs_pre_epoch_state = True
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def intervene(self, run_ctx, model_ctx):
+        self.count += 1
+        token = model_ctx.save_checkpoint()
+        model_ctx.run_training_epoch([torch.randn(4, 2) for _ in range(3)])
+        model_ctx.restore_checkpoint(token)
+        if run_ctx.hook_point is hl.HookPoint.POST_EPOCH:
+            model_ctx.restore_pre_epoch()
+        model_ctx.run_training_epoch([torch.randn(4, 2)])
+
+
+class Adversaries(hl.Experiment):
+    """Two networks with an optimizer each, of which the loop knows neither; an average; figures of all kinds."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.maker, self.judge = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        super().__init__(self.maker, loader=[torch.randn(4, 2) for _ in range(BATCHES)])
+        self.optimizers = {name: torch.optim.Adam(net.parameters()) for name, net in self._nets().items()}
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(self.optimizers["judge"], 2)]
+        self.average = torch.optim.swa_utils.AveragedModel(self.maker)
+        self.random = torch.Generator().manual_seed(1)
+        self.seen, self.running = 0, torch.zeros(3)
+        self.losses: list[Tensor] = []
+        self.counts, self.recent, self.kinds = {"steps": 0}, deque([0], maxlen=2), {0}
+
+    def _nets(self) -> dict[str, nn.Module]:
+        return {"maker": self.maker, "judge": self.judge}
+
+    def train_step(self, batch):
+        made = self.maker(torch.randn(4, 2, generator=self.random))
+        self.optimizers["judge"].zero_grad()
+        (self.judge(made.detach()).mean() - self.judge(batch).mean()).backward()
+        self.optimizers["judge"].step()
+        self.optimizers["maker"].zero_grad()
+        loss = -self.judge(made).mean()
+        loss.backward()
+        self.optimizers["maker"].step()
+        self.average.update_parameters(self.maker)
+        self.schedulers[0].step()
+        self._count(loss)
+        return loss
+
+    def _count(self, loss: Tensor) -> None:
+        self.seen += 1
+        self.running += loss.detach()
+        self.losses.append(loss.detach())
+        self.counts["steps"] += 1
+        self.recent.append(self.seen)
+        self.kinds.add(self.seen)
+
+    def left(self) -> dict[str, Any]:
+        tensors = {f"{n} {k}": v for n, net in self._nets().items() for k, v in net.state_dict().items()}
+        tensors |= {f"average {k}": v for k, v in self.average.state_dict().items()}
+        for name, net in self._nets().items():
+            tensors |= {f"{name} grad {k}": p.grad for k, p in net.named_parameters()}
+            states = self.optimizers[name].state.values()
+            tensors |= {f"{name} {i} {k}": v for i, state in enumerate(states) for k, v in state.items()}
+        tensors |= {"running": self.running, "random": self.random.get_state(), "torch": torch.get_rng_state()}
+        lrs = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers.values()]
+        figures = [self.seen, self.counts, list(self.recent), self.kinds, lrs, self.schedulers[0].last_epoch]
+        return {name: value.tolist() for name, value in tensors.items()} | {"figures": figures, "losses": self.losses}
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_optimizers_modules_and_figures_of_the_experiment_do_not_notice_interventions(loop):
+    """To the last bit; negative control: without interventions being undone, everything differs."""
+
+    def train(hook: Trains | None) -> dict[str, Any]:
+        experiment, hooks = Adversaries(), [] if hook is None else [hook]
+        if loop == "epoch":
+            hl.epoch_loop(experiment, epochs=EPOCHS, manager=hl.HookManager(hooks=hooks))
+        else:
+            hl.step_loop(experiment, steps=EPOCHS * BATCHES, manager=hl.HookManager(hooks=hooks))
+        return experiment.left()
+
+    hook = Trains()
+    plain, hooked = train(None), train(hook)
+    assert hook.count == (EPOCHS * (BATCHES + 1) if loop == "epoch" else EPOCHS * BATCHES)
+    assert [name for name in plain if plain[name] != hooked[name]] == []
+    experiment = Adversaries()
+    experiment.train_step(torch.randn(4, 2))
+    before = experiment.left()
+    experiment.train_step(torch.randn(4, 2))
+    assert {name for name, value in experiment.left().items() if value != before[name]} >= {"figures", "running"}
+
+
+def test_what_a_function_gets_from_around_it_is_looked_after():
+    """An experiment of functions: its second optimizer and network are variables next to them."""
+
+    def train(*hooks: hl.TrainingHook) -> list[Any]:
+        torch.manual_seed(0)
+        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        optimizers = [torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())]
+        average = torch.optim.swa_utils.AveragedModel(model)
+
+        def train_step(batch):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (model(batch) - other(batch)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            average.update_parameters(model)
+
+        experiment = hl.Experiment(model, loader=[torch.randn(4, 2)] * BATCHES, train_step=train_step)
+        hl.epoch_loop(experiment, epochs=EPOCHS, manager=hl.HookManager(hooks=hooks))
+        states = [value.tolist() for each in optimizers for state in each.state.values() for value in state.values()]
+        return [*states, *(value.tolist() for net in (other, average) for value in net.state_dict().values())]
+
+    assert train() == train(Trains())
+
+
+def test_a_large_tensor_on_the_experiment_is_not_copied_and_not_to_be_written():
+    """It may be all the data. One that was written nevertheless is named."""
+
+    class Writes(hl.InterventionHook):
+        hook_points = {hl.HookPoint.SNAPSHOT}
+        saved = 0
+
+        def intervene(self, run_ctx, model_ctx):
+            self.saved = model_ctx.guard.last_bytes
+            if self.writes:
+                experiment.data[0] = 1.0
+
+        writes = False
+
+    experiment = Adversaries()
+    experiment.data = torch.zeros(2**20 + 1)
+    hook = Writes()
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
+    assert 0 < hook.saved < 2**16
+    hook = Writes()
+    hook.writes = True
+    with pytest.raises(
+        hl.errors.GuardError, match=r"experiment\.data, of which no copy was taken, as it has 1,048,577"
+    ):
+        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
+
+
+def test_one_guard_serves_the_whole_run(monkeypatch):
+    """It keeps its memory from firing to firing, also where there is more to look after than model and optimizer."""
+    made = []
+    real = Guard.__init__
+    monkeypatch.setattr(Guard, "__init__", lambda self, *args, **kw: made.append(1) or real(self, *args, **kw))
+    hl.epoch_loop(Adversaries(), epochs=EPOCHS, manager=hl.HookManager(hooks=[Trains()]))
+    assert made == [1]

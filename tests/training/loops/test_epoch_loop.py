@@ -1,0 +1,456 @@
+"""epoch_loop: the order of its points, what hooks are shown there, and what ends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_loops import Noting, linear_experiment, noting
+from helpers_waiting import PATIENCE
+from torch import nn
+
+import hookline as hl
+
+STEPS_OF_AN_EPOCH = ["PRE_STEP", "POST_STEP"] * 3
+
+
+def test_points_come_in_the_order_that_hook_point_draws():
+    """Two epochs of three batches; a snapshot every other epoch, the first included."""
+    hook = noting()
+    hl.epoch_loop(linear_experiment(3), epochs=2, manager=hl.HookManager(hooks=[hook]), snapshot_every=2)
+    epoch = ["PRE_EPOCH", *STEPS_OF_AN_EPOCH, "POST_EPOCH"]
+    assert hook.points == [*epoch, "SNAPSHOT", *epoch]
+
+
+def test_building_blocks_are_called_between_the_points():
+    """train_step, then flush, scheduler, evaluate; and whether to stop is asked last."""
+    events: list[str] = []
+
+    class Told(hl.sinks.MemorySink):
+        def emit(self, metrics, epoch, hook_point):
+            events.append(f"sink {hook_point.name}")
+
+        def flush(self):
+            events.append("flush")
+
+    class Loud(Noting):
+        def compute(self, ctx):
+            events.append(ctx.hook_point.name)
+            return {"one": 1}
+
+    experiment = linear_experiment(1)
+    experiment.train_step = lambda batch: events.append("train_step")
+    experiment.scheduler = SimpleNamespace(step=lambda: events.append("scheduler"))
+    experiment.evaluate = lambda model: events.append("evaluate")
+    experiment.should_stop = lambda epoch, metrics: events.append("should_stop")
+    experiment.on_epoch_end = lambda epoch, metrics: events.append("on_epoch_end")
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Loud()], sinks=[Told()]))
+    assert events == [
+        "PRE_EPOCH",
+        "sink PRE_EPOCH",
+        "PRE_STEP",
+        "train_step",
+        "POST_STEP",
+        "sink PRE_STEP",
+        "sink POST_STEP",
+        "scheduler",
+        "evaluate",
+        "POST_EPOCH",
+        "sink POST_EPOCH",
+        "SNAPSHOT",
+        "sink SNAPSHOT",
+        "on_epoch_end",
+        "should_stop",
+        "flush",
+    ]
+
+
+def test_steps_are_counted_from_0_over_the_whole_run():
+    """Context, manager and schedule agree; at the end of an epoch it is the last step, before the first none."""
+    hook = noting(step_schedule=hl.StepSchedule("stride", stride=2))
+    manager = hl.HookManager(hooks=[hook])
+    seen = []
+    experiment = linear_experiment(3)
+    experiment.train_step = lambda batch: seen.append(manager.global_step)
+    hl.epoch_loop(experiment, epochs=2, manager=manager)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert [ctx.step for ctx in hook.at("PRE_STEP")] == [ctx.step for ctx in hook.at("POST_STEP")] == [0, 2, 4]
+    assert [ctx.step for ctx in hook.at("PRE_EPOCH")] == [None, 2]
+    assert [ctx.step for ctx in hook.at("POST_EPOCH")] == [ctx.step for ctx in hook.at("SNAPSHOT")] == [2, 5]
+    assert [ctx.epoch for ctx in hook.at("SNAPSHOT")] == [0, 1]
+
+
+def test_contexts_have_what_applies_and_nothing_else():
+    """The batch at steps, the loss after them, means and accuracies at the end of the epoch."""
+    config = SimpleNamespace(snapshot_every=1, depth=2)
+    experiment = linear_experiment(
+        3, config=config, evaluate=lambda model: {"train_acc": 0.5, "val_acc": torch.tensor(0.25)}
+    )
+    hook = noting()
+    manager = hl.HookManager(hooks=[hook])
+    hl.epoch_loop(experiment, epochs=1, manager=manager)
+    for ctx in hook.contexts:
+        assert ctx.model is experiment.model
+        assert ctx.config is config
+        assert ctx.loader is experiment.loader
+        assert ctx.lr == 0.1
+        assert ctx.profiler is manager.profiler
+        assert ctx.accumulated_grads is ctx.prev_step_grads is ctx.target_grad is None
+    start, before, after, end = (hook.at(name)[0] for name in ("PRE_EPOCH", "PRE_STEP", "POST_STEP", "POST_EPOCH"))
+    assert start.batch_data is start.batch_idx is start.loss is start.val_acc is None
+    assert before.batch_data is experiment.loader[0]
+    assert before.loss is None
+    assert (after.batch_idx, after.batch_data) == (0, experiment.loader[0])
+    assert [ctx.batch_idx for ctx in hook.at("PRE_STEP")] == [0, 1, 2]
+    losses = [ctx.loss for ctx in hook.at("POST_STEP")]
+    assert end.loss == pytest.approx(sum(losses) / 3, rel=1e-6)
+    assert end.batch_data is end.batch_idx is None
+    assert (end.train_acc, end.val_acc) == (0.5, 0.25)
+
+
+def test_the_loss_of_a_step_stays_on_its_device_until_it_is_read():
+    """What the hook is given is the tensor."""
+    hook = noting("POST_STEP")
+    hl.epoch_loop(linear_experiment(1), epochs=1, manager=hl.HookManager(hooks=[hook]))
+    assert isinstance(hook.contexts[0].raw("loss"), torch.Tensor)
+    assert isinstance(hook.contexts[0].loss, float)
+    assert not hook.contexts[0].raw("loss").requires_grad
+
+
+def test_step_metrics_go_out_once_an_epoch_and_before_its_end():
+    """As lists, one value a step."""
+    sink, hook = hl.sinks.MemorySink(), noting("POST_STEP", "POST_EPOCH")
+    hl.epoch_loop(linear_experiment(3), epochs=2, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    found = [(record.epoch, record.hook_point.name, record.metrics["noting/seen"]) for record in sink.records]
+    assert found == [
+        (0, "POST_STEP", [1, 2, 3]),
+        (0, "POST_EPOCH", 4),
+        (1, "POST_STEP", [5, 6, 7]),
+        (1, "POST_EPOCH", 8),
+    ]
+
+
+def test_snapshots_follow_the_configuration_unless_the_loop_is_told():
+    """config.snapshot_every, as an attribute or a key; 0 is never."""
+
+    def epochs_of(config: Any, **options: Any) -> list[int]:
+        hook = noting("SNAPSHOT", "PRE_EPOCH")
+        hl.epoch_loop(linear_experiment(1, config=config), epochs=7, manager=hl.HookManager(hooks=[hook]), **options)
+        return [ctx.epoch for ctx in hook.at("SNAPSHOT")]
+
+    assert epochs_of(SimpleNamespace(snapshot_every=3)) == [0, 3, 6]
+    assert epochs_of({"snapshot_every": 4}) == [0, 4]
+    assert epochs_of({"snapshot_every": 4}, snapshot_every=5) == [0, 5]
+    assert epochs_of(None, snapshot_every=0) == []
+    assert epochs_of(None) == list(range(7))
+
+
+def test_evaluation_comes_every_so_often_and_at_snapshots():
+    """What was not evaluated in this epoch is not shown as if it had been."""
+    evaluated: list[int] = []
+    hook = noting("PRE_EPOCH", "POST_EPOCH")
+    experiment = linear_experiment(
+        1, evaluate=lambda model: evaluated.append(hook.contexts[-1].epoch) or {"val_acc": 1.0}
+    )
+    hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[hook]), eval_every=4, snapshot_every=3)
+    assert evaluated == [0, 3, 4, 6, 8]
+    assert [ctx.epoch for ctx in hook.at("POST_EPOCH") if ctx.val_acc is not None] == evaluated
+
+
+def test_evaluation_goes_to_sinks_and_into_the_result():
+    """By the names that the experiment gave."""
+    sink = hl.sinks.MemorySink()
+    experiment = linear_experiment(1, evaluate=lambda model: {"val_acc": 0.5, "perplexity": 2.0})
+    manager = hl.HookManager(hooks=[noting("POST_EPOCH")], sinks=[sink])
+    result = hl.epoch_loop(experiment, epochs=2, manager=manager)
+    assert sink.series("eval/perplexity") == [(0, 2.0), (1, 2.0)]
+    assert result.metrics == {"val_acc": 0.5, "perplexity": 2.0}
+    assert (result.epochs, result.steps, result.stopped_early) == (2, 2, False)
+
+
+def test_an_experiment_may_have_enough():
+    """It is asked after each epoch, with the loss and the newest evaluation."""
+    asked = []
+
+    def should_stop(epoch, metrics):
+        asked.append((epoch, float(metrics["loss"]), metrics["val_acc"]))
+        return epoch == 1
+
+    hook = noting("POST_EPOCH")
+    experiment = linear_experiment(2, should_stop=should_stop, evaluate=lambda model: {"val_acc": 0.5})
+    result = hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[hook]), eval_every=0, snapshot_every=9)
+    assert result.stopped_early
+    assert result.epochs == 2
+    assert asked == [(ctx.epoch, ctx.loss, 0.5) for ctx in hook.contexts]
+    assert result.loss == hook.contexts[-1].loss
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_whatever_ends_the_run_everything_is_written(error):
+    """The steps of the epoch that was cut short are in the sink, and it is flushed."""
+
+    class Flushed(hl.sinks.MemorySink):
+        flushes = 0
+
+        def flush(self):
+            self.flushes += 1
+
+    sink, hook = Flushed(), noting("POST_STEP")
+    experiment = linear_experiment(3)
+    trained = []
+
+    def train_step(batch):
+        trained.append(batch)
+        if len(trained) == 6:
+            raise error
+        return 1.0
+
+    experiment.train_step = train_step
+    with pytest.raises(error):
+        hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[hook], sinks=[sink]))
+    assert sink.series("noting/seen") == [(0, [1, 2, 3]), (1, [4, 5])]
+    assert sink.flushes == 1
+
+
+def test_an_interrupted_intervention_leaves_the_run_where_it_was():
+    """After four steps: the weights are those of four steps, and what hooks had returned is written."""
+
+    class Interrupted(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_STEP}
+
+        def intervene(self, run_ctx, model_ctx):
+            model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+            if run_ctx.step == 3:
+                raise KeyboardInterrupt
+            return {"step": run_ctx.step}
+
+    experiment, expected, sink = linear_experiment(3), linear_experiment(3), hl.sinks.MemorySink()
+    with pytest.raises(KeyboardInterrupt):
+        hl.epoch_loop(experiment, epochs=9, manager=hl.HookManager(hooks=[Interrupted()], sinks=[sink]))
+    hl.step_loop(expected, steps=4)
+    assert torch.equal(experiment.model.weight, expected.model.weight)
+    assert torch.equal(experiment.model.weight.grad, expected.model.weight.grad)
+    assert sink.series("Interrupted/step") == [(0, [0, 1, 2])]
+
+
+def test_a_log_that_cannot_be_written_does_not_hide_what_ended_the_run(caplog):
+    """The interrupt comes out; the other is logged."""
+    manager = hl.HookManager(hooks=[noting("POST_STEP")])
+    manager.flush_sinks = lambda: 1 / 0
+    experiment = linear_experiment(3)
+
+    def train_step(batch):
+        raise KeyboardInterrupt
+
+    experiment.train_step = train_step
+    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.ERROR, logger="hookline"):
+        hl.epoch_loop(experiment, epochs=1, manager=manager)
+    assert "ended by KeyboardInterrupt" in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        hl.epoch_loop(linear_experiment(3), epochs=1, manager=manager)
+
+
+def test_hooks_start_anew_with_each_run_and_go_on_with_a_resumed_one():
+    """reset_all, unless the first epoch is a later one; sinks and hooks are told of the run."""
+
+    class Counting(Noting):
+        resets = 0
+        told: Any = None
+
+        def reset(self):
+            self.resets += 1
+
+        def set_run_context(self, **context):
+            self.told = context
+
+    hook = Counting()
+    hook.hook_points = {hl.HookPoint.POST_STEP}
+    sink = hl.sinks.MemorySink()
+    manager = hl.HookManager(hooks=[hook], sinks=[sink])
+    for _ in range(2):
+        hl.epoch_loop(linear_experiment(2), epochs=2, manager=manager, run_context={"strategy": "plain"})
+    assert hook.resets == 2
+    assert hook.told == {"strategy": "plain"}
+    assert sink.records[0].context == {"strategy": "plain"}
+    assert [ctx.step for ctx in hook.contexts] == [0, 1, 2, 3] * 2
+    hl.epoch_loop(linear_experiment(2), epochs=3, first_epoch=2, manager=manager)
+    assert hook.resets == 2
+    assert (hook.contexts[-1].epoch, hook.contexts[-1].step) == (2, 5)
+
+
+def test_a_hook_that_will_never_fire_is_named_at_the_start():
+    """With the points that it waits for; one that fires elsewhere as well is not."""
+    silent = noting("SNAPSHOT")
+    silent.name = "silent"
+    manager = hl.HookManager(hooks=[silent, noting("SNAPSHOT", "POST_EPOCH")])
+    with pytest.warns(hl.HooklineWarning, match="'silent' will not fire: it waits for SNAPSHOT") as caught:
+        hl.epoch_loop(linear_experiment(1), epochs=1, manager=manager, snapshot_every=0)
+    assert len(caught) == 1
+    assert "noting" not in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+def test_hooks_keep_to_what_they_declared_for_this_loop():
+    """loop_points hold although the manager was not told which loop it would be in."""
+    hook = noting("POST_STEP", "POST_EPOCH")
+    hook.loop_points = {"epoch": {hl.HookPoint.POST_EPOCH}, "step": {hl.HookPoint.POST_STEP}}
+    manager = hl.HookManager(hooks=[hook])
+    hl.epoch_loop(linear_experiment(2), epochs=1, manager=manager)
+    assert hook.points == ["POST_EPOCH"]
+    hl.step_loop(linear_experiment(2), steps=2, manager=manager)
+    assert hook.points[1:] == ["POST_STEP", "POST_STEP"]
+
+
+def test_a_model_that_arrives_in_evaluation_mode_is_trained_in_training_mode():
+    """As those of Hugging Face do; parts of a training model that were frozen on purpose stay as they are."""
+    modes = []
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    experiment = hl.Experiment(model, torch.optim.SGD(model.parameters()), [None])
+    experiment.train_step = lambda batch: modes.append((model.training, model[1].training))
+    model.eval()
+    hl.epoch_loop(experiment, epochs=1)
+    model[1].eval()
+    hl.epoch_loop(experiment, epochs=1)
+    assert modes == [(True, True), (True, False)]
+
+
+def test_a_loader_that_gives_nothing_is_an_error():
+    """Empty, or an iterator that is used up."""
+    experiment = linear_experiment(2)
+    experiment.loader = iter(experiment.loader)
+    with pytest.raises(hl.errors.OptionError, match="no batch in epoch 1: is it empty"):
+        hl.epoch_loop(experiment, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"epochs": -1}, "epochs= must be a whole number of at least 0, got -1"),
+        ({"epochs": 1.5}, "epochs= must be a whole number"),
+        ({"epochs": 1, "snapshot_every": -2}, "snapshot_every= must be .* got -2"),
+        ({"epochs": 1, "eval_every": True}, "eval_every= must be .* got True"),
+    ],
+)
+def test_options_are_checked(options, text):
+    """Before anything happens."""
+    with pytest.raises(hl.errors.OptionError, match=text):
+        hl.epoch_loop(linear_experiment(1), **options)
+
+
+def test_no_epochs_is_no_training():
+    """And no loss."""
+    result = hl.epoch_loop(linear_experiment(1), epochs=0)
+    assert (result.epochs, result.steps, result.loss) == (0, 0, None)
+
+
+@pytest.mark.parametrize("given", [[hl.TrainingHook()], hl.TrainingHook()])
+def test_a_manager_is_a_manager(given):
+    """Hooks alone have to be put into one."""
+    with pytest.raises(
+        hl.errors.OptionError, match=r"manager= is a HookManager\(hooks=\[...\], sinks=\[...\]\), got a"
+    ):
+        hl.epoch_loop(linear_experiment(1), epochs=1, manager=given)
+
+
+def test_counts_of_other_libraries_are_counts():
+    """NumPy's integers are whole numbers."""
+    hook = noting("SNAPSHOT")
+    manager = hl.HookManager(hooks=[hook])
+    result = hl.epoch_loop(linear_experiment(2), epochs=np.int64(3), snapshot_every=np.int32(2), manager=manager)
+    assert (result.epochs, len(hook.contexts)) == (3, 2)
+
+
+def test_a_learning_rate_on_the_device_is_fetched_when_it_is_read():
+    """It stays what it was when the hook was shown it."""
+    experiment, hook = linear_experiment(2), noting("POST_STEP")
+    experiment.optimizer = torch.optim.Adam(experiment.model.parameters(), lr=torch.tensor(0.5))
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
+    experiment.optimizer.param_groups[0]["lr"].fill_(7.0)
+    raw = [ctx.__dict__["lr"] for ctx in hook.contexts]
+    assert [callable(lr) for lr in raw] == [True, True]
+    assert [ctx.lr for ctx in hook.contexts] == [0.5, 0.5]
+
+
+_INTERRUPTED = """
+import os, signal, sys, torch
+import hookline as hl
+
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).zero_grad()  # loads the compiler, once for all
+folder, *places = sys.argv[1:]
+for where in places:
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(f"{folder}/{where}.out", os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(os.open(f"{folder}/{where}.err", os.O_WRONLY | os.O_CREAT), 2)
+        break
+    print(where, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+
+def here(name, *args):
+    if name == where:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Sink:
+    def emit(self, metrics, epoch, point): print("emit", epoch, point.name, sorted(metrics))
+    def flush(self): print("flush", model.weight.abs().max().item() < 2, model.training)
+
+class Looks(hl.TrainingHook):
+    hook_points = {hl.HookPoint.PRE_STEP}
+    def compute(self, ctx): here("compute"); return {"step": ctx.step}
+
+class Breaks(hl.InterventionHook):
+    hook_points = {hl.HookPoint.POST_STEP}
+    def intervene(self, run_ctx, model_ctx):
+        model_ctx.model.weight.data.fill_(9)
+        model_ctx.model.eval()
+        here("intervene")
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), [(torch.ones(4, 2), torch.ones(4, 1))])
+experiment.evaluate = lambda model: here("evaluate")
+experiment.on_epoch_end = lambda epoch, metrics: here("on_epoch_end")
+hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Looks(), Breaks()], sinks=[Sink()]))
+print("done")
+"""
+
+
+_PLACES = ("compute", "intervene", "evaluate", "on_epoch_end", "nowhere")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
+    """How a process for each place ended, and what it printed: forked from one, since loading torch takes seconds."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    command = [sys.executable, "-W", "ignore", "-c", _INTERRUPTED, str(folder), *_PLACES]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, env=environment, check=True)
+    codes = dict(line.split() for line in done.stdout.splitlines())
+    return {
+        where: (int(codes[where]), (folder / f"{where}.out").read_text(), (folder / f"{where}.err").read_text())
+        for where in _PLACES
+    }
+
+
+@pytest.mark.parametrize("where", _PLACES)
+def test_ctrl_c_writes_everything_and_ends_the_program_as_python_does(where, ended):
+    """A real signal, in a process of its own; the last is the negative control."""
+    code, printed, complaint = ended[where]
+    lines = printed.splitlines()
+    if where == "nowhere":
+        assert (code, lines[-2:]) == (0, ["flush True True", "done"])
+        return
+    assert code == -signal.SIGINT
+    assert complaint.rstrip().endswith("KeyboardInterrupt")
+    assert lines[-1] == "flush True True"
+    assert ("emit 0 PRE_STEP ['Looks/step']" in lines) == (where != "compute")

@@ -1,0 +1,564 @@
+"""Experiment: building blocks, given or as methods or on any object; its step, its scheduler, its evaluation."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_loops import linear_experiment, noting, rich_experiment
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import hookline as hl
+from hookline.lifecycle.run_phase import phase
+
+
+def trained_by_hand(
+    experiment: hl.Experiment, batches: list[Any], *, group: int = 1, clip: float | None = None
+) -> None:
+    """What the loop is to come to."""
+    model, optimizer = experiment.model, experiment.optimizer
+    for start in range(0, len(batches), group):
+        optimizer.zero_grad()
+        parts = batches[start : start + group]
+        for x, y in parts:
+            (F.mse_loss(model(x), y) / len(parts)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "by_hand"),
+    [({}, {}), ({"accumulate": 2}, {"group": 2}), ({"clip_norm": 0.05}, {"clip": 0.05})],
+    ids=["plain", "accumulate", "clip"],
+)
+def test_training_is_what_one_would_write(options, by_hand):
+    """Bit for bit; five batches in groups of two leave a group of one."""
+    looped, hand = linear_experiment(5, **options), linear_experiment(5)
+    result = hl.epoch_loop(looped, epochs=1)
+    trained_by_hand(hand, hand.loader, **by_hand)
+    assert torch.equal(looped.model.weight, hand.model.weight)
+    assert torch.equal(looped.model.bias, hand.model.bias)
+    assert result.steps == (3 if "accumulate" in options else 5)
+
+
+def test_with_accumulation_a_step_is_one_of_the_optimizer():
+    """Points, schedule and mean gradients go by it; hooks are shown all its batches, and can have their gradient."""
+
+    class Same(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_STEP}
+
+        def intervene(self, run_ctx, model_ctx):
+            return {"norm": model_ctx.compute_batch_gradients()["bias"].norm()}
+
+    hook = noting("PRE_STEP", "POST_STEP")
+    experiment = linear_experiment(5, lr=0.0, accumulate=2)
+    sink = hl.sinks.MemorySink()
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook, Same()], sinks=[sink]))
+    assert hook.points == ["PRE_STEP", "POST_STEP"] * 3
+    assert [ctx.batch_idx for ctx in hook.at("PRE_STEP")] == [0, 2, 4]
+    assert [len(ctx.batch_data) for ctx in hook.at("PRE_STEP")] == [2, 2, 1]
+    [(_, norms)] = sink.series("Same/norm")
+    assert norms[-1] == pytest.approx(experiment.model.bias.grad.norm().item(), rel=1e-6)
+
+
+def test_processes_wait_for_each_other_once_a_step():
+    """DDP's no_sync is around every batch of a step but the last."""
+    events = []
+
+    class Parallel(nn.Linear):
+        @contextmanager
+        def no_sync(self):
+            events.append("alone")
+            yield
+            events.append("together")
+
+        def forward(self, x):
+            events.append("forward")
+            return super().forward(x)
+
+    model = Parallel(2, 1)
+    data = linear_experiment(3).loader
+    hl.epoch_loop(hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), data, accumulate=3), epochs=1)
+    assert events == ["alone", "forward", "together"] * 2 + ["forward"]
+
+
+def test_each_epoch_may_have_a_loader_of_its_own():
+    """Which is what hooks are shown, and what interventions train on."""
+    loaders = [DataLoader(TensorDataset(torch.full((4, 1), float(n)), torch.zeros(4, 1))) for n in range(2)]
+    seen = []
+
+    class Looks(hl.InterventionHook):
+        hook_points = {hl.HookPoint.PRE_EPOCH, hl.HookPoint.POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            seen.append(loaders.index(run_ctx.loader))
+            seen.append(next(iter(model_ctx.get_shuffled_loader()))[0].item())
+
+    model = nn.Linear(1, 1)
+    experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    experiment.get_loader = lambda epoch: loaders[epoch]
+    hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=[Looks()]))
+    assert seen == [0, 0.0, 0, 0.0, 1, 1.0, 1, 1.0]
+
+
+def test_an_experiment_can_be_a_class():
+    """Methods instead of functions; super() is there."""
+
+    class Parity(hl.Experiment):
+        steps = 0
+
+        def loss_fn(self, model, batch):
+            return (model(batch[0]) - 1).square().mean()
+
+        def train_step(self, batch):
+            self.steps += 1
+            return super().train_step(batch)
+
+        def evaluate(self, model):
+            return {"val_acc": 1.0}
+
+        def get_loader(self, epoch):
+            return self.loader[: epoch + 1]
+
+    given = linear_experiment(3)
+    experiment = Parity(given.model, given.optimizer, given.loader)
+    before = given.model.bias.item()
+    result = hl.epoch_loop(experiment, epochs=3)
+    assert experiment.steps == result.steps == 6
+    assert result.metrics == {"val_acc": 1.0}
+    assert given.model.bias.item() != before
+
+
+def test_any_object_with_the_attributes_will_do():
+    """A namespace with a model, a loader and a training step."""
+    model = nn.Linear(1, 1)
+    seen = []
+    experiment = SimpleNamespace(model=model, loader=[1, 2], train_step=lambda batch: seen.append(batch) or 0.5)
+    hook = noting("POST_STEP", "POST_EPOCH")
+    result = hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
+    assert seen == [1, 2]
+    assert result.loss == 0.5
+    assert hook.contexts[0].lr is None
+    plain = SimpleNamespace(model=model, loader=[(torch.ones(1, 1), torch.ones(1, 1))])
+    plain.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert hl.step_loop(plain, steps=2).loss > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: SimpleNamespace(), "takes an Experiment, or an object that has a model"),
+        (lambda: hl.Experiment("model"), "trains an nn.Module, got a str"),
+        (lambda: hl.Experiment(nn.Linear(1, 1), loader=[]), "no optimizer: give it one, or a train_step"),
+        (lambda: linear_experiment(1, accumulate=0), "accumulate= must be .* got 0"),
+        (lambda: linear_experiment(1, scheduler_per="batch"), "scheduler_per= is 'epoch' or 'step', got 'batch'"),
+        (lambda: linear_experiment(1, train_step=lambda batch: "loss"), "train_step.. returns the loss.* got a str"),
+        (lambda: linear_experiment(1, train_step=lambda batch: torch.ones(3)), r"one number as the loss, got \(3,\)"),
+        (lambda: linear_experiment(1, loss_fn=lambda model, batch: model(batch[0])), r"gives one number, got \(4, 1\)"),
+        (
+            lambda: linear_experiment(1, loss_fn=lambda model, batch: 1.0),
+            "gives a tensor to call .* got a float",
+        ),
+        (lambda: linear_experiment(1, loss_fn=nn.MSELoss()), "MSELoss takes output and target: hand over lambda"),
+        (lambda: linear_experiment(1, clip_norm=-1.0), "clip_norm= is the largest norm, over 0, .* got -1.0"),
+        (lambda: linear_experiment(1, evaluate=lambda model: 0.5), "evaluate.. returns a dictionary.* got a float"),
+        (lambda: hl.Experiment(nn.Linear(1, 1), train_step=print, loader=5), "to iterate over, .*; got an int"),
+    ],
+)
+def test_what_cannot_be_trained_is_said(make, text):
+    """Asked, found, next."""
+    with pytest.raises(hl.errors.OptionError, match=text):
+        hl.epoch_loop(make(), epochs=1)
+
+
+def test_no_loader_is_an_error_in_the_epoch_loop():
+    """An epoch is a pass over data."""
+    model = nn.Linear(1, 1)
+    with pytest.raises(hl.errors.OptionError, match="no loader to take batches from"):
+        hl.epoch_loop(hl.Experiment(model, torch.optim.SGD(model.parameters())), epochs=1)
+
+
+# -- interventions ---------------------------------------------------------------------------------------------
+
+
+class OneMoreEpoch(hl.InterventionHook):
+    """Trains again from before the epoch, in the same order, and keeps the weights it came to."""
+
+    hook_points = {hl.HookPoint.POST_EPOCH}
+    needs_pre_epoch_state = True
+
+    def __init__(self) -> None:
+        self.reached: list[torch.Tensor] = []
+
+    def intervene(self, run_ctx, model_ctx):
+        model_ctx.restore_pre_epoch()
+        loader = model_ctx.get_shuffled_loader() if run_ctx.loader is None else run_ctx.loader
+        model_ctx.run_training_epoch(loader)
+        self.reached.append(torch.cat([p.detach().flatten() for p in model_ctx.model.parameters()]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip_norm": 0.05}, {"scheduler_per": "step"}, {"accumulate": 3}],
+    ids=["plain", "clip", "schedule", "accumulate"],
+)
+def test_interventions_train_as_the_run_does(options):
+    """The same epoch again comes to the same weights; also with clipping, a scheduler of steps, accumulation."""
+    experiment = linear_experiment(4, **options)
+    experiment.optimizer = torch.optim.AdamW(experiment.model.parameters(), lr=0.1)
+    experiment.scheduler = torch.optim.lr_scheduler.ExponentialLR(experiment.optimizer, 0.5)
+    hook, weights = OneMoreEpoch(), []
+    experiment.on_epoch_end = lambda epoch, metrics: weights.append(
+        torch.cat([p.detach().flatten().clone() for p in experiment.model.parameters()])
+    )
+    hl.epoch_loop(experiment, epochs=3, manager=hl.HookManager(hooks=[hook]))
+    assert len(weights) == 3
+    assert all(map(torch.equal, hook.reached, weights))
+
+
+def test_interventions_with_accumulation_make_as_many_steps_as_the_run():
+    """A shuffled loader gives as many batches at a time as make a step."""
+    sizes = []
+
+    class Shuffles(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            before = model_ctx.optimizer_state("weight")["step"].item()
+            loader = model_ctx.get_shuffled_loader()
+            sizes.extend(len(batch) for batch in loader)
+            model_ctx.run_training_epoch(loader)
+            sizes.append(model_ctx.optimizer_state("weight")["step"].item() - before)
+
+    experiment = linear_experiment(5, accumulate=2)
+    experiment.optimizer = torch.optim.AdamW(experiment.model.parameters())
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()]))
+    assert sizes == [2, 2, 1, 3]
+
+
+def test_what_a_training_step_keeps_on_the_experiment_does_not_count_interventions():
+    """Numbers and generators; a run whose data depend on them goes on as without hooks."""
+
+    class Counts(hl.Experiment):
+        def __init__(self):
+            given = linear_experiment(3)
+            super().__init__(given.model, given.optimizer, given.loader)
+            self.seen, self.random = 0, torch.Generator().manual_seed(0)
+
+        def train_step(self, batch):
+            self.seen += 1
+            noise = torch.randn(4, 1, generator=self.random) * self.seen
+            return super().train_step((batch[0], batch[1] + noise))
+
+    def train(*hooks):
+        experiment = Counts()
+        hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=hooks))
+        return experiment.seen, experiment.model.weight.detach()
+
+    hook = OneMoreEpoch()
+    (plain_seen, plain), (seen, weight) = train(), train(hook)
+    assert plain_seen == seen == 6
+    assert torch.equal(plain, weight)
+    assert len(hook.reached) == 2
+
+
+def test_an_experiment_may_say_how_its_data_are_shuffled():
+    """Data that can only be iterated are refused otherwise."""
+
+    class Stream:
+        def __iter__(self):
+            return iter(linear_experiment(2).loader)
+
+    class Shuffles(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            return {"batches": len(list(model_ctx.get_shuffled_loader()))}
+
+    given = linear_experiment(2)
+    sink = hl.sinks.MemorySink()
+    experiment = hl.Experiment(given.model, given.optimizer, Stream())
+    with pytest.raises(hl.errors.GuardError, match="'Stream' can only be iterated"):
+        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()]))
+    experiment.shuffled_loader = lambda generator: [given.loader[i] for i in torch.randperm(2, generator=generator)]
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()], sinks=[sink]))
+    assert sink.latest["Shuffles/batches"] == 2
+
+
+def test_an_experiment_with_nothing_but_a_step_has_no_loss_to_differentiate():
+    """Rather than the usual one, which it does not train by."""
+
+    class Asks(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_STEP}
+
+        def intervene(self, run_ctx, model_ctx):
+            model_ctx.compute_batch_gradients()
+
+    given = linear_experiment(1)
+    experiment = hl.Experiment(given.model, given.optimizer, given.loader, train_step=lambda batch: 0.0)
+    with pytest.raises(hl.errors.GuardError, match="requires a loss_fn"):
+        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Asks()]))
+
+
+# -- scheduler -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("per", "lrs"), [(None, [1.0, 0.5]), ("epoch", [1.0, 0.5]), ("step", [0.125, 0.125 / 8])])
+def test_the_scheduler_counts_epochs_or_steps(per, lrs):
+    """As the loop does, unless it is told; at POST_EPOCH it has stepped."""
+    experiment = linear_experiment(3, lr=2.0 if per != "step" else 1.0, scheduler_per=per)
+    experiment.scheduler = torch.optim.lr_scheduler.ExponentialLR(experiment.optimizer, 0.5)
+    hook = noting("POST_EPOCH")
+    hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=[hook]))
+    assert [ctx.lr for ctx in hook.contexts] == pytest.approx(lrs)
+
+
+@pytest.mark.parametrize(("per", "counted"), [(None, 6), ("epoch", 2)])
+def test_a_cycle_counts_steps_unless_it_is_told(per, counted):
+    """It is made for them; by epochs it would hardly begin, and nothing would say so."""
+    experiment = linear_experiment(3, scheduler_per=per)
+    experiment.scheduler = torch.optim.lr_scheduler.OneCycleLR(experiment.optimizer, max_lr=0.5, total_steps=7)
+    hl.epoch_loop(experiment, epochs=2)
+    assert experiment.scheduler.last_epoch == counted
+
+
+def test_a_scheduler_that_watches_a_plateau_is_given_the_loss():
+    """It takes one; a constant loss lowers the rate."""
+    experiment = linear_experiment(2)
+    experiment.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(experiment.optimizer, factor=0.1, patience=1)
+    experiment.train_step = lambda batch: torch.tensor(1.0)
+    hl.epoch_loop(experiment, epochs=4)
+    assert experiment.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_plateau_without_a_loss_is_an_error():
+    """There is nothing to watch."""
+    experiment = linear_experiment(1, train_step=lambda batch: hl.training.StepResult(None))
+    experiment.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(experiment.optimizer)
+    with pytest.raises(hl.errors.OptionError, match="goes by the training loss"):
+        hl.epoch_loop(experiment, epochs=1)
+
+
+# -- scaler ----------------------------------------------------------------------------------------------------
+
+
+class Overflowing(nn.Module):
+    """Its gradient is infinite at batches below zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.weight * torch.where(x < 0, torch.tensor(float("inf")), x)
+
+
+def test_with_a_scaler_hooks_see_gradients_unscaled_and_skipped_steps_do_not_count():
+    """The scheduler waits for a step that overflowed, and the mean leaves it out."""
+    model = Overflowing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    experiment = hl.Experiment(
+        model,
+        optimizer,
+        [torch.tensor([2.0]), torch.tensor([-1.0]), torch.tensor([4.0])],
+        lambda model, batch: model(batch).sum(),
+        scaler=scaler,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        scheduler_per="step",
+    )
+    hook = noting("POST_EPOCH", needs_grads=True)
+    hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
+    assert hook.contexts[0].accumulated_grads["weight"].item() == 3.0
+    assert experiment.scheduler.last_epoch == 2
+    assert scaler.get_scale() == 512.0
+
+
+# -- evaluation ------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_leaves_training_as_it_was():
+    """Modes of every module, random streams, gradients not recorded; trackers are paused."""
+    experiment = rich_experiment(batches=2)
+    experiment.model[1].eval()  # frozen on purpose
+    phases, states = [], []
+
+    def evaluate(model):
+        phases.append((phase(), model.training, torch.is_grad_enabled()))
+        states.append([torch.rand(1).item(), np.random.rand(), random.random()])
+        return {"val_acc": 1.0}
+
+    experiment.evaluate = evaluate
+    seen = []
+
+    def streams():
+        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+    experiment.scheduler.step = lambda: seen.append(streams())  # just before the evaluation
+    experiment.on_epoch_end = lambda epoch, metrics: seen.append(streams())
+    hl.epoch_loop(experiment, epochs=1)
+    assert phases == [("eval", False, False)]
+    assert seen[0] == seen[1]
+    assert states[0] == [torch.rand(1).item(), np.random.rand(), random.random()]
+    assert [module.training for module in experiment.model] == [True, False, True, True, True]
+
+
+def test_an_evaluation_that_raises_leaves_modes_and_streams():
+    """And comes out."""
+
+    def evaluate(model):
+        torch.rand(1)
+        raise ZeroDivisionError
+
+    experiment = linear_experiment(1, evaluate=evaluate)
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        hl.epoch_loop(experiment, epochs=1)
+    assert experiment.model.training
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_trackers_count_training_alone():
+    """Inputs of training never get through the ReLU; those of the evaluation and of an intervention always do."""
+    policy = hl.metta.PolicyAutoBuilder({"relu": nn.Sequential(nn.Linear(1, 1), nn.ReLU())})
+    nn.init.ones_(policy.components["relu"][0].weight)
+    nn.init.zeros_(policy.components["relu"][0].bias)
+    context, through = hl.metta.ComponentContext(), torch.ones(4, 1)
+    hook = hl.metta.attach_relu_activation_hooks()("relu", context)
+
+    class Looks(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            return {"mean": model_ctx.model(through).mean()}
+
+    data = [(-torch.ones(4, 1), torch.zeros(4, 1))] * 3
+    experiment = hl.Experiment(policy, torch.optim.SGD(policy.parameters(), lr=0.1), data)
+    experiment.evaluate = lambda model: {"mean": model(through).mean()}
+    with policy.register_component_hook_rule(component_name="relu", hook=hook):
+        result = hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=[Looks()]))
+    assert result.metrics["mean"] == 1.0
+    assert context.model_metrics["relu_activation_state"].to_metrics() == {"activations/relu/relu/0": 0.0}
+
+
+# -- data ------------------------------------------------------------------------------------------------------
+
+
+def test_a_distributed_sampler_is_told_the_epoch():
+    """Or it would give out the same order every time."""
+    dataset = TensorDataset(torch.arange(8.0).unsqueeze(1), torch.zeros(8, 1))
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True)
+    model = nn.Linear(1, 1)
+    loader = DataLoader(dataset, sampler=sampler)
+    experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    orders: list[list[float]] = [[], []]
+    experiment.train_step = lambda batch: orders[sampler.epoch].append(batch[0].item())
+    hl.epoch_loop(experiment, epochs=2)
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(8))
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize(("given", "loss"), [(True, None), (None, None), (2, 2.0), ({"more": 1}, None)])
+def test_a_step_may_return_no_loss(given, loss):
+    """True is no loss of 1."""
+    assert hl.epoch_loop(linear_experiment(2, train_step=lambda batch: given), epochs=1).loss == loss
+
+
+def test_all_building_blocks_can_be_functions():
+    """Those that a class would have as methods."""
+    asked = []
+
+    class Shuffles(hl.InterventionHook):
+        hook_points = {hl.HookPoint.POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            asked.append(("shuffled", len(list(model_ctx.get_shuffled_loader()))))
+
+    data = linear_experiment(2).loader
+    experiment = linear_experiment(
+        1,
+        get_loader=lambda epoch: asked.append(("loader", epoch)) or iter(data),
+        shuffled_loader=lambda generator: data,
+        on_epoch_end=lambda epoch, metrics: asked.append(("end", sorted(metrics))),
+        evaluate=lambda model: {"val_loss": torch.tensor(2.0)},
+    )
+    result = hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()]))
+    assert asked == [("loader", 0), ("shuffled", 2), ("end", ["loss", "val_loss"])]
+    assert result.metrics == {"val_loss": 2.0}
+    assert isinstance(result.metrics["val_loss"], float)
+
+
+def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch_too():
+    """Once, wherever it is."""
+    told = []
+
+    class Sampler(torch.utils.data.SequentialSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    data = list(zip(torch.randn(4, 2), torch.randn(4, 1), strict=True))
+    batches = torch.utils.data.BatchSampler(Sampler(data), batch_size=2, drop_last=False)
+    for loader in (DataLoader(data, batch_sampler=batches), DataLoader(data, batch_size=2, sampler=Sampler(data))):
+        experiment = linear_experiment(1)
+        experiment.loader = loader
+        hl.epoch_loop(experiment, epochs=2)
+    assert told == [0, 1, 0, 1]
+
+
+# -- the usual loss --------------------------------------------------------------------------------------------
+
+
+def usual(model: Any, batch: Any) -> torch.Tensor:
+    return hl.Experiment(nn.Linear(1, 1)).loss_fn(model, batch)
+
+
+def test_without_a_loss_the_usual_one_is_taken():
+    """Classes by cross entropy, values by squared error, dictionaries by what the model says."""
+    out = torch.randn(4, 3)
+    classes, values = torch.tensor([0, 2, 1, 1]), torch.randn(4, 3)
+    assert torch.equal(usual(lambda x: x, (out, classes)), F.cross_entropy(out, classes))
+    assert torch.equal(usual(lambda x: x, [out, values]), F.mse_loss(out, values))
+    tokens = torch.randn(2, 5, 7)
+    targets = torch.randint(7, (2, 5))
+    assert torch.equal(usual(lambda x: x, (tokens, targets)), F.cross_entropy(tokens.flatten(0, 1), targets.flatten()))
+    pixels, labels = torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))
+    assert torch.equal(usual(lambda x: x, (pixels, labels)), F.cross_entropy(pixels, labels))
+    assert usual(lambda **batch: SimpleNamespace(loss=batch["x"].sum()), {"x": torch.ones(3)}) == 3
+    assert usual(lambda **batch: {"loss": batch["x"].sum()}, {"x": torch.ones(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "text"),
+    [
+        (lambda x: x, torch.ones(3), r"has to be \(inputs, target\) or a dictionary; got a Tensor"),
+        (lambda x: x, (1,), "got tuple of 1"),
+        (lambda x: {"y": x}, (torch.ones(3), torch.ones(3)), "has to give a tensor, got a dict"),
+        (lambda x: x, (torch.ones(3, 1), torch.ones(3)), r"gives \(3, 1\), the target is \(3,\)"),
+        (lambda **batch: {}, {"x": torch.ones(3)}, "gave no loss with its a dict"),
+    ],
+)
+def test_where_there_is_no_usual_loss_it_is_said(model, batch, text):
+    """With what to do about it."""
+    with pytest.raises(hl.errors.OptionError, match=text) as caught:
+        usual(model, batch)
+    assert "Give the experiment a loss_fn(model, batch)." in str(caught.value)
+
+
+def test_the_usual_loss_takes_batches_to_the_device_of_the_model():
+    """Loaders leave them on the CPU; a device that every machine has stands for a GPU."""
+    model = nn.Linear(3, 2, device="meta")
+    assert usual(model, [torch.ones(4, 3), torch.ones(4, 2)]).device.type == "meta"
+
+    class Dictionary(nn.Linear):
+        def forward(self, x, more):
+            return {"loss": super().forward(x).sum(), "more": more}
+
+    assert usual(Dictionary(3, 2, device="meta"), {"x": torch.ones(4, 3), "more": "text"}).device.type == "meta"

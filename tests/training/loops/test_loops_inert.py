@@ -1,0 +1,274 @@
+"""The run with hooks is the run without, bit for bit, in both loops; and what is not guarded shows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_loops import differences, left_by, rich_experiment
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hookline as hl
+
+STEPS = 25
+
+
+class Noisy(hl.TrainingHook):
+    """Draws from every stream, at every point."""
+
+    hook_points = set(hl.HookPoint)
+
+    def __init__(self, number: int) -> None:
+        self.name = f"noisy_{number}"
+
+    def compute(self, ctx):
+        return {"drawn": torch.rand(3).sum().item() + np.random.normal() + random.random()}
+
+
+class GoesThroughData(hl.TrainingHook):
+    """Iterates the loader of the run, in the middle of an epoch too."""
+
+    hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.SNAPSHOT}
+    step_schedule = hl.StepSchedule("stride", stride=4)
+
+    def compute(self, ctx):
+        return {"rows": sum(len(batch[0]) for batch in ctx.loader)}
+
+
+class ExtraEpoch(hl.InterventionHook):
+    """Trains an epoch on shuffled data, and leaves it at that."""
+
+    hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.SNAPSHOT}
+    step_schedule = hl.StepSchedule("stride", stride=7)
+
+    def intervene(self, run_ctx, model_ctx):
+        before = torch.cat([p.detach().flatten().clone() for p in model_ctx.model.parameters()])
+        model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+        after = torch.cat([p.detach().flatten() for p in model_ctx.model.parameters()])
+        return {"moved": (after - before).norm()}
+
+
+class Perturbed(hl.InterventionHook):
+    """Pushes the weights far away, switches modes, and leaves it at that."""
+
+    hook_points = {hl.HookPoint.POST_STEP}
+    step_schedule = hl.StepSchedule("stride", stride=3)
+
+    def intervene(self, run_ctx, model_ctx):
+        direction = {name: torch.randn_like(p) for name, p in model_ctx.model.named_parameters()}
+        model_ctx.apply_perturbation(direction, 10.0)
+        model_ctx.model.eval()
+        return {"loss": sum(grad.norm() for grad in model_ctx.compute_batch_gradients().values())}
+
+
+class Curved(hl.InterventionHook):
+    """A Hessian product, now and then."""
+
+    hook_points = {hl.HookPoint.POST_STEP}
+    step_schedule = hl.StepSchedule("burst", stride=10, burst_length=2, warmup=5)
+
+    def intervene(self, run_ctx, model_ctx):
+        vector = {name: torch.randn_like(p) for name, p in model_ctx.model.named_parameters()}
+        return {"norm": sum(product.norm() for product in model_ctx.hvp(vector).values())}
+
+
+class NeedsAll(hl.InterventionHook):
+    """Asks for everything that a loop keeps on demand; goes back to before the epoch where there is one."""
+
+    hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT}
+    needs_grads = needs_prev_step_grads = needs_pre_epoch_state = True
+
+    def intervene(self, run_ctx, model_ctx):
+        if run_ctx.hook_point is hl.HookPoint.POST_EPOCH:
+            model_ctx.restore_pre_epoch()
+            model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+        return {"loss": run_ctx.loss, "acc": run_ctx.val_acc, "target": run_ctx.target_grad["4.bias"]}
+
+
+def hooks() -> list[Any]:
+    """All of them."""
+    observers = [*(Noisy(number) for number in range(10)), GoesThroughData()]
+    return [*observers, ExtraEpoch(), Perturbed(), Curved(), NeedsAll()]
+
+
+def target_gradient(model, step):
+    """Works with the model as if nobody else did."""
+    model.zero_grad()
+    model(torch.randn(8, 6)).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def run_epochs(
+    manager: hl.HookManager | None, **options: Any
+) -> tuple[dict[str, torch.Tensor], hl.training.LoopResult]:
+    experiment = rich_experiment(target_gradient=target_gradient, **options)
+    result = hl.epoch_loop(experiment, epochs=STEPS // 5, manager=manager, snapshot_every=2)
+    return left_by(experiment), result
+
+
+def run_steps(manager: hl.HookManager | None, **options: Any) -> tuple[dict[str, torch.Tensor], hl.training.LoopResult]:
+    experiment = rich_experiment(target_gradient=target_gradient, **options)
+    result = hl.step_loop(experiment, steps=STEPS, manager=manager, snapshot_every=4)
+    return left_by(experiment), result
+
+
+LOOPS = pytest.mark.parametrize("run", [run_epochs, run_steps])
+
+
+@LOOPS
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": 0.1}], ids=["plain", "accumulate", "clip"])
+def test_a_run_with_hooks_is_the_run_without(run, options):
+    """Weights, buffers, gradients, optimizer, scheduler, random streams, the loader's generator, the evaluation."""
+    sink = hl.sinks.MemorySink()
+    plain, plain_result = run(None, **options)
+    hooked, result = run(hl.HookManager(hooks=hooks(), sinks=[sink]), **options)
+    assert differences(plain, hooked) == []
+    assert (result.loss, result.steps) == (plain_result.loss, plain_result.steps)
+    assert result.metrics["val_acc"] == plain_result.metrics["val_acc"]
+    assert min(value for _, value in sink.series("ExtraEpoch/moved") if isinstance(value, float)) > 0.01
+    assert {
+        "noisy_9/drawn",
+        "GoesThroughData/rows",
+        "Perturbed/loss",
+        "Curved/norm",
+        "NeedsAll/target",
+    } <= sink.latest.keys()
+
+
+@LOOPS
+def test_a_run_with_hooks_under_strict_is_the_run_without(run):
+    """Checking observers changes nothing either."""
+    plain, _ = run(None)
+    hooked, _ = run(hl.HookManager(hooks=hooks(), strict=True))
+    assert differences(plain, hooked) == []
+
+
+@LOOPS
+def test_a_hook_that_falsely_claims_to_be_pure_shows(run):
+    """Negative control: its draws shift the masks of dropout."""
+    liar = Noisy(0)
+    liar.pure = True
+    plain, _ = run(None)
+    hooked, _ = run(hl.HookManager(hooks=[liar]))
+    assert {"weight 0.weight", "torch", "numpy", "python"} <= set(differences(plain, hooked))
+
+
+@LOOPS
+def test_an_observer_that_changes_weights_shows(run):
+    """Negative control: only interventions are undone; strict mode would name it."""
+
+    class Meddler(hl.TrainingHook):
+        hook_points = {hl.HookPoint.SNAPSHOT}
+
+        def compute(self, ctx):
+            with torch.no_grad():
+                ctx.model[0].weight.add_(1e-4)
+
+    plain, _ = run(None)
+    hooked, _ = run(hl.HookManager(hooks=[Meddler()]))
+    assert "weight 0.weight" in differences(plain, hooked)
+
+
+# -- other loaders, compiled and parallel models, watches -------------------------------------------------------------
+
+
+class Elsewhere(hl.InterventionHook):
+    """Trains on shuffled data in the middle of an epoch."""
+
+    hook_points = {hl.HookPoint.POST_STEP}
+    step_schedule = hl.StepSchedule("stride", stride=2)
+
+    def intervene(self, run_ctx, model_ctx):
+        model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+        model_ctx.compute_gradients()
+        torch.rand(3)
+
+
+def test_a_loader_whose_workers_persist_is_not_cut_short():
+    """Its iterator is one and the same for ever; to iterate it in an intervention would end the epoch."""
+
+    def train(*hooks):
+        experiment = rich_experiment(batches=6)
+        experiment.loader = DataLoader(
+            experiment.loader.dataset,
+            batch_size=8,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(2),
+            num_workers=1,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+        )
+        result = hl.epoch_loop(experiment, epochs=2, manager=hl.HookManager(hooks=hooks))
+        return result.steps, left_by(experiment)
+
+    (plain_steps, plain), (steps, hooked) = train(), train(Elsewhere(), Noisy(0))
+    assert plain_steps == steps == 12
+    assert differences(plain, hooked) == []
+
+
+@pytest.mark.parametrize("wrap", ["aot_eager", "ddp"])
+def test_compiled_and_parallel_models_are_trained_as_without_hooks(wrap, tmp_path):
+    """With interventions that train; names carry no prefixes."""
+    seen = set()
+
+    class Named(hl.TrainingHook):
+        hook_points = {hl.HookPoint.POST_EPOCH}
+        needs_grads = True
+
+        def compute(self, ctx):
+            seen.update(ctx.accumulated_grads)
+
+    def train(*hooks):
+        experiment = rich_experiment()
+        inner = experiment.model
+        if wrap == "aot_eager":
+            experiment.model = torch.compile(inner, backend="aot_eager")
+        else:
+            experiment.model = nn.parallel.DistributedDataParallel(inner)
+        hl.epoch_loop(experiment, epochs=4, manager=hl.HookManager(hooks=hooks))
+        experiment.model = inner
+        return left_by(experiment)
+
+    if wrap == "ddp":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain, hooked = train(), train(Elsewhere(), Noisy(0), Named())
+    finally:
+        if wrap == "ddp":
+            torch.distributed.destroy_process_group()
+        torch.compiler.reset()
+    assert differences(plain, hooked) == []
+    assert {"0.weight", "1.bias", "4.weight"} <= seen
+    assert not [name for name in seen if "module" in name or "_orig_mod" in name]
+
+
+@LOOPS
+def test_a_watch_sees_the_same_run_with_interventions_and_without(run):
+    """Its steps are the optimizer's, those of interventions not among them."""
+
+    def watched(*hooks, during="train"):
+        experiment = rich_experiment()
+        sink = hl.sinks.MemorySink()
+        with hl.watch(
+            experiment.model, on=("forward", "backward", "param_grad"), optimizer=experiment.optimizer, during=during
+        ) as watch:
+            manager = hl.HookManager(hooks=[*hooks, watch], sinks=[sink])
+            if run is run_epochs:
+                hl.epoch_loop(experiment, epochs=3, manager=manager)
+            else:
+                hl.step_loop(experiment, steps=15, manager=manager, snapshot_every=7)
+        return [
+            {name: value for name, value in record.metrics.items() if name.startswith("watch/")}
+            for record in sink.records
+            if any(name.startswith("watch/") for name in record.metrics)
+        ]
+
+    plain, hooked = watched(), watched(Elsewhere(), Perturbed(), Noisy(0))
+    assert len(plain) == 3
+    assert len(plain[1]) > 20
+    assert plain == hooked
+    assert plain != watched(Elsewhere(), during=("train", "intervention"))  # negative control

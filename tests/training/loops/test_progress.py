@@ -1,0 +1,207 @@
+"""The progress of a loop: on a terminal, in a notebook, elsewhere; and that the run stays the same."""
+
+from __future__ import annotations
+
+import io
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers_loops import differences, left_by, rich_experiment
+from rich.console import Console
+from torch import nn
+
+import hookline as hl
+from hookline.sinks.console_progress import RunProgress
+from hookline.training.loops import loop_progress
+from hookline.training.loops.loop_progress import NotebookBar
+
+
+def screen() -> Console:
+    return Console(file=io.StringIO(), width=110, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
+
+
+class Notebook:
+    """What ``IPython.display`` does: one output, updated in place."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.outputs = 0
+
+    def display(self, thing: str, *, display_id: bool) -> Any:
+        assert display_id
+        self.outputs += 1
+        self.shown.append(thing)
+        return SimpleNamespace(update=self.shown.append)
+
+    @staticmethod
+    def HTML(text: str) -> str:
+        return text
+
+
+class Ticks:
+    """A clock that moves on by a second each time it is asked: every step is drawn."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def shown_in(monkeypatch: pytest.MonkeyPatch, bar: Any) -> None:
+    monkeypatch.setattr(loop_progress, "_bar", lambda: bar)
+
+
+def test_a_terminal_shows_a_bar_with_the_loss(monkeypatch: pytest.MonkeyPatch):
+    """Steps of all epochs, the loss and the evaluation beside them."""
+    console = screen()
+    shown_in(monkeypatch, RunProgress(console, clock=Ticks()))
+    result = hl.epoch_loop(rich_experiment(), epochs=3, progress=True)
+    text = console.file.getvalue()
+    assert "15/15" in text
+    assert re.search(rf"loss {result.loss:.4g}  val_acc {result.metrics['val_acc']:.4g}", text)
+
+
+def test_no_thread_draws(monkeypatch: pytest.MonkeyPatch):
+    """A data loader forks its workers: a lock that a drawing thread held then would never be free in them."""
+    import threading
+
+    console, threads = screen(), []
+    shown_in(monkeypatch, RunProgress(console))
+    before = threading.active_count()
+    hl.epoch_loop(
+        rich_experiment(on_epoch_end=lambda *_: threads.append(threading.active_count())), epochs=1, progress=True
+    )
+    assert threads == [before]
+
+
+def test_a_notebook_shows_one_output_that_moves_on(monkeypatch: pytest.MonkeyPatch):
+    """Updated in place, with the loss; the last drawing has everything."""
+    notebook = Notebook()
+    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    result = hl.step_loop(rich_experiment(), steps=7, progress=True)
+    assert notebook.outputs == 1
+    assert [int(re.search(r'value="(\d+)"', html)[1]) for html in notebook.shown] == [*range(8), 7]
+    assert "7/7 steps · " in notebook.shown[-1]
+    assert f"loss {result.loss:.4g}" in notebook.shown[-1]
+
+
+def test_without_a_terminal_a_line_tells_the_end(capsys: pytest.CaptureFixture[str]):
+    """A log has to show where a run ended; no control codes."""
+    hl.step_loop(rich_experiment(), steps=4, progress=True)
+    out = capsys.readouterr().out
+    assert out.startswith("4/4 steps")
+    assert "\x1b" not in out
+
+
+def test_it_is_off_unless_asked_for(capsys: pytest.CaptureFixture[str]):
+    """Nothing is printed."""
+    hl.epoch_loop(rich_experiment(), epochs=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_epochs_are_counted_where_the_loader_has_no_length(monkeypatch: pytest.MonkeyPatch):
+    """Only the end of an epoch tells how many steps it had."""
+    notebook = Notebook()
+    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    x = torch.randn(8, 2)
+    model = nn.Linear(2, 1)
+    experiment = hl.Experiment(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), get_loader=lambda epoch: iter([(x, x[:, :1])] * 3)
+    )
+    hl.epoch_loop(experiment, epochs=2, progress=True)
+    assert "2/2 epochs" in notebook.shown[-1]
+
+
+def test_batches_that_make_one_step_count_as_one(monkeypatch: pytest.MonkeyPatch):
+    """Five batches by two are three steps."""
+    notebook = Notebook()
+    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    hl.epoch_loop(rich_experiment(accumulate=2), epochs=2, progress=True)
+    assert "6/6 steps" in notebook.shown[-1]
+
+
+def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    """Steps that an earlier process has made are done."""
+
+    def fail(epoch: int, metrics: Any) -> None:
+        if epoch == 1:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        hl.epoch_loop(rich_experiment(on_epoch_end=fail), epochs=3, checkpoints=hl.Checkpoints(tmp_path, every=1))
+    notebook = Notebook()
+    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    hl.epoch_loop(
+        rich_experiment(on_epoch_end=lambda *_: None),
+        epochs=3,
+        checkpoints=hl.Checkpoints(tmp_path, every=1),
+        resume=True,
+        progress=True,
+    )
+    assert "5/15 steps" in notebook.shown[0]
+    assert "15/15 steps" in notebook.shown[-1]
+
+
+def test_an_error_of_the_run_leaves_the_bar_and_reads_no_figure(monkeypatch: pytest.MonkeyPatch):
+    """After an error of the device, reading the loss would raise another in its place."""
+    notebook = Notebook()
+    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+
+    class Unreadable(torch.Tensor):
+        def __float__(self) -> float:
+            raise AssertionError("the loss was read")
+
+    class Fails(hl.TrainingHook):
+        hook_points = {hl.HookPoint.POST_STEP}
+
+        def compute(self, ctx: hl.RunDataContext) -> None:
+            raise RuntimeError("device-side assert")
+
+    def run(*hooks: Any) -> None:
+        experiment = rich_experiment(train_step=lambda batch: torch.ones(()).as_subclass(Unreadable), scheduler=None)
+        hl.step_loop(experiment, steps=3, snapshot_every=0, progress=True, manager=hl.HookManager(hooks=hooks))
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        run(Fails)
+    assert "0/3 steps" in notebook.shown[-1]
+    with pytest.raises(AssertionError, match="the loss was read"):  # else this test could not fail
+        run()
+
+
+def test_the_tool_and_its_trainer_show_it_as_well(monkeypatch: pytest.MonkeyPatch):
+    """``TrainTool(progress=True)``, ``trainer.train(progress=True)``."""
+    notebook = Notebook()
+    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    trainer = hl.metta.TrainTool(progress=True, epochs=2).invoke()
+    assert "16/16 steps" in notebook.shown[-1]
+    trainer.train(1, progress=True)
+    assert "8/8 steps" in notebook.shown[-1]
+
+
+def test_something_else_than_yes_or_no_is_refused():
+    """Before anything is trained."""
+    with pytest.raises(hl.errors.OptionError, match="progress= is True or False; got a str"):
+        hl.epoch_loop(rich_experiment(), epochs=1, progress="tqdm")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_run_that_is_shown_is_the_run_that_is_not(monkeypatch: pytest.MonkeyPatch, loop: str):
+    """Weights, buffers, gradients, optimizer, scheduler and random streams, bit for bit; drawing at every step."""
+
+    def left(progress: bool, spoil: bool = False) -> dict[str, torch.Tensor]:
+        shown_in(monkeypatch, RunProgress(screen(), clock=Ticks()))
+        extra = {"should_stop": lambda *_: bool(torch.rand(()) < 0)} if spoil else {}
+        experiment = rich_experiment(**extra)
+        if loop == "epoch":
+            hl.epoch_loop(experiment, epochs=5, progress=progress)
+        else:
+            hl.step_loop(experiment, steps=25, snapshot_every=5, progress=progress)
+        return left_by(experiment)
+
+    assert differences(left(True), left(False)) == []
+    assert differences(left(True, spoil=True), left(False)) != []

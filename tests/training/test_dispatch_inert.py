@@ -1,0 +1,237 @@
+"""A run with hooks ends as one without: weights, optimizer state and all random streams, to the last bit."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_hooks import intervention, observer
+from helpers_training import differences, plain_step, train
+
+from hookline.errors import HooklineWarning
+from hookline.guard.guard import Guard
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
+from hookline.sinks.memory_sink import MemorySink
+from hookline.training.manager import HookManager
+from hookline.training.training_hook import TrainingHook
+
+PRE_STEP, POST_STEP = HookPoint.PRE_STEP, HookPoint.POST_STEP
+
+
+def run(step):
+    """Train 24 steps whose inputs depend on every random stream; what is left of the run, streams included."""
+    random.seed(0)
+    np.random.seed(0)
+
+    def noisy(model, x, target):
+        step(model, x + random.random() + np.random.randn() + np.random.rand(), target)
+
+    left = train(noisy, steps=24)
+    left["python"] = torch.tensor([random.random() for _ in range(8)], dtype=torch.float64)
+    left["numpy"] = torch.from_numpy(np.random.randn(8))
+    return left
+
+
+def draw(number):
+    """What ten observers do to the random streams, each something else."""
+    kinds = [
+        lambda: torch.rand(number + 1),
+        lambda: torch.randperm(7),
+        lambda: torch.manual_seed(number),
+        lambda: np.random.randn(number + 1),
+        lambda: np.random.seed(number),
+        lambda: np.random.permutation(5),
+        lambda: random.random(),
+        lambda: random.seed(number),
+        lambda: random.shuffle(list(range(9))),
+        lambda: torch.svd_lowrank(torch.rand(8, 8), q=2),
+    ]
+    return kinds[number]
+
+
+def observed(manager):
+    """A step with a manager by hand."""
+
+    def step(model, x, target):
+        manager.advance_step()
+        manager.fire(PRE_STEP, lambda: RunDataContext(PRE_STEP, 0, model=model))
+        loss = F.cross_entropy(model(x), target)
+        loss.backward()
+        manager.fire(POST_STEP, lambda: RunDataContext(POST_STEP, 0, model=model, loss=loss))
+        manager.flush_step_metrics(0)
+
+    return step
+
+
+def hooks(**attributes):
+    """Ten observers that draw."""
+
+    def act(number):
+        def do(ctx):
+            draw(number)()
+            return {"norm": ctx.model[0].weight.norm(), "loss": ctx.loss}
+
+        return do
+
+    return [observer(f"hook{n}", PRE_STEP, POST_STEP, do=act(n), **attributes) for n in range(10)]
+
+
+def test_ten_observers_that_draw_random_numbers_leave_the_run_as_it_is():
+    """torch, NumPy and Python, before and after each step."""
+    sink = MemorySink()
+    assert differences(run(plain_step), run(observed(HookManager(hooks=hooks(), sinks=[sink])))) == []
+    assert len(sink.series("hook9/norm")) == 48
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_each_of_them_would_be_noticed(number):
+    """The negative control: a hook that wrongly calls itself pure changes the run."""
+    (liar,) = [hook for hook in hooks(pure=True) if hook.name == f"hook{number}"]
+    assert differences(run(plain_step), run(observed(HookManager(hooks=[liar])))) != []
+
+
+def test_streams_are_not_touched_for_hooks_that_are_pure(monkeypatch):
+    """Nothing is saved that nothing can have moved; one that is not pure is enough."""
+    kept = []
+
+    class Noted:
+        def __init__(self, **options):
+            kept.append(options)
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *exc_info):
+            pass
+
+    monkeypatch.setattr("hookline.training.firing.hook_rng", Noted)
+    ctx = RunDataContext(POST_STEP, 0)
+    pure, plain = observer("pure", POST_STEP, pure=True), observer("plain", POST_STEP)
+    HookManager(hooks=[pure]).fire(POST_STEP, ctx)
+    assert kept == []
+    pure.manager = None
+    HookManager(hooks=[pure, plain]).fire(POST_STEP, ctx)
+    assert len(kept) == 1
+
+
+class NoGuard:
+    """Undoes nothing: what a manager would be without its guard."""
+
+    def save(self, scopes, *, batch=None):
+        pass
+
+    def release(self):
+        pass
+
+    @contextmanager
+    def protecting(self, name, scope):
+        yield None
+
+
+def wreck(run_ctx, model_ctx):
+    """Train, perturb, switch modes, draw; leave all of it behind, and sometimes raise."""
+    model = model_ctx.model
+    F.cross_entropy(model(torch.randn(12, 6)), torch.randint(3, (12,))).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.grad, alpha=0.1)
+    model.eval()
+    random.random()
+    np.random.rand()
+    if run_ctx.step % 3 == 0:
+        raise ValueError("no")
+    return {"bias": model[0].bias[0]}
+
+
+def intervened(manager, make_guard):
+    """A step with interventions between forward and backward, and after it."""
+
+    def step(model, x, target):
+        tools = SimpleNamespace(model=model, guard=make_guard(model))
+        manager.advance_step()
+        loss = F.cross_entropy(model(x), target)
+        for point in (PRE_STEP, POST_STEP):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", HooklineWarning)
+                manager.fire(point, RunDataContext(point, 0, step=manager.global_step, model=model), tools)
+            if point is PRE_STEP:
+                loss.backward()
+
+    return step
+
+
+def test_interventions_between_forward_and_backward_and_after_leave_the_run_as_it_is():
+    """Though they train, perturb, draw and raise."""
+    manager = HookManager(hooks=[intervention("wreck", PRE_STEP, POST_STEP, do=wreck)], on_error="warn")
+    assert differences(run(plain_step), run(intervened(manager, Guard))) == []
+    assert manager.fired["wreck"] == 48
+    assert manager.hook_errors == {"wreck": 16}
+
+
+def test_the_same_interventions_without_a_guard_would_be_noticed():
+    """The negative control; after the backward alone, since before it torch itself objects."""
+    manager = HookManager(hooks=[intervention("wreck", POST_STEP, do=wreck)], on_error="warn")
+    changed = differences(run(plain_step), run(intervened(manager, lambda model: NoGuard())))
+    assert "weight 0.weight" in changed
+
+
+class Random(TrainingHook):
+    """Draws wherever it is called."""
+
+    hook_points = {POST_STEP}
+    needs_reference_weights = True
+
+    def __init__(self):
+        self.draw()
+
+    def draw(self, *args, **kwargs):
+        torch.rand(1)
+        np.random.rand()
+        random.random()
+
+    compute = reset = set_run_context = set_reference_weights = load_state_dict = draw
+
+    def state_dict(self):
+        return {"something": 1}
+
+
+def test_hooks_may_draw_whenever_the_manager_calls_them():
+    """When they are made, reset, told of the run, given reference weights, or loaded."""
+
+    def streams():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]
+
+    before = streams()
+    manager = HookManager(hooks=[Random], reference_weights={})
+    manager.reset_all()
+    manager.set_run_context(strategy="s")
+    manager.load_state_dict(manager.state_dict())
+    manager.advance_step()
+    manager.fire(POST_STEP, RunDataContext(POST_STEP, 0))
+    assert streams() == before
+    manager.get_hook("Random").draw()
+    assert all(one != other for one, other in zip(streams(), before, strict=True))
+
+
+def test_an_observer_that_goes_through_the_loader_leaves_its_order_alone():
+    """The generator of a loader is a random stream of the run too."""
+    orders = []
+    for look in (False, True):
+        data = torch.utils.data.TensorDataset(torch.arange(6))
+        loader = torch.utils.data.DataLoader(data, shuffle=True, generator=torch.Generator().manual_seed(3))
+        hook = observer("a", do=lambda ctx: list(ctx.loader) and None)
+        manager = HookManager(hooks=[hook])
+        order = []
+        for epoch in range(3):
+            order += [int(batch) for (batch,) in loader]
+            if look:
+                manager.fire(HookPoint.POST_EPOCH, RunDataContext(HookPoint.POST_EPOCH, epoch, loader=loader))
+        orders.append(order)
+    assert orders[0] == orders[1]

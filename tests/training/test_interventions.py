@@ -1,0 +1,448 @@
+"""Interventions: after the observers, one save for all, a restore after each, and what happens when one raises."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers_hooks import context, fire, intervention, observer
+from torch import nn
+
+from hookline.errors import GuardError, HooklineWarning, LifecycleError, OptionError
+from hookline.guard.guard import Guard
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_phase import phase
+from hookline.sinks.memory_sink import MemorySink
+from hookline.training.manager import HookManager
+from hookline.training.training_hook import InterventionHook
+
+POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
+
+
+class Training:
+    """A model that has made a step, with its guard."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.step()
+        self.guard = Guard(self.model, self.optimizer, self.scheduler)
+        self.model_ctx = SimpleNamespace(guard=self.guard, model=self.model)
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 3)).sum().backward()
+        self.optimizer.step()
+
+    def state(self):
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "grads": [parameter.grad for parameter in self.model.parameters()],
+            "random": torch.get_rng_state(),
+            "training": [module.training for module in self.model.modules()],
+        }
+        return copy.deepcopy(parts)
+
+    def wreck(self, *_):
+        """Everything that an intervention may do and must not leave behind."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(999.0)
+        self.step()
+        self.scheduler.step()
+        self.model.eval()
+        return {"weight": self.model[0].weight[0, 0], "lr": self.optimizer.param_groups[0]["lr"]}
+
+
+@pytest.fixture
+def training():
+    return Training()
+
+
+def same(one, other):
+    """To the last bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_everything_is_as_before_and_the_metrics_are_of_the_intervention(training):
+    """Weights of 999, a step of optimizer and scheduler, evaluation mode: none of it stays, but the run saw them."""
+    before = training.state()
+    manager = HookManager(hooks=[intervention("wreck", do=training.wreck)])
+    metrics = fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    assert same(training.state(), before)
+    assert metrics["wreck/weight"] > 900
+    assert metrics["wreck/lr"] == pytest.approx(0.001)
+
+
+def test_the_comparison_would_notice(training):
+    """The negative control: without a manager the same intervention is seen in every part."""
+    before = training.state()
+    training.wreck()
+    after = training.state()
+    assert [name for name in before if same(before[name], after[name])] == []
+
+
+def test_one_save_for_any_number_of_interventions_and_each_starts_from_the_true_state(training):
+    """The second does not see what the first has done."""
+    seen = []
+
+    def look(run_ctx, model_ctx):
+        seen.append(training.model[0].weight[0, 0].item())
+        training.wreck()
+
+    manager = HookManager(hooks=[intervention(name, do=look) for name in "abc"])
+    weight = training.model[0].weight[0, 0].item()
+    fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    assert seen == [weight] * 3
+    assert training.guard.num_saves == 1
+
+
+def test_at_other_points_an_intervention_observes_and_nothing_is_saved(training):
+    """Only ``intervention_points`` cost a save, and a model context."""
+    calls = []
+
+    class Both(InterventionHook):
+        hook_points = {POST_EPOCH, SNAPSHOT}
+        intervention_points = {SNAPSHOT}
+
+        def compute(self, ctx):
+            calls.append("compute")
+
+        def intervene(self, run_ctx, model_ctx):
+            calls.append("intervene")
+
+    def never():
+        raise AssertionError("a model context was made")
+
+    manager = HookManager(hooks=[Both()])
+    fire(manager, POST_EPOCH, model_ctx=never)
+    assert training.guard.num_saves == 0
+    assert (manager.has_interventions_at(POST_EPOCH), manager.has_interventions_at(SNAPSHOT)) == (False, True)
+    fire(manager, SNAPSHOT, model_ctx=lambda: training.model_ctx)
+    assert calls == ["compute", "intervene"]
+    assert training.guard.num_saves == 1
+
+
+def test_observers_run_first_and_interventions_read_their_metrics_of_this_firing(training):
+    """Whatever the order in which they were given."""
+    seen = []
+    number = iter(range(10))
+
+    class Reads(InterventionHook):
+        hook_points = {POST_EPOCH}
+
+        def intervene(self, run_ctx, model_ctx):
+            seen.append((self.manager.get_last_metrics(), phase()))
+            return {"y": 1}
+
+    manager = HookManager(hooks=[Reads(), observer("a", do=lambda ctx: {"x": next(number)})])
+    for expected in range(2):
+        metrics = fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+        assert metrics == {"a/x": expected, "Reads/y": 1}
+        assert seen[-1] == ({"a/x": expected}, "intervention")
+
+
+def test_receipts_say_what_was_touched_and_put_back(training):
+    """Per hook, of the last firing."""
+    manager = HookManager(hooks=[intervention("wreck", do=training.wreck), observer("a")])
+    fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    looked, wrecked = manager.receipts
+    assert (looked.hook, looked.scope, looked.touched) == ("a", "observes", ())
+    assert (wrecked.hook, wrecked.scope, wrecked.error) == ("wreck", "trains", "")
+    assert any("0.weight" in name for name in wrecked.touched)
+    assert set(wrecked.touched) == set(wrecked.restored)
+    assert wrecked.saved_bytes > 0
+    assert wrecked.seconds > 0
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), KeyboardInterrupt(), Stop()], ids=lambda error: type(error).__name__
+)
+def test_an_intervention_that_raises_leaves_nothing_behind_and_metrics_go_out(training, error):
+    """State first, then the metrics of the observers, then the error itself."""
+    sink = MemorySink()
+
+    def fail(run_ctx, model_ctx):
+        training.wreck()
+        raise error
+
+    done = []
+    hooks = [
+        observer("a", returns={"x": 1}),
+        intervention("b", do=lambda *_: {"y": 2}),
+        intervention("fails", do=fail),
+        intervention("after", do=lambda *_: done.append(1)),
+    ]
+    manager = HookManager(hooks=hooks, sinks=[sink])
+    before = training.state()
+    with pytest.raises(type(error)) as caught:
+        fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    assert caught.value is error
+    assert same(training.state(), before)
+    assert sink.latest == {"a/x": 1, "b/y": 2}
+    assert not done
+    assert phase() == "train"
+    assert [bool(receipt.error) for receipt in manager.receipts] == [False, False, True]
+    assert manager.get_last_metrics(POST_EPOCH) == {"a/x": 1, "b/y": 2}
+
+
+def failing(times=None, error=None):
+    """A hook that fails, at some of its firings."""
+    count = []
+    error = ValueError("no") if error is None else error
+
+    def fail(ctx):
+        count.append(1)
+        if times is None or len(count) in times:
+            raise error
+        return {"fine": len(count)}
+
+    return observer("fails", do=fail)
+
+
+def test_warn_says_it_once_and_the_hook_stays_on():
+    """It may recover."""
+    sink = MemorySink()
+    manager = HookManager(hooks=[failing(times={1, 2}), observer("a", returns={"x": 1})], sinks=[sink], on_error="warn")
+    with pytest.warns(HooklineWarning, match=r"'fails' raised ValueError: no; it stays on"):
+        fire(manager, POST_EPOCH)
+    assert fire(manager, POST_EPOCH) == {"a/x": 1}
+    assert fire(manager, POST_EPOCH) == {"fails/fine": 3, "a/x": 1}
+    assert manager.hook_errors == {"fails": 2}
+    assert len(sink.records) == 3
+
+
+def test_only_what_an_intervention_did_is_said_to_be_undone(training):
+    """Observers are trusted: nothing is saved for them. And a sentence has one full stop."""
+
+    def fail(run_ctx, model_ctx):
+        raise ValueError("No.")
+
+    manager = HookManager(hooks=[failing(), intervention("wrecks", do=fail)], on_error="warn")
+    with pytest.warns(HooklineWarning) as told:
+        fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    observed, intervened = (str(warning.message) for warning in told)
+    assert "undone" not in observed
+    assert "'wrecks' raised ValueError: No; what it did is undone, it stays on" in intervened
+
+
+def test_what_is_no_model_context_is_refused_before_anything_runs():
+    """A guard is what interventions cannot do without."""
+    hook = observer("a")
+    manager = HookManager(hooks=[hook, intervention("i")])
+    with pytest.raises(OptionError, match="takes a ModelDataContext as model_ctx=; got an object"):
+        fire(manager, POST_EPOCH, model_ctx=object())
+    assert hook.seen == []
+
+
+def test_disable_switches_the_hook_off_and_logs_it(caplog):
+    """Once; the plan says so, and nothing is computed for it any more."""
+    hook = failing()
+    hook.needs_grads = True
+    manager = HookManager(hooks=[hook, observer("a", returns={"x": 1})], on_error="disable")
+    assert manager.needs_grad_accumulation()
+    with caplog.at_level(logging.ERROR, "hookline"):
+        assert fire(manager, POST_EPOCH) == {"a/x": 1}
+        assert fire(manager, POST_EPOCH) == {"a/x": 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        "Hook 'fails' raised; it is switched off and the run goes on"
+    ]
+    assert len(hook.seen) == 1
+    assert manager.hook_errors == {"fails": 1}
+    assert not manager.needs_grad_accumulation()
+    assert "fails (switched off" in str(manager.plan())
+
+
+def test_an_intervention_under_warn_is_undone_and_the_next_one_runs(training):
+    """The run goes on from the true state."""
+
+    def fail(run_ctx, model_ctx):
+        training.wreck()
+        raise ValueError("no")
+
+    hooks = [intervention("fails", do=fail), intervention("b", do=lambda *_: {"y": training.model[0].weight[0, 0]})]
+    manager = HookManager(hooks=hooks, on_error="warn")
+    before = training.state()
+    with pytest.warns(HooklineWarning, match="'fails' raised"):
+        metrics = fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    assert metrics == {"b/y": training.model[0].weight[0, 0].item()}
+    assert same(training.state(), before)
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn", "disable"])
+def test_a_broken_declaration_always_stops_the_run(training, policy):
+    """Whatever the policy; hook and tensor are named, and observers' metrics go out."""
+    sink = MemorySink()
+
+    def writes(run_ctx, model_ctx):
+        with torch.no_grad():
+            training.model[0].weight.add_(1)
+
+    hooks = [observer("a", returns={"x": 1}), intervention("liar", do=writes, scope="reads")]
+    manager = HookManager(hooks=hooks, sinks=[sink], on_error=policy)
+    with pytest.raises(GuardError, match=r"'liar'.*0\.weight"):
+        fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    assert sink.latest == {"a/x": 1}
+
+
+@pytest.mark.parametrize("policy", ["warn", "disable"])
+def test_an_interrupt_is_never_passed_over(policy):
+    """Whatever the policy."""
+    manager = HookManager(hooks=[failing(error=KeyboardInterrupt())], on_error=policy)
+    with pytest.raises(KeyboardInterrupt):
+        fire(manager, POST_EPOCH)
+
+
+def test_an_unknown_policy_is_refused():
+    """With those there are."""
+    with pytest.raises(OptionError, match="'raise', 'warn', 'disable'; got 'ignore'"):
+        HookManager(on_error="ignore")
+
+
+def test_an_observer_that_raises_leaves_the_random_streams_alone():
+    """Also then."""
+
+    def draw(ctx):
+        torch.rand(3)
+        raise ValueError("no")
+
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="no"):
+        fire(HookManager(hooks=[observer("a", do=draw)]), POST_EPOCH)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- strict --------------------------------------------------------------------------------------------------
+
+
+def write_weight(ctx):
+    with torch.no_grad():
+        ctx.model[0].weight.add_(1)
+
+
+def write_buffer(ctx):
+    ctx.model(torch.randn(8, 3))
+
+
+def write_grad(ctx):
+    ctx.model[0].weight.grad.zero_()
+
+
+def drop_grad(ctx):
+    ctx.model[0].weight.grad = None
+
+
+def switch_mode(ctx):
+    ctx.model.eval()
+
+
+BREACHES = {
+    write_weight: "0.weight",
+    write_buffer: "1.num_batches_tracked",  # running_mean is written without its counter moving
+    write_grad: "0.weight",
+    drop_grad: "0.weight",
+    switch_mode: "training",
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES, ids=lambda breach: breach.__name__)
+@pytest.mark.parametrize("with_guard", [True, False])
+def test_strict_names_an_observer_that_changes_something(training, breach, with_guard):
+    """With the guard of the run, or with the model alone; whatever the error policy."""
+    manager = HookManager(hooks=[observer("quiet"), observer("meddler", do=breach)], strict=True, on_error="warn")
+    model_ctx = (lambda: training.model_ctx) if with_guard else None
+    with pytest.raises(GuardError, match=rf"'meddler' observes, and changed .*{BREACHES[breach]}"):
+        manager.fire(POST_EPOCH, context(model=training.model), model_ctx)
+
+
+@pytest.mark.parametrize("breach", BREACHES, ids=lambda breach: breach.__name__)
+def test_without_strict_an_observer_is_trusted(training, breach):
+    """The negative control: the check is what raises."""
+    HookManager(hooks=[observer("meddler", do=breach)]).fire(POST_EPOCH, context(model=training.model))
+
+
+def test_strict_holds_a_hook_to_its_promise_to_draw_nothing(training):
+    """One that has promised nothing may draw: the streams are put back."""
+
+    def draw(ctx):
+        torch.rand(1)
+
+    ctx = context(model=training.model)
+    HookManager(hooks=[observer("free", do=draw)], strict=True).fire(POST_EPOCH, ctx)
+    with pytest.raises(GuardError, match=r"'liar' observes, and changed .*random"):
+        HookManager(hooks=[observer("liar", do=draw, pure=True)], strict=True).fire(POST_EPOCH, ctx)
+
+
+def test_strict_without_a_model_checks_nothing():
+    """There is nothing to look at."""
+    assert fire(HookManager(hooks=[observer("a", returns={"x": 1})], strict=True), POST_EPOCH) == {"a/x": 1}
+
+
+def test_a_step_intervention_is_buffered_like_an_observer(training):
+    """Its metrics are those of the step."""
+    sink = MemorySink()
+    manager = HookManager(hooks=[intervention("a", POST_STEP, do=training.wreck)], sinks=[sink])
+    for _ in range(2):
+        manager.advance_step()
+        assert manager.has_active_step_interventions()
+        fire(manager, POST_STEP, model_ctx=training.model_ctx)
+    manager.flush_step_metrics(0)
+    assert sink.latest["a/weight"].steps == [0, 1]
+    assert all(value > 900 for value in sink.latest["a/weight"])
+
+
+def test_if_nothing_can_be_saved_no_intervention_runs_and_observers_metrics_go_out(training):
+    """Whatever the policy: that is not the fault of a hook."""
+    sink, done = MemorySink(), []
+
+    def full(scopes, *, batch=None):
+        raise torch.OutOfMemoryError("no room")
+
+    training.guard.save = full
+    hooks = [observer("a", returns={"x": 1}), intervention("b", do=lambda *_: done.append(1))]
+    manager = HookManager(hooks=hooks, sinks=[sink], on_error="disable")
+    before = training.state()
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    assert same(training.state(), before)
+    assert sink.latest == {"a/x": 1}
+    assert not done
+    assert manager.hook_errors == {}
+
+
+def test_an_intervention_inside_of_another_is_refused_and_both_are_undone(training):
+    """It would overwrite what the outer one is put back to; observers may be fired there."""
+
+    def outer(run_ctx, model_ctx):
+        training.wreck()
+        fire(manager, POST_STEP, model_ctx=model_ctx)
+        fire(manager, SNAPSHOT, model_ctx=model_ctx)
+
+    looks = observer("looks", POST_STEP)
+    manager = HookManager(hooks=[intervention("outer", do=outer), looks, intervention("inner", SNAPSHOT)])
+    before = training.state()
+    with pytest.raises(LifecycleError, match=r"'outer' fires SNAPSHOT, at which 'inner' intervenes"):
+        fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
+    assert same(training.state(), before)
+    assert len(looks.seen) == 1
+    fire(manager, SNAPSHOT, model_ctx=training.model_ctx)

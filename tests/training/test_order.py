@@ -1,0 +1,200 @@
+"""In which order hooks run, and the plan that says so."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from helpers_hooks import intervention, observer
+
+from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.schedule import StepSchedule
+from hookline.training.manager import HookManager
+
+POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
+
+
+def order(*hooks, point=POST_EPOCH):
+    return [row.hook for row in HookManager(hooks=hooks).plan().rows if row.point == point.name]
+
+
+def test_without_wishes_hooks_run_as_given_observers_first():
+    """Interventions after all observers, whatever was given first."""
+    assert order(intervention("i"), observer("b"), intervention("h"), observer("a")) == ["b", "a", "i", "h"]
+
+
+def test_a_higher_priority_goes_first_among_its_own():
+    """But no intervention before an observer."""
+    hooks = [observer("a"), observer("b", priority=2), observer("c", priority=-1), intervention("i", priority=9)]
+    assert order(*hooks) == ["b", "a", "c", "i"]
+
+
+@pytest.mark.parametrize("given", list(itertools.permutations("abcd")))
+def test_before_and_after_hold_in_whatever_order_hooks_are_given(given):
+    """Also against a priority."""
+    wishes = {
+        "a": {"after": ("c",), "priority": 5},
+        "b": {"before": "a"},
+        "c": {"after": ["d"]},
+        "d": {},
+    }
+    found = order(*(observer(name, **wishes[name]) for name in given))
+    assert sorted(found) == list("abcd")
+    for first, second in (("c", "a"), ("b", "a"), ("d", "c")):
+        assert found.index(first) < found.index(second)
+
+
+def test_a_circle_is_refused_when_the_manager_is_made():
+    """With the names in it and the point, but not those that merely wait for it."""
+    hooks = [observer("a", after=("b",)), observer("b", after=("c",)), observer("c", after=("a",)), observer("free")]
+    hooks += [observer("waits", after="a"), observer("waits too", after="waits")]
+    with pytest.raises(HookOrderError, match=r"'a', 'b', 'c' at POST_EPOCH cannot each run before the other"):
+        HookManager(hooks=hooks)
+
+
+def test_hooks_that_never_meet_make_no_circle():
+    """The order is a matter of each point."""
+    HookManager(hooks=[observer("a", POST_EPOCH, after=("b",)), observer("b", SNAPSHOT, after=("a",))])
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    """A typing error must not be a wish that is silently dropped."""
+    with pytest.raises(HookNameError, match=r"'a' asks to run after 'nroms', which is no hook. Did you mean 'norms'"):
+        HookManager(hooks=[observer("a", after=("nroms",)), observer("norms")])
+    with pytest.raises(HookOrderError, match="'a' asks to run before itself"):
+        HookManager(hooks=[observer("a", before=("a",))])
+
+
+def test_an_observer_cannot_wait_for_an_intervention():
+    """Observers always run first, so this is an error and not a circle."""
+    for hooks in (
+        [observer("a", after=("i",)), intervention("i")],
+        [observer("a"), intervention("i", before=("a",))],
+    ):
+        with pytest.raises(HookOrderError, match=r"'i' intervenes at POST_EPOCH and 'a' observes there"):
+            HookManager(hooks=hooks)
+
+
+def test_the_plan_prints_who_runs_where_when_and_what_it_needs():
+    """As a table, in the order of the loop."""
+    hooks = [
+        intervention("hessian", SNAPSHOT, needs_pre_epoch_state=True, scope="grads"),
+        observer("norms", needs_grads=True, loop_points={"epoch": {POST_EPOCH: (None, 49), SNAPSHOT: (50, None)}}),
+        observer("bursts", POST_STEP, step_schedule=StepSchedule("burst", stride=100, burst_length=3, warmup=200)),
+        observer("steps", loop_points={"step": {POST_STEP}}),
+    ]
+    assert str(HookManager(hooks=hooks, loop_type="epoch").plan()).splitlines() == [
+        "point          hook     does                when                           needs",
+        "POST_STEP   1  bursts   observes            3 of every 100 steps from 200  –",
+        "POST_EPOCH  1  norms    observes            up to epoch 49                 grads",
+        "SNAPSHOT    1  norms    observes            from epoch 50                  grads",
+        "SNAPSHOT    2  hessian  intervenes (grads)  always                         pre epoch state",
+        "left out: steps (its loop_points have nothing for the epoch loop)",
+    ]
+
+
+def test_a_plan_without_hooks_says_so():
+    """Rather than printing an empty table."""
+    assert str(HookManager().plan()) == "no hooks"
+
+
+def test_hooks_that_the_run_never_fires_are_named():
+    """Those that have some of their points are not."""
+    hooks = [observer("ends", POST_EPOCH), observer("both", POST_EPOCH, POST_STEP), observer("shots", SNAPSHOT)]
+    manager = HookManager(hooks=hooks)
+    assert manager.will_fire([POST_STEP, SNAPSHOT]) == (
+        "Hook 'ends' will not fire: it waits for POST_EPOCH, and the run fires POST_STEP, SNAPSHOT.",
+    )
+    assert manager.will_fire(HookPoint) == ()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("step_schedule", 50, r"step_schedule of hook 'a' is a StepSchedule.*; got 50\."),
+        ("priority", "high", r"priority of hook 'a' is a number; got 'high'\."),
+        ("loop_points", {POST_EPOCH}, r"loop_points of hook 'a' says for each loop"),
+        ("hook_points", None, r"Hook 'a' never fires: give it hook_points"),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_refused_when_the_manager_is_made(attribute, value, words):
+    """Not at the first step at which it matters."""
+    with pytest.raises(OptionError, match=words):
+        HookManager(hooks=[observer("a", **{attribute: value})], loop_type="epoch")
+
+
+def test_a_hook_that_has_loop_points_alone_waits_until_the_loop_is_known():
+    """A loop says it; whoever fires by hand without saying it is told, instead of nothing happening."""
+    hook = observer("a", returns={"x": 1}, loop_points={"epoch": {POST_EPOCH}}, hook_points=())
+    manager = HookManager(hooks=[hook])
+    assert "left out: a (its loop_points depend on the loop" in str(manager.plan())
+    for point in (POST_EPOCH, "POST_STEP"):
+        with pytest.raises(LifecycleError, match=r"'a' has loop_points and no hook_points.*loop_type"):
+            manager.fire(point, lambda: RunDataContext(POST_EPOCH, 0))
+    manager.set_loop_type("epoch")
+    assert manager.fire(POST_EPOCH, lambda: RunDataContext(POST_EPOCH, 0)) == {"a/x": 1}
+
+
+def test_a_schedule_of_ones_own_is_printed_as_it_prints():
+    """Whatever attributes it has."""
+
+    class Odd:
+        mode = "odd"
+
+        def is_active(self, step):
+            return step % 2 == 1
+
+        def __str__(self):
+            return "odd steps"
+
+    manager = HookManager(hooks=[observer("a", HookPoint.POST_STEP, step_schedule=Odd())])
+    assert [row.when for row in manager.plan().rows] == ["odd steps"]
+
+
+def test_a_hook_without_points_is_refused():
+    """It would never fire."""
+    hook = observer("a")
+    hook.hook_points = set()
+    with pytest.raises(OptionError, match="'a' never fires: give it hook_points"):
+        HookManager(hooks=[hook])
+
+
+# -- what loops ask ------------------------------------------------------------------------------------------
+
+
+def test_needs_are_those_of_the_hooks_at_the_points_in_question():
+    """Nothing is computed that no due hook asked for; not knowing the epoch, it may be due."""
+    hooks = [
+        observer("g", needs_grads=True, loop_points={"epoch": {POST_EPOCH: (10, None)}}),
+        intervention("p", SNAPSHOT, needs_pre_epoch_state=True),
+        observer("s", POST_STEP, needs_prev_step_grads=True, step_schedule=StepSchedule("stride", stride=3, warmup=3)),
+    ]
+    manager = HookManager(hooks=hooks, loop_type="epoch")
+    assert manager.needs_grad_accumulation()
+    assert [manager.needs_grad_accumulation_at(POST_EPOCH, epoch=e) for e in (None, 9, 10)] == [True, False, True]
+    assert not manager.needs_grad_accumulation_at(SNAPSHOT, POST_STEP)
+    assert manager.needs_pre_epoch_state()
+    assert manager.needs_pre_epoch_state_at(POST_EPOCH, SNAPSHOT)
+    assert not manager.needs_pre_epoch_state_at(POST_EPOCH)
+    assert manager.needs_prev_step_grads()
+    assert manager.needs_prev_step_grads_at(POST_STEP)
+    assert not manager.needs_prev_step_grads_at(POST_EPOCH)
+    asked = []
+    for _ in range(8):
+        manager.advance_step()
+        asked.append((manager.needs_prev_step_grads_this_step(), manager.has_active_step_hooks()))
+    assert asked == [(step in (3, 6),) * 2 for step in range(8)]
+    assert not manager.has_active_step_interventions()
+    assert manager.has_interventions()
+    assert manager.has_interventions_at(SNAPSHOT)
+    assert not manager.has_interventions_at(POST_EPOCH)
+
+
+def test_a_manager_without_hooks_needs_nothing():
+    """Asked anything."""
+    manager = HookManager()
+    asks = [name for name in dir(manager) if name.startswith(("needs_", "has_"))]
+    assert len(asks) == 12
+    assert not any(getattr(manager, name)() for name in asks)

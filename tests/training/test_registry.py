@@ -1,0 +1,364 @@
+"""Hooks by name: making them known, listing, selecting, making them."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+from helpers_waiting import PATIENCE
+
+from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
+from hookline.lifecycle.points import HookPoint
+from hookline.training.metric_info import MetricInfo
+from hookline.training.registry import HookRegistry
+from hookline.training.training_hook import DebugInterventionHook, InterventionHook, TrainingHook
+
+
+@pytest.fixture(autouse=True)
+def registry(own_registry):
+    return own_registry
+
+
+class Norms(TrainingHook):
+    """Lengths of gradients."""
+
+    name = "norms"
+    hook_points = {HookPoint.POST_EPOCH}
+    needs_grads = True
+
+    def __init__(self, order=2, *, scale=1.0):
+        self.order, self.scale = order, scale
+
+    def compute(self, ctx):
+        return {}
+
+
+class Hessian(InterventionHook):
+    name = "hessian"
+    description = "products with the Hessian"
+    hook_points = {HookPoint.SNAPSHOT}
+
+    def intervene(self, run_ctx, model_ctx):
+        return {}
+
+
+class Validator(DebugInterventionHook):
+    name = "validator"
+    hook_points = {HookPoint.SNAPSHOT}
+
+    def intervene(self, run_ctx, model_ctx):
+        return {}
+
+
+@pytest.fixture
+def three(registry):
+    for hook in (Norms, Hessian, Validator):
+        registry.register(hook)
+    return registry
+
+
+def test_register_gives_the_class_back_untouched_and_makes_no_hook(registry):
+    """As a decorator it must not run anybody's __init__."""
+
+    class Explosive(TrainingHook):
+        def __init__(self):
+            raise AssertionError("made")
+
+        def compute(self, ctx):
+            return {}
+
+    before = dict(vars(Explosive))
+    assert registry.register(Explosive) is Explosive
+    assert registry.register()(Explosive) is Explosive
+    assert registry.register("other")(Explosive) is Explosive
+    assert dict(vars(Explosive)) == before
+    assert registry.known() == ["Explosive", "other"]
+    with pytest.raises(AssertionError, match="made"):
+        registry.create("other")
+
+
+def test_a_hook_made_under_another_name_reports_under_it(registry):
+    """The name it is selected by is the name of its metrics."""
+    registry.register("lengths")(Norms)
+    (hook,) = registry.create(["lengths"])
+    assert hook.name == "lengths"
+    assert Norms.name == "norms"
+
+
+def test_a_hook_without_a_name_is_named_after_its_class(registry):
+    """Also one derived from a hook that has a name: it is another hook."""
+
+    class Plain(Norms):
+        pass
+
+    registry.register(Plain)
+    assert registry.known() == ["Plain"]
+
+
+def test_the_same_class_again_replaces_and_another_is_an_error(registry):
+    """A notebook cell may run twice; two hooks may not share a name."""
+
+    def make():
+        class Cell(TrainingHook):
+            name = "cell"
+
+            def compute(self, ctx):
+                return {}
+
+        return Cell
+
+    first, second = make(), make()
+    registry.register(first)
+    registry.register(second)
+    assert registry.get("cell") is second
+    with pytest.raises(HookNameError, match=r"'cell' is taken by .*Cell.*Norms.*another"):
+        registry.register("cell")(Norms)
+    assert registry.get("cell") is second
+
+
+@pytest.mark.parametrize(
+    "thing", [Norms(), 3, int, lambda: None], ids=["an object", "a number", "a type", "a function"]
+)
+def test_what_is_no_hook_class_is_refused(registry, thing):
+    """With what is needed."""
+    with pytest.raises(HookSignatureError, match="class derived from TrainingHook"):
+        registry.register()(thing)
+
+
+def test_a_hook_that_cannot_be_called_is_refused_when_registered(registry):
+    """Its own signature is in the message."""
+
+    class TakesState(TrainingHook):
+        def compute(self, ctx, model_state):
+            return {}
+
+    class SaysNothing(TrainingHook):
+        pass
+
+    class DoesNothing(InterventionHook):
+        pass
+
+    for hook, words in (
+        (TakesState, r"TakesState\.compute\(self, ctx, model_state\).*compute\(self, ctx\).*model_state"),
+        (SaysNothing, r"SaysNothing has to say what it observes: define compute"),
+        (DoesNothing, r"DoesNothing has to say what it does: define intervene"),
+    ):
+        with pytest.raises(HookSignatureError, match=words):
+            registry.register(hook)
+    assert registry.known() == []
+
+
+def test_lists_leave_debug_hooks_out(three):
+    """Registration order; what is for debugging has a list of its own."""
+    assert three.list_all() == ["norms", "hessian"]
+    assert three.list_observers() == ["norms"]
+    assert three.list_interventions() == ["hessian"]
+    assert three.list_debug() == ["validator"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "names"),
+    [
+        ([], []),
+        (["all"], ["norms", "hessian"]),
+        ("all", ["norms", "hessian"]),
+        (["observers"], ["norms"]),
+        (["interventions"], ["hessian"]),
+        (["all", "with_debug"], ["norms", "hessian", "validator"]),
+        (["validator"], ["validator"]),
+        (["hessian", "all", "hessian"], ["hessian", "norms"]),
+    ],
+)
+def test_tokens_stand_for_hooks_each_once_in_order(three, tokens, names):
+    """Debug hooks come by name or by "with_debug" alone."""
+    assert three.resolve(tokens) == names
+
+
+def test_a_group_stands_for_its_hooks(three):
+    """Beside others, without repeating any."""
+    three.add_group("minimal", ["norms"])
+    three.add_group("none", [])
+    assert three.resolve(["none"]) == []
+    assert three.resolve(["hessian", "minimal", "norms"]) == ["hessian", "norms"]
+
+
+def test_an_unknown_hook_is_an_error_that_lists_the_known(three):
+    """In the source's words, with the nearest."""
+    with pytest.raises(ValueError, match=re.escape("Unknown hook: 'norm'. Did you mean 'norms'?")) as caught:
+        three.resolve(["norm"])
+    assert isinstance(caught.value, HookNameError)
+    assert str(caught.value).endswith("Available: norms, hessian, validator.")
+
+
+def test_hooks_are_made_with_their_configuration(three):
+    """Each with its own."""
+    norms, hessian = three.create(["norms", "hessian"], {"norms": {"order": 1, "scale": 0.5}})
+    assert (norms.order, norms.scale) == (1, 0.5)
+    assert type(hessian) is Hessian
+
+
+def test_an_argument_that_a_hook_does_not_take_is_named(three):
+    """With those it takes."""
+    with pytest.raises(OptionError, match=r"'norms' takes no 'oder'; it takes order, scale"):
+        three.create("norms", {"norms": {"oder": 1}})
+    with pytest.raises(OptionError, match=r"'hessian' takes no 'x'; it takes no arguments"):
+        three.create("hessian", {"hessian": {"x": 1}})
+    with pytest.raises(HookNameError, match="config is for 'hessian', which is not among the hooks norms"):
+        three.create("norms", {"hessian": {}})
+
+
+def test_info_says_what_each_hook_is(three):
+    """Debug hooks included; the description falls back to the docstring."""
+    info = three.get_all_info()
+    assert info["norms"] == {
+        "kind": "observer",
+        "description": "Lengths of gradients.",
+        "debug": False,
+        "hook_points": ["POST_EPOCH"],
+        "needs": ["needs_grads"],
+    }
+    assert info["hessian"]["description"] == "products with the Hessian"
+    assert info["hessian"]["kind"] == "intervention"
+    assert info["validator"]["debug"] is True
+
+
+def test_info_has_the_points_however_they_are_declared(registry):
+    """One alone, by loop, or worked out by each object, which is not known before there is one."""
+
+    class Base(TrainingHook):
+        def compute(self, ctx):
+            return {}
+
+    @registry.register
+    class One(Base):
+        hook_points = HookPoint.POST_EPOCH
+
+    @registry.register
+    class ByLoop(Base):
+        loop_points = {"epoch": {HookPoint.POST_EPOCH: (3, None)}, "step": ["SNAPSHOT"]}
+
+    @registry.register
+    class Own(Base):
+        @property
+        def hook_points(self):
+            return {HookPoint.PRE_STEP}
+
+    found = {name: info["hook_points"] for name, info in registry.get_all_info().items()}
+    assert found == {"One": ["POST_EPOCH"], "ByLoop": ["POST_EPOCH", "SNAPSHOT"], "Own": []}
+
+
+def test_metrics_are_described_by_the_hook(registry):
+    """Name, meaning, formula; a hook that says nothing has nothing to show."""
+
+    @registry.register
+    class Described(Norms):
+        def describe_metrics(self):
+            return [MetricInfo("norm", "length of the gradient", formula=f"‖g‖_{self.order}")]
+
+    registry.register(Norms)
+    assert registry.describe("Described") == [MetricInfo("norm", "length of the gradient", "‖g‖_2")]
+    assert registry.describe("norms") == []
+
+
+def test_a_path_is_imported_when_the_hook_is_asked_for(registry, monkeypatch):
+    """Naming a built-in hook costs nothing."""
+    registry.register_path("elsewhere", "made_up_module_of_hooks:Norms")
+    assert registry.known() == ["elsewhere"]
+    module = types.ModuleType("made_up_module_of_hooks")
+    module.Norms = Norms
+    monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", module)
+    assert registry.get("elsewhere") is Norms
+
+
+def test_names_stay_in_the_order_they_were_made_known_in(registry, monkeypatch):
+    """Whichever was loaded first."""
+    module = types.SimpleNamespace(Norms=Norms, Hessian=Hessian)
+    monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", module)
+    registry.register_path("norms", "made_up_module_of_hooks:Norms")
+    registry.register_path("hessian", "made_up_module_of_hooks:Hessian")
+    registry.get("hessian")
+    assert registry.known() == registry.list_all() == ["norms", "hessian"]
+
+
+def test_two_threads_may_ask_for_a_hook_at_once(registry, monkeypatch):
+    """While one imports the module, which takes a while, the other waits for the same class."""
+    inside, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(types.ModuleType):
+        def __getattr__(self, name):
+            inside.set()
+            assert may_go_on.wait(PATIENCE)
+            return Norms
+
+    monkeypatch.setitem(sys.modules, "my_slow_hooks", Slow("my_slow_hooks"))
+    registry.register_path("norms", "my_slow_hooks:Norms")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(registry.get, "norms")
+        assert inside.wait(PATIENCE)
+        second = pool.submit(registry.get, "norms")
+        wait([second], timeout=0.2)  # on the old code it has failed by now
+        may_go_on.set()
+        assert first.result() is second.result() is Norms
+
+
+def test_a_name_that_is_taken_by_a_path_or_a_word_is_refused(registry):
+    """Whoever selects it would get something else."""
+    registry.register_path("norms", "made_up_module_of_hooks:Norms")
+    with pytest.raises(HookNameError, match="'norms' is taken by made_up_module_of_hooks:Norms"):
+        registry.register(Norms)
+    with pytest.raises(HookNameError, match="'all' is taken by a word that stands for several hooks"):
+        registry.register("all")(Hessian)
+    registry.add_group("both", ["hessian", "norms"])
+    with pytest.raises(HookNameError, match="'both' is taken"):
+        registry.register("both")(Hessian)
+    for name in ("observers", "norms"):
+        with pytest.raises(HookNameError, match=f"{name!r} is taken, so it cannot stand for a group"):
+            registry.add_group(name, ["hessian"])
+
+
+def test_a_path_that_cannot_be_imported_yet_may_be_later(registry, monkeypatch):
+    """And the error is the one of the import."""
+    registry.register_path("elsewhere", "made_up_module_of_hooks:Norms")
+    with pytest.raises(ModuleNotFoundError):
+        registry.get("elsewhere")
+    monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", types.SimpleNamespace(Norms=Norms))
+    assert registry.get("elsewhere") is Norms
+
+
+def test_a_group_of_one_may_be_given_as_a_name(three):
+    """A word is no list of letters."""
+    three.add_group("one", "norms")
+    assert three.resolve("one") == ["norms"]
+
+
+class EntryPoint:
+    """What ``importlib.metadata`` finds of another package."""
+
+    def __init__(self, name, value):
+        self.name, self.value = name, value
+
+    def load(self):
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def test_hooks_of_other_packages_are_found_by_their_entry_points(registry, monkeypatch):
+    """One whose package is broken does not keep the others from being listed."""
+    found = [EntryPoint("theirs", Norms), EntryPoint("broken", ImportError("no such thing"))]
+    monkeypatch.setattr(HookRegistry, "_entry_points", None)
+    monkeypatch.setattr(
+        "hookline.training.registry.entry_points", lambda group: found if group == "hookline.hooks" else []
+    )
+    assert registry.get("theirs") is Norms
+    with pytest.raises(ImportError, match="no such thing"):
+        registry.get("broken")
+    with pytest.warns(HooklineWarning, match="'broken' cannot be loaded .*no such thing"):
+        assert registry.list_all() == ["theirs"]
+    assert registry.list_all() == ["theirs"]
+    with pytest.raises(HookNameError, match=r"'broken' cannot be loaded .*no such thing"):
+        registry.get("broken")
