@@ -18,7 +18,7 @@ from hookline import training as training
 from hookline.errors import HooklineError as HooklineError
 from hookline.errors import HooklineWarning as HooklineWarning
 from hookline.guard.model_context import ModelDataContext as ModelDataContext
-from hookline.guard.rollback import rollback as rollback
+from hookline.guard.undo import rollback as rollback
 from hookline.lifecycle.points import HookPoint as HookPoint
 from hookline.lifecycle.run_context import RunDataContext as RunDataContext
 from hookline.lifecycle.schedule import StepSchedule as StepSchedule
@@ -65,3 +65,5 @@ from hookline.training.training_hook import InterventionHook as InterventionHook
 from hookline.training.training_hook import TrainingHook as TrainingHook
 
 __version__: str
+
+__all__: list[str]

@@ -17,7 +17,7 @@ from hookline.errors import GuardError, OptionError
 from hookline.guard import run_part as part
 from hookline.guard import tensor_copies as copies
 from hookline.guard.guard import Guard
-from hookline.guard.rollback import rollback
+from hookline.guard.undo import rollback
 
 
 class _Stop(Exception):

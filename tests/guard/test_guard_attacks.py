@@ -23,7 +23,7 @@ from hookline.guard import tensor_copies as copies
 from hookline.guard.guard import Guard
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.pre_epoch import PreEpochState
-from hookline.guard.rollback import rollback
+from hookline.guard.undo import rollback
 
 X = torch.ones(1, 3)
 

@@ -12,7 +12,7 @@ from torch import nn
 from hookline.errors import GuardError
 from hookline.guard.guard import Guard
 from hookline.guard.model_context import ModelDataContext
-from hookline.guard.rollback import rollback
+from hookline.guard.undo import rollback
 from hookline.sites import _torch
 
 

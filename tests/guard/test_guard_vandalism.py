@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from hookline.guard.guard import Guard
-from hookline.guard.rollback import rollback
+from hookline.guard.undo import rollback
 from hookline.guard.torch_switches import Switches
 
 

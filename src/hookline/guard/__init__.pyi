@@ -2,4 +2,6 @@
 
 from hookline.guard.guard import Guard as Guard
 from hookline.guard.model_context import ModelDataContext as ModelDataContext
-from hookline.guard.rollback import rollback as rollback
+from hookline.guard.undo import rollback as rollback
+
+__all__: list[str]

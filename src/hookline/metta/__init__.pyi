@@ -23,3 +23,5 @@ from hookline.metta.train_tool import TrainTool as TrainTool
 from hookline.metta.trainer import Trainer as Trainer
 from hookline.metta.weight_stats import compute_dead_neuron_stats as compute_dead_neuron_stats
 from hookline.metta.weight_stats import compute_saturated_activation_stats as compute_saturated_activation_stats
+
+__all__: list[str]

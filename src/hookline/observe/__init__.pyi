@@ -6,3 +6,5 @@ from hookline.observe.patch.patch import Patch as Patch
 from hookline.observe.profile.profile import Profile as Profile
 from hookline.observe.profile.profile import ProfileRow as ProfileRow
 from hookline.observe.watch.watch import Watch as Watch
+
+__all__: list[str]

@@ -2,3 +2,5 @@
 
 from hookline.sglang.model_runner import ModelRunner as ModelRunner
 from hookline.sglang.server_args import ServerArgs as ServerArgs
+
+__all__: list[str]

@@ -16,3 +16,5 @@ from hookline.sinks.replay_log import replay as replay
 from hookline.sinks.sink import MetricSink as MetricSink
 from hookline.sinks.tensorboard_sink import TensorBoardSink as TensorBoardSink
 from hookline.sinks.wandb_sink import WandbSink as WandbSink
+
+__all__: list[str]

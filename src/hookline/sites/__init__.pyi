@@ -9,3 +9,5 @@ from hookline.sites.optimizers.optimizer_hooks import OptimizerSite as Optimizer
 from hookline.sites.receipt import Receipt as Receipt
 from hookline.sites.site import Site as Site
 from hookline.sites.tensors.saved_tensors import SavedTensors as SavedTensors
+
+__all__: list[str]

@@ -17,3 +17,5 @@ from hookline.training.registry import HookRegistry as HookRegistry
 from hookline.training.training_hook import DebugInterventionHook as DebugInterventionHook
 from hookline.training.training_hook import InterventionHook as InterventionHook
 from hookline.training.training_hook import TrainingHook as TrainingHook
+
+__all__: list[str]

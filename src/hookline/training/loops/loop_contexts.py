@@ -16,7 +16,7 @@ from hookline.guard.guard import Guard
 from hookline.guard.loaders import again, private_generator
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.pre_epoch import PreEpochState
-from hookline.guard.rollback import rollback
+from hookline.guard.undo import rollback
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.run_phase import in_phase
 from hookline.training.loops.extra_state import Attributes, Belongings
