@@ -8,9 +8,23 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers_products import cases
 
 if TYPE_CHECKING:
     from hookline.training.registry import HookRegistry
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--full-products``: every combination of the axes of a ``product`` marker, not only every pair."""
+    parser.addoption("--full-products", action="store_true", help="run every combination, not only every pair")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make the cases of ``@pytest.mark.product(kind=KINDS, mode=MODES)``."""
+    for mark in metafunc.definition.iter_markers("product"):
+        strength = mark.args[0] if mark.args else 2
+        found = cases(mark.kwargs, strength, full=metafunc.config.getoption("--full-products"))
+        metafunc.parametrize(tuple(mark.kwargs), found)
 
 
 def pytest_configure() -> None:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import hookline as hl
 from hookline.guard.guard import Guard
-from hookline.guard.undo import rollback
 from hookline.guard.torch_switches import _SWITCHES
+from hookline.guard.undo import rollback
 
 
 @dataclass

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from hookline.guard.guard import Guard
-from hookline.guard.undo import rollback
 from hookline.guard.torch_switches import Switches
+from hookline.guard.undo import rollback
 
 
 class _Net(nn.Module):
