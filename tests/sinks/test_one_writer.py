@@ -11,15 +11,15 @@ from helpers_sinks import Slow, record
 
 import hookline as hl
 from hookline.errors import OptionError
+from hookline.file_lock import take_lock
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.file_lock import taken_guard
 from hookline.sinks.record_log import RecordLog, read_log
 
 OTHER = """
 import sys
 from pathlib import Path
-from hookline.sinks.file_lock import taken_guard
-print(taken_guard(Path(sys.argv[1])) is not None)
+from hookline.file_lock import take_lock
+print(take_lock(Path(sys.argv[1])) is not None)
 """
 
 
@@ -67,7 +67,7 @@ def test_no_lock_is_left(tmp_path):
 def test_a_lock_that_is_taken_away_while_one_waits_is_none(tmp_path):
     """Who has opened the file just before it went holds nothing: the next one must not find the way free as well."""
     path = tmp_path / "a.lock"
-    real_open, guards = os.open, [taken_guard(path)]
+    real_open, guards = os.open, [take_lock(path)]
 
     def late(*arguments):
         file = real_open(*arguments)
@@ -76,9 +76,9 @@ def test_a_lock_that_is_taken_away_while_one_waits_is_none(tmp_path):
         return file
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hookline.sinks.file_lock._is_ours", lambda path: False)
+        patch.setattr("hookline.file_lock._is_ours", lambda path: False)
         patch.setattr(os, "open", late)
-        mine = taken_guard(path)
+        mine = take_lock(path)
     assert mine is not None
     assert path.exists()
     assert not other_process_gets(path)

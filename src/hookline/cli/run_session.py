@@ -78,14 +78,14 @@ class Session:
     def run(self) -> Ended:
         """Make it, train it, write down what it was."""
         made = self.make()
-        from hookline.training.checkpoints.run_lock import FolderLock
+        from hookline.training.checkpoints.checkpoints import lock_folder
 
         with ExitStack() as stack:
             stack.enter_context(
                 made.hooks_on_modules(self.prepared.specs)
             )  # first: a factory that raises leaves nothing
             folder, resume = self._folder()
-            stack.enter_context(FolderLock(folder))  # before the log is opened: another process may be writing it
+            stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             manager = self._manager(made, folder)
             if manager is not None:
                 stack.callback(_close, manager)

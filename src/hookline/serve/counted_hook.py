@@ -8,92 +8,81 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hookline.error_policy import ErrorPolicy
 from hookline.errors import OptionError
 from hookline.sites.handle import HookHandle
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
 from hookline.specs.hook_spec import HookSpec
-from hookline.specs.spec_hooks import hook_made_by
+from hookline.specs.spec_hooks import ErrorHandlingHook, hook_made_by
 
-__all__ = ["Factory", "Guarded", "innermost"]
+__all__ = ["CountedHook", "Factory", "innermost"]
 
 logger = logging.getLogger("hookline.serve.hooks")
 
+_CONSEQUENCES: Final = {
+    "raise": "fails the requests of that batch; further errors are not logged",
+    "warn": "stays on; further errors are not logged",
+    "disable": "is switched off",
+}
 
-def _guard(hook: Any, *, name: str, on_error: str, wants_site: bool, observe: bool) -> Guarded:
-    """The hook, watched. Whether a hook can edit is read off its code, hence a class for each."""
-    edits = not observe and (may_return_value(hook) or changes_in_place(hook))
-    return (_Editing if edits else _Watching)(hook, name=name, on_error=on_error, wants_site=wants_site)
 
-
-class Guarded:
-    """A hook with what is known of it."""
+class CountedHook(ErrorHandlingHook):
+    """A hook with what is known of it: calls, seconds, errors."""
 
     def __init__(self, hook: Any, *, name: str, on_error: str, wants_site: bool) -> None:
-        self.hook = hook
-        self.name = self.__qualname__ = name  # reports call it by the latter
+        super().__init__(hook, ErrorPolicy(on_error, logger, _CONSEQUENCES), name, wants_site)
+        self.__qualname__ = name  # reports call it by this
         self.calls = 0
         """How often it was called."""
         self.seconds = 0.0
         """How long it took, on the host."""
-        self.errors = 0
-        self.last_error: str | None = None
-        self.off = False
         self.in_graph = False
         """Whether it may be part of compiled code, where only its receipt counts."""
-        self._on_error = on_error
-        self._wants_site = wants_site
+
+    @property
+    def errors(self) -> int:
+        """How often it raised."""
+        return self.policy.counts[self.name]
+
+    @property
+    def last_error(self) -> str | None:
+        """The last error, with its place; None before the first."""
+        return self.policy.last.get(self.name)
 
     def _call(self, args: tuple[Any, ...], site: Any) -> Any:
         self.calls += 1
         start = time.perf_counter()
         try:
-            return self._straight(args, site)
+            return self._invoke(args, site)
         except Exception as error:
-            self._take_note(error, site)
-            if self._on_error == "raise":
+            if not self._handle(error, site):
                 raise
             return None
         finally:
             self.seconds += time.perf_counter() - start
 
-    def _straight(self, args: tuple[Any, ...], site: Any) -> Any:
-        return self.hook(*args, site=site) if self._wants_site else self.hook(*args)
 
-    def take_note(self, error: Exception, where: str) -> None:
-        """Count an error, and keep it as the last."""
-        self.errors += 1
-        self.last_error = f"{type(error).__name__} {where}: {error}"
-
-    def _take_note(self, error: Exception, site: Any) -> None:
-        self.take_note(error, f"on {site.name or 'the model'}")
-        self.off = self._on_error == "disable"
-        if self.errors == 1:
-            becomes = {"disable": "is switched off", "warn": "stays on; further errors are not logged"}
-            what = becomes.get(self._on_error, "fails the requests of that batch; further errors are not logged")
-            logger.error("Hook '%s' raised on %s; it %s", self.name, site.name or "the model", what, exc_info=error)
-
-
-class _Watching(Guarded):
-    """One that returns nothing."""
+class _CountedObserver(CountedHook):
+    """Call a hook that returns nothing."""
 
     def __call__(self, *args: Any, site: Any) -> None:
         if not self.off:
             self._call(args, site)
 
 
-class _Editing(Guarded):
-    """One whose return value counts."""
+class _CountedEdit(CountedHook):
+    """Call a hook whose return value counts."""
 
     def __call__(self, *args: Any, site: Any) -> Any:
         if self.off:
             return None
         if torch.compiler.is_compiling():  # the edit becomes part of the graph, where there is nothing to count
-            return self._straight(args, site)
+            return self._invoke(args, site)
         return self._call(args, site)
 
 
@@ -104,10 +93,10 @@ class Factory:
         self.spec = spec
         self._compiled = compiled
         self.hook: Any = None
-        self.guarded: Guarded | None = None
+        self.counted: CountedHook | None = None
         self._allow = allow
 
-    def __call__(self, config: dict[str, Any]) -> Guarded | None:
+    def __call__(self, config: dict[str, Any]) -> CountedHook | None:
         spec = self.spec
         self.hook = hook_made_by(spec.hook_factory, config, self._allow)
         if self.hook is None:
@@ -115,15 +104,18 @@ class Factory:
         kind, subject = spec.kind
         wants_site = check_hook(self.hook, kind, subject=subject)
         name = spec.name or hook_name(self.hook)
-        self.guarded = _guard(self.hook, name=name, on_error=spec.on_error, wants_site=wants_site, observe=spec.observe)
-        self._check_compiled(self.guarded)
-        return self.guarded
+        # Whether a hook can edit is read off its code, hence a class for each.
+        edits = not spec.observe and (may_return_value(self.hook) or changes_in_place(self.hook))
+        counted = _CountedEdit if edits else _CountedObserver
+        self.counted = counted(self.hook, name=name, on_error=spec.on_error, wants_site=wants_site)
+        self._check_compiled(self.counted)
+        return self.counted
 
-    def _check_compiled(self, guarded: Guarded) -> None:
-        guarded.in_graph = self._compiled and isinstance(guarded, _Editing)
-        if guarded.in_graph and (self.spec.every or 1) > 1:  # else every request would fail
+    def _check_compiled(self, counted: CountedHook) -> None:
+        counted.in_graph = self._compiled and isinstance(counted, _CountedEdit)
+        if counted.in_graph and (self.spec.every or 1) > 1:  # else every request would fail
             raise OptionError(
-                f"Hook {guarded.name!r} edits, and has every={self.spec.every}: in compiled code an edit is made in "
+                f"Hook {counted.name!r} edits, and has every={self.spec.every}: in compiled code an edit is made in "
                 "every forward or none. Leave every out, or use observe=True."
             )
 
@@ -135,4 +127,4 @@ def innermost(handle: RemovableHandle) -> Any:
     """The hook that was made; ``every`` has put something around it."""
     assert isinstance(handle, HookHandle)
     hook: Any = handle._attachment.hook
-    return hook if isinstance(hook, Guarded) else hook.hook
+    return hook if isinstance(hook, CountedHook) else hook.hook

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import EngineClosed, HookNameError, OptionError
-from hookline.serve.counted_hook import Factory, Guarded, innermost
+from hookline.serve.counted_hook import CountedHook, Factory, innermost
 from hookline.serve.generation.batch_forward import is_compiled
 from hookline.sites.handle import HookHandle
 from hookline.specs.hook_spec import HookSpec, register_hooks
@@ -66,18 +66,18 @@ class LiveHook:
     hook: Any
     """What the factory made."""
     handle: HookHandle
-    guarded: Guarded
+    counted: CountedHook
     """What is known of it."""
 
     @property
     def name(self) -> str:
         """Its name, for logs and metrics."""
-        return self.guarded.name
+        return self.counted.name
 
     @property
     def fired(self) -> int:
         """How often it was called, on all its modules together."""
-        return self.handle.report().fired if self.guarded.in_graph else self.guarded.calls
+        return self.handle.report().fired if self.counted.in_graph else self.counted.calls
 
     @property
     def last_step(self) -> int | None:
@@ -87,22 +87,22 @@ class LiveHook:
     @property
     def cost_us(self) -> float | None:
         """Microseconds that one call takes on the host; None before the first."""
-        return self.guarded.seconds / self.guarded.calls * 1e6 if self.guarded.calls else None
+        return self.counted.seconds / self.counted.calls * 1e6 if self.counted.calls else None
 
     @property
     def errors(self) -> int:
         """How often it raised."""
-        return self.guarded.errors
+        return self.counted.errors
 
     @property
     def last_error(self) -> str | None:
         """The last exception, with its place."""
-        return self.guarded.last_error
+        return self.counted.last_error
 
     @property
     def off(self) -> bool:
         """Whether an error has switched it off."""
-        return self.guarded.off
+        return self.counted.off
 
     @property
     def removed(self) -> bool:
@@ -231,7 +231,7 @@ class LiveHooks:
                     raise EngineClosed("The engine is closed, and takes no more hooks.")
                 handles = register_hooks(self._model, ready, strict=strict)
                 by_hook = {id(innermost(handle)): handle for handle in handles}
-                return [self._kept(made, by_hook, origin) for made in factories if id(made.guarded) in by_hook]
+                return [self._kept(made, by_hook, origin) for made in factories if id(made.counted) in by_hook]
         finally:  # of what was made and is not on, also if that is all of it
             self._close_made(self._not_on(factories))
 
@@ -242,11 +242,11 @@ class LiveHooks:
         return checked if spec.get("on_error") is not None else replace(checked, on_error=self._on_error)
 
     def _kept(self, made: Factory, handles: Mapping[int, RemovableHandle], origin: Origin) -> LiveHook:
-        handle = handles[id(made.guarded)]
-        assert made.guarded is not None
+        handle = handles[id(made.counted)]
+        assert made.counted is not None
         assert isinstance(handle, HookHandle)
         self._made += 1
-        live = LiveHook(f"h{self._made}", made.spec, handle.names, origin, made.hook, handle, made.guarded)
+        live = LiveHook(f"h{self._made}", made.spec, handle.names, origin, made.hook, handle, made.counted)
         self._live[live.id] = live
         return live
 
@@ -272,8 +272,8 @@ class LiveHooks:
         try:
             for owner in going.values():
                 error = close_hook(owner.hook)
-                if error is not None and owner.guarded is not None:
-                    owner.guarded.take_note(error, "in close")
+                if error is not None and owner.counted is not None:
+                    owner.counted.policy.count(owner.counted.name, error, "in close")
         finally:
             del self._closing[done]
             done.set()
@@ -286,5 +286,5 @@ class LiveHooks:
                 try:
                     found[id] = dict(ask())
                 except Exception as error:
-                    live.guarded.take_note(error, "in to_metrics")
+                    live.counted.policy.count(live.counted.name, error, "in to_metrics")
         return found

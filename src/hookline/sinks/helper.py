@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from hookline.file_lock import FileLock, take_lock
 from hookline.sinks.delivery import Delivery
-from hookline.sinks.file_lock import Guard, taken_guard
 from hookline.sinks.strict_json import dumps, loads
 
 __all__ = ["main"]
@@ -104,10 +104,10 @@ class Helper:
             self._flushes.clear()
 
 
-def _taken_turn(log: Path, patience: float) -> Guard | None:
+def _taken_turn(log: Path, patience: float) -> FileLock | None:
     """Wait for the helper of a run that was killed to deliver the rest; what keeps the next one waiting."""
     deadline = time.monotonic() + patience
-    while (turn := taken_guard(log.with_name(".helper.lock"))) is None and time.monotonic() < deadline:
+    while (turn := take_lock(log.with_name(".helper.lock"))) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     return turn
 

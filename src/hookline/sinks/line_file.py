@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from hookline.errors import OptionError
-from hookline.sinks.file_lock import Guard, taken_guard
+from hookline.file_lock import FileLock, take_lock
 from hookline.sinks.strict_json import loads
 
 __all__ = ["LineFile", "last_line", "size_of"]
@@ -26,7 +26,7 @@ class LineFile:
     """Appends lines; a last line that a killed process has left half-written is cut off when it is opened."""
 
     def __init__(self, path: str | Path, *, alone: bool = False) -> None:
-        self._guard: Guard | None = None
+        self._lock: FileLock | None = None
         self._file = -1
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ class LineFile:
         try:
             if alone:
                 _check_regular(self.path)
-                self._guard = _locked(self.path)
+                self._lock = _locked(self.path)
             self._file = os.open(self.path, flags, 0o666)
             self._mend()
         except BaseException:
@@ -88,8 +88,8 @@ class LineFile:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
-        if self._guard is not None:
-            self._guard.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         try:
@@ -112,20 +112,20 @@ def _check_regular(path: Path) -> None:
         raise OptionError(f"The log is a file that is read again, and {path} is none; name another.")
 
 
-def _locked(path: Path) -> Guard:
+def _locked(path: Path) -> FileLock:
     """Says that this process alone writes to the path."""
     # A file beside it: whoever reads the log and closes it does not give the lock up.
     beside = path.with_name(f".{path.name}.lock")
-    guard = taken_guard(beside)
-    if guard is None:
+    lock = take_lock(beside)
+    if lock is None:
         gc.collect()  # a manager that was not closed and that nobody has any more
-        guard = taken_guard(beside)
-    if guard is None:
+        lock = take_lock(beside)
+    if lock is None:
         raise OptionError(
             f"{path} is being written already, here or by another process, so records would be numbered twice. Close "
             "the manager that writes it, or give this run a folder of its own."
         )
-    return guard
+    return lock
 
 
 def _is_whole(line: bytes) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hookline.error_policy import ErrorPolicy
 from hookline.errors import HookSignatureError, OptionError
 from hookline.messages import type_name
 from hookline.sites import _torch
@@ -23,7 +24,7 @@ from hookline.specs.copy_config import own_copy
 from hookline.specs.hook_spec import HookSpec
 from hookline.specs.resolve import resolve_callable
 
-__all__ = ["close_hook", "close_hooks", "hook_made_by", "hooks_of", "turns_of", "with_care"]
+__all__ = ["ErrorHandlingHook", "close_hook", "close_hooks", "hook_made_by", "hooks_of", "turns_of", "with_care"]
 
 logger = logging.getLogger("hookline.specs.hook_spec")
 
@@ -46,18 +47,18 @@ def with_care(hook: Any, spec: HookSpec, *, wants_site: bool) -> Any:
         return hook
     edits = may_return_value(hook) or changes_in_place(hook)
     # Two classes, as whether a hook can edit is read off its code, and one that cannot is cheaper to watch with.
-    return (_Editing if edits and not spec.observe else _Watching)(hook, spec, wants_site)
+    return (_ScheduledEdit if edits and not spec.observe else _ScheduledObserver)(hook, spec, wants_site)
 
 
 def turns_of(hook: Any) -> dict[str, tuple[int, int]] | None:
     """Where the hook ran, if that is not wherever it was called."""
-    return hook.turns if isinstance(hook, _Careful) else None
+    return hook.turns if isinstance(hook, _ScheduledHook) else None
 
 
 def hooks_of(handles: Iterable[RemovableHandle]) -> list[Any]:
     """The hooks behind some handles, as their factories made them."""
     found = [handle._attachment.hook for handle in handles if isinstance(handle, HookHandle)]
-    return [hook.hook if isinstance(hook, _Careful) else hook for hook in found]
+    return [hook.hook if isinstance(hook, _ScheduledHook) else hook for hook in found]
 
 
 def close_hooks(hooks: Iterable[Any]) -> None:
@@ -78,20 +79,35 @@ def close_hook(hook: Any) -> Exception | None:
     return None
 
 
-class _Careful:
-    """A hook that has a turn in some forwards, and whose exceptions may stay inside."""
+class ErrorHandlingHook:
+    """Call a hook; under ``on_error`` "warn" and "disable" its exceptions are counted, logged once, and kept inside."""
+
+    def __init__(self, hook: Any, policy: ErrorPolicy, name: str, wants_site: bool) -> None:
+        self.hook = hook
+        self.name = name
+        self.policy = policy
+        self.off = False
+        """Whether an error has switched it off."""
+        self._wants_site = wants_site
+
+    def _invoke(self, args: tuple[Any, ...], site: Any) -> Any:
+        return self.hook(*args, site=site) if self._wants_site else self.hook(*args)
+
+    def _handle(self, error: Exception, site: Any) -> bool:
+        """Count the error; return whether it stays inside."""
+        goes_on = self.policy.handle(self.name, error, f"on {site.name or 'the model'}")
+        self.off = self.name in self.policy.disabled
+        return goes_on
+
+
+class _ScheduledHook(ErrorHandlingHook):
+    """Run a hook in every n-th forward of the model (``every``)."""
 
     def __init__(self, hook: Any, spec: HookSpec, wants_site: bool) -> None:
-        self.hook = hook
-        self.errors = 0
-        """How often it raised."""
-        self.off = False
+        super().__init__(hook, ErrorPolicy(spec.on_error, logger), spec.name or hook_name(hook), wants_site)
         self.turns: dict[str, tuple[int, int]] = {}
-        """How often it ran at each site, and in which forward last: what a receipt tells."""
+        """How often it ran at each site, and in which forward last; a receipt shows it."""
         self._every = spec.every or 1
-        self._on_error = spec.on_error
-        self._wants_site = wants_site
-        self._name = spec.name or hook_name(hook)
 
     def _is_due(self, step: int) -> bool:
         # Before any step began (-1) it is due: a gradient of a parameter, where no hook saw the forward that led to it.
@@ -99,37 +115,29 @@ class _Careful:
 
     def _call(self, args: tuple[Any, ...], site: Any) -> Any:
         self.turns[site.name] = self.turns.get(site.name, (0, -1))[0] + 1, site.step
-        options = {"site": site} if self._wants_site else {}
-        if self._on_error == "raise":
-            return self.hook(*args, **options)
+        if self.policy.on_error == "raise":
+            return self._invoke(args, site)
         try:
-            return self.hook(*args, **options)
+            return self._invoke(args, site)
         except Exception as error:
-            self._take_note(error, site)
+            self._handle(error, site)
             return None
 
-    def _take_note(self, error: Exception, site: Any) -> None:
-        self.errors += 1
-        self.off = self._on_error == "disable"
-        if self.errors == 1:
-            becomes = "is switched off" if self.off else "stays on; further errors are not logged"
-            logger.error("Hook '%s' raised on %s; it %s", self._name, site.name or "the model", becomes, exc_info=error)
 
-
-class _Watching(_Careful):
-    """One that returns nothing."""
+class _ScheduledObserver(_ScheduledHook):
+    """Call a hook that returns nothing."""
 
     def __call__(self, *args: Any, site: Any) -> None:
         if self._is_due(site.step):
             self._call(args, site)
 
 
-class _Editing(_Careful):
-    """One whose return value counts."""
+class _ScheduledEdit(_ScheduledHook):
+    """Call a hook whose return value counts."""
 
     def __call__(self, *args: Any, site: Any) -> Any:
         if torch.compiler.is_compiling():
-            _refuse(self._name, self._every, self._on_error)
+            _refuse(self.name, self._every, self.policy.on_error)
         if self._is_due(site.step):
             return self._call(args, site)
         return None

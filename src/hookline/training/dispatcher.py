@@ -19,12 +19,13 @@ from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.messages import nearest_names, type_name
 from hookline.training import record_api as recording
-from hookline.training.firing import Done, Firing
+from hookline.training.firing import Done, Firing, handle_hook_error
 from hookline.training.queries import Questions
 
 if TYPE_CHECKING:
+    from hookline.error_policy import ErrorPolicy
     from hookline.training.checkpoint_profiler import CheckpointProfiler
-    from hookline.training.firing import ObserverCheck, Troubles
+    from hookline.training.firing import ObserverCheck
     from hookline.training.hook_state import Offload, Reference
     from hookline.training.metric_buffer import Records
     from hookline.training.point_hooks import Entry, Slot
@@ -45,7 +46,7 @@ class Dispatcher(Questions):
     _seconds: defaultdict[str, float]
     _slots: dict[HookPoint | str, Slot | None]
     _records: Records
-    _troubles: Troubles
+    _errors: ErrorPolicy
     _reference: Reference
     _offload: Offload | None
     _check: ObserverCheck | None
@@ -115,7 +116,7 @@ class Dispatcher(Questions):
             return {}
         ctx = self._context_for(slot, run_ctx)
         step = self._global_step if self._global_step >= 0 else (ctx.step or 0)
-        firing = Firing(slot.point, ctx, step, self.profiler, self._troubles, self._check)
+        firing = Firing(slot.point, ctx, step, self.profiler, self._errors, self._check)
         outer = self._firing
         if outer is not None:
             _check_nested(outer, firing, due)
@@ -129,7 +130,7 @@ class Dispatcher(Questions):
         finally:
             recording.now(recorder)
         metrics = self._finish(firing, outer)
-        self._troubles.tell()
+        self._errors.warn_pending()
         self._records.out.tell()
         return dict(metrics)
 
@@ -172,7 +173,7 @@ class Dispatcher(Questions):
         if self._offload is not None and outer is None:
             self._offload.send()
         metrics = self._records.take(firing, self._axis(firing.ctx), self._global_step)
-        if self._troubles.disabled and not self._troubles.disabled <= self._plan.left_out.keys():
+        if self._errors.disabled and not self._errors.disabled <= self._plan.left_out.keys():
             self._make_plan()
         return metrics
 
@@ -186,7 +187,7 @@ class Dispatcher(Questions):
                 if weights is not None:
                     entry.hook.set_reference_weights(weights)
         except BaseException as error:
-            if not self._troubles.goes_on_after(error, entry):
+            if not handle_hook_error(self._errors, error, entry):
                 raise
             return False
         self._referenced.add(entry.name)
@@ -197,9 +198,11 @@ class Dispatcher(Questions):
         names = [entry.name for entry in entries if entry.name not in self._told]
         if names:
             self._told.update(names)
-            self._troubles.untold.append(
+            self._errors.warn_later(
+                f"no model_ctx: {names}",
                 f"Interventions that are due at {entries[0].point.name} and do not run, as fire() was given no "
-                f"model_ctx: {', '.join(map(repr, names))}. Hand over a ModelDataContext, or a function that makes one."
+                f"model_ctx: {', '.join(map(repr, names))}. Hand over a ModelDataContext, or a function that makes "
+                "one.",
             )
 
     def _number(self, ctx: RunDataContext | None, epoch: int | None) -> int | None:

@@ -8,19 +8,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from hookline.errors import GuardError, HooklineWarning, OptionError
+from hookline.error_policy import ErrorPolicy, error_text
+from hookline.errors import GuardError
 from hookline.guard.guard import Guard
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import hook_rng
 from hookline.lifecycle.run_phase import in_phase
-from hookline.messages import caller_stacklevel
 from hookline.tables import ShownAsTable, Table
 from hookline.training.hook_metrics import checked
 
@@ -30,14 +28,22 @@ if TYPE_CHECKING:
     from hookline.training.checkpoint_profiler import CheckpointProfiler
     from hookline.training.point_hooks import Entry
 
-__all__ = ["Done", "Firing", "FiringReceipt", "FiringReceipts", "ObserverCheck", "Troubles", "receipt_of"]
-
-logger = logging.getLogger(__name__)
+__all__ = [
+    "Done",
+    "Firing",
+    "FiringReceipt",
+    "FiringReceipts",
+    "ObserverCheck",
+    "handle_hook_error",
+    "new_error_policy",
+    "receipt_of",
+]
 
 Done: TypeAlias = "tuple[Entry, float, Any, str]"
 _NOT_TRAINING: Final = in_phase("intervention")
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
-_POLICIES: Final = ("raise", "warn", "disable")
+_LOGGER: Final = logging.getLogger(__name__)
+_CONSEQUENCES: Final = {"warn": "stays on and the run goes on", "disable": "is switched off and the run goes on"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class FiringReceipts(ShownAsTable, tuple[FiringReceipt, ...]):
 class Firing:
     """A firing under way, and what came of it."""
 
-    __slots__ = ("_check", "_profiler", "_troubles", "ctx", "current", "done", "metrics", "point", "step", "thread")
+    __slots__ = ("_check", "_errors", "_profiler", "ctx", "current", "done", "metrics", "point", "step", "thread")
 
     def __init__(
         self,
@@ -89,7 +95,7 @@ class Firing:
         ctx: RunDataContext,
         step: int,
         profiler: CheckpointProfiler,
-        troubles: Troubles,
+        errors: ErrorPolicy,
         check: ObserverCheck | None,
     ) -> None:
         self.point = point
@@ -101,7 +107,7 @@ class Firing:
         self.current: Entry | None = None
         """The hook that runs now."""
         self._profiler = profiler
-        self._troubles = troubles
+        self._errors = errors
         self._check = check
         self.done: list[Done] = []
         """Of each hook that was called, in order: the hook, its seconds, the guard's receipt, what it raised."""
@@ -190,8 +196,8 @@ class Firing:
     def _goes_on_after(self, error: BaseException, entry: Entry, seconds: float, receipt: Any = None) -> bool:
         # Nobody keeps the error itself: its traceback holds the context, and with it a batch, perhaps gradients.
         self.current = None
-        self.done.append((entry, seconds, receipt, _in_words(error)))
-        if self._troubles.goes_on_after(error, entry):
+        self.done.append((entry, seconds, receipt, error_text(error)))
+        if handle_hook_error(self._errors, error, entry):
             return True
         self._name_hook(error, entry)
         return False
@@ -211,10 +217,6 @@ def receipt_of(entry: Entry, seconds: float, receipt: Any, error: str) -> Firing
     return FiringReceipt(
         entry.name, receipt.scope, seconds, tuple(receipt.touched), tuple(receipt.restored), receipt.saved_bytes, error
     )
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class ObserverCheck:
@@ -243,41 +245,19 @@ class ObserverCheck:
         return self._guard
 
 
-class Troubles:
-    """What happens when a hook raises: it is raised, warned of, or the hook is switched off."""
+def new_error_policy(on_error: str) -> ErrorPolicy:
+    """Return the policy of a manager; a hook that breaks what it declared always raises, as going on would hide it."""
+    return ErrorPolicy(on_error, _LOGGER, _CONSEQUENCES, always_raise=(GuardError,))
 
-    def __init__(self, policy: str) -> None:
-        if policy not in _POLICIES:
-            raise OptionError(f"on_error= is one of {', '.join(map(repr, _POLICIES))}; got {policy!r}.")
-        self.policy = policy
-        self.counts: Counter[str] = Counter()
-        """How often each hook has failed."""
-        self.disabled: set[str] = set()
-        """The hooks that are switched off."""
-        self.untold: list[str] = []
-        """What is to be warned of when the firing is over."""
 
-    def goes_on_after(self, error: BaseException, entry: Entry) -> bool:
-        """Whether the run goes on after a hook has raised, and what it did has been put back."""
-        hook = entry.name
-        self.counts[hook] += 1
-        # A hook that breaks what it declared may have changed the run: going on would hide it.
-        if self.policy == "raise" or isinstance(error, GuardError) or not isinstance(error, Exception):
-            return False
-        if self.policy == "disable":
-            self.disabled.add(hook)
-        if self.counts[hook] == 1:
-            becomes = "is switched off" if self.policy == "disable" else "stays on"
-            logger.error("Hook %r raised; it %s and the run goes on", hook, becomes, exc_info=error)
-            if self.policy == "warn":
-                undone = "what it did is undone, " if entry.intervenes else ""
-                self.untold.append(
-                    f"Hook {hook!r} raised {_in_words(error).rstrip('.')}; {undone}it {becomes}, and the run goes on. "
-                    "Further failures are counted in manager.hook_errors."
-                )
-        return True
-
-    def tell(self) -> None:
-        """Warn of what is new; when the metrics of the others are out, as a warning may raise."""
-        while self.untold:
-            warnings.warn(self.untold.pop(0), HooklineWarning, stacklevel=caller_stacklevel())
+def handle_hook_error(errors: ErrorPolicy, error: BaseException, entry: Entry) -> bool:
+    """Count the error of a hook, and keep a warning for the end of the firing; return whether the run goes on."""
+    goes_on = errors.handle(entry.name, error)
+    if goes_on and errors.on_error == "warn" and errors.counts[entry.name] == 1:
+        undone = "what it did is undone, " if entry.intervenes else ""
+        errors.warn_later(
+            entry.name,
+            f"Hook {entry.name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run goes on. "
+            "Further failures are counted in manager.hook_errors.",
+        )
+    return goes_on

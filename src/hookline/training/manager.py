@@ -21,7 +21,7 @@ from hookline.training import record_api as recording
 from hookline.training.checkpoint_profiler import CheckpointProfiler
 from hookline.training.choose_hooks import choose_hooks, split_config, without_what_is_missing
 from hookline.training.dispatcher import Dispatcher
-from hookline.training.firing import ObserverCheck, Troubles
+from hookline.training.firing import ObserverCheck, new_error_policy
 from hookline.training.hook_metrics import settled
 from hookline.training.hook_state import Offload, Reference, copied
 from hookline.training.manager_output import Reporting
@@ -106,7 +106,7 @@ class HookManager(Dispatcher, Reporting):
         """Which of the ``loop_points`` of hooks hold."""
         self.strict = strict
         self._records = Records(fan_out_of(sinks, log, step_metrics_log))
-        self._troubles = Troubles(on_error)
+        self._errors = new_error_policy(on_error)
         self._reference = Reference(reference_path if reference_weights is None else reference_weights)
         self._offload = Offload() if offload_state else None
         self._check = ObserverCheck() if strict else None
@@ -129,7 +129,7 @@ class HookManager(Dispatcher, Reporting):
         self._make_plan()
 
     def _make_plan(self) -> None:
-        off = dict.fromkeys(sorted(self._troubles.disabled), "switched off, as it raised")
+        off = dict.fromkeys(sorted(self._errors.disabled), "switched off, as it raised")
         known = [] if all(not (h.before or h.after) for h in self.hooks.values()) else HookRegistry.known()
         self._plan = make_plan(self.hooks, self.loop_type, {**self._missing, **off}, known)
         # By name as well, so that `fire("POST_EPOCH", ...)` is the same look-up.
@@ -247,7 +247,7 @@ class HookManager(Dispatcher, Reporting):
             "global_step": self._global_step,
             "hooks": hooks,
             "step_metrics": self._records.steps.state_dict(),
-            "disabled": sorted(self._troubles.disabled),
+            "disabled": sorted(self._errors.disabled),
             "sinks": self._records.out.state_dict(),
         }
 
@@ -281,7 +281,7 @@ class HookManager(Dispatcher, Reporting):
         self._records.steps.load_state_dict(state["step_metrics"])
         self._records.out.load_state_dict(state.get("sinks", {}))
         self._records.out.tell()
-        self._troubles.disabled = set(state.get("disabled", ())) & set(self.hooks)
+        self._errors.disabled = set(state.get("disabled", ())) & set(self.hooks)
         self._make_plan()
         self._step_is(state["global_step"])
         if self._global_step >= 0:  # a run that goes on before its next step may evaluate, and record

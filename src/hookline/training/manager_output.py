@@ -14,8 +14,9 @@ from hookline.lifecycle.points import HookPoint
 from hookline.training.firing import FiringReceipts, receipt_of
 
 if TYPE_CHECKING:
+    from hookline.error_policy import ErrorPolicy
     from hookline.sinks.fan_out import FanOut
-    from hookline.training.firing import Done, Firing, Troubles
+    from hookline.training.firing import Done, Firing
     from hookline.training.metric_buffer import Records
 
 __all__ = ["Reporting"]
@@ -29,7 +30,7 @@ class Reporting:
     _seconds: defaultdict[str, float]
     _global_step: int
     _records: Records
-    _troubles: Troubles
+    _errors: ErrorPolicy
     _firing: Firing | None
     _done: Sequence[Done]
 
@@ -73,7 +74,7 @@ class Reporting:
     @property
     def hook_errors(self) -> dict[str, int]:
         """How often each hook has raised."""
-        return dict(self._troubles.counts)
+        return dict(self._errors.counts)
 
     @property
     def sink_errors(self) -> dict[str, int]:

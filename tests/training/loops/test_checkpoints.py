@@ -19,8 +19,7 @@ import hookline as hl
 from hookline.errors import CheckpointError, ResumeError
 from hookline.training.checkpoints import checkpoints as module
 from hookline.training.checkpoints.checkpoint_file import write
-from hookline.training.checkpoints.checkpoints import Checkpoints
-from hookline.training.checkpoints.run_lock import FolderLock
+from hookline.training.checkpoints.checkpoints import Checkpoints, lock_folder
 from hookline.training.checkpoints.run_settings import differences as changed
 from hookline.training.checkpoints.run_settings import plain
 
@@ -59,13 +58,13 @@ def saved_run(tmp_path: Any, epochs: int = 3, **options: Any) -> Checkpoints:
 def test_how_often_and_how_many(options, kept, tmp_path):
     """One at the start and one at the end always; the oldest go."""
     hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path, **options))
-    assert names(tmp_path) == ["lock", *steps(*kept)]
+    assert names(tmp_path) == steps(*kept)
 
 
 def test_in_the_step_loop_every_counts_steps(tmp_path):
     """Also across passes over the data."""
     hl.step_loop(linear_experiment(), steps=11, checkpoints=Checkpoints(tmp_path, every=4, keep=9))
-    assert names(tmp_path) == ["lock", *steps(0, 4, 8, 11)]
+    assert names(tmp_path) == steps(0, 4, 8, 11)
 
 
 def test_to_ask_for_the_newest_makes_nothing(tmp_path):
@@ -148,7 +147,7 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path):
     saved_run(tmp_path)
     (tmp_path / f"{steps(12)[0]}.123.part").write_bytes(b"half")
     hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path, keep=1), resume=True)
-    assert names(tmp_path) == ["lock", *steps(12)]
+    assert names(tmp_path) == steps(12)
 
 
 # -- other settings, another model ----------------------------------------------------------------------------------
@@ -368,7 +367,7 @@ def test_an_optimizer_that_cannot_tell_its_state_is_refused(tmp_path):
 
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
     """Within a process too; afterwards the folder is free."""
-    with FolderLock(tmp_path), pytest.raises(ResumeError, match=rf"process {os.getpid()} writes"):
+    with lock_folder(tmp_path), pytest.raises(ResumeError, match=rf"process {os.getpid()} writes"):
         hl.epoch_loop(linear_experiment(), epochs=1, checkpoints=Checkpoints(tmp_path))
     saved_run(tmp_path)
     saved_run(tmp_path / "other")
@@ -376,8 +375,9 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
 
 def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path):
     """Killed, with its number still in the file; also where another process has that number by now."""
-    held = "import sys, time\nfrom pathlib import Path\nfrom hookline.training.checkpoints.run_lock import FolderLock\n"
-    held += "lock = FolderLock(Path(sys.argv[1])).__enter__()\nprint('held', flush=True)\ntime.sleep(60)\n"
+    held = "import sys, time\nfrom pathlib import Path\n"
+    held += "from hookline.training.checkpoints.checkpoints import lock_folder\n"
+    held += "lock = lock_folder(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)\n"
     process = subprocess.Popen([sys.executable, "-c", held, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline().strip() == "held"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
+from hookline.file_lock import FileLock, lock_holder, take_lock
 from hookline.messages import caller_stacklevel
 from hookline.training.checkpoints.checkpoint_file import read, write
 from hookline.training.loops.experiment_adapter import whole_number
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "lock_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -145,3 +146,23 @@ class Checkpoints:
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Return the lock of a run's folder, for a ``with`` block; raise if another run writes its checkpoints there."""
+    folder = folder.resolve()
+    path = folder / "lock"
+    try:
+        lock = take_lock(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"Checkpoints are to go to {folder}, and nothing can be written there ({error}). Next: give another folder."
+        ) from error
+    if lock is None:
+        holder = lock_holder(path)
+        who = "another process" if holder is None else f"process {holder}"
+        raise ResumeError(
+            f"{folder} is in use: {who} writes its checkpoints there. Next: wait for it, end it, or give another "
+            "folder."
+        )
+    return lock

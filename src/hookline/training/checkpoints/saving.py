@@ -17,11 +17,10 @@ import torch
 
 from hookline.errors import CheckpointError, HooklineWarning, OptionError, ResumeError
 from hookline.messages import caller_stacklevel, type_name
-from hookline.training.checkpoints.checkpoints import Checkpoints
+from hookline.training.checkpoints.checkpoints import Checkpoints, lock_folder
 from hookline.training.checkpoints.core_state import CoreState
 from hookline.training.checkpoints.loader_position import LoaderPosition
 from hookline.training.checkpoints.random_streams import set_streams
-from hookline.training.checkpoints.run_lock import FolderLock
 from hookline.training.checkpoints.run_settings import differences, plain
 from hookline.training.checkpoints.unsaved_trackers import uncountable
 from hookline.training.checkpoints.user_state import OwnState
@@ -64,7 +63,7 @@ class Saving:
     def active(self, *, resume: bool) -> Iterator[None]:
         """For as long as the block lasts the folder is this run's, and signals wait; the model is loaded before."""
         self._checkpoints.begin()
-        with FolderLock(self._checkpoints.folder), self._signals:
+        with lock_folder(self._checkpoints.folder), self._signals:
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
                 raise ResumeError(

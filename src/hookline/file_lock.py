@@ -1,0 +1,125 @@
+"""Let one process at a time work on something: a file that is locked meanwhile, and removed on release.
+
+Taken by the record log (one writer), the helper process of the sinks (one deliverer) and the checkpoints of a run (one
+run per folder). The system frees the lock of a process that died.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["FileLock", "lock_holder", "take_lock"]
+
+_FLAGS: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+_OURS: Final[dict[tuple[int, int], int]] = {}
+"""The files that this process has locked, each with its process number: the system refuses a lock only to other
+processes, and a forked child does not inherit it."""
+
+
+class FileLock:
+    """A lock that is held until `release`, or until the end of a ``with`` block; the file holds our process number."""
+
+    def __init__(self, path: Path, file: int, key: tuple[int, int]) -> None:
+        self._path, self._file, self._key = path, file, key
+
+    def release(self) -> None:
+        """Free the lock and remove the file; may be called again."""
+        if self._file < 0:
+            return
+        if _OURS.get(self._key) == os.getpid():  # a forked child has no lock: the file is its parent's
+            _OURS.pop(self._key)
+            # While the lock is held: a process that opened the file before notices that its name leads elsewhere.
+            with suppress(OSError):
+                self._path.unlink()
+        os.close(self._file)
+        self._file = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+def take_lock(path: Path) -> FileLock | None:
+    """Return the lock of the file at `path`, or None if it is held already, here or elsewhere; does not wait."""
+    # A lock of the process, not of the open file: workers that were forked from a killed run do not hold it. To open
+    # and close a file that we have locked would free the lock, so `_is_ours` comes first.
+    while not _is_ours(path):
+        file = os.open(path, _FLAGS, 0o666)
+        if not _lock(file):
+            os.close(file)
+            return None
+        found = os.fstat(file)
+        if _leads_to(path, found):
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            os.write(file, str(os.getpid()).encode())
+            _OURS[_key(found)] = os.getpid()
+            return FileLock(path, file, _key(found))
+        os.close(file)  # its holder has released it, and removed the file, in between
+    return None
+
+
+def lock_holder(path: Path) -> int | None:
+    """Return the number of the process that holds the lock at `path`, as far as it can be read."""
+    if _is_ours(path):
+        return os.getpid()
+    try:
+        return _number(path.read_bytes()[:20])
+    except OSError:
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return _OURS.get(_key(os.stat(path))) == os.getpid()
+    except FileNotFoundError:
+        return False
+
+
+def _key(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _lock(file: int) -> bool:
+    """Lock an open file; return False if another process has it."""
+    try:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a file system without locks
+        return True
+    holder = _number(os.read(file, 20))  # pragma: no cover
+    return holder is None or not _is_alive(holder)  # pragma: no cover
+
+
+def _number(text: bytes) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _leads_to(path: Path, found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), found)
+    except FileNotFoundError:
+        return False
+
+
+def _is_alive(process: int) -> bool:  # pragma: no cover
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
