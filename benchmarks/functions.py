@@ -152,9 +152,9 @@ def entering(setting: Setting) -> Iterator[Row]:
     """What a forward pays for its model being watched: the scope itself, and the call that goes around it."""
     model = Nothing()
     handle = hl.attach_function(torch.relu, watch, within=model)
-    from hookline.sites.modules.module_hooks import table_of
+    from hookline.sites.modules.module_hooks import hooks_of_module
 
-    scope = table_of(model).around
+    scope = hooks_of_module(model).around
     assert scope is not None
 
     def enter_and_leave() -> None:

@@ -61,7 +61,7 @@ def compiling_has_been_said() -> None:
     from hookline.sites.functions import operator_kernels as kernels
 
     kernels._Said.compiling = True
-    mode._Said.compiled = True
+    mode._Warned.compiled = True
 
 
 @pytest.fixture

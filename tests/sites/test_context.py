@@ -746,5 +746,5 @@ def test_an_attach_that_fails_leaves_no_scope_open(target, hook, options):
         hl.attach(Doubler(), target, hook, scope="context", **options)
     left = context._LIVE - live, context._OPEN.get() - opened
     for number in left[0]:  # so that this test alone fails for it
-        context.close_scope(number)
+        context.close_context(number)
     assert left == (set(), frozenset())

@@ -70,7 +70,7 @@ def assert_no_trace(model: nn.Module, *, alone: bool = True) -> None:
                 assert not getattr(module, name), (name, module)
         assert "_call_impl" not in vars(module)
         assert "forward" not in vars(module)
-        assert tables.existing_table(module) is None
+        assert tables.existing_hooks(module) is None
         assert list(parameter_hooks_of(module)) == []
     assert GLOBAL_DICTS == [{}, {}, {}] or not alone
     hl.assert_no_hooks(model, foreign=True)

@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import hookline as hl
-from hookline.sites.attach import check_request
+from hookline.sites.attach import new_attachment
 from hookline.sites.kinds import OPTIMIZER, Kind
 from hookline.sites.optimizers.optimizer_hooks import (
     OptimizerSite,
@@ -72,7 +72,7 @@ def exercise(optimizer: Optimizer) -> None:
 def everywhere(hook: Callable[..., Any], on: str, **options: Any) -> hl.HookHandle:
     """What ``attach_everywhere`` does with a step kind."""
     kind = Kind.parse(on, OPTIMIZER)
-    return hook_optimizers_everywhere(check_request(hook, kind, subject=OPTIMIZER, everywhere=True, **options))
+    return hook_optimizers_everywhere(new_attachment(hook, kind, site_type=OPTIMIZER, everywhere=True, **options))
 
 
 # -- what a hook is handed, and what it may hand back -----------------------------------------------------------

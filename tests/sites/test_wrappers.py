@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import hookline as hl
-from hookline.sites.modules.module_hooks import existing_table
+from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.select import select
 from hookline.sites.wrappers import clean_modules, submodule, unwrap
 
@@ -558,7 +558,7 @@ def test_a_model_without_hooks_on_parameters_looks_at_nothing():
     """The list is there while there are such hooks, and gone with the last."""
     model = new()
     with hl.attach(model, lambda *args: None):
-        root = existing_table(model).root
+        root = existing_hooks(model).root
         assert root.leaves is None
         with hl.attach(model, "*", lambda p: None, on="param_grad"):
             assert root.leaves is not None

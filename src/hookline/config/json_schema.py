@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hookline.config.run_file import RunFile
-from hookline.sites.kinds import FUNCTION, MODULE, Kind, Subject
+from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 
 __all__ = ["SCHEMAS", "SpecEntry", "schema_of"]
 
@@ -88,6 +88,6 @@ def _of_spec() -> dict[str, Any]:
     return found
 
 
-def _names(subject: Subject) -> list[str]:
+def _names(subject: SiteType) -> list[str]:
     """The kinds that something can have, and their other names."""
     return [str(kind) for kind in Kind if kind in subject.args] + list(subject.aliases)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.module_hooks import existing_table
+from hookline.sites.modules.module_hooks import existing_hooks
 
 __all__ = ["begin_turn", "is_first_in_backward", "is_first_in_forward"]
 
@@ -67,8 +67,8 @@ def _place(component: str, module: nn.Module) -> Hashable:
 
 def _is_on(module: nn.Module, other: int, hook: object) -> bool:
     """Whether the other hook is on the module still; one that came off cannot have been at this call."""
-    table = existing_table(module)
-    ours = () if table is None else table.lane(Kind.FORWARD)
+    table = existing_hooks(module)
+    ours = () if table is None else table.hooks_of_kind(Kind.FORWARD)
     on = {id(entry.hook) for entry in ours} | {id(each) for each in module._forward_hooks.values()}
     return other in on or id(hook) not in on  # a replica of DataParallel does not show who is on it
 

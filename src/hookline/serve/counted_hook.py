@@ -102,7 +102,7 @@ class Factory:
         if self.hook is None:
             return None
         kind, subject = spec.kind
-        wants_site = check_hook(self.hook, kind, subject=subject)
+        wants_site = check_hook(self.hook, kind, site_type=subject)
         name = spec.name or hook_name(self.hook)
         # Whether a hook can edit is read off its code, hence a class for each.
         edits = not spec.observe and (may_return_value(self.hook) or changes_in_place(self.hook))

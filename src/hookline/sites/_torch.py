@@ -46,7 +46,7 @@ __all__ = [
     "OpOverload",
     "Shards",
     "accumulator_of",
-    "add_port",
+    "add_torch_hook",
     "allow_accumulator",
     "autocast_nesting",
     "backends",
@@ -224,7 +224,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def add_port(module: nn.Module, attribute: str, port: Any, *, first: bool) -> int:
+def add_torch_hook(module: nn.Module, attribute: str, torch_hook: Any, *, first: bool) -> int:
     """Register a forward hook that takes keyword arguments, at either end of its queue; its id.
 
     What ``register_forward_hook`` does, without the handle, which costs more than all the rest together.
@@ -232,7 +232,7 @@ def add_port(module: nn.Module, attribute: str, port: Any, *, first: bool) -> in
     hooks: OrderedDict[int, Any] = getattr(module, attribute)
     hook_id = RemovableHandle.next_id
     RemovableHandle.next_id += 1
-    hooks[hook_id] = port
+    hooks[hook_id] = torch_hook
     getattr(module, HOOK_DICTS[attribute][0])[hook_id] = True
     if len(hooks) > 1:
         (place_first if first else place_last)(hooks, hook_id)

@@ -15,21 +15,21 @@ from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, O
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.compiled.trace_hooks import call_by_name
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import Attachment, Entry, Phase
-from hookline.sites.kinds import MODULE, Kind, Subject
-from hookline.sites.modules.call_context import close_scope, open_scope
-from hookline.sites.modules.module_hooks import LOCK, root_of, sweep, table_of
+from hookline.sites.hook_at_site import Attachment, HookAtSite, OrderGroup
+from hookline.sites.kinds import MODULE, Kind, SiteType
+from hookline.sites.modules.call_context import close_context, open_context
+from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.modules.registration_hooks import hold_registrations
-from hookline.sites.receipt import training_marks
+from hookline.sites.receipt import parameter_versions
 from hookline.sites.select import Named, check_model, describe, select, without_scripted
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value, what_it_reads
-from hookline.sites.tensors.parameter_hooks import fasten_parameters, select_parameters
+from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook, Scope, Sees, Target
 
-__all__ = ["TARGETS", "add_entries", "attach", "check_request", "fasten", "is_function"]
+__all__ = ["TARGETS", "add_entries", "attach", "attach_to_modules", "is_function", "new_attachment"]
 
 _MISSING: Any = object()
 TARGETS: Final = str | list | tuple | set | frozenset | re.Pattern | type
@@ -91,7 +91,7 @@ def attach(
     """
     check_model(model, target)
     place, wanted = _sort_out(target, hook)
-    attachment = check_request(
+    attachment = new_attachment(
         wanted,
         Kind.parse(on),
         prepend=prepend,
@@ -105,15 +105,15 @@ def attach(
     )
     try:
         if attachment.kind is Kind.PARAM_GRAD:
-            return fasten_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
-        return fasten(attachment, model, without_scripted(select(model, place, exclude=exclude), place))
+            return attach_to_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
+        return attach_to_modules(attachment, model, without_scripted(select(model, place, exclude=exclude), place))
     except BaseException as error:
-        if attachment.scope is not None:
-            close_scope(attachment.scope)
+        if attachment.context is not None:
+            close_context(attachment.context)
         if strict or not isinstance(error, NoMatchError):
             raise
         warnings.warn(str(error), HooklineWarning, stacklevel=2)
-        return fasten(attachment, model, [])
+        return attach_to_modules(attachment, model, [])
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
@@ -133,7 +133,7 @@ def is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type | nn.Module)
 
 
-def check_request(
+def new_attachment(
     hook: Any,
     kind: Kind,
     *,
@@ -145,7 +145,7 @@ def check_request(
     name: str | None = None,
     profile: bool = False,
     scope: str = "process",
-    subject: Subject = MODULE,
+    site_type: SiteType = MODULE,
     everywhere: bool = False,
 ) -> Attachment:
     """The attachment that is asked for, on nothing yet, or the error that says what is wrong with it."""
@@ -161,10 +161,10 @@ def check_request(
     return Attachment(
         hook=hook,
         kind=kind,
-        subject=subject,
-        wants_site=check_hook(hook, kind, subject=subject, with_kwargs=with_kwargs),
+        site_type=site_type,
+        wants_site=check_hook(hook, kind, site_type=site_type, with_kwargs=with_kwargs),
         name=name or hook_name(hook),
-        phase=Phase.EDIT if not observe else Phase.RAW if sees == "raw" else Phase.OBSERVE,
+        order_group=OrderGroup.EDIT if not observe else OrderGroup.RAW if sees == "raw" else OrderGroup.OBSERVE,
         prepend=prepend,
         with_kwargs=with_kwargs,
         always_call=always_call,
@@ -172,14 +172,14 @@ def check_request(
         everywhere=everywhere,
         may_edit=may_return_value(hook),
         reads=what_it_reads(hook, with_kwargs=with_kwargs),
-        scope=open_scope() if scope == "context" else None,
+        context=open_context() if scope == "context" else None,
     )
 
 
 _CALLS = "forward_pre, forward, backward_pre and backward"
 
 
-def fasten(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> HookHandle:
+def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> HookHandle:
     """Attach to all of the chosen modules, or, if one of them refuses, to none."""
     with LOCK:
         sweep()
@@ -196,7 +196,11 @@ def fasten(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> Hoo
 
 def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
     """A hook that edits a forward becomes part of compiled code, under a name that says where it sits."""
-    if not chosen or attachment.kind not in (Kind.FORWARD_PRE, Kind.FORWARD) or attachment.phase is not Phase.EDIT:
+    if (
+        not chosen
+        or attachment.kind not in (Kind.FORWARD_PRE, Kind.FORWARD)
+        or attachment.order_group is not OrderGroup.EDIT
+    ):
         return
     if attachment.may_edit or changes_in_place(attachment.hook):
         first = repr(chosen[0][0])
@@ -206,15 +210,15 @@ def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
 
 def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
     """Put an attachment on modules of a model."""
-    root = root_of(unwrap(model))
+    counter = counter_of(unwrap(model))
     _prepare_for_compiling(attachment, chosen)
-    if root in attachment.roots:
-        root.users -= 1  # it is one user, however often it comes back
-    attachment.roots[root] = None
+    if counter in attachment.counters:
+        counter.users -= 1  # it is one user, however often it comes back
+    attachment.counters[counter] = None
     if len(chosen) == 1 and not chosen[0][0] and not attachment.everywhere:
-        attachment.marks_before = training_marks(chosen[0][1])
+        attachment.versions_before = parameter_versions(chosen[0][1])
     for name, module in chosen:
-        table = table_of(module)
-        entry = Entry(attachment, name, table, root)
+        module_hooks = hooks_of_module(module)
+        entry = HookAtSite(attachment, name, module_hooks, counter)
         attachment.entries[entry] = None
-        table.add(entry)
+        module_hooks.add(entry)

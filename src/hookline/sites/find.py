@@ -17,15 +17,15 @@ from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.functions.operator_kernels import operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
-from hookline.sites.modules.module_hooks import existing_table, sweep
+from hookline.sites.modules.module_hooks import existing_hooks, sweep
 from hookline.sites.modules.registration_hooks import registration_entries_everywhere
-from hookline.sites.modules.torch_hooks import Port, drop_stale
+from hookline.sites.modules.torch_hooks import TorchHook, drop_stale
 from hookline.sites.optimizers.optimizer_hooks import optimizer_entries, optimizer_entries_everywhere
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.select import check_model, select
 from hookline.sites.signature import hook_name
 from hookline.sites.site import Site
-from hookline.sites.tensors.leaf_hooks import ParameterPort, parameter_entries
+from hookline.sites.tensors.leaf_hooks import LeafHook, parameter_entries
 from hookline.sites.wrappers import walk
 from hookline.tables import ShownAsTable, Table
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Target
-    from hookline.sites.hook_at_site import Attachment, Entry
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["Sites", "assert_no_hooks", "attached", "find"]
 
 
 class Sites(ShownAsTable, Sequence[Site]):
-    """The places a target matches; prints as a table, reads as a list.
+    """The places a target matches; prints as a module_hooks, reads as a list.
 
     Recipe: ``print(hookline.find(model, "layers.#"))``.
     """
@@ -83,7 +83,7 @@ def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> S
 
         print(hookline.find(model, "layers.#.mlp"))
 
-    The same grammar and the same errors as ``attach``; the table shows each module's type, how many parameters
+    The same grammar and the same errors as ``attach``; the module_hooks shows each module's type, how many parameters
     it holds, and which hooks are on it, by whomever.
     """
     sweep()
@@ -123,7 +123,7 @@ def _attachments_of_the_process() -> Iterator[Attachment]:
     yield from attachments_everywhere()
     entries = registration_entries_everywhere()
     for entry in (*operators.entries(), *function_classes.entries(), *optimizer_entries_everywhere(), *entries):
-        if entry.root.model() is None:  # those of a model are listed with it
+        if entry.counter.model() is None:  # those of a model are listed with it
             yield entry.attachment
 
 
@@ -157,12 +157,12 @@ def _hooks_on(module: nn.Module) -> list[str]:
     return [*_own_hooks(module), *_foreign_hooks(module)]
 
 
-def _own_entries(module: nn.Module) -> Iterator[Entry]:
-    table = existing_table(module)
-    if table is not None:
-        yield from table.entries()
-        if table.around is not None:
-            yield from table.around.entries()
+def _own_entries(module: nn.Module) -> Iterator[HookAtSite]:
+    module_hooks = existing_hooks(module)
+    if module_hooks is not None:
+        yield from module_hooks.entries()
+        if module_hooks.around is not None:
+            yield from module_hooks.around.entries()
     yield from parameter_entries(module)
 
 
@@ -175,7 +175,7 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
     hooks = [(attribute.strip("_").removesuffix("_hooks"), hook) for attribute, _, hook in _torch.hooks_of(module)]
     hooks += [("parameter", hook) for hook in _torch.parameter_hooks_of(module)]
     for where, hook in hooks:
-        if not isinstance(hook, Port | ParameterPort):
+        if not isinstance(hook, TorchHook | LeafHook):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
-from hookline.sites.hook_at_site import Attachment, Phase
+from hookline.sites.hook_at_site import Attachment, OrderGroup
 from hookline.sites.kinds import MODULE, Kind
-from hookline.sites.modules.call_context import close_scope
-from hookline.sites.modules.module_hooks import LOCK, release_roots, sweep
+from hookline.sites.modules.call_context import close_context
+from hookline.sites.modules.module_hooks import LOCK, release_counters, sweep
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.tables import OFF, ON
 
@@ -73,10 +73,10 @@ class HookHandle(_Handle):
                 attachment.on_remove(attachment)
             sweep()
             for entry in reversed(attachment.members()):
-                entry.table.discard(entry)
-            release_roots(attachment)
-            if attachment.scope is not None:
-                close_scope(attachment.scope)
+                entry.container.discard(entry)
+            release_counters(attachment)
+            if attachment.context is not None:
+                close_context(attachment.context)
         if not quiet:
             warn_if_never_fired(attachment)
 
@@ -102,7 +102,7 @@ class HookHandle(_Handle):
     @property
     def alive(self) -> bool:
         """Whether the hook is on, and everything that it is on is still there."""
-        return not self.removed and all(entry.table.alive() for entry in self._attachment.members())
+        return not self.removed and all(entry.container.alive() for entry in self._attachment.members())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HookHandle) and other._attachment is self._attachment
@@ -112,8 +112,8 @@ class HookHandle(_Handle):
 
     def __repr__(self) -> str:
         report = self.report()
-        subject = self._attachment.subject
-        noun = "parameter" if subject is MODULE and report.kind == Kind.PARAM_GRAD else subject.noun
+        site_type = self._attachment.site_type
+        noun = "parameter" if site_type is MODULE and report.kind == Kind.PARAM_GRAD else site_type.noun
         where = repr(report.sites[0].name) if report.matched == 1 else f"{report.matched} {noun}s"
         return f"<HookHandle {report.name} {report.kind} on {where}, fired {report.fired}; {self._state()}>"
 
@@ -201,7 +201,7 @@ def _is_on(handle: RemovableHandle) -> bool:
 
 
 def _removed_handle(name: str, kind: str) -> HookHandle:
-    return HookHandle(Attachment(print, Kind(kind), name, Phase.EDIT, removed=True))
+    return HookHandle(Attachment(print, Kind(kind), name, OrderGroup.EDIT, removed=True))
 
 
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()

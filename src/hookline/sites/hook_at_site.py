@@ -1,8 +1,7 @@
 """One hook at one site, with what it has done so far.
 
-Takes its options from the `Attachment` it belongs to, sits in a `Holder` (for modules: a `Table`), is called
-by the ports.
-"""
+Takes its options from the `Attachment` it belongs to, sits in a `HookContainer` (for modules: a `ModuleHooks`), is
+called by the torch_hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookline.sites import _torch
 from hookline.sites.kinds import MODULE
-from hookline.sites.modules.call_context import open_scopes
+from hookline.sites.modules.call_context import open_contexts
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
@@ -24,16 +23,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hookline.hook_types import Hook
-    from hookline.sites.kinds import Kind, Subject
-    from hookline.sites.modules.forward_counter import Root
+    from hookline.sites.kinds import Kind, SiteType
+    from hookline.sites.modules.forward_counter import ForwardCounter
 
-__all__ = ["Attachment", "Entry", "Holder", "Phase", "Summary", "next_order"]
+__all__ = ["Attachment", "HookAtSite", "HookContainer", "OrderGroup", "Summary", "next_order"]
 
 next_order = itertools.count().__next__
 """One clock for attachments and calls: a gradient hook takes part in the calls that begin after it was attached."""
 
 
-class Phase(IntEnum):
+class OrderGroup(IntEnum):
     """When a hook's turn comes among the hooks of its site and kind."""
 
     RAW = 0
@@ -72,10 +71,10 @@ class Attachment:
     hook: Hook
     kind: Kind
     name: str
-    phase: Phase
-    subject: Subject = MODULE
+    order_group: OrderGroup
+    site_type: SiteType = MODULE
     """What it is put on."""
-    roots: dict[Root, None] = field(default_factory=dict)
+    counters: dict[ForwardCounter, None] = field(default_factory=dict)
     """The models it was attached through: one, or for process-wide hooks each model as it is met."""
     prepend: bool = False
     with_kwargs: bool = False
@@ -83,12 +82,12 @@ class Attachment:
     wants_site: bool = False
     profile: bool = False
     everywhere: bool = False
-    scope: int | None = None
+    context: int | None = None
     """For hooks that are for the calls of one context alone: its number."""
     may_edit: bool = True
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
     order: int = field(default_factory=next_order)
-    entries: dict[Entry, None] = field(default_factory=dict)
+    entries: dict[HookAtSite, None] = field(default_factory=dict)
     clock: Callable[[], Any] | None = None
     """For gradient hooks that ask when the call's own part of the backward pass was over (``site.ended``)."""
     by_name: Callable[..., Any] | None = None
@@ -102,8 +101,9 @@ class Attachment:
     """Told when the hook comes off."""
     retired: int = 0
     """Firings on modules that are gone, and whose entries were let go."""
-    marks_before: list[tuple[object, int]] | None = None
-    """For a hook on the model itself: by which it is told later whether the model was trained (`training_marks`)."""
+    versions_before: list[tuple[object, int]] | None = None
+    """For a hook on the model itself: by which it is told later whether the model was trained
+    (`parameter_versions`)."""
     turns: dict[str, tuple[int, int]] | None = None
     """For a hook that is called at each firing and runs at some: how often it ran at each site, and in which forward
     last."""
@@ -111,33 +111,33 @@ class Attachment:
     @property
     def rank(self) -> tuple[int, bool, int]:
         """Sorts the hooks of one site and kind: phase, everywhere first, then registration or its reverse."""
-        return self.phase, not self.everywhere, -self.order if self.prepend else self.order
+        return self.order_group, not self.everywhere, -self.order if self.prepend else self.order
 
-    def members(self) -> list[Entry]:
+    def members(self) -> list[HookAtSite]:
         """The entries as they are now: one whose module is collected goes, also while somebody looks through them."""
         return list(self.entries)
 
-    def let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: HookAtSite) -> None:
         """The module of that entry is gone: of a process-wide hook only the count is kept."""
         if self.everywhere and entry in self.entries:
             del self.entries[entry]
             self.retired += entry.fired
-            if entry.root.model() is None:
-                self.roots.pop(entry.root, None)
+            if entry.counter.model() is None:
+                self.counters.pop(entry.counter, None)
 
     @property
     def simple(self) -> bool:
         """Whether the hook can be called straight, without looking at options."""
         plain = not (self.with_kwargs or self.wants_site or self.profile or self.always_call)
-        return plain and self.scope is None
+        return plain and self.context is None
 
 
-class Holder:
+class HookContainer:
     """What entries sit in; one per place that torch can be made to call us from."""
 
     __slots__ = ()
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; nothing happens if it is off already."""
         raise NotImplementedError
 
@@ -145,53 +145,53 @@ class Holder:
         """Whether the place is still there."""
         return True
 
-    def why_silent(self, entry: Entry) -> str:
+    def why_silent(self, entry: HookAtSite) -> str:
         """The likely reason why a hook never fired though its model ran."""
         raise NotImplementedError
 
 
-class Entry:
+class HookAtSite:
     """One hook on one module, function, tensor, …"""
 
     __slots__ = (
         "attachment",
+        "container",
+        "counter",
         "fired",
         "hook",
         "last_step",
         "name",
-        "root",
         "seconds",
         "simple",
         "step_at_attach",
-        "table",
     )
 
-    def __init__(self, attachment: Attachment, name: str, table: Any, root: Root) -> None:
+    def __init__(self, attachment: Attachment, name: str, container: Any, counter: ForwardCounter) -> None:
         self.attachment = attachment
         self.hook = attachment.hook
         self.simple = attachment.simple
-        self.root = root
-        self.step_at_attach = root.step
+        self.counter = counter
+        self.step_at_attach = counter.step
         self.name = name
-        self.table = table  # a Holder; which, its subject decides
+        self.container = container  # a HookContainer; which, its site_type decides
         self.fired = 0
         self.last_step = -1
         self.seconds = 0.0
 
     def due(self) -> bool:
         """Whether the call that is running here is any of the hook's business."""
-        scope = self.attachment.scope
-        return scope is None or scope in open_scopes()
+        context = self.attachment.context
+        return context is None or context in open_contexts()
 
     def count(self) -> None:
         """Note that the hook is about to run."""
         self.fired += 1
-        self.last_step = self.root.step
+        self.last_step = self.counter.step
 
     def site(self, module: Any) -> Site:
         """This firing, for a hook that asked to know."""
-        step, call = self.root.moment(self)
-        training, gradients = self.root.mode()
+        step, call = self.counter.moment(self)
+        training, gradients = self.counter.mode()
         kind, again = self.attachment.kind, _torch.in_recomputation()
         return Site(self.name, module, kind, call, step, again, training=training, gradients=gradients)
 

@@ -1,6 +1,6 @@
 """The kinds of hook there are, what can carry each, and which options each one takes.
 
-Takes the ``on=`` of the public calls, hands a `Kind` to every other file of this folder. A `Subject` is what a
+Takes the ``on=`` of the public calls, hands a `Kind` to every other file of this folder. A `SiteType` is what a
 hook is put on: the same kind means the same moment on a module and on a function, with other arguments.
 
     >>> Kind.parse("forward_post")
@@ -16,7 +16,7 @@ from typing import Final
 
 from hookline.errors import KindError, OptionError
 
-__all__ = ["FUNCTION", "MODULE", "NODE", "OPTIMIZER", "SAVED", "TENSOR", "Kind", "Subject"]
+__all__ = ["FUNCTION", "MODULE", "NODE", "OPTIMIZER", "SAVED", "TENSOR", "Kind", "SiteType"]
 
 
 class Kind(StrEnum):
@@ -79,21 +79,22 @@ class Kind(StrEnum):
     """When autograd keeps a tensor for the backward pass, and when it takes it out again."""
 
     @classmethod
-    def parse(cls, value: str | Kind, subject: Subject | None = None) -> Kind:
-        """The kind of that name or alias that ``subject`` (a module) has; a `KindError` with suggestions otherwise."""
-        subject = subject or MODULE
+    def parse(cls, value: str | Kind, site_type: SiteType | None = None) -> Kind:
+        """The kind of that name or alias that ``site_type`` (a module) has; a `KindError` with suggestions
+        otherwise."""
+        site_type = site_type or MODULE
         text = str(value) if isinstance(value, str) else repr(value)
-        if text in _LEGACY and subject is MODULE:
+        if text in _LEGACY and site_type is MODULE:
             raise KindError(
                 f"on={text!r} is torch's deprecated backward hook, which reports the gradients of the last "
                 "operation instead of the module's; use on='backward'."
             )
         try:
-            kind = cls(subject.aliases.get(text, text))
+            kind = cls(site_type.aliases.get(text, text))
         except ValueError:
             kind = None
-        if kind is None or kind not in subject.args:
-            raise KindError(_no_kind(text, kind, subject))
+        if kind is None or kind not in site_type.args:
+            raise KindError(_no_kind(text, kind, site_type))
         return kind
 
     @property
@@ -127,7 +128,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Subject:
+class SiteType:
     """What hooks can be put on, with which kinds."""
 
     noun: str
@@ -140,20 +141,20 @@ class Subject:
     """Other spellings of its kinds."""
 
 
-def _no_kind(text: str, kind: Kind | None, subject: Subject) -> str:
-    elsewhere = [other for other in _SUBJECTS if kind in other.args]
+def _no_kind(text: str, kind: Kind | None, site_type: SiteType) -> str:
+    elsewhere = [other for other in _SITE_TYPES if kind in other.args]
     if elsewhere:
         other = elsewhere[0]
         return f"on={text!r} is a kind of {other.noun} hook; put it on with {other.verb}."
-    short = {kind: alias for alias, kind in subject.aliases.items() if kind.endswith(f"_{alias}")}
-    kinds = [short.get(kind, str(kind)) for kind in subject.args]  # as users write them
-    near = difflib.get_close_matches(text, dict.fromkeys([*kinds, *subject.aliases]), n=3, cutoff=0.5)
+    short = {kind: alias for alias, kind in site_type.aliases.items() if kind.endswith(f"_{alias}")}
+    kinds = [short.get(kind, str(kind)) for kind in site_type.args]  # as users write them
+    near = difflib.get_close_matches(text, dict.fromkeys([*kinds, *site_type.aliases]), n=3, cutoff=0.5)
     hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
     return f"No kind {text!r}.{hint} Kinds: {', '.join(kinds)}."
 
 
 _POST_ALIASES: Final = {"forward_post": "forward", "backward_post": "backward"}
-MODULE: Final = Subject(
+MODULE: Final = SiteType(
     "module",
     "attach",
     {
@@ -182,7 +183,7 @@ MODULE: Final = Subject(
     },
     _POST_ALIASES,
 )
-FUNCTION: Final = Subject(
+FUNCTION: Final = SiteType(
     "function",
     "attach_function",
     {
@@ -193,7 +194,7 @@ FUNCTION: Final = Subject(
     },
     _POST_ALIASES,
 )
-OPTIMIZER: Final = Subject(
+OPTIMIZER: Final = SiteType(
     "optimizer",
     "attach_optimizer",
     {
@@ -205,15 +206,15 @@ OPTIMIZER: Final = Subject(
         Kind.LOAD_STATE_DICT_POST: ("optimizer",),
     },
 )
-TENSOR: Final = Subject("tensor", "attach_tensor", {Kind.GRAD: ("grad",), Kind.PARAM_GRAD: ("tensor",)})
-NODE: Final = Subject(
+TENSOR: Final = SiteType("tensor", "attach_tensor", {Kind.GRAD: ("grad",), Kind.PARAM_GRAD: ("tensor",)})
+NODE: Final = SiteType(
     "graph node",
     "attach_node",
     {Kind.NODE_PRE: ("grad_outputs",), Kind.NODE_POST: ("grad_inputs", "grad_outputs")},
     {"pre": "node_pre", "post": "node_post"},
 )
-SAVED: Final = Subject("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("tensor",)})
-_SUBJECTS: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
+SAVED: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("tensor",)})
+_SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
 
 _STATE: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}

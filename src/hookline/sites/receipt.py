@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from hookline.errors import HookNeverFired
 from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
-from hookline.sites.compiled import recompile_guard as marks
+from hookline.sites.compiled import recompile_guard
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
 from hookline.sites.wrappers import submodule
 from hookline.tables import ShownAsTable, Table
@@ -29,7 +29,7 @@ from hookline.tables import ShownAsTable, Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hookline.sites.hook_at_site import Attachment, Entry
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = [
     "NOT_CALLED",
@@ -37,8 +37,8 @@ __all__ = [
     "Receipts",
     "SiteReceipt",
     "likely_cause",
+    "parameter_versions",
     "receipt_of",
-    "training_marks",
     "warn_if_never_fired",
 ]
 
@@ -155,7 +155,7 @@ def receipt_of(attachment: Attachment) -> Receipt:
     fired = sum(site.fired for site in sites) + attachment.retired
     steps = [site.last_step for site in sites if site.last_step is not None]
     seconds = sum(entry.seconds for entry in entries)
-    alive = [entry for entry in entries if entry.table.alive()]
+    alive = [entry for entry in entries if entry.container.alive()]
     return Receipt(
         name=attachment.name,
         kind=attachment.kind.value,
@@ -175,40 +175,40 @@ def warn_if_never_fired(attachment: Attachment) -> None:
         return
     causes: dict[str, list[str]] = defaultdict(list)
     for entry in silent:
-        cause = likely_cause(entry, attachment) if attachment.subject is MODULE else entry.table.why_silent(entry)
+        cause = likely_cause(entry, attachment) if attachment.site_type is MODULE else entry.container.why_silent(entry)
         causes[cause].append(entry.name)
     reasons = "; ".join(f"{_listed(names)}: {cause}" for cause, names in causes.items())
     model_ran = any(entry.step_at_attach != NOT_CALLED for entry in silent)
     warnings.warn(
         f"{attachment.kind.value} hook {attachment.name!r} never fired on {len(silent)} of "
-        f"{len(attachment.entries)} {attachment.subject.noun}s{', although the model ran' if model_ran else ''}. "
+        f"{len(attachment.entries)} {attachment.site_type.noun}s{', although the model ran' if model_ran else ''}. "
         f"{reasons}.",
         HookNeverFired,
         stacklevel=caller_stacklevel(),
     )
 
 
-def _silent(attachment: Attachment) -> list[Entry]:
+def _silent(attachment: Attachment) -> list[HookAtSite]:
     """The entries that had a chance to fire and did not."""
     kind = attachment.kind
     if kind.is_state or kind.is_registration or kind is Kind.PARAM_GRAD:
         return []  # nobody says when these are due
     entries = attachment.members()
-    silent = [entry for entry in entries if not entry.fired and entry.root.step > entry.step_at_attach]
+    silent = [entry for entry in entries if not entry.fired and entry.counter.step > entry.step_at_attach]
     if not silent and _has_trained_uncalled(attachment, entries):
         return entries
-    if attachment.everywhere and attachment.subject is MODULE:
+    if attachment.everywhere and attachment.site_type is MODULE:
         silent = [entry for entry in silent if not isinstance(_parent_of(entry)[0], nn.MultiheadAttention)]
     if len(silent) == len(entries):
         return silent
-    if attachment.subject is FUNCTION:
+    if attachment.site_type is FUNCTION:
         return []  # of all the functions that a glob matches, a model uses a few
     # In a glob over everything, containers come along; nobody means them. Nor, with ``attach_everywhere``, the
     # ``out_proj`` of an attention, which nobody calls: it has its weights read.
-    return [entry for entry in silent if not isinstance(entry.table.module(), _CONTAINERS)]
+    return [entry for entry in silent if not isinstance(entry.container.module(), _CONTAINERS)]
 
 
-def training_marks(model: nn.Module) -> list[tuple[object, int]]:
+def parameter_versions(model: nn.Module) -> list[tuple[object, int]]:
     """Return what tells later whether `model` was trained since: gradients and versions of a few parameters."""
     some = itertools.islice((p for p in model.parameters() if p.requires_grad and not is_lazy(p)), _FEW)
     return [(None if p.grad is None else (id(p.grad), _version(p.grad)), _version(p)) for p in some]
@@ -218,17 +218,17 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _has_trained_uncalled(attachment: Attachment, entries: list[Entry]) -> bool:
+def _has_trained_uncalled(attachment: Attachment, entries: list[HookAtSite]) -> bool:
     """Return whether a hook on the model itself never fired, and the model was trained meanwhile."""
-    if len(entries) != 1 or attachment.marks_before is None or attachment.scope is not None or entries[0].fired:
+    if len(entries) != 1 or attachment.versions_before is None or attachment.context is not None or entries[0].fired:
         return False
-    model = entries[0].table.module()
-    pairs = zip(attachment.marks_before, [] if model is None else training_marks(model), strict=False)
+    model = entries[0].container.module()
+    pairs = zip(attachment.versions_before, [] if model is None else parameter_versions(model), strict=False)
     # Some trainers leave no gradients behind (Lightning); loading a state writes once, an optimizer at each step.
     return any(now[0] not in (None, before[0]) or now[1] - before[1] >= _WRITES for before, now in pairs)
 
 
-def _site_receipt(entry: Entry) -> SiteReceipt:
+def _site_receipt(entry: HookAtSite) -> SiteReceipt:
     profiled = entry.attachment.profile and entry.fired
     turns = entry.attachment.turns
     fired, last_step = (entry.fired, entry.last_step) if turns is None else turns.get(entry.name, (0, -1))
@@ -245,18 +245,18 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
-def likely_cause(entry: Entry, attachment: Attachment) -> str:
+def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
     """Why a hook has not run on its module, as far as can be told."""
-    module = entry.table.module()
+    module = entry.container.module()
     if module is None:
         return "the module is gone"
     if isinstance(module, _CONTAINERS):
         return "a container is never called; hook its children"
-    if attachment.kind.is_gradient and entry.table.calls_seen:
+    if attachment.kind.is_gradient and entry.container.calls_seen:
         return "it ran, but no backward pass came through its outputs before it came off"
-    if attachment.scope is not None:
+    if attachment.context is not None:
         return "no call was made in the context that attached it (scope='context'), though others may have made some"
-    if not entry.name and (entry.root.stand_in is not None or entry.root.step == entry.step_at_attach):
+    if not entry.name and (entry.counter.stand_in is not None or entry.counter.step == entry.step_at_attach):
         return (
             "the model's own forward was never called, only parts of it (as training_step() and other methods do); "
             "hook the modules that are called"
@@ -277,20 +277,20 @@ def likely_cause(entry: Entry, attachment: Attachment) -> str:
     return "its module was never called, or the call ended before the hook's turn"
 
 
-def _compiled_without_guards(entry: Entry) -> str | None:
+def _compiled_without_guards(entry: HookAtSite) -> str | None:
     """Which of the modules around the hooked one, itself included, has compiled code that checks nothing."""
-    model, module = entry.root.model(), entry.table.module()
+    model, module = entry.counter.model(), entry.container.module()
     around = [model, module] if model is not None else [module]
     path = entry.name
     while model is not None and "." in path:
         path = path.rpartition(".")[0]
         with suppress(AttributeError):  # cut from the model meanwhile
             around.insert(1, submodule(model, path))
-    return next((type(one).__name__ for one in around if one is not None and marks.cannot_notice(one)), None)
+    return next((type(one).__name__ for one in around if one is not None and recompile_guard.ignores_hooks(one)), None)
 
 
-def _parent_of(entry: Entry) -> tuple[nn.Module | None, str]:
-    model = entry.root.model()
+def _parent_of(entry: HookAtSite) -> tuple[nn.Module | None, str]:
+    model = entry.counter.model()
     path, _, child = entry.name.rpartition(".")
     if model is None or not entry.name:
         return None, child

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookline.errors import HookSignatureError
 from hookline.messages import type_name
-from hookline.sites.kinds import MODULE, Kind, Subject
+from hookline.sites.kinds import MODULE, Kind, SiteType
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["changes_in_place", "check_hook", "hook_name", "may_return_value", "what_it_reads"]
 
 
-def check_hook(hook: Any, kind: Kind, *, subject: Subject = MODULE, with_kwargs: bool = False) -> bool:
+def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwargs: bool = False) -> bool:
     """Raise unless ``hook`` can be called as its kind calls it; tell whether it declares ``site``."""
     if not callable(hook):
         shown = type_name(hook) if isinstance(hook, Tensor) else repr(hook)  # without its numbers
@@ -38,7 +38,7 @@ def check_hook(hook: Any, kind: Kind, *, subject: Subject = MODULE, with_kwargs:
     except (TypeError, ValueError):
         return False  # some built-ins have none; they are taken at their word
     wants_site = _declares_site(signature)
-    names = _arguments(subject.args[kind], with_kwargs)
+    names = _arguments(site_type.args[kind], with_kwargs)
     try:
         signature.bind(*names, **({"site": None} if wants_site else {}))
     except TypeError as error:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from hookline.errors import NoMatchError, OptionError
-from hookline.sites.attach import check_request, fasten
-from hookline.sites.functions.attach_function import fasten_functions
+from hookline.sites.attach import attach_to_modules, new_attachment
+from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.select import check_model, select, without_scripted
 from hookline.sites.signature import check_hook, hook_name
-from hookline.sites.tensors.parameter_hooks import fasten_parameters, select_parameters
+from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import clean_modules
 from hookline.specs.hook_spec import HookSpec
 from hookline.specs.spec_hooks import close_hooks, hook_made_by, hooks_of, turns_of, with_care
@@ -130,15 +130,15 @@ def _prepare(
     hook = _made(spec, allow)
     made.append(hook)
     kind, subject = spec.kind
-    wants_site = check_hook(hook, kind, subject=subject)
+    wants_site = check_hook(hook, kind, site_type=subject)
     careful = with_care(hook, spec, wants_site=wants_site)
-    attachment = check_request(
+    attachment = new_attachment(
         careful,
         kind,
         observe=spec.observe,
         sees=spec.sees or "edited",
         name=spec.name or hook_name(hook),
-        subject=subject,
+        site_type=subject,
     )
     attachment.turns = turns_of(careful)
     found = find_for(model, spec, strict=strict)
@@ -201,15 +201,15 @@ def _modules(model: nn.Module, patterns: list[str], exclude: list[str]) -> Place
     chosen = [named for named in clean_modules(model) if id(named[1]) in ids]
     return Places(
         [name for name, _ in chosen],
-        lambda attachment: fasten(attachment, model, without_scripted(chosen, patterns)),
+        lambda attachment: attach_to_modules(attachment, model, without_scripted(chosen, patterns)),
     )
 
 
 def _parameters(model: nn.Module, patterns: list[str], exclude: list[str]) -> Places:
     chosen = select_parameters(model, patterns, exclude=exclude)
-    return Places([each.name for each in chosen], lambda attachment: fasten_parameters(attachment, model, chosen))
+    return Places([each.name for each in chosen], lambda attachment: attach_to_parameters(attachment, model, chosen))
 
 
 def _functions(model: nn.Module, patterns: list[str], exclude: list[str]) -> Places:
     places = find_places(patterns, exclude=exclude)
-    return Places([each.name for each in places], lambda attachment: fasten_functions(attachment, places, model))
+    return Places([each.name for each in places], lambda attachment: attach_to_functions(attachment, places, model))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from hookline.errors import HooklineError, KindError, OptionError
 from hookline.messages import short_repr
-from hookline.sites.kinds import FUNCTION, MODULE, Kind, Subject
+from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 from hookline.specs.copy_config import own_copy
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class HookSpec:
         kind.check_options(observe=self.observe)
 
     @property
-    def kind(self) -> tuple[Kind, Subject]:
+    def kind(self) -> tuple[Kind, SiteType]:
         """The kind of hook, and whether it is one of modules or of functions."""
         return _kind(self.on)
 
@@ -239,7 +239,7 @@ def _check_on_error(name: str, value: Any) -> None:
         raise OptionError(f"{name} is one of {', '.join(map(repr, _ON_ERROR))}; got {short_repr(value)}.")
 
 
-def _kind(on: Any) -> tuple[Kind, Subject]:
+def _kind(on: Any) -> tuple[Kind, SiteType]:
     if not isinstance(on, str):
         raise KindError(f"on is the name of a kind of hook, got {short_repr(on)}.")
     if on.startswith(_ON_FUNCTION):

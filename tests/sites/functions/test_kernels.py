@@ -30,7 +30,7 @@ from hookline.sites.functions.operator_kernels import _Said
 aten = torch.ops.aten
 
 
-def table_of(operator: str) -> str:
+def hooks_of_module(operator: str) -> str:
     """Who is registered for what, as the dispatcher tells."""
     return torch._C._dispatch_dump_table(operator)
 
@@ -48,25 +48,25 @@ def nothing(fn: Any, *tensors: Any) -> None:
 )
 def test_the_kernels_are_as_before_when_the_last_hook_is_gone(name: str, kind: str) -> None:
     """The table of the dispatcher is the same text, after one hook and after two that overlap."""
-    before = table_of(name)
+    before = hooks_of_module(name)
     with hl.attach_function(name, nothing, on=kind):
-        assert table_of(name) != before
+        assert hooks_of_module(name) != before
         with hl.attach_function(name, nothing, on=kind):
             pass
-        assert table_of(name) != before
-    assert table_of(name) == before
+        assert hooks_of_module(name) != before
+    assert hooks_of_module(name) == before
 
 
 def test_other_operators_are_untouched() -> None:
     """Of all operators the table of one changes, and of that one the rows of the CPU and the one before transforms."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    before = {name: table_of(name) for name in names}
+    before = {name: hooks_of_module(name) for name in names}
     with hl.attach_function("aten.mm.default", nothing):
-        changed = {name for name in names if table_of(name) != before[name]}
-        rows = set(table_of("aten::mm").splitlines()) - set(before["aten::mm"].splitlines())
+        changed = {name for name in names if hooks_of_module(name) != before[name]}
+        rows = set(hooks_of_module("aten::mm").splitlines()) - set(before["aten::mm"].splitlines())
     assert changed == {"aten::mm"}
     assert {row.split(":")[0].strip() for row in rows} == {"CPU", "AutogradCPU", TRANSFORMS}
-    assert {name for name in names if table_of(name) != before[name]} == set()
+    assert {name for name in names if hooks_of_module(name) != before[name]} == set()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -79,14 +79,14 @@ def test_an_error_in_a_hook_leaves_the_kernels_in_order(kind: str, error: type[B
         if failing:
             raise error("mine")
 
-    before = table_of("aten::atan2")
+    before = hooks_of_module("aten::atan2")
     with hl.attach_function(aten.atan2.default, hook, on=kind) as handle:
         with pytest.raises(error, match="mine"):
             torch.atan2(fresh(2), fresh(2)).sum().backward()
         failing.clear()
         torch.atan2(fresh(2), fresh(2)).sum().backward()
         assert handle.report().fired == 2
-    assert table_of("aten::atan2") == before
+    assert hooks_of_module("aten::atan2") == before
     assert torch.atan2(torch.ones(1), torch.ones(1)).item() == pytest.approx(torch.pi / 4)
 
 
@@ -105,23 +105,23 @@ def test_an_error_in_the_operator_is_the_operators_own() -> None:
 
 def test_removed_by_its_own_hook_in_the_middle_of_the_kernel() -> None:
     """The call that is under way ends well, and the kernel is back."""
-    before = table_of("aten::exp")
+    before = hooks_of_module("aten::exp")
 
     def once(fn: Any, inputs: Any) -> None:
         handle.remove()
 
     handle = hl.attach_function(aten.exp.default, once, on="forward_pre")
     assert torch.equal(torch.exp(torch.zeros(2)), torch.ones(2))
-    assert table_of("aten::exp") == before
+    assert hooks_of_module("aten::exp") == before
     assert torch.equal(torch.exp(torch.zeros(2)), torch.ones(2))
 
 
 def test_a_few_hundred_cycles_leave_the_dispatcher_as_it_was() -> None:
     """No kernel, no library and no growing list of either."""
-    before = table_of("aten::mm"), len(torch.library._impls)
+    before = hooks_of_module("aten::mm"), len(torch.library._impls)
     for _ in range(300):
         hl.attach_function(aten.mm.default, nothing).remove()
-    assert (table_of("aten::mm"), len(torch.library._impls)) == before
+    assert (hooks_of_module("aten::mm"), len(torch.library._impls)) == before
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["anywhere", "within"])
@@ -138,7 +138,7 @@ def test_hooks_come_and_go_while_other_threads_run_the_operator(within: bool) ->
             errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
-    before = table_of("aten::mm")
+    before = hooks_of_module("aten::mm")
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 2
@@ -146,7 +146,7 @@ def test_hooks_come_and_go_while_other_threads_run_the_operator(within: bool) ->
         while time.monotonic() < deadline and not errors:
             handle = hl.attach_function(aten.mm.default, nothing, within=model if within else None)
             handle.remove(quiet=True)
-            assert table_of("aten::mm") == before
+            assert hooks_of_module("aten::mm") == before
     finally:
         stop.set()
         for thread in threads:

@@ -21,7 +21,7 @@ from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import Kept, Store, bytes_of, size_text, tensors_of
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.call_context import close_scope
+from hookline.sites.modules.call_context import close_context
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
@@ -177,7 +177,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
                 silent = len(self.handles) > 1 and bool(handle.report().silent)
         finally:
             if self.scope is not None:
-                close_scope(self.scope)
+                close_context(self.scope)
             self._recorder.store.settle()
             self._sorted()  # from here on the calls are the cache's alone
             self._recorder.let_go()

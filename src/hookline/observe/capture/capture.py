@@ -20,9 +20,9 @@ from hookline.observe.capture.capture_options import (
     parse_limit,
 )
 from hookline.observe.capture.stored_value import Store
-from hookline.sites.attach import check_request, fasten
+from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.call_context import open_scope
+from hookline.sites.modules.call_context import open_context
 from hookline.sites.receipt import likely_cause
 from hookline.sites.select import Named, check_model, choose
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Hook, Scope, Target
-    from hookline.sites.hook_at_site import Attachment, Entry
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["capture"]
 
@@ -118,7 +118,7 @@ def capture(
     )
     recorder = Recorder(store, inputs=inputs, grads=grads, stop=stop, during=checked_phases(during))
     chosen = choose(model, targets, exclude, strict=strict)
-    cache = Cache(recorder, weakref.ref(model), open_scope() if scope == "context" else None)
+    cache = Cache(recorder, weakref.ref(model), open_context() if scope == "context" else None)
     try:
         _attach(cache, recorder, model, chosen)
     except BaseException:
@@ -141,7 +141,7 @@ def _requests(recorder: Recorder) -> dict[Kind, Attachment]:
 
 
 def _request(hook: Hook, kind: Kind, *, with_kwargs: bool = False) -> Attachment:
-    return check_request(hook, kind, observe=True, with_kwargs=with_kwargs, name="capture")
+    return new_attachment(hook, kind, observe=True, with_kwargs=with_kwargs, name="capture")
 
 
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -158,8 +158,8 @@ def _attach(cache: Cache, recorder: Recorder, model: nn.Module, chosen: list[Nam
         recorder.expect(name, module)
     for kind, attachment in _requests(recorder).items():
         is_plain = kind is Kind.FORWARD and not recorder.in_full
-        attachment.scope = None if is_plain else cache.scope  # a plain hook asks by itself
-        cache.handles[kind] = fasten(attachment, model, chosen)
+        attachment.context = None if is_plain else cache.scope  # a plain hook asks by itself
+        cache.handles[kind] = attach_to_modules(attachment, model, chosen)
         for entry in attachment.entries:
             if is_plain:
                 entry.hook = recorder.noting(entry, cache.scope)
@@ -171,14 +171,14 @@ def _attach(cache: Cache, recorder: Recorder, model: nn.Module, chosen: list[Nam
                 cache.reasons[entry.name] = _reason(entry, recorder)
 
 
-def _reason(entry: Entry, recorder: Recorder) -> Callable[[], str]:
+def _reason(entry: HookAtSite, recorder: Recorder) -> Callable[[], str]:
     """Why nothing was captured, in words, when somebody asks."""
 
     def why() -> str:
         attachment = entry.attachment
         if entry.name in recorder.left_out:
             return recorder.left_out[entry.name]
-        if entry.root.step <= entry.step_at_attach and not entry.fired:
+        if entry.counter.step <= entry.step_at_attach and not entry.fired:
             return "the model has not run since" if not attachment.removed else "the model did not run meanwhile"
         if entry.fired:
             return (

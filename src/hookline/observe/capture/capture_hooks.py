@@ -22,12 +22,12 @@ from hookline.lifecycle.run_phase import PHASES, Phases, told_phase
 from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import Kept, NoNumbers, Store, each_tensor
 from hookline.sites import _torch
-from hookline.sites.modules.call_context import open_scopes
+from hookline.sites.modules.call_context import open_contexts
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads, Hook
-    from hookline.sites.hook_at_site import Entry
-    from hookline.sites.modules.forward_counter import Root
+    from hookline.sites.hook_at_site import HookAtSite
+    from hookline.sites.modules.forward_counter import ForwardCounter
     from hookline.sites.site import Site
 
 __all__ = ["Recorder", "Stopped"]
@@ -131,20 +131,20 @@ class Recorder:
 
     # -- without inputs and gradients --------------------------------------------------------------------
 
-    def noting(self, entry: Entry, scope: int | None) -> Hook:
+    def noting(self, entry: HookAtSite, scope: int | None) -> Hook:
         """The forward hook of one module.
 
         It finds out whose call it is by itself, and leaves counting calls for later: together 1 to 2 of the 8 to 10 µs
         that it adds to a call in a tiny GPT-2 (benchmarks/capturing.py).
         """
-        name, root, append = entry.name, entry.root, self.notes.append
+        name, root, append = entry.name, entry.counter, self.notes.append
         here = root.here
         task, keep = _torch.graph_task_id, self._keep_and_stop
         plain = self.store.is_plain and not self.stops
         during, is_wrapped = self.during, _torch.is_wrapped
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
-            if scope is not None and scope not in open_scopes():
+            if scope is not None and scope not in open_contexts():
                 return
             if task() != -1 and _torch.in_recomputation():
                 return  # it was noted the first time
@@ -187,7 +187,7 @@ class Recorder:
 
     # -- with inputs or gradients ------------------------------------------------------------------------
 
-    def opening(self, entry: Entry) -> Hook:
+    def opening(self, entry: HookAtSite) -> Hook:
         """The forward pre-hook of one module."""
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -198,11 +198,11 @@ class Recorder:
 
         return begin
 
-    def _begin(self, entry: Entry, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, entry: HookAtSite, module: nn.Module, args: Any, kwargs: Any) -> None:
         name, here = entry.name, self._here
-        step, number = entry.root.moment(entry)
+        step, number = entry.counter.moment(entry)
         call = CapturedCall(name, step, number, takes_grads=self.takes_grads, settle=self.store.settle)
-        if self.during is not None and (now := _phase_of(entry.root)) not in self.during:
+        if self.during is not None and (now := _phase_of(entry.counter)) not in self.during:
             call.is_left_out = True
             self._leave_out_for_phase(name, now)
         elif self.takes_inputs:
@@ -213,7 +213,7 @@ class Recorder:
         under_way.append(call)
         # A call that is left out is counted all the same: gradients know theirs by number.
         if self.takes_grads and torch.is_grad_enabled():
-            self._awaiting[name, *entry.root.moment((entry, "grad"))] = [call]
+            self._awaiting[name, *entry.counter.moment((entry, "grad"))] = [call]
         elif self.takes_grads:
             self._without_graph[name].append(call)
 
@@ -226,16 +226,16 @@ class Recorder:
             call.is_left_out = True
             self.left_out[call.name] = _NO_NUMBERS
 
-    def _begin_again(self, entry: Entry) -> None:
+    def _begin_again(self, entry: HookAtSite) -> None:
         """Checkpointing repeats a call. If there was no graph the first time, gradients come to this one instead."""
         name = entry.name
         unclaimed = [call for call in self._without_graph.get(name, ()) if not (call.has_grads or call.is_left_out)]
         if not unclaimed or not torch.is_grad_enabled():
             return
-        waiting = self._awaiting.setdefault((name, *entry.root.moment((entry, "grad"))), [])
+        waiting = self._awaiting.setdefault((name, *entry.counter.moment((entry, "grad"))), [])
         waiting.extend(call for call in unclaimed if call not in waiting)
 
-    def closing(self, entry: Entry) -> Hook:
+    def closing(self, entry: HookAtSite) -> Hook:
         """The forward hook of one module."""
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
@@ -278,7 +278,7 @@ class Recorder:
             call.add_grad(self.store.keep(shaped, f"gradient of {site.name!r}"))
 
 
-def _phase_of(root: Root) -> str:
+def _phase_of(root: ForwardCounter) -> str:
     """Return what the run is doing: what a loop says, or else what the model's mode and gradients tell."""
     return told_phase() or ("train" if all(root.mode()) else "eval")
 

@@ -17,7 +17,7 @@ from hookline.observe.patch.misfits import misfit, place_of, shape_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.sites.modules.forward_counter import Root
+    from hookline.sites.modules.forward_counter import ForwardCounter
     from hookline.sites.site import Site
 
 __all__ = ["Edit", "broadcasts", "dtype_name"]
@@ -57,7 +57,7 @@ class Edit:
         """The edit with all that it needs for the sites of these names, each with every name its module has."""
         return self
 
-    def attached(self, root: Root) -> None:
+    def attached(self, root: ForwardCounter) -> None:
         """Take note of what counts the calls of the sites that the edit was put on."""
 
     def apply(self, x: Tensor, site: Site) -> Tensor:

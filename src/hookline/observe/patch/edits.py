@@ -23,7 +23,7 @@ from hookline.observe.patch.swap_calls import Turns
 
 if TYPE_CHECKING:
     from hookline.observe.patch.edit_index import IndexLike
-    from hookline.sites.modules.forward_counter import Root
+    from hookline.sites.modules.forward_counter import ForwardCounter
     from hookline.sites.site import Site
 
 __all__ = ["Edit", "ablate", "mean_ablate", "replace", "scale", "steer", "swap"]
@@ -257,7 +257,7 @@ class _Recorded(Edit):
         """What is to be put in, of what was recorded for a site."""
         return found
 
-    def attached(self, root: Root) -> None:
+    def attached(self, root: ForwardCounter) -> None:
         self.turns.root = root
 
     def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:

@@ -13,7 +13,7 @@ from hookline.errors import KindError, OptionError, TargetError
 from hookline.messages import type_name
 from hookline.observe.patch.function_edit import as_edit
 from hookline.observe.patch.patch_hooks import EditInput, EditOutput
-from hookline.sites.attach import check_request, fasten
+from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.select import Named, check_model, choose, named_modules
@@ -101,9 +101,9 @@ def patch(
         for edit, chosen in placed:
             hook = EditInput(edit) if kind is Kind.FORWARD_PRE else EditOutput(edit)
             inputs = kind is Kind.FORWARD_PRE
-            request = check_request(hook, kind, with_kwargs=inputs, name=name or edit.word, scope=scope)
-            found.add(fasten(request, model, chosen))
-            edit.attached(next(iter(request.roots)))
+            request = new_attachment(hook, kind, with_kwargs=inputs, name=name or edit.word, scope=scope)
+            found.add(attach_to_modules(request, model, chosen))
+            edit.attached(next(iter(request.counters)))
     except BaseException:
         found.remove(quiet=True)
         raise

@@ -15,7 +15,7 @@ import torch
 from hookline.observe.patch.misfits import misfit, place_of
 
 if TYPE_CHECKING:
-    from hookline.sites.modules.forward_counter import Root
+    from hookline.sites.modules.forward_counter import ForwardCounter
     from hookline.sites.site import Site
 
 __all__ = ["Turns"]
@@ -33,7 +33,7 @@ class Turns:
     """The turns of one swap at all its sites."""
 
     def __init__(self) -> None:
-        self.root: Root | None = None
+        self.root: ForwardCounter | None = None
         """Counts the steps of the model, once the swap was put on one."""
         self._last: dict[tuple[int, str], _Turn] = {}
         """For each thread and site, the call before this one, if a part has begun its step."""

@@ -15,8 +15,8 @@ from hookline.observe.profile.chrome_trace import write_trace
 from hookline.observe.profile.clock import CpuClock, clock_for
 from hookline.observe.profile.profile_hooks import Recorder
 from hookline.observe.profile.profile_rows import Measured, ProfileRow, rows_of, table_of
-from hookline.sites.attach import check_request, fasten
-from hookline.sites.functions.attach_function import fasten_functions
+from hookline.sites.attach import attach_to_modules, new_attachment
+from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.sites.hook_at_site import Attachment
-    from hookline.sites.kinds import Subject
+    from hookline.sites.kinds import SiteType
 
 __all__ = ["Profile", "ProfileRow", "profile"]
 
@@ -185,16 +185,16 @@ class Profile(ShownAsTable):
         modules: dict[Kind, Any] = {Kind.FORWARD_PRE: recorder.enter_module, **gradients}
         functions = {Kind.FORWARD_PRE: recorder.enter_function, Kind.FORWARD: recorder.leave_function, **gradients}
         for kind, hook in modules.items():
-            self._handles.add(fasten(self._request(MODULE, kind, hook), model, whole + chosen))
-        self._handles.add(fasten(self._request(MODULE, Kind.FORWARD, recorder.leave_module), model, chosen))
+            self._handles.add(attach_to_modules(self._request(MODULE, kind, hook), model, whole + chosen))
+        self._handles.add(attach_to_modules(self._request(MODULE, Kind.FORWARD, recorder.leave_module), model, chosen))
         # However the model's own call ends, with it has ended whatever was under way in it.
         always = self._request(MODULE, Kind.FORWARD, recorder.leave_module, always_call=True)
-        self._handles.add(fasten(always, model, whole))
+        self._handles.add(attach_to_modules(always, model, whole))
         for kind, hook in functions.items() if places else ():
-            self._handles.add(fasten_functions(self._request(FUNCTION, kind, hook), places, model))
+            self._handles.add(attach_to_functions(self._request(FUNCTION, kind, hook), places, model))
 
-    def _request(self, subject: Subject, kind: Kind, hook: Any, *, always_call: bool = False) -> Attachment:
-        request = check_request(hook, kind, subject=subject, observe=True, always_call=always_call, name="profile")
+    def _request(self, subject: SiteType, kind: Kind, hook: Any, *, always_call: bool = False) -> Attachment:
+        request = new_attachment(hook, kind, site_type=subject, observe=True, always_call=always_call, name="profile")
         if kind is Kind.BACKWARD:
             request.clock = self._clock.mark
         return request

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from hookline.sites import _torch
-from hookline.sites.attach import check_request
+from hookline.sites.attach import new_attachment
 from hookline.sites.kinds import Kind
-from hookline.sites.tensors.parameter_hooks import NamedParameter, fasten_parameters
+from hookline.sites.tensors.parameter_hooks import NamedParameter, attach_to_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,8 +50,8 @@ class Passes:
     def hold_parameters(self) -> None:
         """Notice passes at the parameters from now on; the compiled code of modules stays as it is."""
         if self._handle is None and self._parameters:
-            request = check_request(self._came, Kind.PARAM_GRAD, name="watch")
-            self._handle = fasten_parameters(request, self._model, self._parameters)
+            request = new_attachment(self._came, Kind.PARAM_GRAD, name="watch")
+            self._handle = attach_to_parameters(request, self._model, self._parameters)
 
     def let_go(self) -> None:
         """Notice passes at the parameters no more."""

@@ -1,7 +1,7 @@
 """Decide whether what comes by counts for a watch: by its schedule, its pauses and ``during=``.
 
-Asked by the hooks of a watch at each firing; knows the model's forwards from their `Root`, and the watch's steps.
-"""
+Asked by the hooks of a watch at each firing; knows the model's forwards from their `ForwardCounter`, and the watch's
+steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hookline.errors import HooklineWarning
 from hookline.lifecycle.run_phase import phase
 from hookline.messages import caller_stacklevel, type_name
 from hookline.observe.watch.watch_steps import ByForward, Steps
-from hookline.sites.attach import check_request
-from hookline.sites.modules.forward_counter import NOWHERE, Root
-from hookline.sites.modules.module_hooks import existing_table
+from hookline.sites.attach import new_attachment
+from hookline.sites.modules.forward_counter import NO_MODEL, ForwardCounter
+from hookline.sites.modules.module_hooks import existing_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,14 +35,14 @@ class Counts:
         self.steps = steps
         """What a step is; replaced when the user begins to tell of steps."""
         self.paused = 0
-        self.root: Root = NOWHERE
+        self.root: ForwardCounter = NO_MODEL
         self._model = model
         self._is_in_parts = False
 
     def find_root(self) -> None:
         """Go by what counts the forwards of the model now; it changes when all hooks were off."""
-        table = existing_table(self._model)
-        self.root = NOWHERE if table is None or table.root is None else table.root
+        table = existing_hooks(self._model)
+        self.root = NO_MODEL if table is None or table.counter is None else table.counter
 
     def request(self, hook: Any, kind: Kind, name: str) -> Attachment:
         """Return what asks for an observer; where it comes on because a step begins, it is as old as the step.
@@ -50,7 +50,7 @@ class Counts:
         A gradient hook that comes on in the middle of a forward waits for the next one, and a step begins in the
         pre-hooks of the forward that is due.
         """
-        request = check_request(hook, kind, observe=True, name=name)
+        request = new_attachment(hook, kind, observe=True, name=name)
         if isinstance(self.steps, ByForward) and self.steps.is_beginning:
             request.order = self.root.here.order
         return request

@@ -27,7 +27,7 @@ from hookline.observe.watch.watch_options import check_scaler, checked_kinds, ch
 from hookline.observe.watch.watch_steps import ByForward, ByHand, ByOptimizer
 from hookline.observe.watch.watch_table import table_of
 from hookline.sites import _torch
-from hookline.sites.attach import fasten
+from hookline.sites.attach import attach_to_modules
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.select import Named, check_model
@@ -325,14 +325,14 @@ class Watch(ShownAsTable):
             # A graph does not know the scale of the moment, so it could not tell what is over a threshold.
             if kind == "forward" or self._scaler is None or not self._layout.thresholds:
                 request.summary = hook
-            self._handles.add(fasten(request, self._model, self._chosen))
+            self._handles.add(attach_to_modules(request, self._model, self._chosen))
             if self._layout.by_unit:
                 more = self._counts.request(getattr(hook, beside), as_kind, f"{self.name} by unit")
-                self._handles.add(fasten(more, self._model, self._chosen))
+                self._handles.add(attach_to_modules(more, self._model, self._chosen))
         self._counts.find_root()
         if self._passes is not None and isinstance(self._counts.steps, ByForward):
             request = self._counts.request(self._passes.begins, Kind.BACKWARD_PRE, self.name)
-            self._handles.add(fasten(request, self._model, [("", self._model)]))
+            self._handles.add(attach_to_modules(request, self._model, [("", self._model)]))
 
     def _pass_is_over(self) -> None:
         """A backward pass is over: gradients of parameters are as final as they get without an optimizer."""

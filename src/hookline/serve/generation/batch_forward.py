@@ -19,7 +19,7 @@ from hookline.errors import MissingPackageError, OptionError
 from hookline.factories.batch_rows import BatchRows, serving
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.modules.module_hooks import existing_table
+from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Forward:
     def _is_watched(self) -> bool:
         if self._is_tried:
             return True
-        tables = (existing_table(module) for module in self._ends)
+        tables = (existing_hooks(module) for module in self._ends)
         return any(table is not None and any(True for _ in table.entries()) for table in tables)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hookline.sites import _torch
 from hookline.sites.modules.call_endings import CallGuard
 from hookline.sites.modules.module_hooks import LOCK
-from hookline.sites.modules.torch_hooks import Port
+from hookline.sites.modules.torch_hooks import TorchHook
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +45,7 @@ def without_our_hooks(model: nn.Module) -> Iterator[None]:
 def _take_ports(module: nn.Module) -> Iterator[tuple[dict[int, Any], list[tuple[int, Any]]]]:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         items = list(hooks.items())
-        ours = [hook_id for hook_id, hook in items if isinstance(hook, Port)]
+        ours = [hook_id for hook_id, hook in items if isinstance(hook, TorchHook)]
         if ours:
             for hook_id in ours:
                 del hooks[hook_id]

@@ -22,14 +22,14 @@ from torch import Tensor
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.gradients.call_gradients import GradientCall
-from hookline.sites.gradients.gradient_hooks import GradientLanes
+from hookline.sites.gradients.gradient_hooks import GradientHooks
 from hookline.sites.gradients.tensor_taps import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hookline.hook_types import Grads
-    from hookline.sites.gradients.call_inputs import Carrier
+    from hookline.sites.gradients.call_inputs import CallState
     from hookline.sites.hook_at_site import Found
 
 __all__ = ["GRADIENTS", "What", "plan_of"]
@@ -40,26 +40,34 @@ GRADIENTS: Final = "gradients"
 _STANDS_FOR_HOOKS: Final[Any] = (object(),)
 _CALLS: Final = "hookline_calls"
 _SERIAL: Final = "hookline_serial"
-_WIRING: Final = ("gradients", "gradient_inputs", "gradient_lanes", "gradient_slots", "gradient_taps", "tree", "_torch")
+_WIRING: Final = (
+    "gradients.call_gradients",
+    "gradients.call_inputs",
+    "gradients.gradient_hooks",
+    "gradients.gradient_names",
+    "gradients.tensor_taps",
+    "tree",
+    "_torch",
+)
 
 
-def plan_of(lanes: GradientLanes) -> str:
+def plan_of(hooks: GradientHooks) -> str:
     """What the wiring has to know of the gradient hooks on a module, in letters; empty if there are none."""
-    if not lanes.has_gradients:
+    if not hooks.has_gradients:
         return ""
-    once = lanes.uses_input_once and lanes.watches_inputs
-    summaries = [entry.attachment.summary for entry in lanes.backward_pre if entry.attachment.summary is not None]
+    once = hooks.uses_input_once and hooks.watches_inputs
+    summaries = [entry.attachment.summary for entry in hooks.backward_pre if entry.attachment.summary is not None]
     for summary in summaries:
         _MAKERS[summary.number] = summary.make
     numbers = "".join(f"+{number}" for number in sorted({summary.number for summary in summaries}))
     letters = {
-        "p": len(summaries) < len(lanes.backward_pre),
-        "b": bool(lanes.backward),
-        "o": lanes.edits_outputs,
-        "i": lanes.edits_gradients,
+        "p": len(summaries) < len(hooks.backward_pre),
+        "b": bool(hooks.backward),
+        "o": hooks.edits_outputs,
+        "i": hooks.edits_gradients,
         "u": once,
-        "a": once or lanes.edits_gradients,  # inputs go in as aliases
-        "s": lanes.tells_sites,
+        "a": once or hooks.edits_gradients,  # inputs go in as aliases
+        "s": hooks.tells_sites,
     }
     return f"{_version()}{numbers} {''.join(letter for letter, is_so in letters.items() if is_so)}"
 
@@ -76,7 +84,7 @@ def _version() -> str:
     return str(zlib.crc32(code))  # digits alone: the letters after it mean something
 
 
-_SHAPES_GRAPHS: Final = (__name__, *(f"hookline.sites.{name}" for name in _WIRING), ops.__name__)
+_SHAPES_GRAPHS: Final = (__name__, ops.__name__, *(f"hookline.sites.{name}" for name in _WIRING))
 
 
 class What:
@@ -98,7 +106,7 @@ class What:
         return grads, () if self.is_pre else (_spread(self._more, tensors[self.count :]),)
 
 
-class _TracedLanes(GradientLanes):
+class _TracedHooks(GradientHooks):
     """What the wiring has to know of hooks that it does not see."""
 
     def __init__(self, plan: str) -> None:
@@ -115,43 +123,43 @@ class _TracedLanes(GradientLanes):
         self.uses_input_once = "u" in plan
 
 
-_lanes: Final = functools.lru_cache(maxsize=None)(_TracedLanes)
+_traced_hooks: Final = functools.lru_cache(maxsize=None)(_TracedHooks)
 
 
 class _TracedCall(GradientCall):
     """One call in a graph that is being traced."""
 
-    def __init__(self, lanes: _TracedLanes, key: Tensor, names: str) -> None:
-        super().__init__(lanes, None)
-        self._lanes = lanes
+    def __init__(self, hooks: _TracedHooks, key: Tensor, names: str) -> None:
+        super().__init__(hooks, None)
+        self._traced_hooks = hooks
         self._key = key
         self._names = names
         self.output_names = ""
-        self._mark: Any = None
-        if lanes.fires_pre or lanes.backward:
+        self._note: Any = None
+        if hooks.fires_pre or hooks.backward:
             with _torch.never_recomputed():
-                self._mark = ops.MARK(key, _serial_on(key))
+                self._note = ops.NOTE(key, _serial_on(key))
 
     def fire(self, entries: tuple[Any, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         if not entries:
             return grads
         if not more:
             self._summarize([grad for grad in grads if grad is not None])
-            if not self._lanes.fires_pre:
+            if not self._traced_hooks.fires_pre:
                 return grads
         present = [grad for part in (grads, *more) for grad in part if grad is not None]
         kind = "post" if more else "pre"
         what = f"{kind}|{_mask(grads)}|{_mask(more[0]) if more else ''}|{self._names}|{self.output_names}"
         end = end_of(_torch.graph_task_id())
-        if not (self._table.edits_gradients if more else self._table.edits_outputs):
-            end.latest = ops.GRADS(self._key, self._mark, what, end.latest, present)
+        if not (self._hooks.edits_gradients if more else self._hooks.edits_outputs):
+            end.latest = ops.GRADS(self._key, self._note, what, end.latest, present)
             return grads
-        *edited, end.latest = ops.EDIT(self._key, self._mark, what, end.latest, present)
+        *edited, end.latest = ops.EDIT(self._key, self._note, what, end.latest, present)
         stream = iter(edited)
         return tuple(None if grad is None else next(stream) for grad in grads)
 
     def _summarize(self, grads: list[Tensor]) -> None:
-        for number in self._lanes.summaries:
+        for number in self._traced_hooks.summaries:
             found = _MAKERS[number](grads) if number in _MAKERS else None
             if found is not None:
                 ops.SINK(self._key, f"{GRADIENTS} {number}|{_serial_on(self._key)}", *found)
@@ -170,9 +178,9 @@ def _mask(grads: Grads) -> str:
 @ops.while_tracing(ops.ENTER)
 def _enter(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
     flags, places, names = plan.split("|")
-    call = _TracedCall(_lanes(flags), key, names)
-    args, carrier = call.enter(_spread(places, tensors), {})
-    _calls_on(key).append(carrier)
+    call = _TracedCall(_traced_hooks(flags), key, names)
+    args, state = call.enter(_spread(places, tensors), {})
+    _calls_on(key).append(state)
     return [tensor for tensor in args if tensor is not None]
 
 
@@ -180,11 +188,11 @@ def _enter(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
 def _leave(key: Tensor, plan: str, tensors: list[Tensor]) -> list[Tensor]:
     flags, places, names = plan.split("|")
     calls = _calls_on(key)
-    carrier = calls.pop() if calls else _TracedCall(_lanes(flags), key, "").enter((), {})[1]
-    call: Any = carrier.call
+    state = calls.pop() if calls else _TracedCall(_traced_hooks(flags), key, "").enter((), {})[1]
+    call: Any = state.call
     call.output_names = names
     outputs = _spread(places, tensors)
-    passed = call.leave(outputs[0] if len(outputs) == 1 else outputs, carrier)
+    passed = call.leave(outputs[0] if len(outputs) == 1 else outputs, state)
     return [passed] if isinstance(passed, Tensor) else [tensor for tensor in passed if tensor is not None]
 
 
@@ -193,9 +201,9 @@ def _spread(places: str, tensors: list[Tensor]) -> tuple[Any, ...]:
     return tuple(next(stream) if place == "1" else None for place in places)
 
 
-def _calls_on(key: Tensor) -> list[Carrier]:
+def _calls_on(key: Tensor) -> list[CallState]:
     """The calls under way that this key was given for, in this thread: kept by the tensor, and gone with the trace."""
-    by_thread: dict[int, list[Carrier]] | None = getattr(key, _CALLS, None)
+    by_thread: dict[int, list[CallState]] | None = getattr(key, _CALLS, None)
     if by_thread is None:
         by_thread = {}
         setattr(key, _CALLS, by_thread)

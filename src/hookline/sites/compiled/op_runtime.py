@@ -1,6 +1,6 @@
 """What happens when a compiled graph comes to one of our operators: the hooks run, those that are on at that moment.
 
-Takes the calls of the operators (`ops`), finds the table by its key, runs entries as the ports do.
+Takes the calls of the operators (`ops`), finds the module_hooks by its key, runs entries as the torch_hooks do.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
-from hookline.sites.compiled.table_keys import table_with
+from hookline.sites.compiled.table_keys import hooks_with_key
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients.gradient_names import checked
-from hookline.sites.hook_at_site import Phase, next_order
-from hookline.sites.modules.call_context import open_scopes
+from hookline.sites.hook_at_site import OrderGroup, next_order
+from hookline.sites.modules.call_context import open_contexts
 from hookline.sites.modules.torch_hooks import run_one_post, run_one_pre
 from hookline.sites.site import Site
 
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Grads
-    from hookline.sites.hook_at_site import Entry, Summary
-    from hookline.sites.modules.forward_counter import Root
-    from hookline.sites.modules.module_hooks import Table
+    from hookline.sites.hook_at_site import HookAtSite, Summary
+    from hookline.sites.modules.forward_counter import ForwardCounter
+    from hookline.sites.modules.module_hooks import ModuleHooks
 
 __all__: list[str] = []
 
-_EDIT: Final = Phase.EDIT
+_EDIT: Final = OrderGroup.EDIT
 
 
 @dataclass(slots=True)
-class _Mark:
+class _NotedCall:
     """A call of a module in the forward, as its gradients have to know it."""
 
     order: int
-    moments: dict[Root, tuple[int, int]]
+    moments: dict[ForwardCounter, tuple[int, int]]
     scopes: frozenset[int]
 
-    def concerns(self, entry: Entry) -> bool:
+    def concerns(self, entry: HookAtSite) -> bool:
         """Whether the hook was on when the call began, and the call is its business."""
         attachment = entry.attachment
-        return attachment.order < self.order and (attachment.scope is None or attachment.scope in self.scopes)
+        return attachment.order < self.order and (attachment.context is None or attachment.context in self.scopes)
 
 
-_MARKS: Final[OrderedDict[int, _Mark]] = OrderedDict()
+_NOTED: Final[OrderedDict[int, _NotedCall]] = OrderedDict()
 _NUMBERS: Final = itertools.count()
-_KEPT_MARKS: Final = 1 << 14
+_KEPT: Final = 1 << 14
 """A forward whose backward never comes leaves its marks; more calls than this are not under way at once."""
 
 
@@ -71,9 +71,9 @@ def _token(*args: Any) -> Tensor:
 
 @ops.behind(ops.BEGIN, _token)
 def _begin(key: Tensor, serial: int, gradients: bool) -> Tensor:
-    table = table_with(key)
-    if table is not None and table.root is not None:
-        table.root.begin(gradients)
+    module_hooks = hooks_with_key(key)
+    if module_hooks is not None and module_hooks.counter is not None:
+        module_hooks.counter.begin(gradients)
     return _token()
 
 
@@ -94,15 +94,15 @@ class _Shown:
         self.grad = grad == "g"
         """Whether gradients were enabled around the call: inside a compiled forward they never are."""
 
-    def entries(self, table: Table) -> tuple[Entry, ...]:
-        """The hooks that are due, as the table is now."""
-        port = table.port_called(self.slot)
-        return () if port is None else port.group(self._steps, self.place)
+    def entries(self, module_hooks: ModuleHooks) -> tuple[HookAtSite, ...]:
+        """The hooks that are due, as the module_hooks is now."""
+        torch_hook = module_hooks.torch_hook_named(self.slot)
+        return () if torch_hook is None else torch_hook.group(self._steps, self.place)
 
-    def stepper(self, table: Table) -> Entry | None:
+    def stepper(self, module_hooks: ModuleHooks) -> HookAtSite | None:
         """The hook that edits at this place, or is handed a summary."""
-        port = table.port_called(self.slot)
-        return None if port is None else port.stepper(self._steps, self.place)
+        torch_hook = module_hooks.torch_hook_named(self.slot)
+        return None if torch_hook is None else torch_hook.stepper(self._steps, self.place)
 
     def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
         """Arguments, keyword arguments, and after the forward the output."""
@@ -123,13 +123,13 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor]) -> None:
 
 @ops.behind(ops.FIRE_WITH, _nothing)
 def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> None:
-    table = table_with(key)
+    module_hooks = hooks_with_key(key)
     shown = _shown(what)
-    entries = shown.entries(table) if table is not None else ()
-    module = table.module() if table is not None else None
+    entries = shown.entries(module_hooks) if module_hooks is not None else ()
+    module = module_hooks.module() if module_hooks is not None else None
     if not entries or module is None:
         return
-    if not torch.is_inference_mode_enabled() or all(entry.attachment.phase is not _EDIT for entry in entries):
+    if not torch.is_inference_mode_enabled() or all(entry.attachment.order_group is not _EDIT for entry in entries):
         _show(shown, entries, module, [tensor.detach().clone() for tensor in tensors], numbers, reals)
         return
     with torch.inference_mode(False):  # what is made in it does not know whether it was changed
@@ -140,7 +140,7 @@ def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[
 
 def _show(
     shown: _Shown,
-    entries: tuple[Entry, ...],
+    entries: tuple[HookAtSite, ...],
     module: nn.Module,
     copies: list[Tensor],
     numbers: Sequence[int],
@@ -158,9 +158,9 @@ def _show(
         _torch.set_grad_enabled(grad)
 
 
-def _run_all(entries: tuple[Entry, ...], module: nn.Module, values: tuple[Any, ...], copies: list[Tensor]) -> None:
+def _run_all(entries: tuple[HookAtSite, ...], module: nn.Module, values: tuple[Any, ...], copies: list[Tensor]) -> None:
     for entry in entries:
-        watched = copies if entry.attachment.phase is _EDIT else ()
+        watched = copies if entry.attachment.order_group is _EDIT else ()
         versions = [copy._version for copy in watched]  # 1 to begin with, if what was copied is of inference mode
         if len(values) == 3:
             run_one_post(entry, module, *values)
@@ -170,7 +170,7 @@ def _run_all(entries: tuple[Entry, ...], module: nn.Module, values: tuple[Any, .
             raise _changed_in_place(entry)
 
 
-def _changed_in_place(entry: Entry) -> HookReturnError:
+def _changed_in_place(entry: HookAtSite) -> HookReturnError:
     attachment = entry.attachment
     return HookReturnError(
         f"{attachment.kind.value} hook {attachment.name!r} on {entry.name!r} changed its tensors in place, in compiled "
@@ -180,8 +180,8 @@ def _changed_in_place(entry: Entry) -> HookReturnError:
 
 @ops.behind(ops.COUNT, _nothing)
 def _count(key: Tensor, what: str) -> None:
-    table = table_with(key)
-    entry = _shown(what).stepper(table) if table is not None else None
+    module_hooks = hooks_with_key(key)
+    entry = _shown(what).stepper(module_hooks) if module_hooks is not None else None
     if entry is not None:
         entry.count()
 
@@ -198,10 +198,10 @@ def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int
     begin = 0
     for key, made_for, number, size in zip(keys, _lines(what), numbers, each, strict=True):
         end = begin + number
-        table = table_with(key)
-        module = table.module() if table is not None else None
-        if table is not None and module is not None:
-            for entry in made_for.entries(table):
+        module_hooks = hooks_with_key(key)
+        module = module_hooks.module() if module_hooks is not None else None
+        if module_hooks is not None and module is not None:
+            for entry in made_for.entries(module_hooks):
                 summary = entry.attachment.summary
                 if summary is not None:
                     entry.count()
@@ -221,11 +221,11 @@ class _MadeFor:
         self._gradients = int(number.partition("|")[0]) if kind == GRADIENTS else None
         self._shown = None if kind == GRADIENTS else _Shown(text)
 
-    def entries(self, table: Table) -> Sequence[Entry]:
+    def entries(self, module_hooks: ModuleHooks) -> Sequence[HookAtSite]:
         """Those that are on by now."""
         if self._shown is None:
-            return [entry for entry in table.backward_pre if _number_of(entry) == self._gradients]
-        entry = self._shown.stepper(table)
+            return [entry for entry in module_hooks.backward_pre if _number_of(entry) == self._gradients]
+        entry = self._shown.stepper(module_hooks)
         return () if entry is None or entry.attachment.removed else (entry,)
 
 
@@ -234,20 +234,20 @@ def _lines(what: str) -> list[_MadeFor]:
     return [_MadeFor(line) for line in what.split("\n")]
 
 
-def _number_of(entry: Entry) -> int | None:
+def _number_of(entry: HookAtSite) -> int | None:
     return None if entry.attachment.summary is None else entry.attachment.summary.number
 
 
-@ops.behind(ops.MARK, _token)
-def _mark(key: Tensor, serial: int) -> Tensor:
+@ops.behind(ops.NOTE, _token)
+def _note(key: Tensor, serial: int) -> Tensor:
     number = next(_NUMBERS)
-    table = table_with(key)
-    if table is not None:
+    module_hooks = hooks_with_key(key)
+    if module_hooks is not None:
         if _torch.graph_task_id() == -1:
-            table.calls_seen += 1
-        _MARKS[number] = _Mark(next_order(), table.gradient_moments(), open_scopes())
-        if len(_MARKS) > _KEPT_MARKS:
-            _MARKS.popitem(last=False)
+            module_hooks.calls_seen += 1
+        _NOTED[number] = _NotedCall(next_order(), module_hooks.gradient_moments(), open_contexts())
+        if len(_NOTED) > _KEPT:
+            _NOTED.popitem(last=False)
     return torch.tensor(number, device="cpu")
 
 
@@ -255,23 +255,23 @@ _what: Final = functools.lru_cache(maxsize=4096)(What)
 
 
 @ops.behind(ops.GRADS, _token)
-def _watch(key: Tensor, mark: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> Tensor:
-    _run(key, mark, _what(what), tensors)
+def _watch(key: Tensor, note: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> Tensor:
+    _run(key, note, _what(what), tensors)
     return _token()
 
 
-def _fake_edit(key: Tensor, mark: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+def _fake_edit(key: Tensor, note: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
     return [*(torch.empty_like(tensor) for tensor in tensors[: _what(what).count]), _token()]
 
 
 @ops.behind(ops.EDIT, _fake_edit)
-def _edit(key: Tensor, mark: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
+def _edit(key: Tensor, note: Tensor, what: str, after: Tensor | None, tensors: list[Tensor]) -> list[Tensor]:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise UnhookableError(
             "A gradient hook that edits cannot be differentiated in compiled code, and this backward is "
             "(create_graph=True): its second derivatives would be lost. Use observe=True, or run the model eagerly."
         )
-    new = [grad for grad in _run(key, mark, _what(what), tensors) if grad is not None]
+    new = [grad for grad in _run(key, note, _what(what), tensors) if grad is not None]
     return [*(_laid_out(grad, like) for grad, like in zip(new, tensors, strict=False)), _token()]
 
 
@@ -280,14 +280,14 @@ def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(grad)
 
 
-def _run(key: Tensor, mark: Tensor, what: What, tensors: list[Tensor]) -> Grads:
+def _run(key: Tensor, note: Tensor, what: What, tensors: list[Tensor]) -> Grads:
     grads, more = what.spread([tensor.detach().clone() for tensor in tensors])
-    table = table_with(key)
-    module = table.module() if table is not None else None
-    if table is None or module is None:
+    module_hooks = hooks_with_key(key)
+    module = module_hooks.module() if module_hooks is not None else None
+    if module_hooks is None or module is None:
         return grads
-    noted = _MARKS.get(int(mark))
-    for entry in table.backward_pre if what.is_pre else table.backward:
+    noted = _NOTED.get(int(note))
+    for entry in module_hooks.backward_pre if what.is_pre else module_hooks.backward:
         if (noted is not None and not noted.concerns(entry)) or entry.attachment.summary is not None:
             continue
         entry.count()
@@ -295,14 +295,14 @@ def _run(key: Tensor, mark: Tensor, what: What, tensors: list[Tensor]) -> Grads:
             result = entry.hook(module, grads, *more)
         else:
             result = entry.call(module, (grads, *more), _site(entry, module, noted, what))
-        if result is not None and entry.attachment.phase is _EDIT:
+        if result is not None and entry.attachment.order_group is _EDIT:
             grads = checked(result, grads, entry)
     return grads
 
 
-def _site(entry: Entry, module: Any, noted: _Mark | None, what: What) -> Site | None:
+def _site(entry: HookAtSite, module: Any, noted: _NotedCall | None, what: What) -> Site | None:
     if not entry.attachment.wants_site:
         return None
-    step, call = noted.moments.get(entry.root, (-1, 0)) if noted is not None else (-1, 0)
-    mode = entry.root.training_now()
+    step, call = noted.moments.get(entry.counter, (-1, 0)) if noted is not None else (-1, 0)
+    mode = entry.counter.training_now()
     return Site(entry.name, module, entry.attachment.kind, call, step, False, *what.names, training=mode)

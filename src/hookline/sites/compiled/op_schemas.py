@@ -1,8 +1,8 @@
 """What is left of a hook in a compiled graph: operators that look the hook up when the graph runs.
 
 The compiler cannot look into them, so the Python behind them may do anything, and it may not drop them, because they
-are declared to have side effects. Each is given the key of a `Table`, a tensor and no number, so that twelve blocks
-of one model share one graph; what is in the table counts at that moment, so removal takes effect at once.
+are declared to have side effects. Each is given the key of a `ModuleHooks`, a tensor and no number, so that twelve
+blocks of one model share one graph; what is in the table counts at that moment, so removal takes effect at once.
 
 ``begin``  a model's forward begins; whether with gradients on, which the graph itself cannot see when it runs
 ``fire``   observers of a forward: the structure as a text (`layout`), the tensors beside it (each further argument
@@ -11,7 +11,7 @@ of one model share one graph; what is in the table counts at that moment, so rem
 ``sink``   a summary that the graph has made for a hook, in the forward or the backward
 ``sinks``  many of them in one call: on an H200 each ``sink`` takes 95 µs of the host, next to a launch of 9 µs
 ``enter``, ``leave``  the gradients of one call are to be watched (`wiring`); gone from the graph once it is traced
-``mark``   notes, in the forward, whose call this is; what it gives back goes with the gradients
+``note``   notes, in the forward, whose call this is; what it gives back goes with the gradients
 ``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in what the one before gave out,
            because without a reason the compiler keeps no order
 
@@ -42,7 +42,7 @@ __all__ = [
     "FIRE_WITH",
     "GRADS",
     "LEAVE",
-    "MARK",
+    "NOTE",
     "SINK",
     "SINKS",
     "behind",
@@ -59,9 +59,9 @@ _SCHEMAS: Final = {
     "sinks": "(Tensor[] keys, str what, Tensor[] found, int[] numbers, int[] each) -> ()",
     "enter": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "leave": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
-    "mark": "(Tensor key, int serial) -> Tensor",
-    "grads": "(Tensor key, Tensor mark, str what, Tensor? after, Tensor[] tensors) -> Tensor",
-    "edit": "(Tensor key, Tensor mark, str what, Tensor? after, Tensor[] tensors) -> Tensor[]",
+    "note": "(Tensor key, int serial) -> Tensor",
+    "grads": "(Tensor key, Tensor note, str what, Tensor? after, Tensor[] tensors) -> Tensor",
+    "edit": "(Tensor key, Tensor note, str what, Tensor? after, Tensor[] tensors) -> Tensor[]",
 }
 
 
@@ -81,7 +81,7 @@ SINK: Final = _define("sink")
 SINKS: Final = _define("sinks")
 ENTER: Final = _define("enter")
 LEAVE: Final = _define("leave")
-MARK: Final = _define("mark")
+NOTE: Final = _define("note")
 GRADS: Final = _define("grads")
 EDIT: Final = _define("edit")
 

@@ -27,40 +27,50 @@ from torch import nn
 
 from hookline.sites import _torch
 
-__all__ = ["are_needed", "cannot_notice", "disown", "hold", "is_replaced", "let_go", "mark", "tend", "unmark"]
+__all__ = [
+    "add_own_forward",
+    "check_compiler",
+    "drop_copied_forward",
+    "drop_own_forward",
+    "ignores_hooks",
+    "is_compiler_used",
+    "is_forward_replaced",
+    "stop_watching",
+    "watch_compiler",
+]
 
 _COMPILER: Final = "torch._dynamo"
 _FORWARD: Final = "forward"
 _STANDS_FOR: Final = "hookline_stands_for"
 
 
-def are_needed() -> bool:
+def is_compiler_used() -> bool:
     """Whether anything has been compiled, so that modules with hooks have to be marked."""
     return _WATCH.compiled
 
 
-def hold(on_compile: Callable[[], None]) -> None:
+def watch_compiler(on_compile: Callable[[], None]) -> None:
     """There are hooks from now on; ``on_compile`` is called when something is compiled for the first time."""
     _WATCH.begin(on_compile)
 
 
-def tend() -> None:
+def check_compiler() -> None:
     """Look whether anything has been compiled meanwhile (0.1 µs, once something has)."""
     if not _WATCH.compiled:
         _WATCH.tend()
 
 
-def let_go() -> None:
+def stop_watching() -> None:
     """There are no hooks any more."""
     _WATCH.end()
 
 
-def mark(module: nn.Module) -> None:
+def add_own_forward(module: nn.Module) -> None:
     """From now on, code that was compiled while the module had no hooks does not fit."""
     own = module.__dict__.get(_FORWARD)
     forward = type(module).forward
     if own is not None:
-        if not _is_mark(module, own) and not _torch.is_compiled_function(own):
+        if not _is_own_forward(module, own) and not _torch.is_compiled_function(own):
             module.__dict__[_FORWARD] = _stand_in(own)
     elif isinstance(forward, FunctionType) and forward.__name__ == _FORWARD:  # it is pickled by that name
         module.__dict__[_FORWARD] = MethodType(forward, module)
@@ -68,26 +78,26 @@ def mark(module: nn.Module) -> None:
         _compile_again(type(module))
 
 
-def unmark(module: nn.Module) -> None:
+def drop_own_forward(module: nn.Module) -> None:
     """That code fits again."""
     own = module.__dict__.get(_FORWARD)
-    if _is_mark(module, own):
+    if _is_own_forward(module, own):
         del module.__dict__[_FORWARD]
     elif hasattr(own, _STANDS_FOR):
         module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
 
 
-def disown(copy: nn.Module) -> None:
+def drop_copied_forward(copy: nn.Module) -> None:
     """A shallow copy has the mark of the module it was copied from, and with it that module's parameters."""
     own = copy.__dict__.get(_FORWARD)
     if isinstance(own, MethodType) and own.__func__ is type(copy).forward and own.__self__ is not copy:
         del copy.__dict__[_FORWARD]
 
 
-def is_replaced(module: nn.Module) -> bool:
+def is_forward_replaced(module: nn.Module) -> bool:
     """Whether the module has a ``forward`` that is not its class's."""
     own = module.__dict__.get(_FORWARD)
-    return own is not None and not _is_mark(module, own)
+    return own is not None and not _is_own_forward(module, own)
 
 
 def _stand_in(own: Any) -> Any:
@@ -101,11 +111,11 @@ def _stand_in(own: Any) -> Any:
     return forward
 
 
-def _is_mark(module: nn.Module, own: Any) -> bool:
+def _is_own_forward(module: nn.Module, own: Any) -> bool:
     return isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
 
 
-def cannot_notice(module: nn.Module) -> bool:
+def ignores_hooks(module: nn.Module) -> bool:
     """Whether the compiled code of the module's forward was made without guards, so that no mark tells it anything.
 
     With its guards, it names the class of the module. Code with no guards whatever counts for every module: which

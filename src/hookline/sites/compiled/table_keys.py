@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hookline.sites.modules.module_hooks import Table
+    from hookline.sites.modules.module_hooks import ModuleHooks
 
-__all__ = ["new_key", "table_with"]
+__all__ = ["hooks_with_key", "new_key"]
 
 _NUMBERS: Final = itertools.count()
-_TABLES: Final[dict[int, weakref.ref[Table]]] = {}
+_TABLES: Final[dict[int, weakref.ref[ModuleHooks]]] = {}
 
 
-def new_key(table: Table) -> Tensor:
+def new_key(table: ModuleHooks) -> Tensor:
     """A key for the table; good for as long as the table lives."""
     number = next(_NUMBERS)
     _TABLES[number] = weakref.ref(table, lambda _, tables=_TABLES: tables.pop(number, None))  # type: ignore[misc]
@@ -32,7 +32,7 @@ def new_key(table: Table) -> Tensor:
         return torch.tensor(number, device="cpu")
 
 
-def table_with(key: Tensor) -> Table | None:
+def hooks_with_key(key: Tensor) -> ModuleHooks | None:
     """The table of that key, unless it is gone."""
     ref = _TABLES.get(int(key))
     return None if ref is None else ref()

@@ -1,10 +1,10 @@
-"""What the ports do while the compiler traces them: leave operators in the graph, and edits as they are.
+"""What the torch_hooks do while the compiler traces them: leave operators in the graph, and edits as they are.
 
-Everything here is traced, so it reads as little as possible: each thing it reads becomes a guard. A port says in its
-``recipe`` what is to happen, in order: "w" for hooks that only watch, which one operator runs all together, "e" for a
-hook that edits, whose own code becomes part of the graph, "s" for one that is handed a summary, which the graph makes;
-what those that watch look at; the plan for gradients (`wiring`); and whether the model is to be told of its forward.
-"""
+Everything here is traced, so it reads as little as possible: each thing it reads becomes a guard. A torch_hook says in
+its ``recipe`` what is to happen, in order: "w" for hooks that only watch, which one operator runs all together, "e" for
+a hook that edits, whose own code becomes part of the graph, "s" for one that is handed a summary, which the graph
+makes; what those that watch look at; the plan for gradients (`wiring`); and whether the model is to be told of its
+forward."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hookline.sites.hook_at_site import Entry
-    from hookline.sites.modules.torch_hooks import Port
+    from hookline.sites.hook_at_site import HookAtSite
+    from hookline.sites.modules.torch_hooks import TorchHook
 
 __all__ = ["call_by_name", "run_post", "run_pre"]
 
@@ -71,24 +71,28 @@ class _Said:
     vectorized = False
 
 
-def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The pre-hooks of a port; the arguments to go on with, if they are others."""
-    if port.key is None:  # we were not told that something is being compiled; at its next forward the root sees it
+def run_pre(torch_hook: TorchHook, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The pre-hooks of a torch_hook; the arguments to go on with, if they are others."""
+    if (
+        torch_hook.key is None
+    ):  # we were not told that something is being compiled; at its next forward the counter sees it
         return None
     changed = False
-    steps, reads, plan, ticks = port.recipe.split("/")
+    steps, reads, plan, ticks = torch_hook.recipe.split("/")
     if ticks and not _without_operators():
-        ops.BEGIN(port.key, _serial(), torch.is_grad_enabled())
+        ops.BEGIN(torch_hook.key, _serial(), torch.is_grad_enabled())
     for place, step in enumerate(steps):
         if step == "w":
-            _fire(port, steps, place, reads, args, kwargs, ())
+            _fire(torch_hook, steps, place, reads, args, kwargs, ())
             continue
-        entry = port.steps[place]
+        entry = torch_hook.steps[place]
         assert entry is not None
         if step == "s":
-            _summarize(port, steps, place, entry, args)
+            _summarize(torch_hook, steps, place, entry, args)
             continue
-        result = _edit(port, steps, place, entry, module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
+        result = _edit(
+            torch_hook, steps, place, entry, module, (args, kwargs) if entry.attachment.with_kwargs else (args,)
+        )
         if result is not None:
             changed = True
             if entry.attachment.with_kwargs:
@@ -96,34 +100,36 @@ def run_pre(port: Port, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
             else:
                 args = result if isinstance(result, tuple) else (result,)
     if plan and torch.is_grad_enabled() and not _without_operators():
-        return _enter_gradients(port, plan, args, kwargs)
+        return _enter_gradients(torch_hook, plan, args, kwargs)
     return (args, kwargs) if changed else None
 
 
-def run_post(port: Port, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """The forward hooks of a port; the output to go on with."""
-    if port.key is None:
+def run_post(torch_hook: TorchHook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """The forward hooks of a torch_hook; the output to go on with."""
+    if torch_hook.key is None:
         return output
-    steps, reads, plan, _ = port.recipe.split("/")
+    steps, reads, plan, _ = torch_hook.recipe.split("/")
     for place, step in enumerate(steps):
         if step == "w":
-            _fire(port, steps, place, reads, args, kwargs, (output,))
+            _fire(torch_hook, steps, place, reads, args, kwargs, (output,))
             continue
-        entry = port.steps[place]
+        entry = torch_hook.steps[place]
         assert entry is not None
         if step == "s":
-            _summarize(port, steps, place, entry, output)
+            _summarize(torch_hook, steps, place, entry, output)
             continue
         more = (args, kwargs, output) if entry.attachment.with_kwargs else (args, output)
-        result = _edit(port, steps, place, entry, module, more)
+        result = _edit(torch_hook, steps, place, entry, module, more)
         if result is not None:
             output = result
     if plan and torch.is_grad_enabled() and not _without_operators():
-        return _leave_gradients(port, plan, output)
+        return _leave_gradients(torch_hook, plan, output)
     return output
 
 
-def _fire(port: Port, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
+def _fire(
+    torch_hook: TorchHook, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]
+) -> None:
     if _without_operators():
         return
     parts = Parts()
@@ -131,14 +137,14 @@ def _fire(port: Port, steps: str, place: int, reads: str, args: Any, kwargs: Any
     text += describe(kwargs, parts) if "k" in reads else "{}"
     if output:
         text += describe(output[0], parts) if "o" in reads else "N"
-    what = f"{_serial()}|{port.slot}|{steps}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
+    what = f"{_serial()}|{torch_hook.slot}|{steps}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
     if parts.numbers or parts.reals:
-        ops.FIRE_WITH(port.key, what, parts.tensors, parts.numbers, parts.reals)
+        ops.FIRE_WITH(torch_hook.key, what, parts.tensors, parts.numbers, parts.reals)
     else:
-        ops.FIRE(port.key, what, parts.tensors)
+        ops.FIRE(torch_hook.key, what, parts.tensors)
 
 
-def _summarize(port: Port, steps: str, place: int, entry: Entry, value: Any) -> None:
+def _summarize(torch_hook: TorchHook, steps: str, place: int, entry: HookAtSite, value: Any) -> None:
     if _without_operators():
         return
     tensors: list[Tensor] = []
@@ -147,15 +153,17 @@ def _summarize(port: Port, steps: str, place: int, entry: Entry, value: Any) -> 
     assert summary is not None
     found = summary.make(tensors)
     if found is not None:
-        ops.SINK(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||", *found)
+        ops.SINK(torch_hook.key, f"{_serial()}|{torch_hook.slot}|{steps}|{place}||", *found)
 
 
-def _edit(port: Port, steps: str, place: int, entry: Entry, module: nn.Module, args: tuple[Any, ...]) -> Any:
+def _edit(
+    torch_hook: TorchHook, steps: str, place: int, entry: HookAtSite, module: nn.Module, args: tuple[Any, ...]
+) -> Any:
     if not _without_operators():
-        ops.COUNT(port.key, f"{_serial()}|{port.slot}|{steps}|{place}||")
+        ops.COUNT(torch_hook.key, f"{_serial()}|{torch_hook.slot}|{steps}|{place}||")
     attachment = entry.attachment
     assert attachment.by_name is not None
-    if attachment.scope is not None:
+    if attachment.context is not None:
         _refuse_scoped(attachment.name)
     if attachment.wants_site:
         return attachment.by_name(entry.hook, module, *args, site=Site(entry.name, module, attachment.kind))
@@ -171,17 +179,19 @@ def _refuse_scoped(name: str) -> None:
     )
 
 
-def _enter_gradients(port: Port, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+def _enter_gradients(
+    torch_hook: TorchHook, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
     """Have the gradients of the inputs watched; the arguments to go on with, if they are others."""
     places, tensors, names = _places(plan, args, kwargs)
-    passed = ops.ENTER(port.key, f"{plan}|{places}|{names}", tensors)
+    passed = ops.ENTER(torch_hook.key, f"{plan}|{places}|{names}", tensors)
     if "a" not in plan:
         return None
     used: list[None] = []
     return substitute(args, passed, used), substitute(kwargs, passed, used)
 
 
-def _leave_gradients(port: Port, plan: str, output: Any) -> Any:
+def _leave_gradients(torch_hook: TorchHook, plan: str, output: Any) -> Any:
     """Have the gradients of the outputs watched; the output to go on with."""
     if isinstance(output, tuple | list):
         places, tensors, names = _places(plan, output, {})
@@ -189,7 +199,7 @@ def _leave_gradients(port: Port, plan: str, output: Any) -> Any:
         places, tensors, names = _places(plan, (), {"": output})
     if not tensors:
         return output
-    passed = ops.LEAVE(port.key, f"{plan}|{places}|{names}", tensors)
+    passed = ops.LEAVE(torch_hook.key, f"{plan}|{places}|{names}", tensors)
     return substitute(output, passed, [])
 
 

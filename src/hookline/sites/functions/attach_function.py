@@ -16,16 +16,16 @@ from torch import nn
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, TargetError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.attach import TARGETS, check_request, is_function
+from hookline.sites.attach import TARGETS, is_function, new_attachment
 from hookline.sites.functions.autograd_classes import function_classes
-from hookline.sites.functions.function_mode import Anywhere, FunctionScope, anywhere, publish
+from hookline.sites.functions.function_mode import FunctionsOfModel, FunctionsOfThread, anywhere, publish
 from hookline.sites.functions.function_names import Place, find_places
 from hookline.sites.functions.operator_kernels import operators
 from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import Entry
+from hookline.sites.hook_at_site import HookAtSite
 from hookline.sites.kinds import FUNCTION, Kind
-from hookline.sites.modules.module_hooks import LOCK, root_of, sweep, table_of
+from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.receipt import NOT_CALLED
 from hookline.sites.select import describe
 from hookline.sites.wrappers import unwrap
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hookline.sites.functions.function_overrides import Overrides
     from hookline.sites.hook_at_site import Attachment
 
-__all__ = ["attach_function", "fasten_functions"]
+__all__ = ["attach_function", "attach_to_functions"]
 
 
 def attach_function(
@@ -97,10 +97,10 @@ def attach_function(
     """
     if isinstance(hook, TARGETS) and is_function(target):
         raise HookSignatureError(f"The arguments are swapped: write attach_function({describe(hook)}, hook).")
-    attachment = check_request(
+    attachment = new_attachment(
         hook,
         Kind.parse(on, FUNCTION),
-        subject=FUNCTION,
+        site_type=FUNCTION,
         prepend=prepend,
         observe=observe,
         sees=sees,
@@ -117,17 +117,17 @@ def attach_function(
             raise
         warnings.warn(str(error), HooklineWarning, stacklevel=2)
         places = []
-    return fasten_functions(attachment, places, within)
+    return attach_to_functions(attachment, places, within)
 
 
-def fasten_functions(attachment: Attachment, places: list[Place], within: nn.Module | None) -> HookHandle:
+def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.Module | None) -> HookHandle:
     """Attach to all of the places, or to none; of a glob's operators, to those that can be hooked."""
     with LOCK:
         sweep()
         handle = HookHandle(attachment)
         scope = anywhere() if within is None else _scope_of(unwrap(within))
         scope.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
-        attachment.roots[scope.root] = None
+        attachment.counters[scope.counter] = None
         attachment.on_remove = lambda attachment: _take_off(attachment, scope)
         refused: UnhookableError | None = None
         if attachment.kind.is_gradient:
@@ -141,7 +141,7 @@ def fasten_functions(attachment: Attachment, places: list[Place], within: nn.Mod
             if refused is not None and not attachment.entries:
                 raise refused
             publish()
-            if isinstance(scope, Anywhere) and any(entry.table is scope for entry in attachment.entries):
+            if isinstance(scope, FunctionsOfThread) and any(entry.container is scope for entry in attachment.entries):
                 scope.switch_on(attachment)
         except BaseException:
             handle.remove(quiet=True)
@@ -149,37 +149,37 @@ def fasten_functions(attachment: Attachment, places: list[Place], within: nn.Mod
         return handle
 
 
-def _add(attachment: Attachment, place: Place, scope: FunctionScope) -> None:
+def _add(attachment: Attachment, place: Place, scope: FunctionsOfModel) -> None:
     if isinstance(place.func, _torch.OpOverload | type):
         overrides: Overrides = function_classes if isinstance(place.func, type) else operators
-        entry = Entry(attachment, place.name, overrides, scope.root)
+        entry = HookAtSite(attachment, place.name, overrides, scope.counter)
         overrides.add(entry, place, scope)
     else:
-        entry = Entry(attachment, place.name, scope, scope.root)
+        entry = HookAtSite(attachment, place.name, scope, scope.counter)
         scope.add(entry, place)
     attachment.entries[entry] = None
 
 
-def _take_off(attachment: Attachment, scope: FunctionScope) -> None:
-    """All entries go before one table is made of what is left."""
-    if isinstance(scope, Anywhere):
+def _take_off(attachment: Attachment, scope: FunctionsOfModel) -> None:
+    """All entries go before one module_hooks is made of what is left."""
+    if isinstance(scope, FunctionsOfThread):
         scope.switch_off(attachment)
     for entry in attachment.entries:
-        entry.table.discard(entry)
+        entry.container.discard(entry)
         scope.discard(entry)
     publish()
     _unwatch_gradients(attachment)
-    model = scope.root.model()
+    model = scope.counter.model()
     began = scope.attachments.pop(attachment, None)
     if model is not None and began is not None and began[0] == threading.get_ident():
         _note_if_model_was_passed_by(attachment, _torch.sequence_number() > began[1])
     if model is not None and not scope.attachments:
-        table_of(model).set_around(None)
+        hooks_of_module(model).set_around(None)
 
 
 def _note_if_model_was_passed_by(attachment: Attachment, something_ran: bool) -> None:
     """Something was computed, but the model was not called itself: then a hook that never fired had its chance too."""
-    if something_ran and all(entry.root.step == entry.step_at_attach for entry in attachment.entries):
+    if something_ran and all(entry.counter.step == entry.step_at_attach for entry in attachment.entries):
         for entry in attachment.entries:
             entry.step_at_attach = NOT_CALLED
 
@@ -198,11 +198,11 @@ _GRADIENT_HOOKS: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
 """Those that are on; the ones of a model that is gone are gone with it."""
 
 
-def _scope_of(model: nn.Module) -> FunctionScope:
+def _scope_of(model: nn.Module) -> FunctionsOfModel:
     """The scope of a model, in whose forwards functions count from the next one on."""
-    root = root_of(model)
-    table = table_of(model)
-    if not isinstance(table.around, FunctionScope):
-        table.set_around(FunctionScope(root))
-    assert isinstance(table.around, FunctionScope)
-    return table.around
+    counter = counter_of(model)
+    module_hooks = hooks_of_module(model)
+    if not isinstance(module_hooks.around, FunctionsOfModel):
+        module_hooks.set_around(FunctionsOfModel(counter))
+    assert isinstance(module_hooks.around, FunctionsOfModel)
+    return module_hooks.around

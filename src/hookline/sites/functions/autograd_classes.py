@@ -18,7 +18,7 @@ from hookline.sites.functions.function_overrides import Override, Overrides
 
 if TYPE_CHECKING:
     from hookline.sites.functions.function_names import Place
-    from hookline.sites.hook_at_site import Entry
+    from hookline.sites.hook_at_site import HookAtSite
 
 __all__ = ["FunctionClasses", "function_classes"]
 
@@ -66,7 +66,7 @@ class FunctionClasses(Overrides):
     def __init__(self) -> None:
         super().__init__(Patch)
 
-    def why_silent(self, entry: Entry) -> str:
+    def why_silent(self, entry: HookAtSite) -> str:
         """What is known of functions that are never seen."""
         known = not_called(entry) or why_left_alone(entry)
         if known is not None:

@@ -20,45 +20,45 @@ from hookline.messages import type_name
 from hookline.sites import _torch, tree
 from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.gradients.call_gradients import GradientCall
-from hookline.sites.gradients.gradient_hooks import GradientLanes
-from hookline.sites.hook_at_site import Phase
+from hookline.sites.gradients.gradient_hooks import GradientHooks
+from hookline.sites.hook_at_site import OrderGroup
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.forward_counter import NOWHERE
+from hookline.sites.modules.forward_counter import NO_MODEL
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
-    from hookline.sites.gradients.call_inputs import Carrier
-    from hookline.sites.hook_at_site import Attachment, Entry
+    from hookline.sites.gradients.call_inputs import CallState
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["FunctionHooks", "tensors_in", "why_left_alone"]
 
-_EDIT: Final = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
+_EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
 _Tensors: TypeAlias = tuple[Tensor, ...]
 _Args: TypeAlias = tuple[Any, ...]
 _Run: TypeAlias = Callable[..., Any]
 _Live: TypeAlias = "Callable[[Any], FunctionHooks | None]"
 
 
-class FunctionHooks(GradientLanes):
+class FunctionHooks(GradientHooks):
     """The live hooks of one function, in the order they run."""
 
-    def __init__(self, name: str, func: Callable[..., Any], entries: Iterable[Entry]) -> None:
+    def __init__(self, name: str, func: Callable[..., Any], entries: Iterable[HookAtSite]) -> None:
         self.name = name
         self.func = func
         ordered = sorted(entries, key=lambda entry: entry.attachment.rank)
-        lanes = {kind: tuple(entry for entry in ordered if entry.attachment.kind is kind) for kind in _KINDS}
-        self.forward_pre = lanes[Kind.FORWARD_PRE]
-        self.forward = lanes[Kind.FORWARD]
-        self.set_gradient_hooks(lanes[Kind.BACKWARD_PRE], lanes[Kind.BACKWARD])
+        by_kind = {kind: tuple(entry for entry in ordered if entry.attachment.kind is kind) for kind in _KINDS}
+        self.forward_pre = by_kind[Kind.FORWARD_PRE]
+        self.forward = by_kind[Kind.FORWARD]
+        self.set_gradient_hooks(by_kind[Kind.BACKWARD_PRE], by_kind[Kind.BACKWARD])
         self.tells_sites = False  # the call itself says what they ask
         self.entries = ordered
         # Of several scopes a model's counts the calls.
-        self.root = next((entry.root for entry in ordered if entry.root is not NOWHERE), NOWHERE)
+        self.counter = next((entry.counter for entry in ordered if entry.counter is not NO_MODEL), NO_MODEL)
         parts = name.split(".")
         self._wants_the_tensor = not _ABOUT_THE_TENSOR.isdisjoint(parts)
         """Whether it is about the tensor object, for which no alias can stand in: hooks that edit leave it alone."""
         self._in_place = any(part.endswith("_") and not part.endswith("__") for part in parts)
-        self._other_roots = {entry.root for entry in ordered} - {self.root}
+        self._other_counters = {entry.counter for entry in ordered} - {self.counter}
         self._beside: tuple[FunctionHooks, FunctionHooks] | None = None
 
     def beside(self, others: FunctionHooks) -> FunctionHooks:
@@ -98,7 +98,7 @@ class FunctionHooks(GradientLanes):
         fn.locate()
         self.calls_seen += 1
         wiring = GradientCall(self, fn)
-        passed, carrier = wiring.enter(inputs, {})
+        passed, state = wiring.enter(inputs, {})
         if passed is not inputs:
             args, kwargs = _rebuilt(args, kwargs, passed)
         output = run(*args, **kwargs)
@@ -108,22 +108,22 @@ class FunctionHooks(GradientLanes):
             output = _after(forward, fn, inputs, output)
         fn.let_go()  # the graph is going to hold fn, which must not hold the graph
         if self.func is Tensor.__setitem__:
-            wiring.leave(inputs[0], carrier)  # it changes its first argument and returns nothing
+            wiring.leave(inputs[0], state)  # it changes its first argument and returns nothing
             return output
-        return _watched(wiring, carrier, output)
+        return _watched(wiring, state, output)
 
     def _site(self, args: _Args, kwargs: dict[str, Any]) -> FunctionSite:
-        fn = FunctionSite(self.name, self.func, _torch.running_module(), self.root)
+        fn = FunctionSite(self.name, self.func, _torch.running_module(), self.counter)
         fn.args, fn.kwargs = args, kwargs
         if _torch.graph_task_id() != -1:
             fn.in_backward = True
             fn.recompute = _torch.in_recomputation()
-        if self._other_roots:
-            fn.also_seen_from(self._other_roots)
+        if self._other_counters:
+            fn.also_seen_from(self._other_counters)
         return fn
 
 
-def _after(entries: tuple[Entry, ...], fn: FunctionSite, inputs: _Tensors, output: Any) -> Any:
+def _after(entries: tuple[HookAtSite, ...], fn: FunctionSite, inputs: _Tensors, output: Any) -> Any:
     """Run the forward hooks; the output to go on with."""
     outputs = (output,) if isinstance(output, Tensor) else tensors_in((output,), {})
     due = tuple(entry for entry in entries if not entry.attachment.removed)  # while the function ran, say
@@ -157,7 +157,7 @@ _LEFT_ALONE: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
 """Gradient hooks that were left out of a call, because one that may edit cannot take part in it."""
 
 
-def why_left_alone(entry: Entry) -> str | None:
+def why_left_alone(entry: HookAtSite) -> str | None:
     """Why a gradient hook was left out of calls; None if it was not."""
     if entry.attachment not in _LEFT_ALONE:
         return None
@@ -208,47 +208,49 @@ def _changed_back(passed: _Tensors, given: _Tensors) -> Callable[[Tensor], Tenso
     return lambda tensor: originals.get(id(tensor), tensor)
 
 
-def _watched(wiring: GradientCall, carrier: Carrier, output: Any) -> Any:
+def _watched(wiring: GradientCall, state: CallState, output: Any) -> Any:
     """The output to go on with, once its gradients are watched.
 
     A leaf (what a factory makes, with ``requires_grad=True``) has none that comes through the function, and has to
     stay a leaf.
     """
     if isinstance(output, Tensor):
-        return output if output.grad_fn is None else wiring.leave(output, carrier)
+        return output if output.grad_fn is None else wiring.leave(output, state)
     outputs = tensors_in((output,), {})
     if any(tensor.grad_fn is None and tensor.requires_grad for tensor in outputs):
         return output
-    passed = wiring.leave(outputs, carrier)
+    passed = wiring.leave(outputs, state)
     if passed is outputs:
         return output
     fresh = iter(passed)
     return tree.replace(output, lambda tensor: next(fresh))
 
 
-def _fire(entries: tuple[Entry, ...], fn: FunctionSite, tensors: _Tensors, before: tuple[_Tensors, ...]) -> _Tensors:
+def _fire(
+    entries: tuple[HookAtSite, ...], fn: FunctionSite, tensors: _Tensors, before: tuple[_Tensors, ...]
+) -> _Tensors:
     """Call hooks with ``before`` and the tensors; the tensors as edited."""
     for entry in entries:
         entry.fired += 1
-        shown = fn.seen_from(entry.root)
+        shown = fn.seen_from(entry.counter)
         entry.last_step = shown.step
         if entry.simple:
             result = entry.hook(shown, *before, tensors)
         else:
             result = entry.call(shown, (*before, tensors), _listed(entry, shown))
-        if result is not None and entry.attachment.phase is _EDIT:
+        if result is not None and entry.attachment.order_group is _EDIT:
             tensors = _checked(result, tensors, entry)
     return tensors
 
 
-def _listed(entry: Entry, fn: FunctionSite) -> Site | None:
+def _listed(entry: HookAtSite, fn: FunctionSite) -> Site | None:
     if not entry.attachment.wants_site:
         return None
     owner: Any = fn.owner
     return Site(fn.name, owner, entry.attachment.kind, fn.call, fn.step, fn.recompute)
 
 
-def _checked(result: Any, tensors: _Tensors, entry: Entry) -> _Tensors:
+def _checked(result: Any, tensors: _Tensors, entry: HookAtSite) -> _Tensors:
     """A hook's return value as tensors to go on with."""
     if isinstance(result, Tensor) and len(tensors) == 1:
         return (result,)

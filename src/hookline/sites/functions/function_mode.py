@@ -24,8 +24,8 @@ from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
 from hookline.sites.functions.function_hooks import FunctionHooks, why_left_alone
 from hookline.sites.functions.function_names import spellings
-from hookline.sites.hook_at_site import Holder
-from hookline.sites.modules.forward_counter import NOWHERE
+from hookline.sites.hook_at_site import HookContainer
+from hookline.sites.modules.forward_counter import NO_MODEL
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.receipt import NOT_CALLED
 
@@ -33,16 +33,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hookline.sites.functions.function_names import Place
-    from hookline.sites.hook_at_site import Attachment, Entry
-    from hookline.sites.modules.forward_counter import Root
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
+    from hookline.sites.modules.forward_counter import ForwardCounter
 
-__all__ = ["Anywhere", "FunctionScope", "anywhere", "bound_hooks", "not_called", "publish", "unbound_attachments"]
+__all__ = [
+    "FunctionsOfModel",
+    "FunctionsOfThread",
+    "anywhere",
+    "bound_hooks",
+    "not_called",
+    "publish",
+    "unbound_attachments",
+]
 
-_Table: TypeAlias = dict[Any, FunctionHooks]
-_Entries: TypeAlias = dict[Any, dict["Entry", None]]
-_Running: TypeAlias = "tuple[weakref.ref[FunctionScope], ...]"
-_NO_HOOKS: Final[_Table] = {}
-_NO_TABLES: Final[tuple[_Table, _Table]] = _NO_HOOKS, _NO_HOOKS
+_HooksByFunction: TypeAlias = dict[Any, FunctionHooks]
+_Entries: TypeAlias = dict[Any, dict["HookAtSite", None]]
+_Running: TypeAlias = "tuple[weakref.ref[FunctionsOfModel], ...]"
+_NO_HOOKS: Final[_HooksByFunction] = {}
+_NO_TABLES: Final[tuple[_HooksByFunction, _HooksByFunction]] = _NO_HOOKS, _NO_HOOKS
 
 
 class _Mode(TorchFunctionMode):
@@ -54,13 +62,13 @@ class _Mode(TorchFunctionMode):
         """The hooks on functions that modes are shown."""
         self.below = _NO_HOOKS
         """The hooks of the same scopes on operators and classes."""
-        self.running: tuple[FunctionScope, ...] = ()
+        self.running: tuple[FunctionsOfModel, ...] = ()
         """The scopes in which this thread is, each once."""
         self.saw_calls = False
         """Whether a function was called since a hook was put on in this thread."""
-        self.anywhere = Anywhere(self)
+        self.anywhere = FunctionsOfThread(self)
         """The hooks that were put on in this thread without a model."""
-        self._entered: list[FunctionScope] = []
+        self._entered: list[FunctionsOfModel] = []
         """The scopes as often as each was entered."""
         self._is_on = False
 
@@ -68,7 +76,7 @@ class _Mode(TorchFunctionMode):
         hooks = self.table.get(func)
         if is_dynamo_compiling():
             if hooks is not None:
-                _say_compiled()
+                _warn_compiled()
             return func(*args, **kwargs) if kwargs else func(*args)
         self.saw_calls = True
         if hooks is None or is_compiling() or _torch.called_by_us(2):
@@ -81,7 +89,7 @@ class _Mode(TorchFunctionMode):
 
     # -- in its own thread ---------------------------------------------------------------------------
 
-    def enter(self, scope: FunctionScope) -> None:
+    def enter(self, scope: FunctionsOfModel) -> None:
         """Calls count for the hooks of this scope from now on."""
         self._entered.append(scope)
         running = self.running
@@ -95,7 +103,7 @@ class _Mode(TorchFunctionMode):
             else:
                 _torch.push_mode(self)
 
-    def leave(self, scope: FunctionScope) -> None:
+    def leave(self, scope: FunctionsOfModel) -> None:
         """They no longer do."""
         if len(self._entered) == 1 and self._entered[0] is scope:  # as nearly always
             self._entered.clear()
@@ -117,7 +125,7 @@ class _Mode(TorchFunctionMode):
         running = self.running
         self.table, self.below = running[-1].tables(running) if running else _NO_TABLES
 
-    def forget(self, scope: FunctionScope) -> None:
+    def forget(self, scope: FunctionsOfModel) -> None:
         """As `leave`, but the mode stays on the stack, which is its own thread's affair."""
         entered = self._entered
         if entered and entered[-1] is scope:
@@ -133,50 +141,50 @@ class _Mode(TorchFunctionMode):
             self.refresh()
 
 
-class FunctionScope(Holder):
+class FunctionsOfModel(HookContainer):
     """The hooks on functions that are called in the forwards of one model, whose table calls `enter` and `leave`.
 
     They are kept here, and this with the model, so that a hook which refers to its own model does not keep it alive.
     """
 
-    def __init__(self, root: Root) -> None:
-        self.root = root
+    def __init__(self, counter: ForwardCounter) -> None:
+        self.counter = counter
         self.attachments: dict[Attachment, tuple[int, int]] = {}
         """Every attachment that is bound to this scope, to operators and classes too; by whom it was made, and when."""
         self.shown: _Entries = {}
         """The hooks on functions that modes are shown."""
         self.below: _Entries = {}
         """The hooks on operators and classes, which are told of calls elsewhere."""
-        self.places: dict[Entry, Place] = {}
+        self.places: dict[HookAtSite, Place] = {}
         # Weak, since other scopes may be of models that are gone.
-        self._tables: dict[_Running, tuple[_Table, _Table]] = {}
+        self._tables: dict[_Running, tuple[_HooksByFunction, _HooksByFunction]] = {}
         self._published = -1
 
     def enter(self) -> None:
         """A forward begins in this thread."""
-        self.root.begin()
+        self.counter.begin()
         _LOCAL.mode.enter(self)
 
     def leave(self) -> None:
         """It is over, however it ended."""
         _LOCAL.mode.leave(self)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[HookAtSite]:
         """One entry of each attachment."""
         for attachment in self.attachments:
             yield from list(attachment.entries)[:1]
 
-    def add(self, entry: Entry, place: Place) -> None:
+    def add(self, entry: HookAtSite, place: Place) -> None:
         """Put a hook in its place; `publish` makes it count."""
         self.shown.setdefault(place.func, {})[entry] = None
         self.places[entry] = place
 
-    def keep(self, entry: Entry, place: Place) -> None:
+    def keep(self, entry: HookAtSite, place: Place) -> None:
         """Keep a hook on an operator or class, for whoever stands in for that to find; `publish` makes it count."""
         self.below.setdefault(place.func, {})[entry] = None
         self.places[entry] = place
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; `publish` makes that count."""
         place = self.places.pop(entry, None)
         if place is None:
@@ -187,7 +195,7 @@ class FunctionScope(Holder):
             if not entries:
                 by_function.pop(place.func, None)
 
-    def tables(self, scopes: tuple[FunctionScope, ...]) -> tuple[_Table, _Table]:
+    def tables(self, scopes: tuple[FunctionsOfModel, ...]) -> tuple[_HooksByFunction, _HooksByFunction]:
         """The hooks that count while a thread is in these scopes, this one the last of them."""
         running = tuple(map(weakref.ref, scopes))
         if self._published == _State.published:
@@ -202,7 +210,7 @@ class FunctionScope(Holder):
             found = self._tables[running] = shown, _make_table(scopes, [scope.below for scope in scopes])
             return found
 
-    def why_silent(self, entry: Entry) -> str:
+    def why_silent(self, entry: HookAtSite) -> str:
         """What is known of functions that are never seen."""
         known = not_called(entry) or why_left_alone(entry)
         if known is not None:
@@ -221,11 +229,11 @@ class FunctionScope(Holder):
         )
 
 
-class Anywhere(FunctionScope):
+class FunctionsOfThread(FunctionsOfModel):
     """The hooks that are bound to no model; they count in the thread that has put them on."""
 
     def __init__(self, mode: _Mode) -> None:
-        super().__init__(NOWHERE)
+        super().__init__(NO_MODEL)
         self._mode = weakref.ref(mode)
         self._on: set[Attachment] = set()
 
@@ -251,11 +259,11 @@ class Anywhere(FunctionScope):
             mode.forget(self)  # it stays on the stack of its thread, and does nothing
 
 
-def not_called(entry: Entry) -> str | None:
+def not_called(entry: HookAtSite) -> str | None:
     """What to say of a hook that is bound to a model which was passed by; None of others."""
-    if entry.root is NOWHERE or entry.step_at_attach != NOT_CALLED:
+    if entry.counter is NO_MODEL or entry.step_at_attach != NOT_CALLED:
         return None
-    model = entry.root.model()
+    model = entry.counter.model()
     if model is not None and _torch.is_compiled(model):
         return "the model is compiled (model.compile()), and compiled code shows no functions"
     return (
@@ -265,9 +273,9 @@ def not_called(entry: Entry) -> str | None:
 
 
 @_torch.constant_while_tracing
-def _say_compiled() -> None:
-    if not _Said.compiled:
-        _Said.compiled = True
+def _warn_compiled() -> None:
+    if not _Warned.compiled:
+        _Warned.compiled = True
         warnings.warn(
             "Something is being compiled that calls functions with hooks: hooks on functions fire in eager code alone. "
             "Hook the module instead, or run that part eagerly (torch.compiler.disable).",
@@ -276,13 +284,13 @@ def _say_compiled() -> None:
         )
 
 
-class _Said:
+class _Warned:
     compiled = False
 
 
-def _make_table(scopes: tuple[FunctionScope, ...], hooks: list[_Entries]) -> _Table:
+def _make_table(scopes: tuple[FunctionsOfModel, ...], hooks: list[_Entries]) -> _HooksByFunction:
     """The hooks of these scopes, by function."""
-    gathered: dict[Any, list[Entry]] = {}
+    gathered: dict[Any, list[HookAtSite]] = {}
     for by_function in hooks:
         for func, entries in by_function.items():
             gathered.setdefault(func, []).extend(entries)
@@ -303,7 +311,7 @@ def publish() -> None:
     _LOCAL.mode.settle()
 
 
-def anywhere() -> Anywhere:
+def anywhere() -> FunctionsOfThread:
     """The scope of hooks that are put on in this thread and bound to no model."""
     return _LOCAL.mode.anywhere
 
@@ -331,4 +339,4 @@ _MODES: Final[weakref.WeakSet[_Mode]] = weakref.WeakSet()
 _LOCAL: Final = _Local()
 
 
-_torch.leave_to_python(FunctionScope.enter, FunctionScope.leave)
+_torch.leave_to_python(FunctionsOfModel.enter, FunctionsOfModel.leave)

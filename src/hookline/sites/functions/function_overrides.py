@@ -1,7 +1,7 @@
 """Functions that no mode is shown, with something of ours in their place: operators, ``autograd.Function`` classes.
 
 Takes entries from ``attach_function``, tells ``kernels`` and ``classes``, which stand in for such functions, the hooks
-that a call is for. Hooks bound to a model are kept with it, by its `FunctionScope`, and only known of here: one
+that a call is for. Hooks bound to a model are kept with it, by its `FunctionsOfModel`, and only known of here: one
 that refers to its model does not keep it alive, and when the model is gone the function gets its own place back.
 """
 
@@ -12,15 +12,15 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from hookline.sites.functions.function_hooks import FunctionHooks
 from hookline.sites.functions.function_mode import bound_hooks
-from hookline.sites.functions.hooks_off import QUIET, undisturbed
-from hookline.sites.hook_at_site import Holder
-from hookline.sites.modules.forward_counter import NOWHERE
+from hookline.sites.functions.hooks_off import HOOKS_OFF, with_hooks_off
+from hookline.sites.hook_at_site import HookContainer
+from hookline.sites.modules.forward_counter import NO_MODEL
 from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP
 
 if TYPE_CHECKING:
-    from hookline.sites.functions.function_mode import FunctionScope
+    from hookline.sites.functions.function_mode import FunctionsOfModel
     from hookline.sites.functions.function_names import Place
-    from hookline.sites.hook_at_site import Attachment, Entry
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["Override", "Overrides"]
 
@@ -30,7 +30,7 @@ class Override:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.entries: dict[Entry, None] = {}
+        self.entries: dict[HookAtSite, None] = {}
         """Of hooks that are bound to no model."""
         self.bound: WeakSet[Attachment] = WeakSet()
         """The hooks that are bound to models."""
@@ -59,7 +59,7 @@ class Override:
 
     def due(self) -> FunctionHooks | None:
         """The hooks that a call in this thread is for."""
-        if QUIET.on or not self.armed:
+        if HOOKS_OFF.on or not self.armed:
             return None
         hooks = self._hooks
         bound = bound_hooks(self.place.func) if self.scoped else None
@@ -72,18 +72,18 @@ class Override:
         return self.due()
 
 
-class Overrides(Holder):
+class Overrides(HookContainer):
     """All hooks on one sort of such functions."""
 
     def __init__(self, make: type[Override]) -> None:
         self._make = make
         self.overrides: dict[Any, Override] = {}
-        self._places: dict[Entry, Override] = {}
+        self._places: dict[HookAtSite, Override] = {}
         # An attachment keeps its entries, and with them their ids.
         self._bound: WeakKeyDictionary[Attachment, dict[int, Override]] = WeakKeyDictionary()
         ON_SWEEP.append(self._drop_unused)
 
-    def add(self, entry: Entry, place: Place, scope: FunctionScope) -> None:
+    def add(self, entry: HookAtSite, place: Place, scope: FunctionsOfModel) -> None:
         """Put a hook in its place; all or nothing."""
         override = self.overrides.get(place.func)
         if override is None:
@@ -91,8 +91,8 @@ class Overrides(Holder):
             override.put_on()
             self.overrides[place.func] = override
         override.armed = True
-        entry.hook = undisturbed(entry.hook)
-        if scope.root is NOWHERE:
+        entry.hook = with_hooks_off(entry.hook)
+        if scope.counter is NO_MODEL:
             override.entries[entry] = None
             self._places[entry] = override
             override.refresh()
@@ -102,7 +102,7 @@ class Overrides(Holder):
             override.scoped = True
             self._bound.setdefault(entry.attachment, {})[id(entry)] = override
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; the last one gives the function its place back."""
         override = self._places.pop(entry, None)
         if override is not None:
@@ -117,7 +117,7 @@ class Overrides(Holder):
         if override.unused:
             self._drop(override)
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[HookAtSite, ...]:
         """The hooks that are bound to no model."""
         return tuple(self._places)
 

@@ -15,7 +15,7 @@ from hookline.sites.wrappers import clean_modules, submodule, unwrap
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.modules.forward_counter import Root
+    from hookline.sites.modules.forward_counter import ForwardCounter
 
 __all__ = ["FunctionSite"]
 
@@ -30,9 +30,9 @@ class FunctionSite:
     """
 
     __slots__ = (
+        "_counter_of_model",
         "_others",
         "_outermost",
-        "_root",
         "args",
         "call",
         "func",
@@ -44,14 +44,14 @@ class FunctionSite:
         "step",
     )
 
-    def __init__(self, name: str, func: Callable[..., Any], owner: nn.Module | None, root: Root) -> None:
+    def __init__(self, name: str, func: Callable[..., Any], owner: nn.Module | None, counter: ForwardCounter) -> None:
         self.name = name
         """Its full name: "torch.nn.functional.softmax", "aten.mm.default", "package.MyFunction"."""
         self.func = func
         """The function, operator or ``autograd.Function`` class itself."""
         self.owner = owner
         """The module whose forward makes the call; None outside of any."""
-        self.step, self.call = root.moment(name)
+        self.step, self.call = counter.moment(name)
         """Which forward of the model (-1 without ``within=``), and which call of this function since that began
         (without ``within=``, since the first hook in this thread)."""
         self.in_backward = False
@@ -62,17 +62,17 @@ class FunctionSite:
         """The positional arguments as given; for forward hooks, and gone after them."""
         self.kwargs: dict[str, Any] = {}
         """The keyword arguments, likewise."""
-        self._root = root
-        self._outermost = root.model()
-        self._others: dict[Root, FunctionSite] | None = None
+        self._counter_of_model = counter
+        self._outermost = counter.model()
+        self._others: dict[ForwardCounter, FunctionSite] | None = None
 
-    def seen_from(self, root: Root) -> FunctionSite:
+    def seen_from(self, counter: ForwardCounter) -> FunctionSite:
         """The same call, named and counted in another model than this one; `also_seen_from` has to have been told."""
-        return self if self._others is None or root is self._root else self._others[root]
+        return self if self._others is None or counter is self._counter_of_model else self._others[counter]
 
-    def also_seen_from(self, roots: Iterable[Root]) -> None:
+    def also_seen_from(self, counters: Iterable[ForwardCounter]) -> None:
         """Some hooks are bound to other models, of which this call is part too."""
-        self._others = {root: FunctionSite(self.name, self.func, self.owner, root) for root in roots}
+        self._others = {counter: FunctionSite(self.name, self.func, self.owner, counter) for counter in counters}
         for other in self._others.values():
             other.args, other.kwargs = self.args, self.kwargs
             other.in_backward, other.recompute = self.in_backward, self.recompute

@@ -9,25 +9,25 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["QUIET", "undisturbed"]
+__all__ = ["HOOKS_OFF", "with_hooks_off"]
 
 
-class _Quiet(threading.local):
+class _HooksOff(threading.local):
     on = False
     """Whether this thread is in a hook of ours, or in our own wiring."""
 
 
-QUIET: Final = _Quiet()
+HOOKS_OFF: Final = _HooksOff()
 
 
-def undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_hooks_off(function: Callable[..., Any]) -> Callable[..., Any]:
     """A hook, or what our own wiring calls, such that what it uses itself goes unseen."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, QUIET.on = QUIET.on, True
+        before, HOOKS_OFF.on = HOOKS_OFF.on, True
         try:
             return function(*args, **kwargs)
         finally:
-            QUIET.on = before
+            HOOKS_OFF.on = before
 
     return run

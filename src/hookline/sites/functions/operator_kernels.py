@@ -23,13 +23,13 @@ from hookline.sites import _torch
 from hookline.sites.functions.function_hooks import why_left_alone
 from hookline.sites.functions.function_mode import not_called
 from hookline.sites.functions.function_overrides import Override, Overrides
-from hookline.sites.functions.hooks_off import QUIET, undisturbed
+from hookline.sites.functions.hooks_off import HOOKS_OFF, with_hooks_off
 
 if TYPE_CHECKING:
     from hookline.sites.functions.function_hooks import FunctionHooks
-    from hookline.sites.functions.function_mode import FunctionScope
+    from hookline.sites.functions.function_mode import FunctionsOfModel
     from hookline.sites.functions.function_names import Place
-    from hookline.sites.hook_at_site import Entry
+    from hookline.sites.hook_at_site import HookAtSite
 
 __all__ = ["Operators", "operators"]
 
@@ -78,7 +78,7 @@ class Operator(Override):
 
     def _before_transforms(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Where a transform of torch.func takes a call in hand; no hook runs here."""
-        replace_numbers = undisturbed(functools.partial(_torch.without_numbers, self.place.func))
+        replace_numbers = with_hooks_off(functools.partial(_torch.without_numbers, self.place.func))
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             return original(keys, *replace_numbers(args), **kwargs)
@@ -88,7 +88,7 @@ class Operator(Override):
     def _at_autograd(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             if _torch.called_by_us(2):
-                return undisturbed(original)(keys, *args, **kwargs)
+                return with_hooks_off(original)(keys, *args, **kwargs)
             hooks = None if self in _THREAD.transformed else self._due()
             if hooks is None:
                 return original(keys, *args, **kwargs)
@@ -111,7 +111,7 @@ class Operator(Override):
     def _at_backend(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             if _torch.called_by_us(2):
-                return undisturbed(original)(keys, *args, **kwargs)
+                return with_hooks_off(original)(keys, *args, **kwargs)
             hooks = None if self in _THREAD.above else self._due()
             if hooks is None:
                 return original(keys, *args, **kwargs)
@@ -122,7 +122,7 @@ class Operator(Override):
 
     def _due(self) -> FunctionHooks | None:
         """The hooks that this call is for."""
-        if not self.armed or QUIET.on:
+        if not self.armed or HOOKS_OFF.on:
             return None
         if _torch.is_tracing():
             _warn_of_compiling(f"Something is being compiled that uses {self.place.name}")
@@ -137,7 +137,7 @@ class Operators(Overrides):
         super().__init__(Operator)
         self._watches_forks = False
 
-    def add(self, entry: Entry, place: Place, scope: FunctionScope) -> None:
+    def add(self, entry: HookAtSite, place: Place, scope: FunctionsOfModel) -> None:
         """Put a hook in its place; all or nothing."""
         if _torch.has_compiled():
             _warn_of_compiling("Code has been compiled in this process")
@@ -146,7 +146,7 @@ class Operators(Overrides):
             self._watches_forks = True
             os.register_at_fork(after_in_child=self._disarm)
 
-    def why_silent(self, entry: Entry) -> str:
+    def why_silent(self, entry: HookAtSite) -> str:
         """What is known of operators that are never seen."""
         known = not_called(entry) or why_left_alone(entry)
         if known is not None:

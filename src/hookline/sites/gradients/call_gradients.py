@@ -1,7 +1,7 @@
 """Gradients of a module's inputs and outputs, seen or edited, without disturbing anything else.
 
-Takes a module's call from the ports (`GradientCall.enter` before it, `leave` after it), hands gradients to the
-``backward_pre`` and ``backward`` hooks of its table when autograd comes by.
+Takes a module's call from the torch_hooks (`GradientCall.enter` before it, `leave` after it), hands gradients to the
+``backward_pre`` and ``backward`` hooks of its hooks when autograd comes by.
 
 Three facts of autograd carry this file. It runs ready nodes in falling order of their sequence number, and
 accumulates into leaves at once; so when the producer of an input has its turn, everything the module made
@@ -40,22 +40,22 @@ from torch import Tensor
 
 from hookline.sites import _torch, tree
 from hookline.sites.functions.function_site import FunctionSite
-from hookline.sites.gradients.call_inputs import Carrier, Taken
+from hookline.sites.gradients.call_inputs import CallState, Taken
 from hookline.sites.gradients.gradient_names import Place, as_arguments, checked, distinct, names, tensors
 from hookline.sites.gradients.tensor_taps import accumulator, at_end_of, behind, join, pass_gate, tap
-from hookline.sites.hook_at_site import Phase, next_order
-from hookline.sites.modules.call_context import open_scopes
+from hookline.sites.hook_at_site import OrderGroup, next_order
+from hookline.sites.modules.call_context import open_contexts
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.gradients.call_inputs import Window
-    from hookline.sites.gradients.gradient_hooks import GradientLanes
-    from hookline.sites.hook_at_site import Entry
+    from hookline.sites.gradients.gradient_hooks import GradientHooks
+    from hookline.sites.hook_at_site import HookAtSite
 
 __all__ = ["GradientCall"]
 
-_EDIT: Final = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
+_EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
 _NONE: Final[frozenset[int]] = frozenset()
 _NO_CUTS: Final[dict[int, Any]] = {}
 
@@ -101,107 +101,107 @@ class GradientCall:
     """The backward pass that came by last."""
     done = True
     """Whether there is nothing more to fire in it."""
-    _ahead = -1
+    _before_torch = -1
     """The last backward pass in which ``backward_pre`` came before torch's own hooks of the module."""
 
-    def __init__(self, table: GradientLanes, module: Any) -> None:
-        self._table = table
+    def __init__(self, hooks: GradientHooks, module: Any) -> None:
+        self._hooks = hooks
         self._module = module
         self._first_node = _torch.sequence_number()
         self.order = next_order()
         """When the call began, on the clock of ``entry.next_order``."""
-        if table.tells_sites:
-            self._moments = table.gradient_moments()
-        if table.tells_scopes:  # autograd may come by in a thread of its own
-            self._scopes = open_scopes()
+        if hooks.tells_sites:
+            self._moments = hooks.gradient_moments()
+        if hooks.tells_scopes:  # autograd may come by in a thread of its own
+            self._scopes = open_contexts()
 
     # -- before the forward ------------------------------------------------------------------------------
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Carrier]:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], CallState]:
         """Remember the inputs; the arguments for the module to go on with."""
-        table = self._table
-        carrier = Carrier(kwargs)
-        carrier.call = self
-        carrier.watches = table.watches_inputs
-        if len(args) == 1 and not kwargs and not table.edits_gradients:
+        hooks = self._hooks
+        state = CallState(kwargs)
+        state.call = self
+        state.watches = hooks.watches_inputs
+        if len(args) == 1 and not kwargs and not hooks.edits_gradients:
             only = args[0]
             if isinstance(only, Tensor):
                 node = only.grad_fn
                 if node is None and not only.requires_grad:
-                    carrier.edges = {}
-                    return args, carrier
-                if table.uses_input_once and table.watches_inputs and node is not None and not only.is_nested:
+                    state.edges = {}
+                    return args, state
+                if hooks.uses_input_once and hooks.watches_inputs and node is not None and not only.is_nested:
                     # An alias in the place of the one user is the cheapest tap, and regroups no sum.
-                    carrier.edges = {}
+                    state.edges = {}
                     alias = only.view_as(only)
                     _torch.hook_tensor(alias, self._take_input)
-                    return (alias,), carrier
+                    return (alias,), state
                 if node is not None:
-                    carrier.edges = {node: {only.output_nr: 0}}
+                    state.edges = {node: {only.output_nr: 0}}
                     if only._base is not None:
                         only, shape = behind(only)
                         node = only.grad_fn
-                        carrier.taken = (Taken(0, args[0], only, shape),)
-                    if table.watches_inputs:
+                        state.taken = (Taken(0, args[0], only, shape),)
+                    if hooks.watches_inputs:
                         tap(only, node).inputs.append((self, 0))
-                    return args, carrier
-        return self._enter_any(args, kwargs, carrier)
+                    return args, state
+        return self._enter_any(args, kwargs, state)
 
     def _enter_any(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], carrier: Carrier
-    ) -> tuple[tuple[Any, ...], Carrier]:
-        table = self._table
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: CallState
+    ) -> tuple[tuple[Any, ...], CallState]:
+        hooks = self._hooks
         found = tensors(args, kwargs)
         members = distinct(found)
-        carrier.given = frozenset(id(tensor) for _, tensor in members)
+        state.given = frozenset(id(tensor) for _, tensor in members)
         self._num_inputs = len(found)
-        if table.tells_sites:
+        if hooks.tells_sites:
             self._input_names = names(args, kwargs)
         edges: _torch.Edges = {}
-        carrier.edges = edges
+        state.edges = edges
         for index, tensor in members:
             node = tensor.grad_fn
             source, shape = behind(tensor)
-            if node is None or tensor._base is not None or table.edits_gradients:
-                carrier.taken += (Taken(index, tensor, source, shape, aliased=table.edits_gradients),)
+            if node is None or tensor._base is not None or hooks.edits_gradients:
+                state.taken += (Taken(index, tensor, source, shape, aliased=hooks.edits_gradients),)
             if node is None:
                 node = accumulator(tensor)
-            elif table.watches_inputs:
+            elif hooks.watches_inputs:
                 tap(source, source.grad_fn).inputs.append((self, index))
-            if node is not None and not table.edits_gradients:
+            if node is not None and not hooks.edits_gradients:
                 edges.setdefault(node, {})[tensor.output_nr] = index
-        if table.edits_gradients and members:
-            return self._enter_aliases(members, args, kwargs, carrier), carrier
-        return args, carrier
+        if hooks.edits_gradients and members:
+            return self._enter_aliases(members, args, kwargs, state), state
+        return args, state
 
     def _enter_aliases(
-        self, members: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], carrier: Carrier
+        self, members: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], state: CallState
     ) -> tuple[Any, ...]:
         """Have aliases of the inputs go in."""
-        self._edits_inputs = carrier.aliases = True
+        self._edits_inputs = state.aliases = True
         aliases = join(members, self._collect_input, self._release_input)
         for index, tensor in members:
             alias = aliases.get(id(tensor), tensor)
             if alias.grad_fn is not None:
-                carrier.edges.setdefault(alias.grad_fn, {})[alias.output_nr] = index
+                state.edges.setdefault(alias.grad_fn, {})[alias.output_nr] = index
         swapped: list[tree.Swapped] = []
         new_args: tuple[Any, ...] = tree.replace(args, _swap(aliases), swapped)
-        carrier.update(tree.replace(kwargs, _swap(aliases), swapped))
-        carrier.swapped = tuple(swapped)
+        state.update(tree.replace(kwargs, _swap(aliases), swapped))
+        state.swapped = tuple(swapped)
         return new_args
 
     # -- after the forward -------------------------------------------------------------------------------
 
-    def leave(self, output: Any, carrier: Carrier) -> Any:
+    def leave(self, output: Any, state: CallState) -> Any:
         """Watch the outputs; the output to go on with."""
-        if isinstance(output, Tensor) and not carrier.aliases and self._leave_one(output, carrier):
+        if isinstance(output, Tensor) and not state.aliases and self._leave_one(output, state):
             return output
-        return self._leave_any(output, carrier)
+        return self._leave_any(output, state)
 
-    def _leave_one(self, output: Tensor, carrier: Carrier) -> bool:
+    def _leave_one(self, output: Tensor, state: CallState) -> bool:
         """The common case: one output, made here, of inputs that were not changed; whether it is one."""
         node = output.grad_fn
-        if node is None or node in carrier.edges:
+        if node is None or node in state.edges:
             return node is None and not output.requires_grad
         source, shape = output, None
         if output._base is not None:
@@ -210,65 +210,65 @@ class GradientCall:
                 return False
         elif not _torch.made_since(node, self._first_node):
             return False
-        for taken in carrier.taken:
+        for taken in state.taken:
             if taken.tensor._version != taken.version:
                 return False
         tap(source, source.grad_fn).outputs.append((self, 0, shape))
-        if carrier.edges and self._table.watches_inputs:
-            for boundary, hits in _torch.boundary([node], carrier.edges, self._first_node):
+        if state.edges and self._hooks.watches_inputs:
+            for boundary, hits in _torch.boundary([node], state.edges, self._first_node):
                 boundary.register_hook(self._collector(hits))
         return True
 
-    def _leave_any(self, output: Any, carrier: Carrier) -> Any:
-        tree.swap_back(carrier.swapped)
+    def _leave_any(self, output: Any, state: CallState) -> Any:
+        tree.swap_back(state.swapped)
         args, kwargs = as_arguments(output)
         found = tensors(args, kwargs)
         members = distinct(found)
         if len(members) > 1:
             # An input handed back beside other outputs is not of this module's making, and is left alone.
-            members = [member for member in members if carrier.place_of(member[1]) < 0] or members
+            members = [member for member in members if state.place_of(member[1]) < 0] or members
         if not members:
             return output
         self._num_outputs = len(found)
-        if self._table.tells_sites:
+        if self._hooks.tells_sites:
             self._output_names = names(args, kwargs)
         # The gradients of inputs that are reshapes come in the shape of the tensor behind them.
-        shapes = {taken.index: taken.shape for taken in carrier.taken if taken.shape is not None}
+        shapes = {taken.index: taken.shape for taken in state.taken if taken.shape is not None}
         self._shapes = shapes or None
-        if self._table.watches_inputs:
-            for taken in carrier.changed():
-                self._follow(taken, carrier)
-        inside = self._watch(members, carrier)
-        if len(members) > 1 and (self._table.edits_outputs or carrier.place_of(members[0][1]) >= 0):
+        if self._hooks.watches_inputs:
+            for taken in state.changed():
+                self._follow(taken, state)
+        inside = self._watch(members, state)
+        if len(members) > 1 and (self._hooks.edits_outputs or state.place_of(members[0][1]) >= 0):
             passed = pass_gate(self, members)
         else:
-            passed = self._tap_outputs(members, carrier, inside)
+            passed = self._tap_outputs(members, state, inside)
         return tree.replace(output, _swap(passed)) if passed else output
 
-    def _follow(self, taken: Taken, carrier: Carrier) -> None:
+    def _follow(self, taken: Taken, state: CallState) -> None:
         """The module has changed an input in place: find the gradient of what that was before."""
-        if carrier.aliases:
+        if state.aliases:
             self._lost_aliases |= {taken.index}
             if taken.node is not None:
                 self._followed |= {taken.index}
         if taken.node is not None:
-            carrier.edges.setdefault(taken.node, {})[taken.output] = taken.index
+            state.edges.setdefault(taken.node, {})[taken.output] = taken.index
         if taken.window is not None:
             self._windows = {**(self._windows or {}), taken.index: taken.window}
             taken.node.register_prehook(self._turn_behind_window(taken.index, taken.output))
 
-    def _watch(self, members: list[Place], carrier: Carrier) -> set[int]:
+    def _watch(self, members: list[Place], state: CallState) -> set[int]:
         """Hook the nodes of this call that lead straight to a watched input; which outputs are used inside as well."""
-        edges = carrier.edges if self._table.watches_inputs else {}
-        if carrier.aliases:  # these tell by themselves, but for those that are out of the graph
-            lost = {taken.node for taken in carrier.taken if taken.index in self._lost_aliases}
+        edges = state.edges if self._hooks.watches_inputs else {}
+        if state.aliases:  # these tell by themselves, but for those that are out of the graph
+            lost = {taken.node for taken in state.taken if taken.index in self._lost_aliases}
             edges = {node: outputs for node, outputs in edges.items() if node in lost}
         if len(members) > 1:
             edges = {node: dict(outputs) for node, outputs in edges.items()}
             for index, tensor in members:
                 edges.setdefault(tensor.grad_fn, {}).setdefault(tensor.output_nr, ~index)
         roots = [tensor.grad_fn for _, tensor in members if _torch.made_since(tensor.grad_fn, self._first_node)]
-        followed = [taken for taken in carrier.taken if taken.index in (self._windows or {})]
+        followed = [taken for taken in state.taken if taken.index in (self._windows or {})]
         windows = {(taken.node, taken.output): taken.window for taken in followed}
         inside: set[int] = set()
         for node, hits in _torch.boundary(roots, edges, self._first_node):
@@ -279,15 +279,15 @@ class GradientCall:
                 node.register_hook(self._collector(inputs, cuts))
         return inside
 
-    def _tap_outputs(self, members: list[Place], carrier: Carrier, inside: set[int]) -> dict[int, Tensor]:
+    def _tap_outputs(self, members: list[Place], state: CallState, inside: set[int]) -> dict[int, Tensor]:
         """Hook each output where its own gradient is to be had; what has to go out in its place, by id."""
         passed: dict[int, Tensor] = {}
         gated: list[Place] = []
         nodes: list[tuple[int, int]] = []
         for index, tensor in members:
-            place = carrier.place_of(tensor)
+            place = state.place_of(tensor)
             source, shape = tensor, None
-            if tensor.grad_fn is None or (place >= 0 and carrier.aliases):
+            if tensor.grad_fn is None or (place >= 0 and state.aliases):
                 source = tensor.view_as(tensor)
                 if source.grad_fn is None:  # a parameter that a transform of torch.func was not told of
                     continue
@@ -295,15 +295,15 @@ class GradientCall:
                 if place >= 0:
                     self._back = place, index
                     self._lost_aliases |= {place}
-                    if not carrier.aliases:  # a leaf handed back: the alias leads straight to the input
+                    if not state.aliases:  # a leaf handed back: the alias leads straight to the input
                         node: Any = source.grad_fn
                         node.register_hook(self._collector([(0, place)]))
             elif place >= 0:
                 self._back = place, index
-                if not carrier.watches:
+                if not state.watches:
                     tap(tensor, tensor.grad_fn).inputs.append((self, place))
                 return passed
-            elif type(self._module) is FunctionSite and carrier.was_taken(tensor):
+            elif type(self._module) is FunctionSite and state.was_taken(tensor):
                 pass  # changed in place: its caller goes on with the tensor itself, whatever comes back from here
             elif index in inside:
                 gated.append((index, tensor))
@@ -345,20 +345,20 @@ class GradientCall:
             self._task = task
             # Nothing comes later, so nothing is kept: not the gradient either. (Aliases of inputs, for a hook that has
             # come off since, still have to let gradients through.)
-            if not self._table.backward and not self._edits_inputs:
+            if not self._hooks.backward and not self._edits_inputs:
                 self._pre_done = self.done = True
                 self._grad_outputs = [None]
-                return self.fire(self._table.backward_pre, (grad,), ())[0]
+                return self.fire(self._hooks.backward_pre, (grad,), ())[0]
             self._pre_done, self.done = True, False
             self._ended = None
             self._grad_inputs = [None] * self._num_inputs
             at_end_of(task).append(self)
-            if self._table.backward_pre:
-                (grad,) = self.fire(self._table.backward_pre, (grad,), ())
+            if self._hooks.backward_pre:
+                (grad,) = self.fire(self._hooks.backward_pre, (grad,), ())
             self._grad_outputs = [grad]
             return grad
         self.collect_output(index, grad)
-        if self._ahead == task:
+        if self._before_torch == task:
             return grad
         if self._last_outputs is None:
             return self.release_outputs()[index]
@@ -369,7 +369,7 @@ class GradientCall:
 
     def pass_gate(self, places: list[int], grads: Grads) -> Grads:
         """The gradients of all outputs that pass the gate have come; the gradients to go on with."""
-        if self._last_outputs is not None or self._ahead == self._task:
+        if self._last_outputs is not None or self._before_torch == self._task:
             return grads  # others are tapped, and come later; then nothing is edited
         outputs = self.release_outputs()
         return tuple(outputs[place] for place in places)
@@ -388,25 +388,25 @@ class GradientCall:
         self._pre_done = self.done = False
         if self._last_outputs is not None:
             self._awaited = len(self._last_outputs)
-        if self._table.clock is not None:
-            self._began, self._ended = self._table.clock(), None
+        if self._hooks.clock is not None:
+            self._began, self._ended = self._hooks.clock(), None
         self._grad_outputs = [None] * self._num_outputs
         self._grad_inputs = [None] * self._num_inputs
         at_end_of(task).append(self)
 
-    def begin_ahead(self) -> tuple[Entry, ...]:
+    def begin_before_torch(self) -> tuple[HookAtSite, ...]:
         """Begin the backward pass that is under way, before torch's own hooks; the ``backward_pre`` hooks to run."""
-        self._ahead = _torch.graph_task_id()
-        self._begin(self._ahead)
+        self._before_torch = _torch.graph_task_id()
+        self._begin(self._before_torch)
         self._pre_done = True
-        self.done = not self._table.backward and not self._edits_inputs  # then no gradient is kept
-        return self._table.backward_pre
+        self.done = not self._hooks.backward and not self._edits_inputs  # then no gradient is kept
+        return self._hooks.backward_pre
 
     def release_outputs(self) -> list[Tensor | None]:
         """All gradients of the outputs are there: fire ``backward_pre``; the gradients to go on with."""
         if not self._pre_done:
             self._pre_done = True
-            entries = self._table.backward_pre
+            entries = self._hooks.backward_pre
             if entries:
                 self._grad_outputs = list(self.fire(entries, tuple(self._grad_outputs), ()))
         return self._grad_outputs
@@ -417,8 +417,8 @@ class GradientCall:
                 grad = grad.reshape(self._shapes[index])
             so_far = self._grad_inputs[index]
             self._grad_inputs[index] = grad if so_far is None else so_far + grad
-            if self._table.clock is not None:
-                self._ended = self._table.clock()
+            if self._hooks.clock is not None:
+                self._ended = self._hooks.clock()
 
     def _release_input(self, index: int, grad: Tensor | None) -> Tensor | None:
         if self._task != _torch.graph_task_id():
@@ -433,8 +433,8 @@ class GradientCall:
         """The gradient of the one input of a layer that uses it once has come, and with it its turn."""
         if not self.done and self._task == _torch.graph_task_id():
             self._grad_inputs[0] = grad
-            if self._table.clock is not None:
-                self._ended = self._table.clock()
+            if self._hooks.clock is not None:
+                self._ended = self._hooks.clock()
             self.fire_post()
 
     def take_turn(self, index: int, grad: Tensor | None) -> Tensor | None:
@@ -451,7 +451,7 @@ class GradientCall:
     def _take_back(self, index: int, grad: Tensor | None) -> Tensor | None:
         """The input is the output too (and if it had an alias, that is out of the graph)."""
         grad = self.take_output(self._back[1], grad)
-        if self._table.watches_inputs:
+        if self._hooks.watches_inputs:
             self._grad_inputs[index] = grad
             grad = self.fire_post()[index]
         return grad
@@ -506,7 +506,7 @@ class GradientCall:
         self.done = True
         outputs, self._grad_outputs = tuple(self._grad_outputs), []
         inputs, self._grad_inputs = tuple(self._grad_inputs), []
-        grads = self.fire(self._table.backward, inputs, (outputs,))
+        grads = self.fire(self._hooks.backward, inputs, (outputs,))
         if self._edits_inputs:
             self._grad_inputs = list(grads)  # until the aliases have let them through
             self._shares = inputs
@@ -526,7 +526,7 @@ class GradientCall:
         for call in sorted(late, key=lambda call: -call.order):
             call.fire_post()
 
-    def fire(self, entries: tuple[Entry, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
+    def fire(self, entries: tuple[HookAtSite, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         """Call those hooks that were on when this call began; the gradients as edited."""
         if (
             type(self._module) is FunctionSite
@@ -536,33 +536,33 @@ class GradientCall:
             attachment = entry.attachment
             if attachment.order > self.order:
                 continue
-            if attachment.scope is not None and attachment.scope not in self._scopes:
+            if attachment.context is not None and attachment.context not in self._scopes:
                 continue
             entry.fired += 1
-            entry.last_step = entry.root.step
+            entry.last_step = entry.counter.step
             module = self._module
             if type(module) is FunctionSite:
-                module = module.seen_from(entry.root)
+                module = module.seen_from(entry.counter)
             if entry.simple:
                 result = entry.hook(module, grads, *more)
             else:
                 result = entry.call(module, (grads, *more), self._site(entry))
-            if result is not None and attachment.phase is _EDIT:
+            if result is not None and attachment.order_group is _EDIT:
                 grads = checked(result, grads, entry)
         return grads
 
-    def _site(self, entry: Entry) -> Site | None:
+    def _site(self, entry: HookAtSite) -> Site | None:
         if not entry.attachment.wants_site:
             return None
         kind = entry.attachment.kind
         fn = self._module
         if isinstance(fn, FunctionSite):
-            fn = fn.seen_from(entry.root)
+            fn = fn.seen_from(entry.counter)
             owner: Any = fn.owner
             return Site(fn.name, owner, kind, fn.call, fn.step, began=self._began, ended=self._ended)
-        step, call = self._moments.get(entry.root, (-1, 0))
+        step, call = self._moments.get(entry.counter, (-1, 0))
         names = self._input_names, self._output_names
-        mode = entry.root.training_now()
+        mode = entry.counter.training_now()
         return Site(entry.name, self._module, kind, call, step, False, *names, self._began, self._ended, mode)
 
 

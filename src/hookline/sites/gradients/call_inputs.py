@@ -1,6 +1,6 @@
 """The inputs of one call as they went in: what travels with it from before the forward to after it.
 
-Made and read by ``gradients``; torch hands the `Carrier` from our pre-hook to our post-hook.
+Made and read by ``gradients``; torch hands the `CallState` from our pre-hook to our post-hook.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from hookline.sites import tree
     from hookline.sites.gradients.call_gradients import GradientCall
 
-__all__ = ["Carrier", "CarrierArgs", "Taken", "Window"]
+__all__ = ["CallState", "CallStateArgs", "Taken", "Window"]
 
 
-class Carrier(dict[str, Any]):
+class CallState(dict[str, Any]):
     """The keyword arguments of one call, with its `GradientCall` in tow from pre-hook to post-hook.
 
     torch hands the same object to both, so no stack has to be kept, and none is left behind by a forward
@@ -67,20 +67,20 @@ class Carrier(dict[str, Any]):
         return -1 if outputs is None else outputs.get(tensor.output_nr, -1)
 
 
-class CarrierArgs(tuple[Any, ...]):
-    """Positional arguments with a `Carrier`, for a call whose keyword arguments cannot be exchanged.
+class CallStateArgs(tuple[Any, ...]):
+    """Positional arguments with a `CallState`, for a call whose keyword arguments cannot be exchanged.
 
     Where torch puts its own backward hooks around the call, it makes another tuple of the same type, item by item, as
-    named tuples are made; the carrier goes over to that one.
+    named tuples are made; the state goes over to that one.
     """
 
-    carrier: Carrier | None = None
+    state: CallState | None = None
 
     def __new__(cls, *items: Any) -> Self:
         new = super().__new__(cls, items)
         before = _torch.variable_of_caller("args", 1)
-        if isinstance(before, CarrierArgs):
-            new.carrier = before.carrier
+        if isinstance(before, CallStateArgs):
+            new.state = before.state
         return new
 
 

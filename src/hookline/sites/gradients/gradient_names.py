@@ -17,7 +17,7 @@ from hookline.sites import tree
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
-    from hookline.sites.hook_at_site import Entry
+    from hookline.sites.hook_at_site import HookAtSite
 
 __all__ = ["Place", "as_arguments", "checked", "distinct", "names", "tensors"]
 
@@ -81,7 +81,7 @@ def distinct(tensors: list[Any]) -> list[Place]:
     return list(seen.values())
 
 
-def checked(result: Any, grads: Grads, entry: Entry) -> Grads:
+def checked(result: Any, grads: Grads, entry: HookAtSite) -> Grads:
     """A hook's return value as gradients, if it fits."""
     if isinstance(result, Tensor) and len(grads) == 1:
         result = (result,)
@@ -91,7 +91,7 @@ def checked(result: Any, grads: Grads, entry: Entry) -> Grads:
     return tuple(_checked_one(i, new, old, entry) for i, (new, old) in enumerate(zip(result, grads, strict=True)))
 
 
-def _checked_one(index: int, new: Any, old: Tensor | None, entry: Entry) -> Tensor | None:
+def _checked_one(index: int, new: Any, old: Tensor | None, entry: HookAtSite) -> Tensor | None:
     if new is None and old is not None:
         return torch.zeros_like(old)  # cuts the gradient; a tensor hook cannot say "none"
     if new is None:
@@ -109,6 +109,6 @@ def _checked_one(index: int, new: Any, old: Tensor | None, entry: Entry) -> Tens
     return new
 
 
-def _misfit(entry: Entry, what: str) -> HookReturnError:
+def _misfit(entry: HookAtSite, what: str) -> HookReturnError:
     attachment = entry.attachment
     return HookReturnError(f"{attachment.kind.value} hook {attachment.name!r} on {entry.name!r}: {what}.")

@@ -1,6 +1,6 @@
 """One hook on every module there is: of the process, or of a model.
 
-Takes a hook like ``attach``; within a model it is an ``attach`` on everything, ahead of other hooks. For the
+Takes a hook like ``attach``; within a model it is an ``attach`` on everything, before_torch of other hooks. For the
 process, torch's own global pre-hook shows us each module the first time it is called, and the hook goes onto
 that module and all below it, like any other. So it keeps every promise of a module hook, and a transformer
 layer that would skip its children in a fused inference path sees their hooks and does not.
@@ -21,16 +21,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from hookline.errors import HooklineWarning, OptionError, TargetError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.attach import add_entries, check_request, fasten
-from hookline.sites.gradients.call_inputs import Carrier, CarrierArgs
+from hookline.sites.attach import add_entries, attach_to_modules, new_attachment
+from hookline.sites.gradients.call_inputs import CallState, CallStateArgs
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
-from hookline.sites.modules.module_hooks import LOCK, existing_table, sweep, table_of
+from hookline.sites.modules.module_hooks import LOCK, existing_hooks, hooks_of_module, sweep
 from hookline.sites.modules.registration_hooks import hook_registrations_everywhere
-from hookline.sites.modules.torch_hooks import Port, PreBack, PreFront
+from hookline.sites.modules.torch_hooks import FirstPreHook, LastPreHook, TorchHook
 from hookline.sites.optimizers.optimizer_hooks import hook_optimizers_everywhere
 from hookline.sites.select import select, without_scripted
-from hookline.sites.tensors.parameter_hooks import fasten_parameters, select_parameters
+from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def attach_everywhere(
     ``step_post`` it is put on every optimizer of the process instead; registration hooks also see modules that are
     built later.
     """
-    subject = OPTIMIZER if str(on) in (Kind.STEP_PRE, Kind.STEP_POST) else MODULE
-    attachment = check_request(
+    site_type = OPTIMIZER if str(on) in (Kind.STEP_PRE, Kind.STEP_POST) else MODULE
+    attachment = new_attachment(
         hook,
-        Kind.parse(on, subject),
+        Kind.parse(on, site_type),
         prepend=prepend,
         with_kwargs=with_kwargs,
         always_call=always_call,
@@ -80,10 +80,10 @@ def attach_everywhere(
         sees=sees,
         name=name,
         profile=profile,
-        subject=subject,
+        site_type=site_type,
         everywhere=True,
     )
-    if subject is OPTIMIZER:
+    if site_type is OPTIMIZER:
         if within is not None or exclude is not None:
             raise OptionError(f"on={attachment.kind.value!r} is about optimizers: within= and exclude= do not apply.")
         return hook_optimizers_everywhere(attachment)
@@ -91,8 +91,8 @@ def attach_everywhere(
         if not isinstance(within, nn.Module):
             raise TargetError(f"within= takes a torch.nn.Module, got {type_name(within)}.")
         if attachment.kind is Kind.PARAM_GRAD:
-            return fasten_parameters(attachment, within, select_parameters(within, None, exclude=exclude))
-        return fasten(attachment, within, without_scripted(select(within, "*", exclude=exclude), "*"))
+            return attach_to_parameters(attachment, within, select_parameters(within, None, exclude=exclude))
+        return attach_to_modules(attachment, within, without_scripted(select(within, "*", exclude=exclude), "*"))
     if attachment.kind.is_state or attachment.kind is Kind.PARAM_GRAD:
         raise OptionError(f"on={attachment.kind.value!r} cannot be hooked process-wide; name a model with within=.")
     if exclude is not None:
@@ -102,7 +102,7 @@ def attach_everywhere(
     return _EVERYWHERE.add(attachment)
 
 
-class _Everywhere:
+class _ModulesEverywhere:
     """The process-wide attachments, and the one global hook of torch that feeds them."""
 
     def __init__(self) -> None:
@@ -137,26 +137,28 @@ class _Everywhere:
     def _first_sight(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Hook a module, and all below it, before its call gets to its forward."""
         if is_dynamo_compiling():
-            if not _has_port(module):
-                _say_compiled(type(module))
+            if not _has_torch_hook(module):
+                _warn_compiled(type(module))
             return None
         inner = unwrap(module)
-        table = existing_table(inner)
-        if table is not None and table.covered == self.generation:
+        module_hooks = existing_hooks(inner)
+        if module_hooks is not None and module_hooks.covered == self.generation:
             return None
         if isinstance(module, torch.jit.ScriptModule) or module in self._made_by_compiler:
             return None  # TorchScript runs no Python hooks
         if isinstance(module, torch.fx.GraphModule) and _torch.in_compiled_code():
             self._made_by_compiler.add(module)
             return None
-        ports = (PreFront, PreBack)
-        had = [table is not None and table.port(slot) is not None for slot in ports]
+        torch_hooks = (FirstPreHook, LastPreHook)
+        had = [module_hooks is not None and module_hooks.torch_hook(slot) is not None for slot in torch_hooks]
         with LOCK:
             self._cover(module)
         if inner is not module:
             return None  # a wrapper: the call of what it wraps is still to come
-        fresh = [table_of(module).port(slot) for slot, old in zip(ports, had, strict=True) if not old]
-        return _run_now([port for port in fresh if port is not None], module, args)
+        fresh = [
+            hooks_of_module(module).torch_hook(slot) for slot, old in zip(torch_hooks, had, strict=True) if not old
+        ]
+        return _run_now([torch_hook for torch_hook in fresh if torch_hook is not None], module, args)
 
     def _cover(self, model: nn.Module) -> None:
         reachable = [named for named in clean_modules(model) if not isinstance(named[1], torch.jit.ScriptModule)]
@@ -165,17 +167,17 @@ class _Everywhere:
             if fresh:
                 add_entries(attachment, model, fresh)
         for _, module in reachable:
-            table_of(module).covered = self.generation
+            hooks_of_module(module).covered = self.generation
 
 
-def _has_port(module: nn.Module) -> bool:
+def _has_torch_hook(module: nn.Module) -> bool:
     """Whether a module carries hooks of ours; to be traced."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return any(isinstance(hook, Port) for hook in hooks)
+    return any(isinstance(hook, TorchHook) for hook in hooks)
 
 
 @_torch.constant_while_tracing
-def _say_compiled(cls: type) -> None:
+def _warn_compiled(cls: type) -> None:
     """Once for each set of process-wide hooks."""
     if _EVERYWHERE.said != _EVERYWHERE.generation and not is_wrapper_type(cls):  # a wrapper carries none
         _EVERYWHERE.said = _EVERYWHERE.generation
@@ -195,24 +197,26 @@ def _existing_models() -> list[nn.Module]:
 
 
 def _carries(module: nn.Module, attachment: Attachment) -> bool:
-    table = existing_table(module)
-    return table is not None and any(entry.attachment is attachment for entry in table.lane(attachment.kind))
+    module_hooks = existing_hooks(module)
+    return module_hooks is not None and any(
+        entry.attachment is attachment for entry in module_hooks.hooks_of_kind(attachment.kind)
+    )
 
 
-def _run_now(ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any:
+def _run_now(torch_hooks: list[TorchHook], module: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run pre-hooks that came too late for the list torch is going through."""
-    if not ports:
+    if not torch_hooks:
         return None
     given = args
     kwargs = _torch.kwargs_of_call()
-    for port in ports:
-        result = port(module, args, kwargs)
+    for torch_hook in torch_hooks:
+        result = torch_hook(module, args, kwargs)
         if result is None:
             continue
         args, named = result
-        if isinstance(named, Carrier):
-            args = CarrierArgs(*args)
-            args.carrier = named
+        if isinstance(named, CallState):
+            args = CallStateArgs(*args)
+            args.state = named
         if named is not kwargs:
             new = dict(named)
             kwargs.clear()
@@ -220,7 +224,7 @@ def _run_now(ports: list[Port], module: nn.Module, args: tuple[Any, ...]) -> Any
     return None if args is given else args
 
 
-_EVERYWHERE = _Everywhere()
+_EVERYWHERE = _ModulesEverywhere()
 
 
 def attachments_everywhere() -> tuple[Attachment, ...]:
@@ -228,4 +232,4 @@ def attachments_everywhere() -> tuple[Attachment, ...]:
     return _EVERYWHERE.attachments
 
 
-_torch.leave_to_python(_Everywhere._first_sight)
+_torch.leave_to_python(_ModulesEverywhere._first_sight)

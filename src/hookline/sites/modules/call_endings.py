@@ -1,7 +1,7 @@
 """What has to happen however a call ends: ``always_call`` hooks, and leaving what was entered around it.
 
-Takes the place of the module's ``_call_impl`` (the method behind ``module(...)``) while its `Table` holds such
-hooks, or something to be `Around` the call; hands the call on, and runs the hooks that have not had their turn when
+Takes the place of the module's ``_call_impl`` (the method behind ``module(...)``) while its `ModuleHooks` holds such
+hooks, or something to be `AroundCall` the call; hands the call on, and runs the hooks that have not had their turn when
 it is cut short.
 """
 
@@ -17,20 +17,20 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
-from hookline.sites.compiled import recompile_guard as marks
+from hookline.sites.compiled import recompile_guard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
 
-    from hookline.sites.hook_at_site import Entry
-    from hookline.sites.modules.module_hooks import Table
+    from hookline.sites.hook_at_site import HookAtSite
+    from hookline.sites.modules.module_hooks import ModuleHooks
 
-__all__ = ["Around", "CallGuard", "StaleGuard"]
+__all__ = ["AroundCall", "CallGuard", "StaleCallGuard"]
 
 
-class Around(Protocol):
+class AroundCall(Protocol):
     """Something that is on for the time of a call."""
 
     def enter(self) -> None:
@@ -39,7 +39,7 @@ class Around(Protocol):
     def leave(self) -> None:
         """It is over, however it ended."""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[HookAtSite]:
         """The hooks that it is there for, one entry of each."""
 
 
@@ -52,7 +52,7 @@ class _Attempt:
         self.args = args
         self.kwargs = kwargs
         self.output: Any = None
-        self.ran: set[Entry] = set()
+        self.ran: set[HookAtSite] = set()
 
 
 class _Attempts(threading.local):
@@ -60,7 +60,7 @@ class _Attempts(threading.local):
         self.stack: list[_Attempt] = []
 
 
-class StaleGuard:
+class StaleCallGuard:
     """What a copied or unpickled model finds in place of a guard: goes at the first call, which it hands on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,10 +78,10 @@ class CallGuard:
     does not come this way and stays silent.
     """
 
-    __slots__ = ("__weakref__", "_attempts", "_module", "_table")
+    __slots__ = ("__weakref__", "_attempts", "_module", "_module_hooks")
 
-    def __init__(self, table: Table, module: nn.Module) -> None:
-        self._table = table
+    def __init__(self, module_hooks: ModuleHooks, module: nn.Module) -> None:
+        self._module_hooks = module_hooks
         self._module: weakref.ref[Any] = weakref.ref(module)  # of this very class, which the compiler knows
         self._attempts = _Attempts()
 
@@ -91,17 +91,17 @@ class CallGuard:
             return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[union-attr]
         # A shallow copy of the module, a data-parallel replica say, shares this guard.
         module = _torch.caller()
-        table = self._table
+        module_hooks = self._module_hooks
         if module is None:
-            module = table.module()
+            module = module_hooks.module()
         elif module is not self._module():
-            marks.disown(module)
-        around = table.around
+            recompile_guard.drop_copied_forward(module)
+        around = module_hooks.around
         if around is None:
             return self._attempt(module, args, kwargs)
         around.enter()
         try:
-            if table.calls_always:
+            if module_hooks.calls_always:
                 return self._attempt(module, args, kwargs)
             return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
         finally:
@@ -119,7 +119,7 @@ class CallGuard:
             self._attempts.stack.pop()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StaleGuard, ()
+        return StaleCallGuard, ()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The call has come this far."""
@@ -127,13 +127,13 @@ class CallGuard:
             attempt = self._attempts.stack[-1]
             attempt.args, attempt.kwargs, attempt.output = args, kwargs, output
 
-    def mark(self, entry: Entry) -> None:
+    def note_ran(self, entry: HookAtSite) -> None:
         """``entry`` is having its turn."""
         if self._attempts.stack:
             self._attempts.stack[-1].ran.add(entry)
 
     def _clean_up(self, module: Any, attempt: _Attempt) -> None:
-        for entry in self._table.always_called():
+        for entry in self._module_hooks.always_called():
             if entry in attempt.ran or not entry.due():
                 continue
             entry.count()
@@ -150,5 +150,5 @@ class CallGuard:
                     )
 
 
-_torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, StaleGuard.__call__, below=False)
+_torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, StaleCallGuard.__call__, below=False)
 _torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__, _torch.caller)

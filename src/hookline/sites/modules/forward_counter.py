@@ -1,6 +1,6 @@
 """The model a hook was attached through: which of its forwards is running, and which call of a module this is.
 
-Takes a tick from the root module's first pre-hook, hands step and call numbers to sites and receipts.
+Takes a tick from the counter module's first pre-hook, hands step and call numbers to sites and receipts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
-from hookline.sites.compiled import recompile_guard as marks
+from hookline.sites.compiled import recompile_guard
 from hookline.sites.hook_at_site import next_order
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hookline.sites.modules.module_hooks import Table
+    from hookline.sites.modules.module_hooks import ModuleHooks
 
-__all__ = ["NOWHERE", "Root", "StandIn"]
+__all__ = ["NO_MODEL", "ForwardCounter", "StandIn"]
 
 
-class _Pass(threading.local):
+class _ThreadForward(threading.local):
     """The forward that this thread is in; two threads on one model count apart."""
 
     step: int
@@ -55,7 +55,7 @@ class _Pass(threading.local):
         return self._repeated[1]
 
 
-class Root:
+class ForwardCounter:
     """One per module that hooks were attached through, for as long as one of them is on."""
 
     __slots__ = ("_counter", "_pass", "leaves", "model", "stand_in", "step", "tables", "users")
@@ -66,15 +66,15 @@ class Root:
         self.step = -1
         """The newest forward of any thread."""
         self.users = 0
-        """How many attachments go through this root."""
-        self.tables: set[Table] = set()
-        """Of the modules that hooks were put on through this root."""
+        """How many attachments go through this counter."""
+        self.tables: set[ModuleHooks] = set()
+        """Of the modules that hooks were put on through this counter."""
         self.leaves: Callable[[], None] | None = None
         """Has hooks on parameters follow those that were replaced; there while there are such hooks."""
         self.stand_in: StandIn | None = None
         """The module whose calls begin the steps of a model whose own forward is not called, once it was looked for."""
         self._counter = itertools.count()
-        self._pass = _Pass()
+        self._pass = _ThreadForward()
 
     @property
     def here(self) -> Any:
@@ -82,7 +82,7 @@ class Root:
         return self._pass
 
     def begin(self, gradients: bool | None = None, *, by_part: bool = False) -> None:
-        """A forward of the root begins in this thread, with `gradients` on; as they are now, if left out.
+        """A forward of the counter begins in this thread, with `gradients` on; as they are now, if left out.
 
         With `by_part`, it is a call of a part that stands in for it.
         """
@@ -99,9 +99,9 @@ class Root:
             table.keep_places()
         if self.leaves is not None:
             self.leaves()
-        marks.tend()
+        recompile_guard.check_compiler()
         if _torch.capturing():
-            _say_captured(self.model())
+            _warn_captured(self.model())
 
     def mode(self) -> tuple[bool, bool]:
         """Return whether the forward that is under way began in training mode, and whether gradients were on then.
@@ -148,10 +148,10 @@ class StandIn(NamedTuple):
     """Has its calls begin steps no longer."""
 
 
-def _say_captured(model: nn.Module | None) -> None:
+def _warn_captured(model: nn.Module | None) -> None:
     """Once in a process: nothing of ours will ever be called from what somebody is recording."""
-    if not _Said.captured:
-        _Said.captured = True
+    if not _WarnedCaptured.done:
+        _WarnedCaptured.done = True
         warnings.warn(
             f"A forward of this {type(model).__name__} is being recorded as a CUDA graph: its replays call no hooks. "
             "Run it without the graph where hooks are to fire, or use torch.compile(mode='reduce-overhead'), which "
@@ -161,9 +161,9 @@ def _say_captured(model: nn.Module | None) -> None:
         )
 
 
-class _Said:
-    captured = False
+class _WarnedCaptured:
+    done = False
 
 
-NOWHERE: Final = Root()
+NO_MODEL: Final = ForwardCounter()
 """Stands for the model where there is none."""

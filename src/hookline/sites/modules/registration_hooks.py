@@ -1,7 +1,7 @@
 """Hooks that run when a submodule, parameter or buffer is about to be stored in a module.
 
 Takes attachments from ``attach`` and ``attach_everywhere``. torch knows such hooks for the whole process only: one of
-ours per kind is registered with it while anybody needs it, and asks the module's own table for the hooks.
+ours per kind is registered with it while anybody needs it, and asks the module's own module_hooks for the hooks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hookline.errors import HookReturnError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import Entry, Holder, Phase
+from hookline.sites.hook_at_site import HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.forward_counter import Root
-from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP, existing_table, sweep
+from hookline.sites.modules.forward_counter import ForwardCounter
+from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP, existing_hooks, sweep
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -37,7 +37,7 @@ _WHAT: Final[dict[Kind, tuple[Callable[[Any], RemovableHandle], type]]] = {
 """How to register each kind with torch, and what its hooks may put in place of what they were shown."""
 
 
-class _Registrations(Holder):
+class _Registrations(HookContainer):
     """One kind, for the whole process."""
 
     def __init__(self, kind: Kind) -> None:
@@ -45,7 +45,7 @@ class _Registrations(Holder):
         self._register, self._type = _WHAT[kind]
         self._users: WeakSet[Attachment] = WeakSet()
         """Weak, as an attachment goes with its modules, when nobody removes it."""
-        self.everywhere: tuple[Entry, ...] = ()
+        self.everywhere: tuple[HookAtSite, ...] = ()
         self._handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, name: str, value: Any) -> Any:
@@ -53,20 +53,20 @@ class _Registrations(Holder):
         for entry in self._entries(module):
             entry.count()
             result = entry.call(module, (name, value))
-            if result is not None and entry.attachment.phase is Phase.EDIT:
+            if result is not None and entry.attachment.order_group is OrderGroup.EDIT:
                 value = self._checked(result, entry, name)
         if not self._users:
             self.clear()
         return None if value is given else value
 
-    def _entries(self, module: nn.Module) -> tuple[Entry, ...]:
-        table = existing_table(module)
-        lane = () if table is None else table.lane(self._kind)
-        if not lane or not self.everywhere:
-            return lane or self.everywhere
-        return tuple(sorted((*self.everywhere, *lane), key=_rank))
+    def _entries(self, module: nn.Module) -> tuple[HookAtSite, ...]:
+        module_hooks = existing_hooks(module)
+        hooks = () if module_hooks is None else module_hooks.hooks_of_kind(self._kind)
+        if not hooks or not self.everywhere:
+            return hooks or self.everywhere
+        return tuple(sorted((*self.everywhere, *hooks), key=_rank))
 
-    def _checked(self, result: Any, entry: Entry, name: str) -> Any:
+    def _checked(self, result: Any, entry: HookAtSite, name: str) -> Any:
         if isinstance(result, self._type):
             return result
         raise HookReturnError(
@@ -102,12 +102,12 @@ class _Registrations(Holder):
 
     def add_everywhere(self, attachment: Attachment) -> None:
         """A hook for every module of the process."""
-        entry = Entry(attachment, "(every module)", self, Root())
+        entry = HookAtSite(attachment, "(every module)", self, ForwardCounter())
         attachment.entries[entry] = None
         self.everywhere = tuple(sorted((*self.everywhere, entry), key=_rank))
         self.hold(attachment)
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: HookAtSite) -> None:
         """Take a process-wide hook off."""
         self.everywhere = tuple(other for other in self.everywhere if other is not entry)
 
@@ -117,7 +117,7 @@ def hold_registrations(attachment: Attachment) -> None:
     _REGISTRATIONS[attachment.kind].hold(attachment)
 
 
-def registration_entries_everywhere() -> list[Entry]:
+def registration_entries_everywhere() -> list[HookAtSite]:
     """The hooks on registrations in every module of the process."""
     return [entry for each in _REGISTRATIONS.values() for entry in each.everywhere]
 
@@ -130,7 +130,7 @@ def hook_registrations_everywhere(attachment: Attachment) -> HookHandle:
         return HookHandle(attachment)
 
 
-def _rank(entry: Entry) -> tuple[int, bool, int]:
+def _rank(entry: HookAtSite) -> tuple[int, bool, int]:
     return entry.attachment.rank
 
 

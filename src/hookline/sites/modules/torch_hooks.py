@@ -1,9 +1,8 @@
-"""What torch calls: at most one hook of ours per module, kind and end of the queue, with a live table behind it.
+"""What torch calls: at most one hook of ours per module, kind and end of the queue, with a live module_hooks behind it.
 
-Takes torch's hook calls, runs the entries of its `Table`, hands back edits. A port reads its entries anew at
-each call, so removal counts from the next one on; torch looks hook options up while it iterates, so a port also
-bears being called without the keyword arguments it asked for, when it was taken off in the middle of a call.
-"""
+Takes torch's hook calls, runs the entries of its `ModuleHooks`, hands back edits. A torch_hook reads its entries anew
+at each call, so removal counts from the next one on; torch looks hook options up while it iterates, so a torch_hook
+also bears being called without the keyword arguments it asked for, when it was taken off in the middle of a call."""
 
 from __future__ import annotations
 
@@ -14,31 +13,31 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.errors import HookReturnError
 from hookline.sites import _torch
-from hookline.sites.compiled import recompile_guard as marks
+from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled import trace_hooks as trace
 from hookline.sites.gradients.call_gradients import GradientCall
-from hookline.sites.gradients.call_inputs import Carrier
-from hookline.sites.gradients.early_backward_pre import go_ahead
-from hookline.sites.hook_at_site import Phase, next_order
-from hookline.sites.modules.call_endings import StaleGuard
+from hookline.sites.gradients.call_inputs import CallState
+from hookline.sites.gradients.early_backward_pre import run_before_torch
+from hookline.sites.hook_at_site import OrderGroup, next_order
+from hookline.sites.modules.call_endings import StaleCallGuard
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.hook_at_site import Entry
-    from hookline.sites.modules.module_hooks import Table
+    from hookline.sites.hook_at_site import HookAtSite
+    from hookline.sites.modules.module_hooks import ModuleHooks
 
 __all__ = [
-    "AnchorPort",
-    "BackPort",
-    "FullBackwardPort",
-    "Port",
-    "PostBack",
-    "PostFront",
-    "PreBack",
-    "PreFront",
-    "StalePort",
-    "StatePort",
+    "AnchorHook",
+    "FirstForwardHook",
+    "FirstPreHook",
+    "FullBackwardHook",
+    "LastForwardHook",
+    "LastHook",
+    "LastPreHook",
+    "StaleHook",
+    "StateHook",
+    "TorchHook",
     "drop_stale",
     "run_one_post",
     "run_one_pre",
@@ -46,10 +45,10 @@ __all__ = [
 
 _ABSENT: Any = object()
 _WHERE_STALE = (*_torch.HOOK_DICTS, _torch.CALL_IMPL)
-_EDIT = Phase.EDIT  # looking an enum member up by its class costs 0.2 µs
+_EDIT = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
 
 
-class Port:
+class TorchHook:
     """Base of everything that hookline registers with torch."""
 
     __slots__ = (
@@ -59,11 +58,11 @@ class Port:
         "groups",
         "hook_id",
         "key",
+        "module_hooks",
         "plan",
         "reads",
         "recipe",
         "steps",
-        "table",
         "ticks",
     )
 
@@ -73,20 +72,20 @@ class Port:
     steps: _Steps
     groups: _Groups
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
-        self.key = table.key
+    def __init__(self, module_hooks: ModuleHooks) -> None:
+        self.module_hooks = module_hooks
+        self.key = module_hooks.key
         self.hook_id = -1
-        self.entries: tuple[Entry, ...] = ()
+        self.entries: tuple[HookAtSite, ...] = ()
         self._before: tuple[str, _Steps, _Groups] | None = None
         self.plan = ""
         """What compiled calls have to know of the gradient hooks."""
         self.ticks = ""
-        """Whether the port tells the root of each call: "t"."""
+        """Whether the torch_hook tells the counter of each call: "t"."""
         self.steps, self.groups, self.reads = _NO_STEPS
         self.recipe = ""
 
-    def put(self, entries: tuple[Entry, ...]) -> None:
+    def put(self, entries: tuple[HookAtSite, ...]) -> None:
         """These are the hooks from now on."""
         before = self.entries
         self.entries = entries
@@ -117,12 +116,12 @@ class Port:
         )
         self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}"
 
-    def group(self, steps: str, place: int) -> tuple[Entry, ...]:
+    def group(self, steps: str, place: int) -> tuple[HookAtSite, ...]:
         """The hooks that only watch at one place of a compiled call with those steps."""
         _, groups, live = self._as_compiled(steps)
         return groups[place] if live else tuple(entry for entry in groups[place] if not entry.attachment.removed)
 
-    def stepper(self, steps: str, place: int) -> Entry | None:
+    def stepper(self, steps: str, place: int) -> HookAtSite | None:
         """The hook that edits there, or is handed a summary."""
         return self._as_compiled(steps)[0][place]
 
@@ -140,26 +139,26 @@ class Port:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model carries no hooks of ours, only this, which takes itself off.
-        return StalePort, (isinstance(self, StatePort),)
+        return StaleHook, (isinstance(self, StateHook),)
 
 
-_Steps: TypeAlias = "tuple[Entry | None, ...]"
+_Steps: TypeAlias = "tuple[HookAtSite | None, ...]"
 """What compiled code does, in order: run an editing hook, make a summary for a hook, or (None) run a group of hooks
 that only watch."""
-_Groups: TypeAlias = "tuple[tuple[Entry, ...], ...]"
+_Groups: TypeAlias = "tuple[tuple[HookAtSite, ...], ...]"
 """For each step, the hooks of the group."""
 _NO_STEPS: Final[tuple[_Steps, _Groups, str]] = ((), (), "")
 _ONE_GROUP: Final[_Steps] = (None,)
 
 
-def _is_called(entry: Entry) -> bool:
+def _is_called(entry: HookAtSite) -> bool:
     """Whether compiled code has an operator call the hook."""
     return entry.attachment.by_name is None and entry.attachment.summary is None
 
 
-def _in_steps(entries: tuple[Entry, ...]) -> tuple[_Steps, _Groups]:
-    steps: list[Entry | None] = []
-    groups: list[list[Entry]] = []
+def _in_steps(entries: tuple[HookAtSite, ...]) -> tuple[_Steps, _Groups]:
+    steps: list[HookAtSite | None] = []
+    groups: list[list[HookAtSite]] = []
     for entry in entries:
         if not _is_called(entry):
             steps.append(entry)
@@ -172,8 +171,8 @@ def _in_steps(entries: tuple[Entry, ...]) -> tuple[_Steps, _Groups]:
     return tuple(steps), tuple(map(tuple, groups))
 
 
-class StalePort:
-    """What a copy of a hooked model finds in place of a port: does nothing, and goes at the first forward."""
+class StaleHook:
+    """What a copy of a hooked model finds in place of a torch_hook: does nothing, and goes at the first forward."""
 
     __slots__ = ("__weakref__", "_from_public_api", "in_walk")
 
@@ -191,17 +190,17 @@ def drop_stale(module: nn.Module) -> None:
     if not any(map(module.__dict__.get, _WHERE_STALE)):
         return
     for attribute, hook_id, hook in _torch.hooks_of(module):
-        if isinstance(hook, StalePort) and not (StatePort.running and "state_dict" in attribute):
+        if isinstance(hook, StaleHook) and not (StateHook.running and "state_dict" in attribute):
             _torch.drop_hook(module, attribute, hook_id)
             if attribute == "_backward_hooks" and not module._backward_hooks:
                 setattr(module, _torch.FULL_BACKWARD_FLAG, None)  # torch leaves it set
-    if isinstance(module.__dict__.get(_torch.CALL_IMPL), StaleGuard):
+    if isinstance(module.__dict__.get(_torch.CALL_IMPL), StaleCallGuard):
         del module.__dict__[_torch.CALL_IMPL]
-    marks.unmark(module)  # a copy of a hooked module has no hooks
+    recompile_guard.drop_own_forward(module)  # a copy of a hooked module has no hooks
 
 
-class PreFront(Port):
-    """First of a module's forward pre-hooks: the root's tick, raw observers, edits."""
+class FirstPreHook(TorchHook):
+    """First of a module's forward pre-hooks: the counter's tick, raw observers, edits."""
 
     __slots__ = ()
 
@@ -210,43 +209,43 @@ class PreFront(Port):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
         if is_dynamo_compiling():
             return _handed_back(kwargs, trace.run_pre(self, module, args, kwargs))
-        table = self.table
-        if table.root is not None and table.around is None:
-            table.root.begin()
+        module_hooks = self.module_hooks
+        if module_hooks.counter is not None and module_hooks.around is None:
+            module_hooks.counter.begin()
         if not self.entries:
             return None
-        back = table.back_port(PreBack)
+        back = module_hooks.last_hook(LastPreHook)
         later = () if back is None else back.entries
         if back is not None:
             back.release()
-        began, gradient_hooks = next_order(), (table.backward_pre, table.backward)
+        began, gradient_hooks = next_order(), (module_hooks.backward_pre, module_hooks.backward)
         given = args, kwargs
         named = {} if kwargs is _ABSENT else kwargs
         for entry in self.entries:
             result = run_one_pre(entry, module, args, named)
-            if result is not None and entry.attachment.phase is _EDIT:
+            if result is not None and entry.attachment.order_group is _EDIT:
                 args, named = _new_arguments(entry, result, named)
-                if table.guard is not None:
-                    table.guard.note(args, named, None)
+                if module_hooks.guard is not None:
+                    module_hooks.guard.note(args, named, None)
         if back is not None:
-            back.hold(later, began, changed=gradient_hooks != (table.backward_pre, table.backward))
+            back.hold(later, began, changed=gradient_hooks != (module_hooks.backward_pre, module_hooks.backward))
         if kwargs is _ABSENT:
             return None if args is given[0] else args
         return None if args is given[0] and named is kwargs else (args, named)
 
 
-class BackPort(Port):
-    """Base of the ports at the end of a queue: they run the observers that were on when the queue began."""
+class LastHook(TorchHook):
+    """Base of the torch_hooks at the end of a queue: they run the observers that were on when the queue began."""
 
     __slots__ = ("_held",)
 
-    def __init__(self, table: Table) -> None:
-        super().__init__(table)
-        self.plan = table.plan
+    def __init__(self, module_hooks: ModuleHooks) -> None:
+        super().__init__(module_hooks)
+        self.plan = module_hooks.plan
         self.write_recipe()
-        self._held: tuple[int, tuple[Entry, ...], int] | None = None
+        self._held: tuple[int, tuple[HookAtSite, ...], int] | None = None
 
-    def hold(self, entries: tuple[Entry, ...], began: int = -1, *, changed: bool = False) -> None:
+    def hold(self, entries: tuple[HookAtSite, ...], began: int = -1, *, changed: bool = False) -> None:
         """Keep ``entries`` as the observers of this call, if hooks at the front of the queue have changed these.
 
         ``began`` is when the queue began, ``changed`` whether they have changed the gradient hooks.
@@ -258,7 +257,7 @@ class BackPort(Port):
         """A queue begins; whatever an earlier one held that never came to its end is no longer due."""
         self._held = None
 
-    def due(self) -> tuple[tuple[Entry, ...], int]:
+    def due(self) -> tuple[tuple[HookAtSite, ...], int]:
         """The observers of the call under way, and when its queue began, on the clock of ``entry.next_order``."""
         held, self._held = self._held, None
         if held is not None and held[0] == _torch.queue_id(2):
@@ -266,7 +265,7 @@ class BackPort(Port):
         return self.entries, next_order()
 
 
-class PreBack(BackPort):
+class LastPreHook(LastHook):
     """Last of a module's forward pre-hooks: observers, then the inputs' gradients; keeps our places."""
 
     __slots__ = ()
@@ -276,26 +275,26 @@ class PreBack(BackPort):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
         if is_dynamo_compiling():
             return _handed_back(kwargs, trace.run_pre(self, module, args, kwargs))
-        table = self.table
+        module_hooks = self.module_hooks
         if len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1:
-            table.keep_places()
+            module_hooks.keep_places()
         began = -1
         if self.entries or self._held is not None:
             observers, began = self.due()
             for entry in observers:
                 run_one_pre(entry, module, args, {} if kwargs is _ABSENT else kwargs)
-        if not table.has_gradients or not torch.is_grad_enabled():
+        if not module_hooks.has_gradients or not torch.is_grad_enabled():
             return None
         # A gradient hook that a pre-hook of this call has put on begins with the next.
-        table.entered = began if began >= 0 else next_order()
+        module_hooks.entered = began if began >= 0 else next_order()
         if kwargs is _ABSENT:
             return None
-        call = GradientCall(table, module)
-        call.order = table.entered
+        call = GradientCall(module_hooks, module)
+        call.order = module_hooks.entered
         return call.enter(args, kwargs)
 
 
-class PostFront(Port):
+class FirstForwardHook(TorchHook):
     """First of a module's forward hooks: raw observers, edits."""
 
     __slots__ = ()
@@ -308,16 +307,16 @@ class PostFront(Port):
         if is_dynamo_compiling():
             return trace.run_post(self, module, args, kwargs, output)
         given = output
-        guard = self.table.guard
+        guard = self.module_hooks.guard
         if guard is not None:
             guard.note(args, kwargs, output)
-        back = self.table.back_port(PostBack)
+        back = self.module_hooks.last_hook(LastForwardHook)
         later = () if back is None else back.entries
         if back is not None:
             back.release()
         for entry in self.entries:
             result = run_one_post(entry, module, args, kwargs, output)
-            if result is not None and entry.attachment.phase is _EDIT:
+            if result is not None and entry.attachment.order_group is _EDIT:
                 output = result
                 if guard is not None:
                     guard.note(args, kwargs, output)
@@ -326,7 +325,7 @@ class PostFront(Port):
         return None if output is given else output
 
 
-class PostBack(BackPort):
+class LastForwardHook(LastHook):
     """Last of a module's forward hooks: observers, then the outputs' gradients."""
 
     __slots__ = ()
@@ -341,27 +340,27 @@ class PostBack(BackPort):
         if self.entries or self._held is not None:
             for entry in self.due()[0]:
                 run_one_post(entry, module, args, kwargs, output)
-        table = self.table
-        if not table.has_gradients:
+        module_hooks = self.module_hooks
+        if not module_hooks.has_gradients:
             if len(module._forward_hooks) > 1:
-                table.keep_places()
+                module_hooks.keep_places()
             return None
-        table.calls_seen += 1
+        module_hooks.calls_seen += 1
         if not torch.is_grad_enabled():
             return None
-        carrier = kwargs if isinstance(kwargs, Carrier) else getattr(args, "carrier", None)
-        if carrier is None:  # a pre-hook behind ours has made new keyword arguments: the inputs are lost
-            carrier = GradientCall(table, module).enter((), {})[1]
-            carrier.call.order = table.entered
-        watched = carrier.call.leave(output, carrier)
-        if table.backward_pre and _torch.has_backward_hooks(module):
+        state = kwargs if isinstance(kwargs, CallState) else getattr(args, "state", None)
+        if state is None:  # a pre-hook behind ours has made new keyword arguments: the inputs are lost
+            state = GradientCall(module_hooks, module).enter((), {})[1]
+            state.call.order = module_hooks.entered
+        watched = state.call.leave(output, state)
+        if module_hooks.backward_pre and _torch.has_backward_hooks(module):
             hooks = _torch.backward_hooks_of_call()
             if hooks is not None:
-                go_ahead(carrier.call, hooks, output, carrier)
+                run_before_torch(state.call, hooks, output, state)
         return None if watched is output else watched
 
 
-class FullBackwardPort(Port):
+class FullBackwardHook(TorchHook):
     """torch's own full backward hook."""
 
     __slots__ = ()
@@ -371,12 +370,12 @@ class FullBackwardPort(Port):
         for entry in [entry for entry in self.entries if not entry.attachment.removed]:
             entry.count()
             result = entry.call(module, (grad_input, grad_output))
-            if result is not None and entry.attachment.phase is _EDIT:
+            if result is not None and entry.attachment.order_group is _EDIT:
                 grad_input = result
         return None if grad_input is given else grad_input
 
 
-class StatePort(Port):
+class StateHook(TorchHook):
     """Saving and loading. Return values mean nothing, and torch allows none."""
 
     # torch marks its state_dict post-hooks by an attribute, which a bound method would not take.
@@ -386,17 +385,17 @@ class StatePort(Port):
     """How many calls are under way, in all threads: torch may be walking a dictionary of state hooks."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        StatePort.running += 1
+        StateHook.running += 1
         try:
             for entry in self.entries:
                 entry.count()
                 entry.call(module, args)
         finally:
-            StatePort.running -= 1
+            StateHook.running -= 1
 
 
-class AnchorPort(StatePort):
-    """Keeps the table of a module alive whose hooks torch calls from elsewhere; does nothing."""
+class AnchorHook(StateHook):
+    """Keeps the module_hooks of a module alive whose hooks torch calls from elsewhere; does nothing."""
 
     __slots__ = ()
 
@@ -404,7 +403,7 @@ class AnchorPort(StatePort):
         return None
 
 
-def run_one_pre(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_one_pre(entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One forward pre-hook."""
     if entry.simple:
         entry.count()
@@ -415,18 +414,20 @@ def run_one_pre(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: 
     return entry.call(module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
 
 
-def run_one_post(entry: Entry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def run_one_post(
+    entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
     """One forward hook."""
     if entry.simple:
         entry.fired += 1  # entry.count(), without the call: this is the hot path
-        entry.last_step = entry.root.step
+        entry.last_step = entry.counter.step
         return entry.hook(module, args, output)
     if not entry.due():
         return None
     entry.count()
     attachment = entry.attachment
-    if attachment.always_call and entry.table.guard is not None:
-        entry.table.guard.mark(entry)
+    if attachment.always_call and entry.container.guard is not None:
+        entry.container.guard.note_ran(entry)
     return entry.call(module, (args, kwargs, output) if attachment.with_kwargs else (args, output))
 
 
@@ -435,7 +436,7 @@ def _handed_back(kwargs: Any, new: tuple[Any, Any] | None) -> Any:
     return new[0] if new is not None and kwargs is _ABSENT else new
 
 
-def _new_arguments(entry: Entry, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a pre-hook's return value makes of the arguments."""
     if not entry.attachment.with_kwargs:
         return result if isinstance(result, tuple) else (result,), kwargs
@@ -450,5 +451,14 @@ def _new_arguments(entry: Entry, result: Any, kwargs: dict[str, Any]) -> tuple[t
 
 
 # Where only what is inside a module is compiled, the compiler meets the module's own hooks as functions to compile.
-for _port in (PreFront, PreBack, PostFront, PostBack, FullBackwardPort, StatePort, AnchorPort, StalePort):
-    _torch.leave_to_python(_port.__call__)
+for _torch_hook in (
+    FirstPreHook,
+    LastPreHook,
+    FirstForwardHook,
+    LastForwardHook,
+    FullBackwardHook,
+    StateHook,
+    AnchorHook,
+    StaleHook,
+):
+    _torch.leave_to_python(_torch_hook.__call__)

@@ -1,8 +1,7 @@
 """Count the steps of a model whose own forward is never called, by the calls of the part of it that is called first.
 
-Called by `Root` when a hook fires and no forward of its model has begun. Lightning calls ``training_step``, others call
-``encode`` or a method of their own; the modules inside are called, the model is not.
-"""
+Called by `ForwardCounter` when a hook fires and no forward of its model has begun. Lightning calls ``training_step``,
+others call ``encode`` or a method of their own; the modules inside are called, the model is not."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch
 
 from hookline.sites import _torch
 from hookline.sites.attach import attach
-from hookline.sites.modules.forward_counter import Root, StandIn
+from hookline.sites.modules.forward_counter import ForwardCounter, StandIn
 from hookline.sites.wrappers import unwrap, walk
 
 if TYPE_CHECKING:
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["find_stand_in"]
 
 
-def find_stand_in(root: Root) -> None:
-    """Have the outermost part of the model that runs now begin the steps of `root`, this call being the first.
+def find_stand_in(counter: ForwardCounter) -> None:
+    """Have the outermost part of the model that runs now begin the steps of `counter`, this call being the first.
 
     Nothing happens where the model itself is running, or no part of it is: a hook that came on in the middle of a
     forward has its first step with the next one.
     """
-    model = root.model()
+    model = counter.model()
     if model is None:
         return
     names = {id(module): name for name, module, *_ in walk(model)}
@@ -39,17 +38,17 @@ def find_stand_in(root: Root) -> None:
     part = unwrap(module)
 
     def begin(called: nn.Module, args: Any) -> None:
-        whole = root.model()
+        whole = counter.model()
         if whole is not None and not _torch.times_running(whole):
-            _begin(root)
+            _begin(counter)
 
     handle = attach(
         unwrap(module), begin, on="forward_pre", observe=True, sees="raw", prepend=True, name="step counter"
     )
-    root.stand_in = StandIn(names[id(module)], weakref.ref(part), lambda: handle.remove(quiet=True))
-    _begin(root)
+    counter.stand_in = StandIn(names[id(module)], weakref.ref(part), lambda: handle.remove(quiet=True))
+    _begin(counter)
 
 
-def _begin(root: Root) -> None:
+def _begin(counter: ForwardCounter) -> None:
     # Gradients may be off around a frozen part, which tells nothing of the model: there its mode decides.
-    root.begin(root.training_now() or torch.is_grad_enabled(), by_part=True)
+    counter.begin(counter.training_now() or torch.is_grad_enabled(), by_part=True)

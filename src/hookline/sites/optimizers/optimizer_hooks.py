@@ -1,9 +1,8 @@
 """Hooks on an optimizer: around its step, and on saving and loading its state.
 
 Takes an optimizer and a hook from the user, or an attachment for every optimizer from ``attach_everywhere``; hands
-entries to the optimizer's table and a `HookHandle` back. torch gets one port of ours per optimizer and kind, which
-runs the table's hooks in our order. The table hangs on the ports, so it goes when the optimizer goes.
-"""
+entries to the optimizer's table and a `HookHandle` back. torch gets one torch_hook of ours per optimizer and kind,
+which runs the table's hooks in our order. The table hangs on the torch_hooks, so it goes when the optimizer goes."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hookline.errors import HookReturnError, HookSignatureError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.attach import check_request
+from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import Entry, Holder, Phase
+from hookline.sites.hook_at_site import HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import OPTIMIZER, Kind
-from hookline.sites.modules.forward_counter import Root
+from hookline.sites.modules.forward_counter import ForwardCounter
 from hookline.sites.modules.module_hooks import LOCK
-from hookline.sites.modules.torch_hooks import StalePort
+from hookline.sites.modules.torch_hooks import StaleHook
 from hookline.sites.optimizers.optimizer_wrappers import takes_hooks, unwrap_optimizer
 
 if TYPE_CHECKING:
@@ -116,15 +115,15 @@ def attach_optimizer(
     if isinstance(hook, Optimizer) and callable(optimizer):
         raise HookSignatureError("The arguments are swapped: write attach_optimizer(optimizer, hook).")
     optimizer = _checked_optimizer(optimizer)
-    attachment = check_request(
-        hook, kind, subject=OPTIMIZER, prepend=prepend, observe=observe, name=name, profile=profile
+    attachment = new_attachment(
+        hook, kind, site_type=OPTIMIZER, prepend=prepend, observe=observe, name=name, profile=profile
     )
     with LOCK:
         _drop_leftovers()
-        table = _existing_table(optimizer)
+        table = _existing_hooks(optimizer)
         if table is None:
-            table = _Table()
-        entry = Entry(attachment, type(optimizer).__name__, table, Root())
+            table = _OptimizerHooks()
+        entry = HookAtSite(attachment, type(optimizer).__name__, table, ForwardCounter())
         attachment.entries[entry] = None
         table.add(entry, optimizer)
         return HookHandle(attachment)
@@ -138,63 +137,63 @@ def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
         return HookHandle(attachment)
 
 
-def optimizer_entries(optimizer: Optimizer) -> Iterator[Entry]:
+def optimizer_entries(optimizer: Optimizer) -> Iterator[HookAtSite]:
     """The hooks of ours on the optimizer itself, or inside it; those on every optimizer are on none in particular."""
     optimizer = unwrap_optimizer(optimizer)
-    table = _existing_table(optimizer) if takes_hooks(optimizer) else None
+    table = _existing_hooks(optimizer) if takes_hooks(optimizer) else None
     if table is not None:
         yield from table.entries()
 
 
-def optimizer_entries_everywhere() -> Iterator[Entry]:
+def optimizer_entries_everywhere() -> Iterator[HookAtSite]:
     """The hooks of ours on every optimizer."""
     return _EVERYWHERE.entries()
 
 
-class _Lanes(Holder):
+class _HooksByKind(HookContainer):
     """Hooks by kind, each kind in the order it runs."""
 
-    __slots__ = ("_lanes",)
+    __slots__ = ("_by_kind",)
 
     def __init__(self) -> None:
-        self._lanes: dict[Kind, tuple[Entry, ...]] = {}
+        self._by_kind: dict[Kind, tuple[HookAtSite, ...]] = {}
 
     @property
     def empty(self) -> bool:
         """Whether there are none."""
-        return not self._lanes
+        return not self._by_kind
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[HookAtSite]:
         """All of them."""
-        for lane in tuple(self._lanes.values()):
-            yield from lane
+        for hooks in tuple(self._by_kind.values()):
+            yield from hooks
 
-    def own(self, kind: Kind) -> tuple[Entry, ...]:
+    def own(self, kind: Kind) -> tuple[HookAtSite, ...]:
         """Those of one kind."""
-        return self._lanes.get(kind, ())
+        return self._by_kind.get(kind, ())
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: HookAtSite) -> None:
         kind = entry.attachment.kind
-        self._lanes[kind] = _ranked(*self.own(kind), entry)
+        self._by_kind[kind] = _ranked(*self.own(kind), entry)
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: HookAtSite) -> None:
         kind = entry.attachment.kind
         kept = tuple(other for other in self.own(kind) if other is not entry)
         if kept:
-            self._lanes[kind] = kept
+            self._by_kind[kind] = kept
         else:
-            self._lanes.pop(kind, None)
+            self._by_kind.pop(kind, None)
 
 
-class _Table(_Lanes):
-    """All hooks of ours on one optimizer, and how to take its ports off again."""
+class _OptimizerHooks(_HooksByKind):
+    """All hooks of ours on one optimizer, and how to take its torch_hooks off again."""
 
     __slots__ = ("__weakref__", "_handles", "_settled", "step")
 
     def __init__(self) -> None:
         super().__init__()
         self.step = -1
-        self._settled = -1  # the state of _EVERYWHERE that the ports were brought in line with
+        self._settled = -1  # the state of _EVERYWHERE that the torch_hooks were brought in line with
         self._handles: dict[Kind, RemovableHandle] = {}
         _TABLES.add(self)
 
@@ -211,17 +210,17 @@ class _Table(_Lanes):
                 return None
             self._begin(kind, optimizer)
         values = given
-        for entry in self._lane(kind):
+        for entry in self._due(kind):
             entry.count()
             site = self._site(kind, optimizer) if entry.attachment.wants_site else None
             result = entry.call(optimizer, values, site)
-            if result is not None and kind in _EDITS and entry.attachment.phase is Phase.EDIT:
+            if result is not None and kind in _EDITS and entry.attachment.order_group is OrderGroup.EDIT:
                 values = _EDITS[kind](entry, optimizer, result)
         if values is given:
             return None
         return values if kind is Kind.STEP_PRE else values[0]
 
-    def _lane(self, kind: Kind) -> tuple[Entry, ...]:
+    def _due(self, kind: Kind) -> tuple[HookAtSite, ...]:
         """The hooks to run: the optimizer's own, and those on every optimizer."""
         everywhere = _EVERYWHERE.own(kind)
         return _ranked(*everywhere, *self.own(kind)) if everywhere else self.own(kind)
@@ -242,13 +241,13 @@ class _Table(_Lanes):
 
     # -- coming and going, under LOCK ------------------------------------------------------------------------
 
-    def add(self, entry: Entry, optimizer: Optimizer) -> None:
+    def add(self, entry: HookAtSite, optimizer: Optimizer) -> None:
         """Put a hook in its place."""
         self._put(entry)
         self.fit(optimizer)
 
-    def discard(self, entry: Entry) -> None:
-        """Take a hook off, and the port if it was the last."""
+    def discard(self, entry: HookAtSite) -> None:
+        """Take a hook off, and the torch_hook if it was the last."""
         self._take(entry)
         self.tidy()
         _drop_leftovers()
@@ -257,23 +256,24 @@ class _Table(_Lanes):
         """The kinds that torch has to call us for. Steps are counted whatever the kind of hook."""
         if self.empty and _EVERYWHERE.empty:
             return []
-        return [kind for kind in OPTIMIZER.args if kind is Kind.STEP_PRE or self._lane(kind)]
+        return [kind for kind in OPTIMIZER.args if kind is Kind.STEP_PRE or self._due(kind)]
 
     def fit(self, optimizer: Optimizer) -> None:
-        """Give the optimizer the ports that it lacks."""
+        """Give the optimizer the torch_hooks that it lacks."""
         self._settled = _EVERYWHERE.changes
         for kind in self._needed():
             hooks = _torch.optimizer_hooks(optimizer, kind)
             handle = self._handles.get(kind)
             if handle is not None and handle.id in hooks:
                 continue
-            if not self._lane(kind) and _torch.being_walked(hooks):
+            if not self._due(kind) and _torch.being_walked(hooks):
                 self._settled = -1  # only to count steps: that can wait until torch is through with its hooks
                 continue
-            self._handles[kind] = _REGISTER[kind](optimizer, _Port(self, kind))
+            self._handles[kind] = _REGISTER[kind](optimizer, _OptimizerTorchHook(self, kind))
 
     def tidy(self) -> None:
-        """Take off the ports that nothing needs; one that cannot go yet does nothing, and goes with the next change."""
+        """Take off the torch_hooks that nothing needs; one that cannot go yet does nothing, and goes with the next
+        change."""
         needed = self._needed()
         if not needed:
             self.step = -1
@@ -286,12 +286,12 @@ class _Table(_Lanes):
                 self._settled = -1
 
 
-class _Port:
+class _OptimizerTorchHook:
     """What torch calls: one per optimizer and kind."""
 
     __slots__ = ("__weakref__", "_kind", "table")
 
-    def __init__(self, table: _Table, kind: Kind) -> None:
+    def __init__(self, table: _OptimizerHooks, kind: Kind) -> None:
         self.table = table
         self._kind = kind
 
@@ -301,14 +301,14 @@ class _Port:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch leaves hooks out when it copies an optimizer; a subclass that does not, copies nothing that acts.
-        return StalePort, (True,)
+        return StaleHook, (True,)
 
 
-class _Everywhere(_Lanes):
+class _OptimizersEverywhere(_HooksByKind):
     """The hooks on every optimizer, and the one global hook of torch that shows us each optimizer.
 
-    They run in the optimizer's own ports: torch would run global hooks after the optimizer's own ones when a step
-    is over. At the global hook the optimizer's own are not yet under way, so ports added there are in time.
+    They run in the optimizer's own torch_hooks: torch would run global hooks after the optimizer's own ones when a step
+    is over. At the global hook the optimizer's own are not yet under way, so torch_hooks added there are in time.
     """
 
     __slots__ = ("_handle", "changes")
@@ -321,7 +321,7 @@ class _Everywhere(_Lanes):
 
     def add(self, attachment: Attachment) -> None:
         """Put a hook in its place; under LOCK."""
-        entry = Entry(attachment, "(every optimizer)", self, Root())
+        entry = HookAtSite(attachment, "(every optimizer)", self, ForwardCounter())
         attachment.entries[entry] = None
         self._put(entry)
         self.changes += 1
@@ -330,12 +330,12 @@ class _Everywhere(_Lanes):
 
     @_torch.untraced
     def _first_sight(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.empty and _existing_table(optimizer) is None and not _torch.is_inner_step(optimizer):
+        if not self.empty and _existing_hooks(optimizer) is None and not _torch.is_inner_step(optimizer):
             with LOCK:
-                _Table().fit(optimizer)
+                _OptimizerHooks().fit(optimizer)
 
-    def discard(self, entry: Entry) -> None:
-        """Take a hook off; the last one takes torch's hook, and the ports that were there for its sake."""
+    def discard(self, entry: HookAtSite) -> None:
+        """Take a hook off; the last one takes torch's hook, and the torch_hooks that were there for its sake."""
         self._take(entry)
         self.changes += 1
         for table in tuple(_TABLES):
@@ -348,11 +348,11 @@ class _Everywhere(_Lanes):
             self._handle = None
 
 
-def _existing_table(optimizer: Optimizer) -> _Table | None:
-    """The optimizer's table, found through whichever port of ours it carries."""
+def _existing_hooks(optimizer: Optimizer) -> _OptimizerHooks | None:
+    """The optimizer's table, found through whichever torch_hook of ours it carries."""
     for kind in OPTIMIZER.args:
         for hook in tuple(_torch.optimizer_hooks(optimizer, kind).values()):
-            if isinstance(hook, _Port):
+            if isinstance(hook, _OptimizerTorchHook):
                 return hook.table
     return None
 
@@ -367,7 +367,8 @@ def _drop_leftovers() -> None:
 
 
 def _came_off(handle: RemovableHandle) -> bool:
-    """Take a port off, unless torch is walking that very dictionary and would stumble; a port alone does nothing."""
+    """Take a torch_hook off, unless torch is walking that very dictionary and would stumble; a torch_hook alone does
+    nothing."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and handle.id in hooks and _torch.being_walked(hooks):
         return False
@@ -375,11 +376,11 @@ def _came_off(handle: RemovableHandle) -> bool:
     return True
 
 
-def _ranked(*entries: Entry) -> tuple[Entry, ...]:
+def _ranked(*entries: HookAtSite) -> tuple[HookAtSite, ...]:
     return tuple(sorted(entries, key=lambda entry: entry.attachment.rank))
 
 
-def _new_arguments(entry: Entry, optimizer: Optimizer, result: Any) -> tuple[Any, ...]:
+def _new_arguments(entry: HookAtSite, optimizer: Optimizer, result: Any) -> tuple[Any, ...]:
     """What a step_pre hook wants the step to be called with."""
     if isinstance(result, tuple) and len(result) == 2:
         args, kwargs = result
@@ -391,7 +392,7 @@ def _new_arguments(entry: Entry, optimizer: Optimizer, result: Any) -> tuple[Any
     )
 
 
-def _new_state(entry: Entry, optimizer: Optimizer, result: Any) -> tuple[Any, ...]:
+def _new_state(entry: HookAtSite, optimizer: Optimizer, result: Any) -> tuple[Any, ...]:
     """What a hook wants saved or loaded."""
     if isinstance(result, dict):
         return (result,)
@@ -431,7 +432,7 @@ def _optimizer_inside(wrapper: Any) -> str:
 
 
 _STEP_KINDS: Final = frozenset({Kind.STEP_PRE, Kind.STEP_POST})
-_EDITS: Final[dict[Kind, Callable[[Entry, Optimizer, Any], tuple[Any, ...]]]] = {
+_EDITS: Final[dict[Kind, Callable[[HookAtSite, Optimizer, Any], tuple[Any, ...]]]] = {
     Kind.STEP_PRE: _new_arguments,
     Kind.STATE_DICT_POST: _new_state,
     Kind.LOAD_STATE_DICT_PRE: _new_state,
@@ -445,7 +446,7 @@ _REGISTER: Final[dict[Kind, Callable[[Optimizer, Any], RemovableHandle]]] = {
     Kind.LOAD_STATE_DICT_PRE: Optimizer.register_load_state_dict_pre_hook,
     Kind.LOAD_STATE_DICT_POST: Optimizer.register_load_state_dict_post_hook,
 }
-# Weak, because a table belongs to the ports on its optimizer.
-_TABLES: Final[weakref.WeakSet[_Table]] = weakref.WeakSet()
-_LEFTOVERS: Final[weakref.WeakSet[_Table]] = weakref.WeakSet()
-_EVERYWHERE: Final = _Everywhere()
+# Weak, because a table belongs to the torch_hooks on its optimizer.
+_TABLES: Final[weakref.WeakSet[_OptimizerHooks]] = weakref.WeakSet()
+_LEFTOVERS: Final[weakref.WeakSet[_OptimizerHooks]] = weakref.WeakSet()
+_EVERYWHERE: Final = _OptimizersEverywhere()

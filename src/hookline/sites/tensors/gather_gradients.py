@@ -1,6 +1,6 @@
 """One hook for the gradients of several tensors.
 
-Takes tensors from ``tensors``, hands a share of the hook to the port of each, and runs it once per backward pass.
+Takes tensors from ``tensors``, hands a share of the hook to the torch_hook of each, and runs it once per backward pass.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import get_gradient_edge
 
 from hookline.sites import _torch
-from hookline.sites.hook_at_site import Holder
-from hookline.sites.tensors.graph_hooks import GraphEntry, GraphPort, Member, TensorPort
+from hookline.sites.hook_at_site import HookContainer
+from hookline.sites.tensors.graph_hooks import GraphHook, GraphMember, HookInGraph, TensorHook
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hookline.sites.hook_at_site import Attachment, Entry
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["Gather"]
 
 
-class Gather(Holder):
+class Gather(HookContainer):
     """One hook that waits for the gradients of several tensors.
 
     Not torch's ``register_multi_grad_hook``: that one holds the nodes of the tensors and so, unless it is removed,
@@ -31,19 +31,19 @@ class Gather(Holder):
     With ``waits`` the hook gets all gradients of a pass when the last is there, else the first alone.
     """
 
-    __slots__ = ("__weakref__", "_attachment", "_entry", "_lock", "_passes", "_ports", "_tensors")
+    __slots__ = ("__weakref__", "_attachment", "_entry", "_lock", "_passes", "_tensors", "_torch_hooks")
 
     def __init__(self, attachment: Attachment, name: str, tensors: list[Tensor], *, waits: bool) -> None:
         self._attachment = attachment
-        self._entry = GraphEntry(attachment, name, self)
+        self._entry = HookInGraph(attachment, name, self)
         self._tensors = [_Awaited(tensor) for tensor in tensors] if waits else None
-        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+        self._passes: weakref.WeakValueDictionary[int, _GatheredPass] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
-        self._ports: list[weakref.ref[TensorPort]] = []
+        self._torch_hooks: list[weakref.ref[TensorHook]] = []
         for index, tensor in enumerate(tensors):
-            port = TensorPort.of(tensor)
-            self._ports.append(weakref.ref(port))
-            port.add(_Share(attachment, self._entry, self, index))
+            torch_hook = TensorHook.of(tensor)
+            self._torch_hooks.append(weakref.ref(torch_hook))
+            torch_hook.add(_GatherMember(attachment, self._entry, self, index))
 
     def take(self, index: int, grad: Tensor | None) -> None:
         """The gradient of one of them is there."""
@@ -52,7 +52,7 @@ class Gather(Holder):
             current = self._passes.get(task)
             begins = current is None
             if current is None:
-                current = self._passes[task] = _Pass(self, self._to_wait_for(index))
+                current = self._passes[task] = _GatheredPass(self, self._to_wait_for(index))
             complete = current.take(index, grad)
         if begins:
             _torch.queue_end_of_backward(current)  # the engine keeps it until the pass is over, however it ends
@@ -76,10 +76,10 @@ class Gather(Holder):
         if not self._attachment.removed:
             self.fire(grads)
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: HookAtSite) -> None:
         """Take it off all of the tensors."""
-        for port in filter(None, (reference() for reference in self._ports)):
-            port.discard(entry)
+        for torch_hook in filter(None, (reference() for reference in self._torch_hooks)):
+            torch_hook.discard(entry)
 
 
 class _Awaited:
@@ -104,7 +104,7 @@ class _Awaited:
             return True
 
 
-class _Pass:
+class _GatheredPass:
     """The gradients of one backward pass; what the engine calls when the pass is over."""
 
     __slots__ = ("__weakref__", "_gather", "_missing", "grads")
@@ -127,17 +127,17 @@ class _Pass:
             self._gather.end(self.grads)
 
 
-class _Share(Member):
+class _GatherMember(GraphMember):
     """The turn of such a hook at one of its tensors."""
 
     __slots__ = ("_gather", "_index")
 
-    def __init__(self, attachment: Attachment, entry: GraphEntry, gather: Gather, index: int) -> None:
+    def __init__(self, attachment: Attachment, entry: HookInGraph, gather: Gather, index: int) -> None:
         super().__init__(attachment, entry)
         self._gather = gather
         self._index = index
 
-    def show(self, value: Any, more: tuple[Any, ...], port: GraphPort) -> Any:
+    def show(self, value: Any, more: tuple[Any, ...], torch_hook: GraphHook) -> Any:
         """Hand the gradient over; it goes on as it is."""
         self._gather.take(self._index, value)
         return value

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, linalg
 
 from hookline.errors import OptionError
-from hookline.sites.attach import attach, check_request
+from hookline.sites.attach import attach, new_attachment
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.kinds import Kind
 from hookline.sites.select import Named, named_modules, select
-from hookline.sites.tensors.parameter_hooks import NamedParameter, fasten_parameters
+from hookline.sites.tensors.parameter_hooks import NamedParameter, attach_to_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,8 +103,8 @@ def _hook_parameters(model: nn.Module, target: Any, hook: Hook, name: str) -> Ho
     unique: dict[int, NamedParameter] = {}
     for item in chosen:
         unique.setdefault(id(item.parameter), item)
-    attachment = check_request(hook, Kind.PARAM_GRAD, name=name)
-    return fasten_parameters(attachment, model, list(unique.values()))
+    attachment = new_attachment(hook, Kind.PARAM_GRAD, name=name)
+    return attach_to_parameters(attachment, model, list(unique.values()))
 
 
 def _below(model: nn.Module, target: Any) -> Iterator[Named]:

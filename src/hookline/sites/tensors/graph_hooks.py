@@ -1,6 +1,6 @@
 """What torch calls when a gradient comes to a tensor or a graph node that carries hooks of ours.
 
-Takes members from ``tensors``, ``gather`` and ``nodes``, runs them in order, hands edits back to autograd. A port
+Takes members from ``tensors``, ``gather`` and ``nodes``, runs them in order, hands edits back to autograd. A torch_hook
 belongs to the tensor or the graph and goes with it; entries and handles refer to it weakly, and it to nothing of the
 graph, so that tensors are freed exactly when torch alone would free them, without waiting for the collector.
 """
@@ -18,29 +18,29 @@ from torch.utils.hooks import unserializable_hook
 from hookline.errors import HookReturnError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.hook_at_site import Attachment, Entry, Holder, Phase
-from hookline.sites.modules.forward_counter import Root
+from hookline.sites.hook_at_site import Attachment, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.modules.forward_counter import ForwardCounter
 from hookline.sites.site import Site
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["NO_MODEL", "GraphEntry", "GraphPort", "Member", "NodePort", "TensorPort"]
+__all__ = ["NO_MODEL", "GraphHook", "GraphMember", "HookInGraph", "NodeHook", "TensorHook"]
 
-NO_MODEL: Final = Root()
-"""The root of what belongs to no model; no forward of it ever begins."""
+NO_MODEL: Final = ForwardCounter()
+"""The counter of what belongs to no model; no forward of it ever begins."""
 
 
-class GraphEntry(Entry):
+class HookInGraph(HookAtSite):
     """One hook on one tensor, node or scope; kept by its holder and its attachment, and keeping neither."""
 
-    __slots__ = ("_attachment", "_table")
+    __slots__ = ("_attachment", "_container")
 
     _attachment: weakref.ref[Attachment]
-    _table: weakref.ref[Holder]
+    _container: weakref.ref[HookContainer]
 
-    def __init__(self, attachment: Attachment, name: str, table: Holder) -> None:
-        super().__init__(attachment, name, table, NO_MODEL)
+    def __init__(self, attachment: Attachment, name: str, container: HookContainer) -> None:
+        super().__init__(attachment, name, container, NO_MODEL)
         attachment.entries[self] = None
 
     @property
@@ -53,13 +53,13 @@ class GraphEntry(Entry):
         self._attachment = weakref.ref(attachment)
 
     @property
-    def table(self) -> Holder:
+    def container(self) -> HookContainer:
         """What it sits in, or a stand-in once that is gone."""
-        return self._table() or _GONE
+        return self._container() or _GONE
 
-    @table.setter
-    def table(self, table: Holder) -> None:
-        self._table = weakref.ref(table)
+    @container.setter
+    def container(self, container: HookContainer) -> None:
+        self._container = weakref.ref(container)
 
     def run(self, value: Any, *more: Any) -> Any:
         """Call the hook, with whatever options it has."""
@@ -74,10 +74,10 @@ class GraphEntry(Entry):
         return Site(self.name, none, self.attachment.kind, call)
 
 
-class _Gone(Holder):
-    """Stands in for a port whose graph is gone."""
+class _Gone(HookContainer):
+    """Stands in for a torch_hook whose graph is gone."""
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: HookAtSite) -> None:
         """There is nothing to take off."""
 
     def alive(self) -> bool:
@@ -87,25 +87,25 @@ class _Gone(Holder):
 _GONE: Final = _Gone()
 
 
-class Member:
-    """One hook's turn at a port."""
+class GraphMember:
+    """One hook's turn at a torch_hook."""
 
     __slots__ = ("attachment", "entry")
 
-    def __init__(self, attachment: Attachment, entry: GraphEntry) -> None:
+    def __init__(self, attachment: Attachment, entry: HookInGraph) -> None:
         self.attachment = attachment
         self.entry = entry
 
-    def show(self, value: Any, more: tuple[Any, ...], port: GraphPort) -> Any:
+    def show(self, value: Any, more: tuple[Any, ...], torch_hook: GraphHook) -> Any:
         """Run the hook on a gradient; the gradient as it goes on from there."""
         result = self.entry.run(value, *more)
-        if result is None or result is value or self.attachment.phase is not Phase.EDIT:
+        if result is None or result is value or self.attachment.order_group is not OrderGroup.EDIT:
             return value
-        return port.fit(result, value, self.entry)
+        return torch_hook.fit(result, value, self.entry)
 
 
 @unserializable_hook
-class GraphPort(Holder):
+class GraphHook(HookContainer):
     """Runs the hooks of ours on one tensor or node."""
 
     __slots__ = ("__weakref__", "_handle", "members")
@@ -113,7 +113,7 @@ class GraphPort(Holder):
     _handle: RemovableHandle
 
     def __init__(self) -> None:
-        self.members: tuple[Member, ...] = ()
+        self.members: tuple[GraphMember, ...] = ()
 
     def __call__(self, value: Any, *more: Any) -> Any:
         given = value
@@ -121,55 +121,55 @@ class GraphPort(Holder):
             value = member.show(value, more, self)
         return None if value is given else value
 
-    def fit(self, new: Any, old: Any, entry: Entry) -> Any:
+    def fit(self, new: Any, old: Any, entry: HookAtSite) -> Any:
         """What a hook returned, if it can stand in for what it was shown."""
         raise NotImplementedError
 
     @classmethod
     def found_or_made(cls, register: Callable[[Self], RemovableHandle]) -> Self:
-        """The port that is there already, or a new one; ``register`` makes torch call it. Under LOCK."""
-        port = cls()
-        handle = register(port)
+        """The torch_hook that is there already, or a new one; ``register`` makes torch call it. Under LOCK."""
+        torch_hook = cls()
+        handle = register(torch_hook)
         # torch tells what else is registered only by way of the handle it gives.
         for other in _torch.hooks_beside(handle):
-            if type(other) is cls and other is not port:
+            if type(other) is cls and other is not torch_hook:
                 handle.remove()
                 return other
-        port._handle = handle
-        return port
+        torch_hook._handle = handle
+        return torch_hook
 
-    def add(self, member: Member) -> None:
+    def add(self, member: GraphMember) -> None:
         """Put a hook in its place; under LOCK."""
         self.members = tuple(sorted((*self.members, member), key=lambda member: member.attachment.rank))
 
-    def discard(self, entry: Entry) -> None:
-        """Take a hook off; the last one takes the port along."""
+    def discard(self, entry: HookAtSite) -> None:
+        """Take a hook off; the last one takes the torch_hook along."""
         self.members = tuple(member for member in self.members if member.entry is not entry)
         if not self.members:
             self._handle.remove()
 
 
-class TensorPort(GraphPort):
+class TensorHook(GraphHook):
     """What torch calls when the gradient of a tensor is there."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorPort:
-        """The port on that tensor; under LOCK."""
+    def of(cls, tensor: Tensor) -> TensorHook:
+        """The torch_hook on that tensor; under LOCK."""
         return cls.found_or_made(tensor.register_hook)
 
-    def fit(self, new: Any, old: Any, entry: Entry) -> Tensor:
+    def fit(self, new: Any, old: Any, entry: HookAtSite) -> Tensor:
         """The new gradient, if it can stand in for the old one."""
         return _fitting(new, old, entry, "the return value")
 
 
-class NodePort(GraphPort):
+class NodeHook(GraphHook):
     """What torch calls before, or after, a node runs."""
 
     __slots__ = ()
 
-    def fit(self, new: Any, old: Any, entry: Entry) -> tuple[Tensor | None, ...]:
+    def fit(self, new: Any, old: Any, entry: HookAtSite) -> tuple[Tensor | None, ...]:
         """The new gradients, if they can stand in for the old ones; None takes one away."""
         if isinstance(new, Tensor) and len(old) == 1:
             new = (new,)
@@ -182,7 +182,7 @@ class NodePort(GraphPort):
         )
 
 
-def _fitting(new: Any, old: Tensor | None, entry: Entry, what: str) -> Tensor:
+def _fitting(new: Any, old: Tensor | None, entry: HookAtSite, what: str) -> Tensor:
     if not isinstance(new, Tensor):
         raise _misfit(entry, f"{what} is {type_name(new)}, not a tensor or None")
     if old is None:
@@ -201,6 +201,6 @@ def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)}, {tensor.dtype}{layout}, on {tensor.device}"
 
 
-def _misfit(entry: Entry, what: str) -> HookReturnError:
+def _misfit(entry: HookAtSite, what: str) -> HookReturnError:
     attachment = entry.attachment
     return HookReturnError(f"{attachment.kind.value} hook {attachment.name!r} on {entry.name!r}: {what}.")

@@ -1,8 +1,7 @@
 """Hooks on a node of the autograd graph, before and after it runs.
 
-Takes a node, a gradient edge or a tensor and a hook from the user, hands members to one port per node and kind and a
-`HookHandle` back.
-"""
+Takes a node, a gradient edge or a tensor and a hook from the user, hands members to one torch_hook per node and kind
+and a `HookHandle` back."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hookline.errors import HookSignatureError, UnhookableError
 from hookline.sites import _torch
-from hookline.sites.attach import check_request
+from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import NODE, Kind
 from hookline.sites.modules.module_hooks import LOCK
-from hookline.sites.tensors.graph_hooks import GraphEntry, Member, NodePort
+from hookline.sites.tensors.graph_hooks import GraphMember, HookInGraph, NodeHook
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook
-    from hookline.sites.hook_at_site import Entry
+    from hookline.sites.hook_at_site import HookAtSite
 
 __all__ = ["attach_node"]
 
@@ -72,7 +71,7 @@ def attach_node(
     kind = Kind.parse(on, NODE)
     if callable(node) and (isinstance(hook, Tensor) or hasattr(hook, "next_functions")):
         raise HookSignatureError("The arguments are swapped: write attach_node(node, hook).")
-    attachment = check_request(hook, kind, subject=NODE, observe=observe, name=name, profile=profile)
+    attachment = new_attachment(hook, kind, site_type=NODE, observe=observe, name=name, profile=profile)
     found = _node_of(node)
     if _has_run(found):
         raise UnhookableError(
@@ -81,26 +80,26 @@ def attach_node(
         )
     with LOCK:
         register = found.register_prehook if kind is Kind.NODE_PRE else found.register_hook
-        port = (_HoldingPort if _accumulates(found) else NodePort).found_or_made(register)
-        port.add(Member(attachment, GraphEntry(attachment, name or type(found).__name__, port)))
-        if isinstance(port, _HoldingPort):
-            _HELD[port] = found
+        torch_hook = (_HoldingNodeHook if _accumulates(found) else NodeHook).found_or_made(register)
+        torch_hook.add(GraphMember(attachment, HookInGraph(attachment, name or type(found).__name__, torch_hook)))
+        if isinstance(torch_hook, _HoldingNodeHook):
+            _HELD[torch_hook] = found
         return HookHandle(attachment)
 
 
-class _HoldingPort(NodePort):
-    """A port on the node that accumulates into a leaf, which only we hold."""
+class _HoldingNodeHook(NodeHook):
+    """A torch_hook on the node that accumulates into a leaf, which only we hold."""
 
     __slots__ = ()
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; the last one lets go of a leaf's node."""
         super().discard(entry)
         if not self.members:
             _HELD.pop(self, None)
 
 
-_HELD: Final[dict[_HoldingPort, Any]] = {}
+_HELD: Final[dict[_HoldingNodeHook, Any]] = {}
 """The accumulating nodes of leaves that carry hooks."""
 
 

@@ -15,7 +15,7 @@ from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import nearest_names
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
-from hookline.sites.modules.module_hooks import LOCK, root_of, sweep
+from hookline.sites.modules.module_hooks import LOCK, counter_of, sweep
 from hookline.sites.select import as_list, check_model, describe, named_modules, select, spelled_matcher
 from hookline.sites.tensors.leaf_hooks import hook_leaf
 from hookline.sites.wrappers import Place, parameter_place, unwrap, walk
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NamedParameter",
-    "fasten_parameters",
+    "attach_to_parameters",
     "select_parameters",
 ]
 
@@ -39,7 +39,7 @@ class NamedParameter(NamedTuple):
     module: nn.Module
 
 
-def fasten_parameters(attachment: Attachment, model: nn.Module, chosen: list[NamedParameter]) -> HookHandle:
+def attach_to_parameters(attachment: Attachment, model: nn.Module, chosen: list[NamedParameter]) -> HookHandle:
     """Put an attachment on all of those parameters, or, if one of them refuses, on none."""
     lazy = [item.name for item in chosen if is_lazy(item.parameter)]
     if lazy:
@@ -49,7 +49,7 @@ def fasten_parameters(attachment: Attachment, model: nn.Module, chosen: list[Nam
         handle = HookHandle(attachment)
         try:
             if chosen:  # on none, there is nothing to count for, and `attached` would not find what counts
-                attachment.roots[root_of(unwrap(model))] = None
+                attachment.counters[counter_of(unwrap(model))] = None
                 _add_entries(attachment, model, chosen)
         except BaseException:
             handle.remove(quiet=True)
@@ -58,7 +58,7 @@ def fasten_parameters(attachment: Attachment, model: nn.Module, chosen: list[Nam
 
 
 def _add_entries(attachment: Attachment, model: nn.Module, chosen: list[NamedParameter]) -> None:
-    (root,) = attachment.roots
+    (counter,) = attachment.counters
     # The place it was named after comes first: what is put there later is what the hook follows.
     owners = {id(item.parameter): {(item.module, item.name.rpartition(".")[2]): None} for item in chosen}
     for module in model.modules():
@@ -69,7 +69,7 @@ def _add_entries(attachment: Attachment, model: nn.Module, chosen: list[NamedPar
     for name, parameter, module in chosen:
         shard = shards.get((id(module), name.rpartition(".")[2]))
         leaf = parameter if shard is None else _torch.sharded_parameter(shard)
-        hook_leaf(attachment, name, leaf, root, owners[id(parameter)])
+        hook_leaf(attachment, name, leaf, counter, owners[id(parameter)])
 
 
 def select_parameters(

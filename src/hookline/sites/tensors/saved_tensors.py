@@ -16,25 +16,25 @@ from torch import Tensor
 from hookline.errors import HookReturnError, ScopeError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.attach import check_request
+from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import Holder
-from hookline.sites.kinds import SAVED, Kind, Subject
+from hookline.sites.hook_at_site import HookContainer
+from hookline.sites.kinds import SAVED, Kind, SiteType
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.signature import check_hook, hook_name
-from hookline.sites.tensors.graph_hooks import GraphEntry
+from hookline.sites.tensors.graph_hooks import HookInGraph
 from hookline.tables import OFF
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook
-    from hookline.sites.hook_at_site import Attachment, Entry
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["SavedTensors", "saved_tensors"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_UNPACK: Final = Subject("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("packed",)})
+_UNPACK: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("packed",)})
 
 
 def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> SavedTensors:
@@ -64,8 +64,8 @@ def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> Saved
     Raises:
         HookSignatureError: before anything is attached.
     """
-    attachment = check_request(pack, Kind.SAVED_TENSORS, subject=SAVED, name=name)
-    wants_site = check_hook(unpack, Kind.SAVED_TENSORS, subject=_UNPACK)
+    attachment = new_attachment(pack, Kind.SAVED_TENSORS, site_type=SAVED, name=name)
+    wants_site = check_hook(unpack, Kind.SAVED_TENSORS, site_type=_UNPACK)
     return SavedTensors(attachment, unpack, wants_site=wants_site)
 
 
@@ -135,14 +135,14 @@ class SavedTensors(HookHandle):
         return self._work.unpacked
 
 
-class _Work(Holder):
+class _Work(HookContainer):
     """What a scope does; kept by the graphs that were made in it."""
 
     __slots__ = ("__weakref__", "_depth", "_unpack", "_wants_site", "attachment", "entry", "unpacked")
 
     def __init__(self, attachment: Attachment, unpack: Hook, wants_site: bool) -> None:
         self.attachment = attachment
-        self.entry = GraphEntry(attachment, "saved tensors", self)
+        self.entry = HookInGraph(attachment, "saved tensors", self)
         self.unpacked = 0
         self._depth = 0
         self._unpack = unpack
@@ -167,7 +167,7 @@ class _Work(Holder):
             )
         return tensor
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: HookAtSite) -> None:
         """Nothing to do: open frames see that the attachment is removed."""
 
     def alive(self) -> bool:

@@ -1,6 +1,6 @@
 """Hooks on the gradient of a tensor, or on those of several tensors together.
 
-Takes tensors and a hook from the user, hands members to one port per tensor and a `HookHandle` back.
+Takes tensors and a hook from the user, hands members to one torch_hook per tensor and a `HookHandle` back.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from hookline.errors import HookSignatureError, OptionError, TargetError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.attach import check_request
+from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import TENSOR, Kind
-from hookline.sites.modules.forward_counter import Root
+from hookline.sites.modules.forward_counter import ForwardCounter
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.tensors.gather_gradients import Gather
-from hookline.sites.tensors.graph_hooks import GraphEntry, Member, TensorPort
+from hookline.sites.tensors.graph_hooks import GraphMember, HookInGraph, TensorHook
 from hookline.sites.tensors.leaf_hooks import hook_leaf
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _attach(
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
     if isinstance(hook, Tensor) and callable(tensor):
         raise HookSignatureError("The arguments are swapped: write attach_tensor(tensor, hook).")
-    attachment = check_request(hook, kind, subject=TENSOR, observe=observe, name=name, profile=profile)
+    attachment = new_attachment(hook, kind, site_type=TENSOR, observe=observe, name=name, profile=profile)
     if isinstance(tensor, Tensor):
         _check_gradient([tensor])
         place = _put_on_one if kind is Kind.GRAD else _put_on_leaves
@@ -195,8 +195,8 @@ def _put(
 
 
 def _put_on_one(attachment: Attachment, tensors: list[Tensor], name: str) -> None:
-    port = TensorPort.of(tensors[0])
-    port.add(Member(attachment, GraphEntry(attachment, name, port)))
+    torch_hook = TensorHook.of(tensors[0])
+    torch_hook.add(GraphMember(attachment, HookInGraph(attachment, name, torch_hook)))
 
 
 def _put_on_leaves(attachment: Attachment, tensors: list[Tensor], name: str) -> None:
@@ -207,7 +207,7 @@ def _put_on_leaves(attachment: Attachment, tensors: list[Tensor], name: str) -> 
             f"({type(computed.grad_fn).__name__}). Use on='grad'."
         )
     for index, leaf in {id(leaf): (index, leaf) for index, leaf in enumerate(tensors)}.values():
-        hook_leaf(attachment, name if len(tensors) == 1 else f"{name}[{index}]", leaf, Root())
+        hook_leaf(attachment, name if len(tensors) == 1 else f"{name}[{index}]", leaf, ForwardCounter())
 
 
 def _put_on_all(attachment: Attachment, tensors: list[Tensor], name: str) -> None:
