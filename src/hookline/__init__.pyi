@@ -17,8 +17,8 @@ from hookline import testing as testing
 from hookline import training as training
 from hookline.errors import HooklineError as HooklineError
 from hookline.errors import HooklineWarning as HooklineWarning
+from hookline.guard.guard import rollback as rollback
 from hookline.guard.model_context import ModelDataContext as ModelDataContext
-from hookline.guard.undo import rollback as rollback
 from hookline.lifecycle.points import HookPoint as HookPoint
 from hookline.lifecycle.run_context import RunDataContext as RunDataContext
 from hookline.lifecycle.schedule import StepSchedule as StepSchedule

@@ -14,10 +14,9 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import GuardError, OptionError
-from hookline.guard import run_part as part
+from hookline.guard import snapshot_part as part
 from hookline.guard import tensor_copies as copies
-from hookline.guard.guard import Guard
-from hookline.guard.undo import rollback
+from hookline.guard.guard import Guard, rollback
 
 
 class _Stop(Exception):
@@ -509,8 +508,8 @@ def test_an_interrupt_while_saving_or_restoring_waits(monkeypatch, moment):
     before = portrait(run)
     handler = signal.getsignal(signal.SIGINT)
     guard = _guard(run)
-    method = {"save": "out", "restore": "back"}[moment]
-    original = getattr(copies.Copies, method)
+    method = moment
+    original = getattr(copies.MemoryCopies, method)
 
     def interrupted(self):
         os.kill(os.getpid(), signal.SIGINT)
@@ -524,7 +523,7 @@ def test_an_interrupt_while_saving_or_restoring_waits(monkeypatch, moment):
             _ruin(run)
 
     with monkeypatch.context() as patched:
-        patched.setattr(copies.Copies, method, interrupted)
+        patched.setattr(copies.MemoryCopies, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             fire()
     assert differing(before, portrait(run)) == []
@@ -576,12 +575,12 @@ def test_a_scaler_in_use_does_not_have_the_model_gone_through_again(monkeypatch)
     run = Run()
     guard = _guard(run)
     walked = []
-    original = part.Structure
+    original = part.ContainerTree
     for number in range(4):
         guard.save()
         if number == 0:
             monkeypatch.setattr(
-                part, "Structure", lambda roots, known: walked.append(list(roots)) or original(roots, known)
+                part, "ContainerTree", lambda roots, known: walked.append(list(roots)) or original(roots, known)
             )
         guard.release()
         run.step()

@@ -20,10 +20,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, TensorD
 import hookline as hl
 from hookline.errors import GuardError
 from hookline.guard import tensor_copies as copies
-from hookline.guard.guard import Guard
+from hookline.guard.guard import Guard, rollback
 from hookline.guard.model_context import ModelDataContext
-from hookline.guard.pre_epoch import PreEpochState
-from hookline.guard.undo import rollback
+from hookline.guard.snapshot import PreEpochState
 
 X = torch.ones(1, 3)
 
@@ -461,14 +460,14 @@ def test_memory_of_an_epoch_is_used_again_with_a_loader_of_ones_own():
 
 def test_a_receipt_is_whole_though_an_interrupt_came(monkeypatch):
     """While everything was put back; it is not done twice."""
-    model, original, times = nn.Linear(2, 2), copies.Copies.back, []
+    model, original, times = nn.Linear(2, 2), copies.MemoryCopies.restore, []
 
     def interrupted(self):
         times.append(1)
         os.kill(os.getpid(), signal.SIGINT)
         original(self)
 
-    monkeypatch.setattr(copies.Copies, "back", interrupted)
+    monkeypatch.setattr(copies.MemoryCopies, "restore", interrupted)
     guard = Guard(model)
     guard.save()
     with pytest.raises(KeyboardInterrupt), guard.protecting("any") as receipt:

@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import hookline as hl
-from hookline.guard.guard import Guard
+from hookline.guard.guard import Guard, rollback
 from hookline.guard.torch_switches import _SWITCHES
-from hookline.guard.undo import rollback
 
 
 @dataclass

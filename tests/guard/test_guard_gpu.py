@@ -9,9 +9,8 @@ from torch import nn
 
 from hookline.errors import GuardError
 from hookline.guard import tensor_copies as copies
-from hookline.guard.guard import Guard
+from hookline.guard.guard import Guard, rollback
 from hookline.guard.rng import RandomStates, kept_rng
-from hookline.guard.undo import rollback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hookline.errors import GuardError
-from hookline.guard.guard import Guard
+from hookline.guard.guard import Guard, rollback
 from hookline.guard.model_context import ModelDataContext
-from hookline.guard.undo import rollback
 from hookline.sites import _torch
 
 

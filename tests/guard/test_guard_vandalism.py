@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from hookline.guard.guard import Guard
-from hookline.guard.torch_switches import Switches
-from hookline.guard.undo import rollback
+from hookline.guard.guard import Guard, rollback
+from hookline.guard.torch_switches import TorchSwitches
 
 
 class _Net(nn.Module):
@@ -318,7 +317,7 @@ def test_nothing_is_lost_and_nothing_is_silent_in_random_vandalism():
 def test_the_fuzzer_sees_what_a_missing_guard_lets_through(name):
     """The control: an act alone, with nothing put back, leaves a trace in the portrait."""
     run = vandals.Run("views", "adam", False)
-    before, switches = vandals.portrait(run), Switches()
+    before, switches = vandals.portrait(run), TorchSwitches()
     rng = vandals.random.Random(3)
     try:
         for _ in range(3):

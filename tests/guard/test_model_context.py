@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hookline.errors import GuardError, NoMatchError, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.model_context import ModelDataContext
-from hookline.guard.pre_epoch import PreEpochState
+from hookline.guard.snapshot import PreEpochState
 
 
 def _context(run: Run, **options) -> ModelDataContext:

@@ -1,7 +1,7 @@
-"""What an intervention did is taken back, whether it finished, raised or was interrupted.
+"""Undo what an intervention did to a run, whether it finished, raised or was interrupted.
 
-Takes the objects of a run from whoever fires hooks, who saves once for a firing and puts every intervention into a
-``protecting`` block; hands back a `Receipt` for each. `rollback` is the same for use by hand.
+`Firing` saves once per firing and runs every intervention in a ``protecting`` block; users call `rollback`. Both go
+through `Guard`, which keeps a `Snapshot` of the run and fills in a `GuardReceipt` for each block.
 """
 
 from __future__ import annotations
@@ -16,66 +16,60 @@ import torch
 from torch import Tensor
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard.data_check import DataWatch
-from hookline.guard.interrupts import undisturbed
-from hookline.guard.snapshot import Change, Snapshot, roots_of, unrestored
+from hookline.guard.loaders import DatasetCheck
+from hookline.guard.snapshot import Snapshot, first_names, interrupts_deferred, roots_of, unrestored_message
+from hookline.guard.snapshot_part import StateChange
 from hookline.guard.tensor_copies import Where
-from hookline.guard.torch_switches import Switches
-from hookline.messages import nearest_names
-from hookline.tables import Table
+from hookline.guard.torch_switches import TorchSwitches
+from hookline.messages import suggest
+from hookline.tables import ShownAsTable, Table
 
-__all__ = ["SCOPES", "Guard", "Receipt"]
+__all__ = ["SCOPES", "Guard", "GuardReceipt", "rollback"]
 
 SCOPES: Final = ("reads", "grads", "trains")
 """What an intervention may declare to change, the narrowest first."""
 
 _FORBIDDEN: Final = {
     "reads": frozenset({"parameter", "gradient", "other gradient", "state"}),
-    "grads": frozenset({"parameter", "gradient", "state"}),  # gradients that are put away, and written nevertheless
+    "grads": frozenset({"parameter", "gradient", "state"}),  # gradients that are parked, and written nevertheless
     "trains": frozenset[str](),
 }
+_COPIED: Final = {"reads": "buffers", "grads": "buffers", "trains": "all"}
 _MAX_ROWS: Final = 20
 """How many names of what was touched a receipt shows."""
-_SAVED: Final = {"reads": "buffers", "grads": "buffers", "trains": "all"}
 
 
-@dataclass(slots=True)
-class Receipt:
-    """What one intervention did, and what was done about it; filled in when its block is over."""
+@dataclass(slots=True, repr=False)
+class GuardReceipt(ShownAsTable):
+    """What one intervention did, and what was put back; filled in when its block ends."""
 
     hook: str
     """Its name."""
     scope: str
-    """What it had declared."""
+    """The scope it declared."""
     touched: tuple[str, ...] = ()
     """What it changed, as far as counters and identities tell: ``model.0.weight``, ``optimizer.param_groups[0].lr``."""
     restored: tuple[str, ...] = ()
-    """What of that was put back; all of it, but after a broken declaration."""
+    """What of that was put back: all of it, unless the declared scope was exceeded."""
     seconds: float = 0.0
     """How long it took, without saving and restoring."""
     saved_bytes: int = 0
-    """How much was copied before it."""
-
-    def __repr__(self) -> str:
-        return self._table().text()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
+    """How many bytes were copied before it."""
 
     def _table(self) -> Table:
         title = (
             f"{self.hook} (scope {self.scope}): touched {len(self.touched)}, put back {len(self.restored)}, "
             f"{1e3 * self.seconds:.2f} ms, {self.saved_bytes / 1e6:,.1f} MB saved"
         )
-        back = set(self.restored)
-        rows = [(name, "yes" if name in back else "no") for name in self.touched[:_MAX_ROWS]]
+        restored = set(self.restored)
+        rows = [(name, "yes" if name in restored else "no") for name in self.touched[:_MAX_ROWS]]
         more = len(self.touched) - len(rows)
         foot = (f"… and {more:,} more; all of them are in .touched",) if more else ()
         return Table(("touched", "put back"), rows, title=title, foot=foot) if rows else Table(title=title)
 
 
 class Guard:
-    """Saves a run, and puts it back after each intervention.
+    """Save a run, and put it back after each intervention.
 
     Recipe::
 
@@ -104,91 +98,92 @@ class Guard:
             raise OptionError(f"where= is one of {', '.join(map(repr, get_args(Where)))}; got {where!r}.")
         self._snapshot = Snapshot(roots_of(model, optimizer, scheduler, scaler, loader), where)
         self._loader = loader
-        self._watch: DataWatch | None = None
-        self._looking: Snapshot | None = None
+        self._dataset: DatasetCheck | None = None
+        self._observed: Snapshot | None = None
+        """Without copies, for `check_observers`."""
         self._strict = strict
-        self._saved: str | None = None
+        self._saved_scope: str | None = None
         self._copies_gradients = False
-        self._is_back = True
+        self._is_restored = True
         self.num_saves = 0
         """How often `save` was called."""
         self.last_bytes = 0
-        """How much the latest save copied."""
+        """How many bytes the latest save copied."""
 
     @property
     def devices(self) -> dict[torch.device, torch.device]:
-        """For each device that has something of the run, where the copies of that are."""
+        """For each device that holds something of the run, the device of its copies."""
         return self._snapshot.devices
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The run's gradients as they were saved, also while they are parked, by the way to their parameter."""
+        """The run's gradients as they were saved, also while they are parked, by the path of their parameter."""
         return self._snapshot.gradients
 
     def save(self, scopes: Iterable[str] = ("trains",), *, batch: Any = None) -> None:
-        """Save what interventions of these scopes may change; the widest decides.
+        """Save what interventions of these ``scopes`` may change; the widest decides.
 
-        The tensors and arrays of a ``batch``, however it is built, are saved whatever the scopes.
+        The tensors and arrays of ``batch``, in containers or objects, are saved whatever the scopes.
         """
         names = [scopes] if isinstance(scopes, str) else list(scopes)
-        widest = max(map(_checked, names), key=SCOPES.index, default="reads")
+        widest = max(map(_check_scope, names), key=SCOPES.index, default="reads")
         saved = "trains" if self._strict else widest
-        with undisturbed():
-            self._saved = None
+        with interrupts_deferred():
+            self._saved_scope = None
             self._copies_gradients = saved == "trains" or (saved == "grads" and self._snapshot.has_buckets)
-            self._snapshot.take(_SAVED[saved], gradients=self._copies_gradients, batch=batch)
-            self._watch = DataWatch(self._loader)
-            self._saved = saved
+            self._snapshot.take(_COPIED[saved], gradients=self._copies_gradients, batch=batch)
+            self._dataset = DatasetCheck(self._loader)
+            self._saved_scope = saved
         self.num_saves += 1
         self.last_bytes = self._snapshot.nbytes
 
     @contextmanager
-    def protecting(self, name: str, scope: str = "trains") -> Iterator[Receipt]:
-        """Whatever happens in the block is undone at its end; the exception that ended it goes on.
+    def protecting(self, name: str, scope: str = "trains") -> Iterator[GuardReceipt]:
+        """Undo at its end whatever happens in the block of hook ``name``; pass on the exception that ended it.
 
-        A `GuardError` names what was changed against the declaration, after everything was put back that could be.
+        Raise `GuardError` if the block changed what its ``scope`` does not allow, after all that can be put back was.
         """
-        self._check_saved(name, _checked(scope))
-        receipt = Receipt(name, scope, saved_bytes=self.last_bytes)
-        switches = Switches()
+        self._check_saved(name, _check_scope(scope))
+        receipt = GuardReceipt(name, scope, saved_bytes=self.last_bytes)
+        switches = TorchSwitches()
         began = time.perf_counter()
         try:
             if scope == "grads":
                 self._snapshot.park_gradients()
             yield receipt
         except BaseException as error:
-            broken = self._end(receipt, began, switches)
-            if broken:
-                raise GuardError(self._complaint(receipt, broken)) from error
+            forbidden = self._end(receipt, began, switches)
+            if forbidden:
+                raise GuardError(_forbidden_message(receipt, forbidden)) from error
             raise
-        broken = self._end(receipt, began, switches)
-        if broken:
-            raise GuardError(self._complaint(receipt, broken))
+        forbidden = self._end(receipt, began, switches)
+        if forbidden:
+            raise GuardError(_forbidden_message(receipt, forbidden))
 
     def _check_saved(self, name: str, scope: str) -> None:
-        if self._saved is None:
+        if self._saved_scope is None:
             raise GuardError(f"{name!r} is to be protected, and nothing is saved. Next: call save() before.")
-        if SCOPES.index(scope) > SCOPES.index(self._saved):
+        if SCOPES.index(scope) > SCOPES.index(self._saved_scope):
             raise GuardError(
-                f"{name!r} declares scope={scope!r}, and only what {self._saved!r} may change was saved. "
+                f"{name!r} declares scope={scope!r}, and only what {self._saved_scope!r} may change was saved. "
                 f"Next: save([{scope!r}])."
             )
 
-    def _end(self, receipt: Receipt, began: float, switches: Switches) -> list[Change]:
-        """Put everything back; what was changed against the declaration.
+    def _end(self, receipt: GuardReceipt, began: float, switches: TorchSwitches) -> list[StateChange]:
+        """Put everything back; return the changes that the scope forbids.
 
-        An interrupt that comes before the handler is in place finds the restore undone: then it is begun again.
+        An interrupt may come before interrupts are deferred: then restore once more.
         """
-        receipt.seconds, self._is_back = time.perf_counter() - began, False
+        receipt.seconds, self._is_restored = time.perf_counter() - began, False
         try:
-            return self._put_back(receipt, switches)
+            return self._restore(receipt, switches)
         except KeyboardInterrupt:
-            if not self._is_back:
-                self._put_back(receipt, switches)
+            if not self._is_restored:
+                self._restore(receipt, switches)
             raise
 
-    def _put_back(self, receipt: Receipt, switches: Switches) -> list[Change]:
-        with undisturbed():
+    def _restore(self, receipt: GuardReceipt, switches: TorchSwitches) -> list[StateChange]:
+        with interrupts_deferred():
             bytewise = self._strict and receipt.scope != "trains"
             if not bytewise:
                 self._snapshot.begin_restore()
@@ -196,80 +191,111 @@ class Guard:
             if receipt.scope == "grads":
                 allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
                 changes = [change for change in changes if change.kind not in allowed]
-            stuck = self._snapshot.restore(looked=True, own_stream=False)
-            changes += [Change("switch", name) for name in switches.restore()]
-            stuck |= switches.stuck
-            if self._watch is not None:
-                stuck |= dict.fromkeys(self._watch.written(), "part of the data, which are not copied")
-            broken = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
-            left = {*stuck, *(() if self._saved == "trains" else self._unrestored(broken))}
+            lost = self._snapshot.restore(looked=True, own_stream=False)
+            changes += [StateChange("switch", name) for name in switches.restore()]
+            lost |= switches.lost
+            if self._dataset is not None:
+                lost |= dict.fromkeys(self._dataset.written(), "part of the data, which are not copied")
+            forbidden = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
+            missing = {*lost, *(() if self._saved_scope == "trains" else self._without_copy(forbidden))}
             receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
-            receipt.restored = tuple(name for name in receipt.touched if name not in left)
-            self._is_back = True
-        if stuck:
-            raise GuardError(unrestored(f"Hook {receipt.hook!r}", stuck))
-        return broken
+            receipt.restored = tuple(name for name in receipt.touched if name not in missing)
+            self._is_restored = True
+        if lost:
+            raise GuardError(unrestored_message(f"Hook {receipt.hook!r}", lost))
+        return forbidden
 
-    def _unrestored(self, broken: list[Change]) -> Iterator[str]:
-        """The names of tensors that were written and of which there was no copy."""
+    def _without_copy(self, forbidden: list[StateChange]) -> Iterator[str]:
+        """Yield the names of tensors that were written and not copied before."""
         known = set(self._snapshot.names)
-        for change in broken:
+        for change in forbidden:
             if change.kind == "gradient" or (change.kind != "other gradient" and change.name in known):
                 yield change.name
 
-    def _complaint(self, receipt: Receipt, broken: list[Change]) -> str:
-        names = [change.name for change in broken]
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        lost = [name for name in names if name not in receipt.restored]
-        fate = (
-            f"No copy was taken of {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
-            "so the run cannot go on as if nothing had happened."
-            if lost
-            else "All of it was put back."
-        )
-        return (
-            f"Hook {receipt.hook!r} declares scope={receipt.scope!r}, and changed {shown}. {fate} "
-            f"Next: declare {_next_scope(receipt.scope, broken)}."
-        )
-
     def release(self) -> None:
-        """The firing is over; the memory stays for the next."""
-        self._saved = self._watch = None
+        """Let go of what was saved; keep the memory for the next firing."""
+        self._saved_scope = self._dataset = None
         self._snapshot.forget()
 
     @contextmanager
     def check_observers(self, name: str, *, random: bool = True, batch: Any = None) -> Iterator[None]:
         """Raise if the block changes a parameter, buffer, gradient, mode, switch, ``batch`` or ``random`` stream.
 
-        Told by counters and identities, so nothing is copied, and what they cannot see is not seen. Nothing is put
-        back, and an exception of the block's own goes on as it is.
+        Counters and identities tell, so nothing is copied or put back, and what they cannot see is not seen. An
+        exception of the block's own goes on as it is.
         """
-        if self._looking is None:
-            self._looking = Snapshot(self._snapshot.roots)
-        self._looking.take("nothing", gradients=False, random=random, batch=batch)
-        switches = Switches()
+        if self._observed is None:
+            self._observed = Snapshot(self._snapshot.roots)
+        self._observed.take("nothing", gradients=False, random=random, batch=batch)
+        switches = TorchSwitches()
         try:
             yield
-            changes = self._looking.changes(random=random)
-            changes += [Change("switch", switch) for switch in switches.changed()]
+            changed = [change.name for change in self._observed.changes(random=random)] + switches.changed()
         finally:
-            self._looking.forget()
-        if changes:
-            names = [change.name for change in changes]
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            self._observed.forget()
+        if changed:
             raise GuardError(
-                f"Hook {name!r} observes, and changed {shown}. Next: make it an intervention, which is undone."
+                f"Hook {name!r} observes, and changed {first_names(changed)}. "
+                "Next: make it an intervention, which is undone."
             )
 
 
-def _checked(scope: str) -> str:
+@contextmanager
+def rollback(
+    model: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    *,
+    loader: Any = None,
+    batch: Any = None,
+    scope: str = "trains",
+    where: Where = "auto",
+) -> Iterator[GuardReceipt]:
+    """Undo everything that the block does to a run.
+
+    Recipe::
+
+        with hookline.rollback(model, optimizer) as receipt:
+            for batch in more_batches:
+                train_step(model, optimizer, batch)
+            reached = evaluate(model)
+        print(reached, receipt.touched)
+
+    Parameters, buffers, gradients, the optimizer's state and learning rates, modes, hooks, attributes and random
+    streams come back, whether the block ends well or not, each the same object as before; so does what was written
+    into a ``batch``, while a write into the dataset of ``loader`` is an error that names it. ``scope="reads"`` or
+    ``"grads"`` copy less and hold the block to that; `Guard` says ``where`` the copies go.
+    """
+    guard = Guard(model, optimizer, scheduler, scaler, loader=loader, where=where)
+    guard.save([scope], batch=batch)
+    try:
+        with guard.protecting("rollback", scope) as receipt:
+            yield receipt
+    finally:
+        guard.release()
+
+
+def _check_scope(scope: str) -> str:
     if scope not in SCOPES:
-        near = nearest_names(str(scope), SCOPES)
-        meant = f"; did you mean {near[0]!r}?" if near else "."
+        meant = suggest(scope, SCOPES) or "."
         raise OptionError(f"scope= is one of {', '.join(map(repr, SCOPES))}, got {scope!r}{meant}")
     return scope
 
 
-def _next_scope(scope: str, broken: list[Change]) -> str:
-    only_grads = scope == "reads" and all("gradient" in change.kind for change in broken)
-    return "scope='grads' or 'trains'" if only_grads else "scope='trains'"
+def _forbidden_message(receipt: GuardReceipt, forbidden: list[StateChange]) -> str:
+    """Return the text of the error about changes that the declared scope does not allow."""
+    names = [change.name for change in forbidden]
+    lost = [name for name in names if name not in receipt.restored]
+    fate = (
+        f"No copy was taken of {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
+        "so the run cannot go on as if nothing had happened."
+        if lost
+        else "All of it was put back."
+    )
+    only_grads = receipt.scope == "reads" and all("gradient" in change.kind for change in forbidden)
+    wider = "scope='grads' or 'trains'" if only_grads else "scope='trains'"
+    return (
+        f"Hook {receipt.hook!r} declares scope={receipt.scope!r}, and changed {first_names(names)}. {fate} "
+        f"Next: declare {wider}."
+    )

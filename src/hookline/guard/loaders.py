@@ -1,21 +1,23 @@
-"""Loaders: what one is made of, and for interventions the training data again, through another loader.
+"""Read the training data again without touching the run's loader; find its samplers, datasets and generators.
 
-Takes the run's loader from `ModelDataContext`, and never iterates it: that would move its generator, cut a running
-epoch short where workers persist, and use up what can be read only once. Hands back loaders over the same dataset that
-draw from a generator of their own.
+`ModelDataContext` and the loops call `copy_loader` for interventions. The run's loader is never iterated:
+that would move its generator, cut a running epoch short where workers persist, and use up what can be read only once.
+`Guard` calls `DatasetCheck` to name writes into the dataset; checkpoints call the finders.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,8 +31,9 @@ from hookline.errors import GuardError
 from hookline.guard.rng import GENERATOR_TYPES, kept_rng, run_seed
 
 __all__ = [
-    "again",
-    "by_callback",
+    "DatasetCheck",
+    "call_loader_factory",
+    "copy_loader",
     "datasets_of",
     "generators_of_dataset",
     "generators_of_loader",
@@ -41,11 +44,18 @@ __all__ = [
     "set_num_shuffles",
 ]
 
-# -- what a loader is made of --------------------------------------------------------------------------------------
+_SHUFFLES: Final[WeakKeyDictionary[nn.Module, int]] = WeakKeyDictionary()
+"""How many generators each model's interventions have had: every shuffle is another one, and the same in a rerun."""
+_MOST: Final = 4096
+"""How many tensors and arrays of a dataset are checked, and how many objects are entered to find them."""
+_SAMPLE: Final = 4096
+"""How many elements of each are compared; all of them where there are no more."""
+
+# -- parts of a loader ---------------------------------------------------------------------------------------------
 
 
 def samplers_of(loader: Any) -> dict[str, Any]:
-    """The samplers of a loader by what they are called in messages, each once."""
+    """Return the samplers of a loader by their names in messages, each once."""
     batches = getattr(loader, "batch_sampler", None)
     named = {
         "loader.sampler": getattr(loader, "sampler", None),
@@ -57,12 +67,12 @@ def samplers_of(loader: Any) -> dict[str, Any]:
 
 
 def generators_on(thing: Any) -> list[Any]:
-    """Those that something has for attributes."""
+    """Return the generators among the attributes of ``thing``."""
     return [value for value in getattr(thing, "__dict__", {}).values() if isinstance(value, GENERATOR_TYPES)]
 
 
 def datasets_of(dataset: Any) -> list[Any]:
-    """A dataset and those it is made of (subsets, concatenations)."""
+    """Return a dataset and those it is made of (subsets, concatenations)."""
     parts = [dataset]
     for part in parts:
         held = getattr(part, "__dict__", {})
@@ -73,56 +83,53 @@ def datasets_of(dataset: Any) -> list[Any]:
 
 
 def generators_of_dataset(dataset: Any) -> list[Any]:
-    """Of a dataset that draws random numbers as it is read, and of those it is made of."""
+    """Return the generators of a dataset and of those it is made of."""
     return [generator for part in datasets_of(dataset) for generator in generators_on(part)]
 
 
 def generators_of_loader(loader: Any) -> list[Any]:
-    """Those of a loader, its samplers and its dataset, in an order that is the same in every process."""
+    """Return the generators of a loader, its samplers and its dataset, in the same order in every process."""
     found = [one for part in (loader, *samplers_of(loader).values()) for one in generators_on(part)]
     if isinstance(loader, DataLoader):
         found += generators_of_dataset(loader.dataset)
     return list({id(generator): generator for generator in found}.values())
 
 
-# -- for interventions ---------------------------------------------------------------------------------------------
-
-_SHUFFLES: Final[WeakKeyDictionary[nn.Module, int]] = WeakKeyDictionary()
-"""How many generators each model's interventions have had: every shuffle is another one, and the same in a rerun."""
+# -- the data again, for interventions -----------------------------------------------------------------------------
 
 
 def num_shuffles(model: nn.Module) -> int:
-    """How many generators the interventions of a model have had."""
+    """Return how many generators the interventions of a model have had."""
     return _SHUFFLES.get(model, 0)
 
 
 def set_num_shuffles(model: nn.Module, number: int) -> None:
-    """Go on counting from there."""
+    """Continue counting the generators of a model's interventions from ``number``."""
     _SHUFFLES[model] = number
 
 
 def private_generator(model: nn.Module) -> torch.Generator:
-    """A stream that no training draws from, another one each time."""
+    """Return a generator that no training draws from, another one at each call."""
     number = num_shuffles(model)
     set_num_shuffles(model, number + 1)
     return torch.Generator().manual_seed((run_seed() * 1_000_003 + number) % 2**63)
 
 
-def again(loader: Any, generator: torch.Generator, *, shuffle: bool, num_workers: int = 0) -> Iterable[Any]:
-    """The batches of a loader through another one, in the order of the dataset or shuffled."""
+def copy_loader(loader: Any, generator: torch.Generator, *, shuffle: bool, num_workers: int = 0) -> Iterable[Any]:
+    """Return the batches of ``loader`` through another one, in the order of the dataset or shuffled."""
     if isinstance(loader, list | tuple):
         order = torch.randperm(len(loader), generator=generator).tolist() if shuffle else range(len(loader))
         return [loader[index] for index in order]
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise GuardError(_opaque(loader))
-    indices, sizes = _reading(loader)
+        raise GuardError(_unreadable_message(loader))
+    indices, sizes = _indices_of(loader)
     if shuffle:
         indices = [indices[place] for place in torch.randperm(len(indices), generator=generator).tolist()]
-    source = _batching(loader)
+    source = _batching_of(loader)
     batches: dict[str, Any] = {"batch_size": source.batch_size, "sampler": indices, "drop_last": source.drop_last}
     if sizes is not None:
         rest = iter(indices)
-        batches = {"batch_sampler": [list(itertools.islice(rest, size)) for size in sizes]}
+        batches = {"batch_sampler": [list(islice(rest, size)) for size in sizes]}
     return DataLoader(
         loader.dataset,
         **batches,
@@ -134,7 +141,7 @@ def again(loader: Any, generator: torch.Generator, *, shuffle: bool, num_workers
     )
 
 
-def _opaque(loader: Any) -> str:
+def _unreadable_message(loader: Any) -> str:
     if loader is None:
         return "The training data is asked for, and there is no loader. Next: ModelDataContext(..., loader=loader)."
     found = type(getattr(loader, "dataset", loader)).__name__
@@ -144,18 +151,18 @@ def _opaque(loader: Any) -> str:
     )
 
 
-def _batching(loader: DataLoader[Any]) -> Any:
-    """Who makes batches of what a sampler gives; a loader that was handed a batch sampler knows of neither."""
+def _batching_of(loader: DataLoader[Any]) -> Any:
+    """Return the object that knows batch size and sampler: torch's batch sampler, or the loader itself."""
     return loader.batch_sampler if type(loader.batch_sampler) is BatchSampler else loader
 
 
-def _reading(loader: DataLoader[Any]) -> tuple[Sequence[Any], list[int] | None]:
-    """What of the dataset a loader reads, and how much at once where that is not always the same."""
+def _indices_of(loader: DataLoader[Any]) -> tuple[Sequence[Any], list[int] | None]:
+    """Return the indices that a loader reads, and the sizes of its batches where those differ."""
     batches: Any = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         read = [list(batch) for batch in _read(batches)]
-        return list(itertools.chain.from_iterable(read)), list(map(len, read))
-    sampler: Any = _batching(loader).sampler
+        return list(chain.from_iterable(read)), list(map(len, read))
+    sampler: Any = _batching_of(loader).sampler
     whole = (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     )
@@ -167,7 +174,7 @@ def _reading(loader: DataLoader[Any]) -> tuple[Sequence[Any], list[int] | None]:
 
 
 def _read(sampler: Any) -> list[Any]:
-    """What a sampler of any kind gives, without moving it; as much as it says it does, since it may go on for ever."""
+    """Return what a sampler of any kind gives, without moving it; only its length, since it may have no end."""
     if not hasattr(sampler, "__len__"):
         raise GuardError(
             f"The training data is asked for again, and {type(sampler).__name__!r} has no length: it may have no end. "
@@ -175,21 +182,11 @@ def _read(sampler: Any) -> list[Any]:
         )
     inner = getattr(sampler, "sampler", None)  # of a batch sampler; the copy shares it
     with kept_rng(generators=[*generators_on(sampler), *generators_on(inner)]):
-        return list(itertools.islice(copy.copy(sampler), len(sampler)))
+        return list(islice(copy.copy(sampler), len(sampler)))
 
 
-def _takes_generator(make: Callable[..., Any]) -> bool:
-    """Whether its first argument is a generator: by its name, or since it must be given."""
-    try:
-        first = next(iter(inspect.signature(make).parameters.values()), None)
-    except (TypeError, ValueError):
-        return False
-    by_place = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-    return by_place and first is not None and (first.name == "generator" or first.default is first.empty)
-
-
-def by_callback(make: Callable[..., Any], generator: torch.Generator) -> Any:
-    """The loader that the experiment makes, drawing from our generator: handed over if it takes one, else put in."""
+def call_loader_factory(make: Callable[..., Any], generator: torch.Generator) -> Any:
+    """Return the loader that the experiment's ``make`` builds, drawing from ``generator``, passed or put in."""
     if _takes_generator(make):
         loader = make(generator)
     else:
@@ -201,3 +198,83 @@ def by_callback(make: Callable[..., Any], generator: torch.Generator) -> Any:
         if isinstance(part, DataLoader | RandomSampler) and part.generator is None:
             part.generator = generator
     return loader
+
+
+def _takes_generator(make: Callable[..., Any]) -> bool:
+    """Return whether the first argument of ``make`` is a generator: it has that name, or no default."""
+    try:
+        first = next(iter(inspect.signature(make).parameters.values()), None)
+    except (TypeError, ValueError):
+        return False
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        return False
+    return first.name == "generator" or first.default is first.empty
+
+
+# -- writes into the dataset ---------------------------------------------------------------------------------------
+
+
+class DatasetCheck:
+    """The tensors and arrays of a loader's dataset, as they are when this is made.
+
+    A dataset may be larger than memory, so it is not copied. A write is told by autograd's counters and, on the CPU, by
+    up to 4,096 elements of each, spread evenly: one element of a larger tensor that is written through ``.data`` or
+    NumPy may be missed.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._before = [(name, held, _fingerprint(held)) for name, held in _data_of(loader)]
+
+    def written(self) -> list[str]:
+        """Return the names of what has been written since."""
+        return [name for name, held, before in self._before if _fingerprint(held) != before]
+
+
+def _data_of(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names of the tensors and arrays of a loader's dataset, and these themselves."""
+    if isinstance(loader, list | tuple):
+        yield from islice(_data_in("loader", loader), _MOST)
+    elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        for number, part in enumerate(datasets_of(loader.dataset)):
+            name = "loader.dataset" if number == 0 else f"loader.dataset, {type(part).__name__}"
+            yield from islice(_data_in(name, part), _MOST)
+
+
+def _data_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    todo, met = [(name, value)], 0
+    while todo and met < _MOST:
+        name, value = todo.pop()
+        met += 1
+        if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype != object):
+            yield name, value
+        elif isinstance(value, dict):
+            todo += [(f"{name}[{key!r}]", item) for key, item in islice(value.items(), _MOST)]
+        elif isinstance(value, list | tuple):
+            todo += [(f"{name}[{number}]", item) for number, item in enumerate(islice(value, _MOST))]
+        elif met == 1 and hasattr(value, "__dict__"):
+            todo += [(f"{name}.{key}", item) for key, item in vars(value).items() if key not in ("dataset", "datasets")]
+
+
+def _fingerprint(held: Any) -> tuple[Any, ...]:
+    """Return values of which one differs after a write."""
+    if isinstance(held, np.ndarray):
+        return held.shape, held.dtype, _crc_of_array(held)
+    version = None if held.is_inference() else held._version
+    is_read = held.device.type == "cpu" and held.layout is torch.strided and type(held) is Tensor
+    return held.data_ptr() if is_read else 0, held.shape, version, _crc_of_tensor(held) if is_read else 0
+
+
+def _crc_of_array(array: Any) -> int:
+    step = -(-array.size // _SAMPLE) or 1
+    sample = array.reshape(-1)[::step] if array.flags.c_contiguous else array.flat[::step]
+    return zlib.crc32(np.ascontiguousarray(sample).view(np.uint8).data) if array.size else 0
+
+
+def _crc_of_tensor(tensor: Tensor) -> int:
+    if not tensor.numel() or tensor.untyped_storage().nbytes() < tensor.nbytes:
+        return tensor.untyped_storage().nbytes()
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+        # A copy: memory that was shown to NumPy once cannot be resized any more.
+        sample = flat[:: -(-flat.numel() // _SAMPLE)].clone().view(torch.uint8)
+    return zlib.crc32(sample.numpy().data)

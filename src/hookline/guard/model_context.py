@@ -1,36 +1,37 @@
-"""What an intervention may do to a run: checkpoints, gradients, training, perturbation, data.
+"""Give an intervention its operations on a run: checkpoints, gradients, training, perturbation, data.
 
-Made by the loops for a firing that has interventions, handed to ``InterventionHook.intervene``. The operations look
-after their own traces (gradients, modes); what they change on purpose is undone by the `Guard` around the hook.
+The loops make a `ModelDataContext` for a firing that has interventions and pass it to ``InterventionHook.intervene``.
+The operations put gradients and modes back themselves; the `Guard` around the hook undoes what they change on purpose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import count
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hookline.errors import GuardError, NoMatchError, OptionError
-from hookline.guard import loaders
 from hookline.guard.guard import Guard
-from hookline.guard.interrupts import undisturbed
-from hookline.guard.intervention_training import Gradients, differentiable, summed_gradients
-from hookline.guard.pre_epoch import PreEpochState
-from hookline.guard.snapshot import Snapshot, roots_of, unrestored
+from hookline.guard.loaders import call_loader_factory, copy_loader, private_generator
+from hookline.guard.snapshot import PreEpochState, Snapshot, interrupts_deferred, roots_of
 from hookline.messages import nearest_names
+from hookline.sites import _torch
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules, submodule
 
 __all__ = ["ModelDataContext"]
 
+_Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
+
 
 class ModelDataContext:
-    """The run, as an intervention gets hold of it.
+    """A run, for an intervention to act on.
 
     Recipe::
 
@@ -54,7 +55,7 @@ class ModelDataContext:
         scheduler: Any = None,
         scaler: Any = None,
         loader: Any = None,
-        loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+        loss_fn: _Loss | None = None,
         batch: Any = None,
         pre_epoch: PreEpochState | None = None,
         shuffled_loader: Callable[..., Any] | None = None,
@@ -75,7 +76,7 @@ class ModelDataContext:
         self._device = None if device is None else torch.device(device)
         self._given_guard = guard
         self._checkpoints: dict[str, tuple[Snapshot, bool]] = {}
-        self._num_tokens = 0
+        self._token_numbers = count()
 
     # -- to look at ----------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class ModelDataContext:
 
     @property
     def device(self) -> torch.device:
-        """Where it is: its first parameter, the CPU for a model without any."""
+        """The device of its first parameter; the CPU for a model without any."""
         if self._device is None:
             first = next(self._model.parameters(), None)
             self._device = torch.device("cpu") if first is None else first.device
@@ -99,7 +100,7 @@ class ModelDataContext:
 
     @cached_property
     def guard(self) -> Guard:
-        """What undoes interventions; made here if none was given."""
+        """The guard that undoes interventions; made here if none was given."""
         if self._given_guard is not None:
             return self._given_guard
         return Guard(self._model, self._optimizer, self._scheduler, self._scaler, loader=self._loader)
@@ -107,29 +108,28 @@ class ModelDataContext:
     @property
     def param_groups(self) -> tuple[Mapping[str, Any], ...]:
         """The optimizer's groups with their learning rates, to read."""
-        groups = [] if self._optimizer is None else unwrap_optimizer(self._optimizer).param_groups
-        return tuple(MappingProxyType(group) for group in groups)
+        return tuple(MappingProxyType(group) for group in self._groups)
 
     def optimizer_state(self, name: str) -> Mapping[str, Any]:
-        """What the optimizer keeps about the parameter of that name (``exp_avg``, …), to read; empty if nothing."""
-        parameter = self._parameter(name)
-        state = {} if self._optimizer is None else unwrap_optimizer(self._optimizer).state.get(parameter, {})
-        return MappingProxyType(state)
+        """Return what the optimizer keeps about the parameter ``name`` (``exp_avg``, …), to read; empty if nothing."""
+        state = {} if self._optimizer is None else unwrap_optimizer(self._optimizer).state
+        return MappingProxyType(state.get(self._parameter(name), {}))
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the run as they were when the firing began, also where the scope has them put away."""
+        """The gradients of the run as they were when the firing began, also where the scope has them parked."""
         saved = self.guard.gradients
-        parked = {id(parameter): saved[name] for name, parameter in _paths(self._model) if name in saved}
+        named = self._model.named_parameters(remove_duplicate=False)
+        parked = {id(p): saved[f"model.{name}"] for name, p in named if f"model.{name}" in saved}
         found = {name: parked.get(id(p)) if p.grad is None else p.grad for name, p in self._named.items()}
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def current_batch(self) -> Any:
-        """The batch of the step; an error at a point that has none."""
+        """Return the batch of the step; raise at a point that has none."""
         return self._batch_for(None, "current_batch")
 
     def batch_loss(self, batch: Any = None) -> Tensor:
-        """The loss on one batch, in training mode and without gradients; modes stay as they are."""
+        """Return the loss on one batch, in training mode and without gradients; modes stay as they are."""
         loss_fn, batch = self._loss_of("batch_loss"), self._batch_for(batch, "batch_loss")
         with self._training(), torch.no_grad():
             return loss_fn(self._model, batch).detach()
@@ -137,29 +137,25 @@ class ModelDataContext:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, full: bool = True) -> str:
-        """Save, to come back to by the token returned, any number of times.
+        """Save the run in memory, and return a token to come back to it by, any number of times.
 
         ``full``: everything. Otherwise the parameters and random streams alone, for hooks that only perturb them.
         """
         roots = roots_of(self._model, self._optimizer, self._scheduler, self._scaler, self._loader)
         snapshot = Snapshot(roots)
-        with undisturbed():
+        with interrupts_deferred():
             snapshot.take("all" if full else "parameters", gradients=full)
-        token = f"ckpt_{self._num_tokens}"
-        self._num_tokens += 1
+        token = f"ckpt_{next(self._token_numbers)}"
         self._checkpoints[token] = snapshot, full
         return token
 
     def restore_checkpoint(self, token: str) -> None:
-        """Go back to what was saved under that token."""
+        """Go back to what was saved under ``token``."""
         if token not in self._checkpoints:
             known = ", ".join(self._checkpoints) or "none"
             raise OptionError(f"Unknown checkpoint token: {token!r}. Saved and not discarded: {known}.")
         snapshot, full = self._checkpoints[token]
-        with undisturbed():
-            lost = snapshot.restore(gradients=full, hooks=False)
-        if lost:
-            raise GuardError(unrestored(f"restore_checkpoint({token!r}): something since", lost))
+        snapshot.restore_or_raise(f"restore_checkpoint({token!r}): something since", gradients=full)
 
     def discard_checkpoint(self, token: str) -> None:
         """Free its memory; nothing happens if it is gone already."""
@@ -181,49 +177,47 @@ class ModelDataContext:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def compute_batch_gradients(self, batch: Any = None) -> dict[str, Tensor]:
-        """Gradients of the loss on one batch, in training mode; ``.grad`` and modes stay as they are."""
+        """Return the gradients of the loss on one batch, in training mode; ``.grad`` and modes stay as they are."""
         loss_fn, batch = self._loss_of("compute_batch_gradients"), self._batch_for(batch, "compute_batch_gradients")
         with self._training(), self._no_gradients():
-            self._gradients_on(loss_fn, batch)
+            self._fill_gradients(loss_fn, batch)
             return self._collected()
 
     def compute_gradients(self) -> dict[str, Tensor]:
-        """Mean gradients over the training data, without a step."""
+        """Return the mean gradients over the training data, without a step."""
         return self.run_training_epoch(self._loader, step=False)
 
     def run_training_epoch(self, loader: Iterable[Any] | None = None, step: bool = True) -> dict[str, Tensor]:
-        """Go through a loader once, with a step of the optimizer after each batch or not; the mean gradients.
+        """Go through a loader once, with an optimizer step after each batch or not; return the mean gradients.
 
         For the run's own loader (also if none is given) another one is made over the same data, in its order. The
         gradients are those left after each step: none, if a ``train_step`` of the run's own clears them at its end.
         """
         if loader is None or loader is self._loader:
-            loader = loaders.again(self._loader, loaders.private_generator(self._model), shuffle=False)
+            loader = copy_loader(self._loader, private_generator(self._model), shuffle=False)
         if step and self._optimizer is None and self._train_step is None:
             raise GuardError("run_training_epoch(step=True) needs an optimizer. Next: step=False, or pass one.")
         with self._training(), self._no_gradients():
-            return summed_gradients(loader, self._stepper(step), self._collected)
+            return self._mean_gradients(loader, self._stepper(step))
 
     def hvp(self, vector: Mapping[str, Tensor] | Tensor, batch: Any = None) -> dict[str, Tensor]:
-        """The Hessian of the loss on a batch times a vector, by differentiating twice.
+        """Return the Hessian of the loss on a batch times a vector, by differentiating twice.
 
         The vector is by names, those left out being zero, or one long tensor over all parameters in their order.
         """
+        from torch.nn.attention import SDPBackend, sdpa_kernel  # fused attention has no second derivative, MATH has
+
         loss_fn, batch = self._loss_of("hvp"), self._batch_for(batch, "hvp")
         trained = {name: p for name, p in self._named.items() if p.requires_grad}
         direction = self._direction(vector, trained)
-        with self._training(), torch.enable_grad(), _twice_differentiable():
-            loss = differentiable(loss_fn(self._model, batch))
+        with self._training(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            loss = _differentiable(loss_fn(self._model, batch))
             firsts = torch.autograd.grad(loss, list(trained.values()), create_graph=True, allow_unused=True)
             # A loss that is linear in a parameter has a gradient there that depends on nothing.
-            pairs = [
-                (g, direction[n])
-                for g, n in zip(firsts, trained, strict=True)
-                if g is not None and g.requires_grad and n in direction
-            ]
-            if not pairs:
+            pairs = [(g, direction[n]) for g, n in zip(firsts, trained, strict=True) if n in direction]
+            slopes = [_dot(g, v) for g, v in pairs if g is not None and g.requires_grad]
+            if not slopes:
                 return {name: torch.zeros_like(p) for name, p in trained.items()}
-            slopes = [_dot(g, v) for g, v in pairs]
             slope = sum(slopes[1:], start=slopes[0])
             seconds = torch.autograd.grad(slope, list(trained.values()), allow_unused=True)
         if all(second is None for second in seconds):
@@ -245,24 +239,25 @@ class ModelDataContext:
 
     def scale_learning_rates(self, factor: float) -> None:
         """Multiply the learning rates of all groups of the optimizer."""
-        for group in () if self._optimizer is None else unwrap_optimizer(self._optimizer).param_groups:
+        for group in self._groups:
             group["lr"] = group["lr"] * factor
 
     def get_shuffled_loader(self, *, num_workers: int = 0) -> Any:
-        """The training data in another order, each time another one; no stream of the run is drawn from."""
-        generator = loaders.private_generator(self._model)
+        """Return a loader of the training data in another order each time; no stream of the run is drawn from."""
+        generator = private_generator(self._model)
         if self._shuffled_loader is not None:
-            return loaders.by_callback(self._shuffled_loader, generator)
-        return loaders.again(self._loader, generator, shuffle=True, num_workers=num_workers)
+            return call_loader_factory(self._shuffled_loader, generator)
+        return copy_loader(self._loader, generator, shuffle=True, num_workers=num_workers)
 
     def new_generator(self) -> torch.Generator:
-        """Return a generator of the hook's own: another one at each call, and the same ones in an equal run.
-
-        No restore rewinds it, and no stream of the run is drawn from.
-        """
-        return loaders.private_generator(self._model)
+        """Return another generator at each call, the same ones in an equal run; no restore rewinds it."""
+        return private_generator(self._model)
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else unwrap_optimizer(self._optimizer).param_groups
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -281,7 +276,7 @@ class ModelDataContext:
         except AttributeError:
             found = None
         if found is None:
-            found = dict(_paths(self._model)).get(f"model.{name}", self._named.get(name))
+            found = dict(self._model.named_parameters(remove_duplicate=False)).get(name, self._named.get(name))
         if found is None:
             near = ", ".join(map(repr, nearest_names(name, self._named)))
             raise NoMatchError(f"No parameter is called {name!r}; nearest: {near or 'there is none at all'}.")
@@ -305,7 +300,7 @@ class ModelDataContext:
             vector = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
         return {name: self._fitting(part.detach(), self._parameter(name)) for name, part in vector.items()}
 
-    def _loss_of(self, what: str) -> Callable[[nn.Module, Any], Tensor]:
+    def _loss_of(self, what: str) -> _Loss:
         if self._loss_fn is None:
             raise GuardError(f"{what}() requires a loss_fn. Next: give the experiment a loss_fn(model, batch).")
         return self._loss_fn
@@ -319,22 +314,57 @@ class ModelDataContext:
     def _collected(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._named.items() if p.grad is not None}
 
-    def _gradients_on(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> None:
-        """Fill ``.grad``, through the scaler where the run has one, so that half precision does not underflow."""
-        Gradients(self._model, self._scaler).of(loss_fn, batch)
-
     def _stepper(self, step: bool) -> Callable[[Any], None]:
         if step and self._train_step is not None:
             return self._train_step
-        loss_fn = self._loss_of("run_training_epoch")
-        gradients = Gradients(self._model, self._scaler)
-        if not step:
-            return lambda batch: gradients.of(loss_fn, batch)
-        return lambda batch: gradients.step(loss_fn, batch, self._optimizer)
+        return partial(self._step if step else self._fill_gradients, self._loss_of("run_training_epoch"))
+
+    def _fill_gradients(self, loss_fn: _Loss, batch: Any) -> None:
+        """Set ``.grad`` to the gradients of ``batch`` alone, unscaled."""
+        scaler = self._backward(loss_fn, batch)
+        scale = None if scaler is None else _torch.scale_of(scaler)
+        if scale is not None:
+            with torch.no_grad():
+                for grad in (p.grad for p in self._model.parameters() if p.grad is not None):
+                    grad.div_(scale.to(grad.device))
+
+    def _step(self, loss_fn: _Loss, batch: Any) -> None:
+        """Make an optimizer step on ``batch``; the scaler leaves it out where gradients are not finite."""
+        scaler = self._backward(loss_fn, batch)
+        if scaler is None:
+            self._optimizer.step()
+        else:
+            scaler.unscale_(self._optimizer)
+            scaler.step(self._optimizer)
+            scaler.update()
+
+    def _backward(self, loss_fn: _Loss, batch: Any) -> Any:
+        """Set ``.grad`` to the gradients of ``batch`` alone, scaled if the run has a scaler; return the scaler."""
+        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        loss = _differentiable(loss_fn(self._model, batch))
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        return scaler
+
+    def _mean_gradients(self, batches: Iterable[Any], step: Callable[[Any], Any]) -> dict[str, Tensor]:
+        """Return the mean over the batches of the gradients after each ``step``."""
+        totals: dict[str, Tensor] = {}
+        num_batches = 0
+        for batch in batches:
+            step(batch)
+            num_batches += 1
+            with torch.no_grad():
+                for name, grad in self._collected().items():
+                    totals[name] = totals[name].add_(grad) if name in totals else grad.clone()
+        if not num_batches:
+            raise GuardError("There was no batch to go through: the loader is empty.")
+        with torch.no_grad():
+            return {name: total.div_(num_batches) for name, total in totals.items()}
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """In training mode, and afterwards in the mode each module was in.
+        """Set the model to training mode, and each module back to its own afterwards.
 
         A model that is training stays as it is: what it has in evaluation mode (frozen normalization) is meant to be.
         """
@@ -350,7 +380,7 @@ class ModelDataContext:
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
-        """With no gradients on the parameters; afterwards they have theirs again, the same objects."""
+        """Take the gradients off the parameters, and put them, the same objects, back afterwards."""
         parked = [(parameter, parameter.grad) for parameter in self._model.parameters()]
         for parameter, _ in parked:
             parameter.grad = None
@@ -361,19 +391,17 @@ class ModelDataContext:
                 parameter.grad = grad
 
 
-def _paths(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(f"model.{name}", parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
-
-
 def _dot(gradient: Tensor, direction: Tensor) -> Tensor:
-    """How fast the loss goes in that direction; of complex numbers, torch's gradient is by both of their parts."""
+    """Return the slope of the loss in a direction; torch's gradient of complex numbers is by both of their parts."""
     return (gradient.conj() * direction).real.sum() if gradient.is_complex() else (gradient * direction).sum()
 
 
-@contextmanager
-def _twice_differentiable() -> Iterator[None]:
-    """Fused attention has no second derivative; the plain one has."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
+def _differentiable(loss: Any) -> Tensor:
+    """Return what a ``loss_fn`` returned; raise if it cannot be differentiated."""
+    if not isinstance(loss, Tensor):
+        raise GuardError(f"loss_fn(model, batch) returns a tensor to differentiate; got {type(loss).__name__}.")
+    if not loss.requires_grad:
+        raise GuardError(
+            "The loss depends on no parameter that requires gradients, so it has none. Next: requires_grad_()."
+        )
+    return loss

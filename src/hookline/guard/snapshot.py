@@ -1,46 +1,53 @@
-"""A run as it was: everything that decides how it goes on.
+"""Save a run in memory, tell what has changed since, and put it back.
 
-Takes the objects of a run, joins what `Structure`, `Tensors` and `RandomStates` keep of them. `Guard` and the
-checkpoints of `ModelDataContext` are made of snapshots.
+`Guard`, `ModelDataContext` and the loops (`PreEpochState`) take snapshots. A `Snapshot` joins what `SnapshotPart`,
+`TensorStates`, `TensorInternals` and `RandomStates` keep of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hookline.errors import GuardError
-from hookline.guard.data_check import BatchHolder
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.guard.run_part import Change, Part
+from hookline.guard.snapshot_part import NOTHING_SAVED, SnapshotPart, StateChange
 from hookline.guard.tensor_copies import Where
-from hookline.guard.tensor_internals import Insides
-from hookline.guard.tensor_states import Tensors
-from hookline.sites import _torch
+from hookline.guard.tensor_internals import TensorInternals, hooks_of, restore_hooks
+from hookline.guard.tensor_states import TensorStates
 from hookline.sites.find import attached
-from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import next_order
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 
-__all__ = ["GRAPH", "Change", "Snapshot", "roots_of", "unrestored"]
+__all__ = ["PreEpochState", "Snapshot", "first_names", "interrupts_deferred", "roots_of", "unrestored_message"]
 
 _LARGE: Final = ("model", "optimizer")
-
-GRAPH: Final = "written with a graph"
+_GRAPH: Final = "written with a graph"
 """Why a tensor cannot be put back: it is a view, or was computed, and has another graph now."""
 _OTHER_MEMORY: Final = "its memory was shrunk, and shown to NumPy, so it has other memory now"
+
+
+@dataclass
+class _Root:
+    """Give a batch, or generators, an attribute, where a walk can begin; equal to a root of the same."""
+
+    _held: Any
 
 
 def roots_of(
     model: Any, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, loader: Any = None
 ) -> dict[str, object]:
-    """The objects that a run hangs on, by what they are called in messages; refuses what has no attributes."""
+    """Return the objects that hold the state of a run, by their names in messages; refuse one without attributes."""
     if not isinstance(model, nn.Module):
         raise GuardError(f"The guard takes a model, that is a torch.nn.Module; got {type(model).__name__}.")
     # Wrappers that are no optimizers themselves may lie around each other, and the walk enters optimizers alone.
@@ -54,110 +61,94 @@ def roots_of(
 
 
 def _roots_of_loader(loader: Any) -> dict[str, object]:
-    """A loader's samplers. Of other iterables only the generators: what else they have may be the data."""
+    """Return a loader and its samplers; of another iterable the generators alone, since the rest may be the data."""
     if not isinstance(loader, DataLoader):
-        return {"loader": _Holder(generators_on(loader))} if hasattr(loader, "__dict__") else {}
-    data = _Holder(generators_of_dataset(loader.dataset))
+        return {"loader": _Root(generators_on(loader))} if hasattr(loader, "__dict__") else {}
+    data = _Root(generators_of_dataset(loader.dataset))
     found = {"loader": loader, "loader.dataset": data, **samplers_of(loader)}
     return {name: part for name, part in found.items() if hasattr(part, "__dict__")}
 
 
-@dataclass
-class _Holder:
-    """Generators of something that is not looked at otherwise; equal to another of the same generators."""
-
-    generators: list[Any]
-
-
 class Snapshot:
-    """What a run was when `take` was called last; the memory for it is used again."""
+    """The state of a run when `take` was last called; later calls use the same memory again."""
 
     def __init__(self, roots: Mapping[str, object], where: Where = "auto") -> None:
         self.roots = roots
-        self._main = Part({name: roots.get(name) for name in _LARGE}, where)
-        self._rest = Part({name: root for name, root in roots.items() if name not in _LARGE}, where)
-        self._gradients = Tensors(where)
-        self._batch = BatchHolder(None)
-        self._data = Part({"batch_data": self._batch}, where)
+        self._main = SnapshotPart({name: roots.get(name) for name in _LARGE}, where)
+        self._rest = SnapshotPart({name: root for name, root in roots.items() if name not in _LARGE}, where)
+        self._batch = _Root(None)
+        self._data = SnapshotPart({"batch_data": self._batch}, where)
+        self._parts = self._main, self._rest, self._data
+        self._gradients = TensorStates(where)
+        self._groups = *(part.tensors for part in self._parts), self._gradients
         self._is_saved = False
         self._random: RandomStates | None = None
-        self._insides: Insides | None = None
+        self._internals: TensorInternals | None = None
         self._owners: list[int] = []
-        """Of those tensors that can have a gradient, the places; of the gradients, the tensors themselves."""
+        """The indices of those tensors that can have a gradient."""
         self._grads: list[Tensor | None] = []
+        """The gradient of each of them, the tensor itself."""
         self._grad_names: list[str] = []
         self._hooks: list[tuple[Tensor, list[Any]]] = []
-        self._order = self._checked = 0
-        """When it was taken, and when it was last looked which hooks were attached since."""
+        self._order = self._checked_order = 0
+        """The order number of hooks when it was taken, and when it last looked for hooks attached since."""
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, gradients not counted."""
-        return self._main.names + self._rest.names + self._data.names
-
-    @property
-    def _parts(self) -> tuple[Part, ...]:
-        return self._main, self._rest, self._data
-
-    @property
-    def _groups(self) -> tuple[Tensors, ...]:
-        return self._main.tensors, self._rest.tensors, self._data.tensors, self._gradients
+        """The names of all tensors without the gradients."""
+        return [name for part in self._parts for name in part.names]
 
     @property
     def nbytes(self) -> int:
-        """How much was copied."""
+        """How many bytes were copied."""
         return sum(group.nbytes for group in self._groups)
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self.roots["model"]
+        assert isinstance(model, nn.Module)
+        return model
 
     @property
     def has_buckets(self) -> bool:
         """Whether gradients may be views of memory that a backward pass writes, though it finds none on a parameter."""
-        model = self.roots["model"]
-        assert isinstance(model, nn.Module)
-        return any(getattr(module, "gradient_as_bucket_view", False) for module in model.modules())
+        return any(getattr(module, "gradient_as_bucket_view", False) for module in self._model.modules())
 
     @property
     def devices(self) -> dict[torch.device, torch.device]:
-        """For each device that has something of the run, where the copies of that are."""
+        """For each device that holds something of the run, the device of its copies."""
         return {device: at for group in self._groups for device, at in group.devices.items()}
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def take(self, which: str = "all", *, gradients: bool = True, random: bool = True, batch: Any = None) -> None:
-        """Save; ``which`` of the tensors to copy, whether the gradients too, whether where random streams stand.
-
-        All of a ``batch`` is copied.
-        """
+        """Save; copy the tensors that ``which`` names, the ``gradients``, ``random`` streams, and all of ``batch``."""
         self._is_saved = False
         with torch.inference_mode(False), torch.no_grad():  # what is made there cannot be written elsewhere
-            again = self._main.take(which)
-            self._rest.take(which, self._main.structure.seen, again=again)
+            is_rebuilt = self._main.take(which)
+            self._rest.take(which, self._main.containers.seen, rebuild=is_rebuilt)
             self._take_gradients(copied=gradients)
             self._take_batch(batch, which)
-        pairs = zip(self._main.structure.tensors, self._main.kinds, strict=True)
-        self._hooks = [_hooks_of(tensor) for tensor, kind in pairs if kind == "parameter"]
-        generators = self._main.structure.generators + self._rest.structure.generators
+        pairs = zip(self._main.containers.tensors, self._main.kinds, strict=True)
+        self._hooks = [hooks_of(tensor) for tensor, kind in pairs if kind == "parameter"]
+        generators = self._main.containers.generators + self._rest.containers.generators
         self._random = RandomStates(generators) if random else None
-        self._order = self._checked = next_order()
-        self._insides = self._insides_now()
+        self._order = self._checked_order = next_order()
+        tensors = [tensor for group in self._groups for tensor in group.tensors]
+        self._internals = TensorInternals(tensors, self.names + self._grad_names, self._model)
         self._is_saved = True
 
-    def _insides_now(self) -> Insides:
-        model = self.roots["model"]
-        assert isinstance(model, nn.Module)
-        tensors = [tensor for group in self._groups for tensor in group.tensors]
-        return Insides(tensors, self.names + self._grad_names, model)
-
     def _take_batch(self, batch: Any, which: str) -> None:
-        """Copy what is in a batch and was not met elsewhere; there is another one at every step."""
+        """Copy the tensors of a batch that were not met elsewhere; there is another batch at every step."""
         is_other = batch is not None or self._batch._held is not None
         self._batch._held = batch
         known: set[int] = set()
         if is_other:
-            known = {id(grad) for grad in self._grads} | self._main.structure.seen | self._rest.structure.seen
-        self._data.take("nothing" if which == "nothing" else "all", known, again=is_other)
+            known = {id(grad) for grad in self._grads} | self._main.containers.seen | self._rest.containers.seen
+        self._data.take("nothing" if which == "nothing" else "all", known, rebuild=is_other)
 
     def _take_gradients(self, *, copied: bool) -> None:
-        tensors, names = self._main.structure.tensors, self._main.names
+        tensors, names = self._main.containers.tensors, self._main.names
         self._owners = [i for i, kind in enumerate(self._main.kinds) if kind != "state" and tensors[i].is_leaf]
         self._grads = [tensors[index].grad for index in self._owners]
         known = {id(tensor) for tensor in tensors}
@@ -168,9 +159,9 @@ class Snapshot:
         }
         grads = [grad for grad, _ in named.values()]
         self._gradients.begin("gradients")
-        if not self._gradients.knows(grads):
+        if not self._gradients.is_about(grads):
             self._grad_names = [name for _, name in named.values()]
-            self._gradients.learn(grads, self._grad_names)
+            self._gradients.assign(grads, self._grad_names)
         self._gradients.take("gradients", tuple(range(len(grads))) if copied else ())
 
     @property
@@ -181,19 +172,19 @@ class Snapshot:
 
     def park_gradients(self) -> None:
         """Take the gradients off the tensors; they come back at `restore`."""
-        for owner, grad in self._pairs():
+        for owner, grad in self._owners_and_grads():
             if grad is not None:
                 owner.grad = None
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        tensors = self._main.structure.tensors
+    def _owners_and_grads(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        tensors = self._main.containers.tensors
         return ((tensors[index], grad) for index, grad in zip(self._owners, self._grads, strict=True))
 
     def forget(self) -> None:
-        """Let go of what was saved, but for the memory, and what is known about a run that has not changed since."""
-        self._is_saved, self._random, self._insides = False, None, None
+        """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
+        self._is_saved, self._random, self._internals = False, None, None
         self._owners, self._grads, self._hooks = [], [], []
-        self._gradients.learn([], [])
+        self._gradients.assign([], [])
         self._main.forget()
         self._rest.forget()
         if self._batch._held is not None:
@@ -202,23 +193,23 @@ class Snapshot:
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
-    def changes(self, *, bytewise: bool = False, random: bool = True) -> list[Change]:
-        """What is not as it was; ``bytewise``: also numbers that were written behind autograd's back."""
+    def changes(self, *, bytewise: bool = False, random: bool = True) -> list[StateChange]:
+        """Return what is not as it was; ``bytewise``: also numbers that were written behind autograd's back."""
         self._check_saved()
         changes = [change for part in self._parts for change in part.changes(bytewise=bytewise)]
         grads = set(self._gradients.look()[0])
         if bytewise:
             grads.update(self._gradients.differing())
-        changes += [Change("gradient", self._grad_names[index]) for index in sorted(grads)]
-        for index, (owner, grad) in zip(self._owners, self._pairs(), strict=True):
+        changes += [StateChange("gradient", self._grad_names[index]) for index in sorted(grads)]
+        for index, (owner, grad) in zip(self._owners, self._owners_and_grads(), strict=True):
             if _grad_of(owner) is not grad:
-                changes.append(Change("other gradient", f"{self._main.names[index]}.grad"))
+                changes.append(StateChange("other gradient", f"{self._main.names[index]}.grad"))
         if random and self._random is not None:
-            changes += [Change("random", name) for name in self._random.changed()]
+            changes += [StateChange("random", name) for name in self._random.changed()]
         return list(dict.fromkeys(changes))
 
     def begin_restore(self) -> None:
-        """Start copying back: nothing else depends on the numbers, and a GPU goes on while the rest is done."""
+        """Start copying back: nothing else depends on the numbers, and a GPU copies while the rest is done."""
         for group in self._groups:
             group.begin_restore()
 
@@ -231,117 +222,165 @@ class Snapshot:
         looked: bool = False,
         own_stream: bool = True,
     ) -> dict[str, str]:
-        """Put everything back; may be done any number of times. Return by name what could not be, and why.
+        """Put everything back, any number of times; return by name what could not be, and why.
 
-        Without ``gradients``, those stay as they are. ``hooks`` of ours that were attached since come off, which cannot
-        be undone: not for a snapshot that the run goes back to only for a while. Without ``versions``, counters go on,
-        where numbers of long ago come back: as many steps as were made since would bring the counters of now again.
-        ``looked``: nothing has happened since `changes` was asked. Without ``own_stream``, the stream of NumPy that
-        only hooks draw from goes on.
+        Args:
+            gradients: Put the gradients back too.
+            hooks: Take off the hooks of hookline that were attached since. That cannot be undone, so do not where the
+                run goes back only for a while.
+            versions: Set autograd's counters back too. Not for numbers of long ago: as many steps as were made since
+                would reach the counters of now again.
+            looked: Nothing has happened since `changes` was called.
+            own_stream: Set back also the stream of NumPy that only hooks draw from.
         """
         self._check_saved()
-        assert self._insides is not None
+        assert self._internals is not None
         if hooks:
-            self._take_new_hooks_off()
+            self._remove_new_hooks()
         with torch.inference_mode(False), torch.no_grad():
-            swapped = self._insides.changed()
-            lost = self._insides.restore(swapped) if swapped else {}
-            self._restore_parts(versions=versions, looked=looked and not swapped, rehook=bool(swapped))
+            swapped = self._internals.changed()
+            lost = self._internals.restore(swapped) if swapped else {}
+            self._restore_parts(versions=versions, looked=looked and not swapped, renew_hooks=bool(swapped))
             if gradients:
                 self._restore_gradients(looked=looked and not swapped)
             moved = [tensor for group in self._groups for tensor in group.moved]
-            lost |= self._insides.mend_accumulators(swapped, moved)
+            lost |= self._internals.repair_accumulators(swapped, moved)
         if self._random is not None:
             self._random.restore(own=own_stream)
-        # What autocast has cast belongs to numbers that may be others now.
-        torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
         named = [(part.tensors, part.names) for part in self._parts]
         for tensors, names in (*named, (self._gradients, self._grad_names)):
-            lost |= dict.fromkeys((names[index] for index in tensors.stuck), GRAPH)
+            lost |= dict.fromkeys((names[index] for index in tensors.stuck), _GRAPH)
             lost |= dict.fromkeys((names[index] for index in tensors.replaced), _OTHER_MEMORY)
         for part in self._parts:
-            lost |= dict.fromkeys(part.structure.lost, "an array that has less memory than it had")
+            lost |= dict.fromkeys(part.containers.lost, "an array that has less memory than it had")
         return lost
 
-    def _restore_parts(self, *, versions: bool, looked: bool, rehook: bool) -> None:
-        parts = self._parts
-        for part in parts:
+    def restore_or_raise(self, who: str, *, gradients: bool, versions: bool = True) -> None:
+        """Put all but hooks back, for a while; raise a `GuardError` of ``who`` did it if something is lost."""
+        with interrupts_deferred():
+            lost = self.restore(gradients=gradients, hooks=False, versions=versions)
+        if lost:
+            raise GuardError(unrestored_message(who, lost))
+
+    def _restore_parts(self, *, versions: bool, looked: bool, renew_hooks: bool) -> None:
+        for part in self._parts:
             part.tensors.restore(looked=looked)
-        for part in parts:
-            part.structure.restore(part.structure.changed())
+        for part in self._parts:
+            part.containers.restore(part.containers.changed())
         for tensor, hooks in self._hooks:
-            _restore_hooks(tensor, hooks, anew=rehook)
-        for part in parts:
-            (part.tensors.restore_versions if versions else part.tensors.move_versions_on)()
+            restore_hooks(tensor, hooks, renew=renew_hooks)
+        for part in self._parts:
+            (part.tensors.restore_versions if versions else part.tensors.advance_versions)()
 
     def _check_saved(self) -> None:
         if not self._is_saved:
-            raise GuardError("Nothing is saved that could be put back. Next: call save() first.")
+            raise GuardError(NOTHING_SAVED)
 
     def _restore_gradients(self, *, looked: bool) -> None:
         self._gradients.restore(looked=looked)
-        for owner, grad in self._pairs():
+        for owner, grad in self._owners_and_grads():
             if _grad_of(owner) is not grad:
                 owner.grad = grad
         self._gradients.restore_versions()
 
-    def _take_new_hooks_off(self) -> None:
-        """Hooks of ours go by their handles, which also clears what we keep about them; also those on no model."""
-        before, self._checked = self._checked, next_order()
-        if self._checked == before + 1:
+    def _remove_new_hooks(self) -> None:
+        """Remove hooks of hookline attached since, also those on no model; their handles clear all that belongs."""
+        before, self._checked_order = self._checked_order, next_order()
+        if self._checked_order == before + 1:
             return  # none was attached anywhere
         for where in (None, self.roots["model"], self.roots.get("optimizer")):
             if where is None or isinstance(where, nn.Module | torch.optim.Optimizer):
                 for handle in attached(where):
-                    _remove_if_since(handle, self._order)
+                    if handle._attachment.order > self._order:
+                        handle.remove(quiet=True)
 
 
-def _remove_if_since(handle: HookHandle, order: int) -> None:
-    if handle._attachment.order > order:
-        handle.remove(quiet=True)
+class PreEpochState:
+    """Keep model, optimizer, scheduler, scaler and random streams as they were before an epoch.
+
+    The loops take one at the beginning of an epoch whose hooks need it, and hand it to `ModelDataContext`.
+
+    Recipe::
+
+        before = PreEpochState.take(model, optimizer)
+        train_one_epoch()
+        before.restore()  # inside an intervention, which is undone again
+        before = PreEpochState.take(model, optimizer, into=before)  # the next epoch, in the same memory
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    @classmethod
+    def take(
+        cls,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        *,
+        loader: Any = None,
+        where: Where = "auto",
+        into: PreEpochState | None = None,
+    ) -> Self:
+        """Save them as they are now; ``into`` an earlier state, whose memory is used again and which is lost."""
+        roots = roots_of(model, optimizer, scheduler, scaler, loader)
+        is_same = into is not None and into._snapshot.roots == roots
+        snapshot = into._snapshot if into is not None and is_same else Snapshot(roots, where)
+        with interrupts_deferred():
+            snapshot.take("all", gradients=False)
+        return cls(snapshot)
+
+    def restore(self) -> None:
+        """Go back to before the epoch; gradients stay as they are."""
+        who = "restore_pre_epoch(): something since"
+        self._snapshot.restore_or_raise(who, gradients=False, versions=False)
+
+    @property
+    def saved_bytes(self) -> int:
+        """How many bytes were copied."""
+        return self._snapshot.nbytes
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Deliver an interrupt (Ctrl-C) that comes inside the block after it (8 µs).
+
+    Only the main thread is sent interrupts, so do nothing in others; nor where a handler was not set from Python, since
+    it could not be set again.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    received: list[FrameType | None] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _grad_of(tensor: Tensor) -> Tensor | None:
     return tensor.grad if tensor.is_leaf else None  # torch warns when it is asked about others
 
 
-# -- hooks of a parameter -----------------------------------------------------------------------------------------
+def first_names(names: Sequence[str]) -> str:
+    """Return the first five of ``names`` for a message, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _hooks_of(tensor: Tensor) -> tuple[Tensor, list[Any]]:
-    hooks = [getattr(tensor, name) for name in _torch.TENSOR_HOOKS]
-    return tensor, [None if held is None else (held, tuple(held.items())) for held in hooks]
-
-
-def _restore_hooks(tensor: Tensor, hooks: Iterable[Any], *, anew: bool) -> None:
-    """Put them back; ``anew``: the insides may be others, which do not know the dictionary yet."""
-    for name, before in zip(_torch.TENSOR_HOOKS, hooks, strict=True):
-        held = getattr(tensor, name)
-        if before is None:
-            if held:
-                held.clear()
-        elif anew or held is not before[0] or tuple(held.items()) != before[1]:
-            before[0].clear()
-            before[0].update(before[1])
-            if anew or held is not before[0]:
-                setattr(tensor, name, before[0])
-
-
-# -- what could not be put back ------------------------------------------------------------------------------------
-
-
-def unrestored(who: str, lost: Mapping[str, str]) -> str:
+def unrestored_message(who: str, lost: Mapping[str, str]) -> str:
     """Return the text of the error about what could not be put back, by name, and why."""
-    written = [name for name, why in lost.items() if why is GRAPH]
-    others = {name: why for name, why in lost.items() if why is not GRAPH}
-    if not others:
+    if all(reason is _GRAPH for reason in lost.values()):
         return (
-            f"{who} has written {', '.join(written)} with a graph, and something still refers to that view, so "
+            f"{who} has written {', '.join(lost)} with a graph, and something still refers to that view, so "
             "the graph stays; all else was put back. Next: write it under torch.no_grad(), or keep nothing computed "
             "from it."
         )
-    named = [f"{name} ({why})" for name, why in lost.items()]
-    shown = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
+    shown = first_names([f"{name} ({reason})" for name, reason in lost.items()])
     return (
         f"{who} has changed what cannot be put back: {shown}; all else was. The run cannot go on as if nothing had "
         "happened. Next: do that to a copy."

@@ -1,8 +1,7 @@
-"""The numbers of many tensors, copied out and back.
+"""Copy the memory of many tensors out and back, in one call per device.
 
-Takes tensors from a snapshot, hands back nothing: `Copies` holds a copy of every piece of memory below them, once,
-however many tensors share it. The copies lie in one buffer per device, which is used again as long as it is large
-enough, and go out and back in one call for all tensors of a device.
+`TensorStates` makes `MemoryCopies`, which hold one copy of every piece of memory, however many tensors share it. The
+copies lie in one buffer per device of a `BufferPool`, which is used again as long as it is large enough.
 """
 
 from __future__ import annotations
@@ -18,36 +17,36 @@ from torch import Tensor
 from hookline.errors import GuardError
 from hookline.sites import _torch
 
-__all__ = ["Copies", "Pool", "Where"]
+__all__ = ["BufferPool", "MemoryCopies", "Where"]
 
 Where: TypeAlias = Literal["auto", "device", "host"]
 
 _ALIGNED: Final = 64
 """Bytes; kernels that copy 16 or 32 at once want their addresses to be a multiple of that."""
 _WIDE: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-_ROOM: Final = 0.9
-"""What share of the free memory of a device the copies may take; the rest is for what the run is going to do."""
+_SHARE: Final = 0.9
+"""The share of a device's free memory that copies may take; the rest is for what the run is going to do."""
 
 
-class Pool:
-    """One buffer for the copies of each device; there to be used again."""
+class BufferPool:
+    """One buffer for the copies of each device."""
 
     def __init__(self, where: Where = "auto") -> None:
         self.where = where
         self._buffers: dict[torch.device, Tensor] = {}
 
-    def room(self, device: torch.device, nbytes: int) -> Tensor:
-        """That many bytes for copies of what is on the device."""
+    def buffer(self, device: torch.device, nbytes: int) -> Tensor:
+        """Return at least ``nbytes`` bytes for copies of what is on ``device``."""
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < nbytes:
             self._buffers.pop(device, None)
-            buffer = None  # let go of before there is a larger one
+            buffer = None  # free it before a larger one is made
             buffer = self._buffers[device] = self._allocate(device, nbytes)
         return buffer
 
     @property
     def devices(self) -> dict[torch.device, torch.device]:
-        """For each device that has something to copy, where the copies are."""
+        """For each device that has something to copy, the device of the copies."""
         return {device: buffer.device for device, buffer in self._buffers.items()}
 
     def _allocate(self, device: torch.device, nbytes: int) -> Tensor:
@@ -70,12 +69,12 @@ def _empty(nbytes: int, device: torch.device, *, pinned: bool = False) -> Tensor
 
 
 def _fits(device: torch.device, nbytes: int) -> bool:
-    """Whether the device has room, counting what torch holds there and does not use."""
+    """Return whether the device has room, counting what torch holds there and does not use."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return nbytes <= _ROOM * (free + unused)
+    return nbytes <= _SHARE * (free + unused)
 
 
 def _no_room(nbytes: int, device: torch.device, remedy: str) -> str:
@@ -90,13 +89,13 @@ class _Piece(NamedTuple):
 
     live: Tensor
     members: list[int]
-    """The numbers of the tensors that lie in it."""
+    """The indices of the tensors that lie in it."""
 
 
-class Copies:
+class MemoryCopies:
     """A copy of the memory of some tensors; they must have memory and not be on the meta device."""
 
-    def __init__(self, tensors: Sequence[Tensor], pool: Pool) -> None:
+    def __init__(self, tensors: Sequence[Tensor], pool: BufferPool) -> None:
         self._pieces = _pieces_of(tensors)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for piece in self._pieces:
@@ -104,44 +103,44 @@ class Copies:
         self.nbytes = sum(piece.live.nbytes for piece in self._pieces)
         self._lists = _buffers_for(groups, pool)
 
-    def out(self) -> None:
-        """Copy from the tensors; nobody waits for pinned memory, since what comes next on the device comes after it."""
+    def save(self) -> None:
+        """Copy from the tensors, without waiting: later work on the device comes after the copy."""
         for live, copies in self._lists:
             _torch.copy_all(copies, live, non_blocking=True)
 
-    def back(self) -> None:
+    def restore(self) -> None:
         """Copy into the tensors; autograd does not notice."""
         for live, copies in self._lists:
             _torch.copy_all(live, copies, non_blocking=True)
 
     def move(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
-        """From now on what lay in one storage lies in another."""
+        """Use the storage ``new`` for what lay in ``old``."""
         for live in (piece.live for piece in self._pieces):
             if live.untyped_storage()._cdata == old._cdata:
                 live.set_(new, live.storage_offset(), live.shape)  # type: ignore[call-overload]
 
     def differing(self) -> set[int]:
-        """The numbers of the tensors of whose memory a byte is not as it was; reads everything."""
+        """Return the indices of the tensors in whose memory a byte is not as it was; reads everything."""
         copied = {id(one): other for live, copies in self._lists for one, other in zip(live, copies, strict=True)}
         differ = [p for p in self._pieces if not torch.equal(p.live, copied[id(p.live)].to(p.live.device))]
-        return {number for piece in differ for number in piece.members}
+        return {index for piece in differ for index in piece.members}
 
 
 def _buffers_for(
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]], pool: Pool
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]], pool: BufferPool
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """For each group its tensors and as many of the same sizes, cut from one buffer per device."""
+    """Return for each group its pieces, and as many of the same sizes cut from one buffer per device."""
     total: dict[torch.device, int] = defaultdict(int)
     for (device, _), pieces in groups.items():
         total[device] += sum(_aligned(piece.nbytes) for piece in pieces)
-    rooms = {device: pool.room(device, nbytes) for device, nbytes in total.items()}
+    buffers = {device: pool.buffer(device, nbytes) for device, nbytes in total.items()}
     begin: dict[torch.device, int] = defaultdict(int)
     lists = []
     for (device, dtype), pieces in groups.items():
         copies = []
         for piece in pieces:
             at = begin[device]
-            copies.append(rooms[device][at : at + piece.nbytes].view(dtype))
+            copies.append(buffers[device][at : at + piece.nbytes].view(dtype))
             begin[device] = at + _aligned(piece.nbytes)
         lists.append((pieces, copies))
     return lists
@@ -152,31 +151,32 @@ def _aligned(nbytes: int) -> int:
 
 
 def _pieces_of(tensors: Sequence[Tensor]) -> list[_Piece]:
-    """The stretches of memory that the tensors lie in, one for each storage."""
+    """Return the stretches of memory that the tensors lie in, one for each storage."""
     found: dict[tuple[torch.device, int], list[tuple[int, torch.UntypedStorage, tuple[int, int]]]] = defaultdict(list)
-    for number, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.numel():
             storage = tensor.untyped_storage()
-            found[tensor.device, storage.data_ptr()].append((number, storage, _span(tensor)))
+            found[tensor.device, storage.data_ptr()].append((index, storage, _span(tensor)))
     pieces = []
     for entries in found.values():
         members, storages, spans = zip(*entries, strict=True)
         # Views of one NumPy array have storages of their own that begin at the same byte: the longest has them all.
         longest = max(storages, key=torch.UntypedStorage.nbytes)
-        pieces.append(_Piece(_as_bytes(longest, spans), list(members)))
+        pieces.append(_Piece(_as_integers(longest, spans), list(members)))
     return pieces
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """From which byte of its storage to which a tensor reaches."""
+    """Return the first byte of its storage that a tensor uses, and the one after the last."""
     first = tensor.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(first * tensor.itemsize), int((last + 1) * tensor.itemsize)
 
 
-def _as_bytes(storage: torch.UntypedStorage, spans: Iterable[tuple[int, int]]) -> Tensor:
-    """A view of a stretch of memory in the widest numbers that fit; a copy then moves them, whatever they mean."""
-    begin, end = (pick(ends) for pick, ends in zip((min, max), zip(*spans, strict=True), strict=True))
+def _as_integers(storage: torch.UntypedStorage, spans: Iterable[tuple[int, int]]) -> Tensor:
+    """Return a view of all ``spans`` of a storage in the widest integers that fit; copies then keep every bit."""
+    begins, ends = zip(*spans, strict=True)
+    begin, end = min(begins), max(ends)
     width, dtype = next((width, dtype) for width, dtype in _WIDE if math.gcd(begin, end) % width == 0)
     with torch.inference_mode(False):
         view = torch.empty(0, dtype=dtype, device=storage.device)

@@ -1,8 +1,8 @@
-"""Which insides a tensor object has, and the nodes by which autograd adds up its gradients.
+"""Restore what a tensor is inside: its C++ object, hooks, and the node by which autograd adds up its gradient.
 
-Asked by `Snapshot`. ``torch.utils.swap_tensors`` gives an object the insides of another and forbids backward passes
-into both; assigning ``.data`` of another shape leaves a node behind that expects gradients of that shape for as long
-as a graph keeps it. Neither shows in numbers or addresses.
+`Snapshot` calls this; it calls `hookline.sites._torch`. ``torch.utils.swap_tensors`` gives a Python object the
+internals of another and forbids backward passes into both; assigning ``.data`` of another shape leaves a node behind
+that expects gradients of that shape for as long as a graph keeps it. Neither shows in numbers or addresses.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookline.sites import _torch
 
-__all__ = ["Insides"]
+__all__ = ["TensorInternals", "hooks_of", "restore_hooks"]
 
 
-class Insides:
-    """The insides of some tensors, as they are when this is made.
+class TensorInternals:
+    """The internals of some tensors, as they are when this is made.
 
-    ``names`` are those of the ``tensors``; ``model`` is asked whether it is data-parallel.
+    ``names`` are those of the ``tensors``; ``model`` may be data-parallel, which hooks their nodes.
     """
 
     def __init__(self, tensors: list[Tensor], names: list[str], model: nn.Module) -> None:
@@ -31,17 +31,17 @@ class Insides:
         self._before = list(map(_torch.identity_of, tensors))
         self._uses = list(map(_torch.use_count, tensors))
         self._classes = list(map(type, tensors))
-        # A plain tensor gets a dictionary by being asked for it; and isinstance takes 2 µs with a Parameter.
+        # To ask a plain tensor for its dictionary makes one; and isinstance takes 2 µs with a Parameter.
         pairs = zip(tensors, self._classes, strict=True)
         self._attributes = [None if cls is Tensor else vars(tensor) for tensor, cls in pairs]
         found = {number: _live_node(tensors[number]) for number, count in enumerate(self._uses) if count > 1}
         self._nodes = {number: node for number, node in found.items() if node is not None}
         """The nodes that graphs of before refer to, 5 µs each; none where no graph is alive."""
-        # Which has hooked nodes, so that there are some.
+        # A data-parallel model has hooked its nodes, so there are some.
         self._is_parallel = bool(self._nodes) and _is_parallel(model)
 
     def changed(self) -> list[int]:
-        """Return the numbers of the tensors that have other insides, attributes or another class now.
+        """Return the numbers of the tensors that have other internals, attributes or another class now.
 
         ``swap_tensors`` exchanges class and attributes first, so that they are other ones where it then refuses.
         """
@@ -57,7 +57,7 @@ class Insides:
         ]
 
     def restore(self, changed: Iterable[int]) -> dict[str, str]:
-        """Give each its own insides again; return the names of those whose insides are gone, and what that means."""
+        """Give each its own internals again; return the names of those that cannot have them, and why."""
         lost: dict[str, str] = {}
         holders = {_torch.identity_of(tensor): tensor for tensor in self._tensors}
         holders |= {self._before[number]: node.variable for number, node in self._nodes.items()}
@@ -68,10 +68,10 @@ class Insides:
             if now == own:
                 continue
             holder = holders.get(own)
-            if holder is not None and _swapped(tensor, holder):
+            if holder is not None and _try_swap(tensor, holder):
                 holders[now], holders[own] = holder, tensor
                 continue
-            # Hooks of autograd sit in the insides. Fresh ones have none; numbers and flags are put back into them.
+            # Hooks of autograd sit in the internals. New ones have none; numbers and flags are put back into them.
             _torch.swap_insides(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if self._uses[number] > 1:
                 lost[self._names[number]] = "swap_tensors() gave its insides, which something refers to, away"
@@ -83,10 +83,10 @@ class Insides:
                 tensor.__dict__ = attributes
         return lost
 
-    def mend_accumulators(self, swapped: Iterable[int], moved: Iterable[Tensor]) -> dict[str, str]:
-        """Have graphs, old and new, find right nodes; return the names of parameters whose gradients would go astray.
+    def repair_accumulators(self, swapped: Iterable[int], moved: Iterable[Tensor]) -> dict[str, str]:
+        """Give old and new graphs the right nodes; return the names of parameters for which that fails, and why.
 
-        Looked at are those that were ``swapped`` or ``moved``, that more refer to than before, or that had a node.
+        Only those can be wrong that were ``swapped`` or ``moved``, that have more references, or that had a node.
         """
         for node in self._nodes.values():
             _torch.allow_accumulator(node)
@@ -96,10 +96,10 @@ class Insides:
         for number, (tensor, count, before) in pairs if suspects or uses != self._uses or self._nodes else ():
             is_suspect = count > before or number in self._nodes or id(tensor) in suspects
             if is_suspect and count > 1 and _can_accumulate(tensor):
-                _mend(tensor)
-        return {} if not self._is_parallel else self._unseen()
+                _repair_accumulator(tensor)
+        return {} if not self._is_parallel else self._with_unhooked_node()
 
-    def _unseen(self) -> dict[str, str]:
+    def _with_unhooked_node(self) -> dict[str, str]:
         """Return the names of parameters that have another node than the one a data-parallel model has hooked."""
         pairs = [(self._names[number], self._tensors[number], node) for number, node in self._nodes.items()]
         names = [name for name, tensor, node in pairs if _torch.accumulator_of(tensor) is not node]
@@ -110,8 +110,8 @@ def _is_parallel(model: nn.Module) -> bool:
     return any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
-def _swapped(tensor: Tensor, holder: Tensor) -> bool:
-    """Exchange the insides of two objects; return False if torch refuses."""
+def _try_swap(tensor: Tensor, holder: Tensor) -> bool:
+    """Exchange the internals of two objects; return False if torch refuses."""
     try:
         _torch.swap_insides(tensor, holder)
     except RuntimeError:
@@ -133,11 +133,31 @@ def _live_node(tensor: Tensor) -> Any:
     return node if _torch.use_count(tensor) == before else None  # one that was made just now is one more
 
 
-def _mend(leaf: Tensor) -> None:
+def _repair_accumulator(leaf: Tensor) -> None:
     if not leaf.requires_grad:
-        _torch.forget_accumulator(leaf)  # made while it did; nobody asks until it does again
+        _torch.forget_accumulator(leaf)  # made while it did; not needed until it does again
         return
     node = _torch.accumulator_of(leaf)
     _torch.allow_accumulator(node)
     if not _torch.is_right_accumulator(node, leaf):
         _torch.forget_accumulator(leaf)
+
+
+def hooks_of(tensor: Tensor) -> tuple[Tensor, list[Any]]:
+    """Return a tensor, and of each kind of its hooks the dictionary with its items."""
+    hooks = [getattr(tensor, name) for name in _torch.TENSOR_HOOKS]
+    return tensor, [None if held is None else (held, tuple(held.items())) for held in hooks]
+
+
+def restore_hooks(tensor: Tensor, hooks: Iterable[Any], *, renew: bool) -> None:
+    """Put the hooks of a tensor back; ``renew``: its internals may be others, which do not know the dictionary yet."""
+    for name, before in zip(_torch.TENSOR_HOOKS, hooks, strict=True):
+        held = getattr(tensor, name)
+        if before is None:
+            if held:
+                held.clear()
+        elif renew or held is not before[0] or tuple(held.items()) != before[1]:
+            before[0].clear()
+            before[0].update(before[1])
+            if renew or held is not before[0]:
+                setattr(tensor, name, before[0])

@@ -1,7 +1,7 @@
-"""The switches of torch that a thread or the process has, and setting them back.
+"""Read the switches of torch that a thread or the process has, and set them back.
 
-`Guard` reads them before an intervention (about 50 µs) and sets back what is otherwise afterwards; an observer that
-moves one is named. They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums.
+`Guard` reads them before an intervention (about 50 µs), sets back those that differ afterwards, and names an observer
+that moves one. They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from hookline.sites import _torch
 
-__all__ = ["Switches"]
+__all__ = ["TorchSwitches"]
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -65,29 +65,29 @@ _SWITCHES: Final[dict[str, _Switch]] = {
     **_torch.CONVERSION_SWITCHES,
     "inference mode": (torch.is_inference_mode_enabled, _leave_inference_mode),
 }
-"""How to ask, how to set."""
+"""How to read each, and how to set it."""
 
 
-class Switches:
-    """The switches as they stand when this is made."""
+class TorchSwitches:
+    """The switches as they are when this is made."""
 
-    __slots__ = ("_before", "stuck")
+    __slots__ = ("_before", "lost")
 
     def __init__(self) -> None:
-        self._before = {name: ask() for name, (ask, _) in _SWITCHES.items()}
-        self.stuck: dict[str, str] = {}
+        self._before = {name: read() for name, (read, _) in _SWITCHES.items()}
+        self.lost: dict[str, str] = {}
         """The switches that `restore` could not set back, and why."""
 
     def changed(self) -> list[str]:
-        """Return the names of the switches that stand otherwise now."""
-        return [name for name, (ask, _) in _SWITCHES.items() if ask() != self._before[name]]
+        """Return the names of the switches that differ now."""
+        return [name for name, (read, _) in _SWITCHES.items() if read() != self._before[name]]
 
     def restore(self) -> list[str]:
-        """Set back what stands otherwise, and return the names."""
+        """Set back the switches that differ, and return their names."""
         changed = self.changed()
         for name in changed:
             try:
                 _SWITCHES[name][1](self._before[name])
             except RuntimeError as error:
-                self.stuck[name] = str(error)
+                self.lost[name] = str(error)
         return changed

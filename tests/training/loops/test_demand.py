@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
-from hookline.guard.pre_epoch import PreEpochState
+from hookline.guard.snapshot import PreEpochState
 from hookline.training.loops.gradient_retention import Gradients
 
 

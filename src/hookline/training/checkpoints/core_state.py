@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.guard.undo import rollback
+from hookline.guard.guard import rollback
 from hookline.training.checkpoints.model_state import ModelState, check_state, load_state, scalars_of, state_of
 from hookline.training.checkpoints.random_streams import set_streams, streams
 from hookline.training.hook_state import copied

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from hookline.errors import OptionError
-from hookline.guard.loaders import again, by_callback, samplers_of
+from hookline.guard.loaders import call_loader_factory, copy_loader, samplers_of
 from hookline.guard.rng import RandomStates
 from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import type_name
@@ -169,7 +169,7 @@ class Blocks:
 
         def grouped(generator: torch.Generator) -> Grouped:
             loader = self.current_loader
-            made = again(loader, generator, shuffle=True) if own is None else by_callback(own, generator)
+            made = copy_loader(loader, generator, shuffle=True) if own is None else call_loader_factory(own, generator)
             return Grouped(made, self.accumulate)
 
         return grouped

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
-from hookline.guard.pre_epoch import PreEpochState
+from hookline.guard.snapshot import PreEpochState
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import caller_stacklevel
 from hookline.sites.wrappers import clean_modules

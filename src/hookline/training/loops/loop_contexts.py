@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookline.errors import GuardError
-from hookline.guard.guard import Guard
-from hookline.guard.loaders import again, private_generator
+from hookline.guard.guard import Guard, rollback
+from hookline.guard.loaders import copy_loader, private_generator
 from hookline.guard.model_context import ModelDataContext
-from hookline.guard.pre_epoch import PreEpochState
-from hookline.guard.undo import rollback
+from hookline.guard.snapshot import PreEpochState
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.run_phase import in_phase
 from hookline.training.loops.extra_state import Attributes, Belongings
@@ -84,7 +83,7 @@ class _LoopModelContext(ModelDataContext):
         blocks = self._blocks
         if step and blocks.accumulate > 1:
             if loader is None or loader is blocks.current_loader:
-                loader = again(blocks.current_loader, private_generator(blocks.model), shuffle=False)
+                loader = copy_loader(blocks.current_loader, private_generator(blocks.model), shuffle=False)
             loader = Grouped(loader, blocks.accumulate)
         return super().run_training_epoch(loader, step)
 
