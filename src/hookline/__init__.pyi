@@ -58,10 +58,10 @@ from hookline.training.loops.epoch_loop import epoch_loop as epoch_loop
 from hookline.training.loops.experiment import Experiment as Experiment
 from hookline.training.loops.step_loop import step_loop as step_loop
 from hookline.training.manager import HookManager as HookManager
-from hookline.training.metric_info import MetricInfo as MetricInfo
-from hookline.training.record_api import record as record
+from hookline.training.metric_output import record as record
 from hookline.training.registry import HookRegistry as HookRegistry
 from hookline.training.training_hook import InterventionHook as InterventionHook
+from hookline.training.training_hook import MetricInfo as MetricInfo
 from hookline.training.training_hook import TrainingHook as TrainingHook
 
 __version__: str

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
-__all__ = ["caller_stacklevel", "nearest_names", "short_repr", "suggest", "type_name"]
+__all__ = ["caller_stacklevel", "did_you_mean", "nearest_names", "short_repr", "suggest", "type_name"]
 
 _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _ALIKE: Final = 0.6
@@ -49,6 +49,11 @@ def suggest(text: object, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``"; did you mean 'name'?"`` for the name most like ``text``, or nothing where none is like it."""
     near = get_close_matches(str(text), list(names), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def did_you_mean(text: object, names: Iterable[str]) -> str:
+    """Return the sentence ``" Did you mean 'name'?"`` for the name most like ``text``, or nothing."""
+    return suggest(text, names).replace("; d", " D")
 
 
 def nearest_names(text: str, names: Iterable[str], n: int = 4) -> list[str]:

@@ -26,7 +26,7 @@ from hookline.observe.watch.watch import watch
 from hookline.sinks.memory_sink import MemorySink
 from hookline.training.choose_hooks import TrackerHook
 from hookline.training.manager import HookManager
-from hookline.training.record_api import record
+from hookline.training.metric_output import record
 from hookline.training.training_hook import TrainingHook
 
 POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT

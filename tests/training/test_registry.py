@@ -13,9 +13,8 @@ from helpers_waiting import PATIENCE
 
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
 from hookline.training.registry import HookRegistry
-from hookline.training.training_hook import DebugInterventionHook, InterventionHook, TrainingHook
+from hookline.training.training_hook import DebugInterventionHook, InterventionHook, MetricInfo, TrainingHook
 
 
 @pytest.fixture(autouse=True)

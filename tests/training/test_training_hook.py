@@ -8,8 +8,8 @@ import torch
 from hookline.errors import HookSignatureError, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.hook_check import check_hook
 from hookline.training.manager import HookManager
+from hookline.training.registry import check_hook
 from hookline.training.training_hook import DebugInterventionHook, InterventionHook, TrainingHook
 
 CTX = RunDataContext(HookPoint.POST_EPOCH, 0)

@@ -18,7 +18,7 @@ from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.select import select
 from hookline.sites.wrappers import clean_modules
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from torch import nn

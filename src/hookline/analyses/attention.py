@@ -23,7 +23,7 @@ from hookline.lifecycle.during import During
 from hookline.lifecycle.points import HookPoint
 from hookline.sites.attach import attach
 from hookline.sites.wrappers import clean_modules
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookline.analyses._shared import Work, cosine
 from hookline.analyses._since_last import SinceLast
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 __all__ = ["ConsecutiveHook"]
 

@@ -25,8 +25,7 @@ from hookline.analyses._interventions import (
 )
 from hookline.analyses._shared import is_bias
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
-from hookline.training.training_hook import LoopPoints
+from hookline.training.training_hook import LoopPoints, MetricInfo
 
 if TYPE_CHECKING:
     from hookline.guard.model_context import ModelDataContext

@@ -26,8 +26,7 @@ from hookline.analyses._interventions import (
 from hookline.analyses._shared import flatten
 from hookline.analyses.counterfactual import COUNTERFACTUAL_POINTS
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
-from hookline.training.training_hook import DebugInterventionHook
+from hookline.training.training_hook import DebugInterventionHook, MetricInfo
 
 if TYPE_CHECKING:
     from hookline.guard.model_context import ModelDataContext

@@ -13,7 +13,7 @@ from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, Tracked, describe
 from hookline.metta.fisher import FisherInformationState
 from hookline.metta.fisher_hook import FisherHook
 from hookline.sites.wrappers import walk
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 __all__ = ["FisherInformationHook"]
 

@@ -19,7 +19,7 @@ from hookline.analyses._parts import Modules, decoder_of, embedding_or_off, hidd
 from hookline.analyses._shared import wide, work_of
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,7 +13,7 @@ from hookline.metta.gradient_flow_state import GradientFlowState
 from hookline.metta.tracker_hooks import GradientFlowHook as _OnLayer
 from hookline.observe.host_values import fetch
 from hookline.sites.wrappers import clean_modules
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 __all__ = ["GradientFlowHook"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hookline.analyses._analysis import EACH_STEP, Analysis, whole_number
 from hookline.analyses._shared import work_of
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

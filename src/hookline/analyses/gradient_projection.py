@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.analyses._analysis import AT_REPORTS, Analysis
 from hookline.analyses._shared import is_bias, norm_of_all, wide, work_of
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

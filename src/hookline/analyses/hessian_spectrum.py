@@ -18,8 +18,7 @@ from hookline.analyses._interventions import bursts, norm, numbers_of, parameter
 from hookline.analyses._shared import flatten
 from hookline.analyses._window import GIB
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
-from hookline.training.training_hook import InterventionHook, LoopPoints
+from hookline.training.training_hook import InterventionHook, LoopPoints, MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

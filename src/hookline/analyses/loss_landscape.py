@@ -15,8 +15,7 @@ from hookline.analyses._interventions import bursts, loss_on_batch, norm, parame
 from hookline.analyses._shared import flatten
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
-from hookline.training.training_hook import InterventionHook, LoopPoints
+from hookline.training.training_hook import InterventionHook, LoopPoints, MetricInfo
 
 if TYPE_CHECKING:
     from hookline.guard.model_context import ModelDataContext

@@ -25,8 +25,7 @@ from hookline.analyses._interventions import (
 from hookline.analyses._shared import flatten
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
-from hookline.training.training_hook import InterventionHook, LoopPoints
+from hookline.training.training_hook import InterventionHook, LoopPoints, MetricInfo
 
 if TYPE_CHECKING:
     from hookline.guard.model_context import ModelDataContext

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hookline.analyses._analysis import EACH_STEP, Analysis
 from hookline.analyses._shared import Work, work_of
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

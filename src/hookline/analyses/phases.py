@@ -13,7 +13,7 @@ from hookline.analyses._parts import embedding_of
 from hookline.analyses._shared import flatten, ratio, work_of
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

@@ -12,7 +12,7 @@ from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, described
 from hookline.metta.gradient_flow_state import ReLUGradientFlowState
 from hookline.metta.tracked_components import UnitOptions
 from hookline.metta.tracker_hooks import ReLUGradientFlowHook as _OnLayer
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 __all__ = ["ReLUGradientFlowHook"]
 

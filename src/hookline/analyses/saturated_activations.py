@@ -10,7 +10,7 @@ from hookline.analyses._tracked import TRAINING, Tracked, described, units_of
 from hookline.metta.saturated import SaturatedActivationState
 from hookline.metta.tracker_hooks import ActivationHook
 from hookline.sites.main_tensor import main_tensor
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 __all__ = ["SaturatedActivationsHook"]
 

@@ -15,7 +15,7 @@ from hookline.analyses._analysis import AT_REPORTS, Analysis
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.observe.watch.watch import Watch, watch
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from torch import nn

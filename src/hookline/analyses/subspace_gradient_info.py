@@ -17,7 +17,7 @@ from hookline.analyses._analysis import AT_REPORTS, Analysis, whole_number
 from hookline.analyses._shared import Work, flatten, wide, work_of
 from hookline.analyses._window import GradientWindow
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

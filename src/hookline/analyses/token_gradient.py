@@ -13,7 +13,7 @@ from hookline.analyses._analysis import AT_REPORTS, Analysis
 from hookline.analyses._parts import embedding_or_off
 from hookline.analyses._shared import wide
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,7 +12,7 @@ from hookline.analyses._analysis import EACH_STEP, Analysis
 from hookline.analyses._series import Series
 from hookline.analyses._shared import figure, work_of
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

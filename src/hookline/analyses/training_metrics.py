@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._shared import figure
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext

@@ -12,7 +12,7 @@ from hookline.analyses._analysis import AT_REPORTS, Analysis
 from hookline.analyses._shared import Work, cosines, is_bias, on_host, wide, work_of
 from hookline.analyses._spectrum import effective_rank
 from hookline.lifecycle.points import HookPoint
-from hookline.training.metric_info import MetricInfo
+from hookline.training.training_hook import MetricInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

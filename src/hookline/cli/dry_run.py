@@ -115,7 +115,7 @@ def memory_rows(manager: Any, experiment: Any) -> list[tuple[str, str, str]]:
 
 
 def _entries(manager: Any) -> list[Any]:
-    return [entry for slot in manager.plan().slots.values() for entry in slot.entries]
+    return [entry for slot in manager.plan().points.values() for entry in slot.hooks]
 
 
 def _bytes(tensors: Any) -> int:

@@ -28,9 +28,8 @@ from hookline.testing.neighbours import Drawing, Shaking, Stirring
 from hookline.testing.run_outcome import Outcome, Trial, differences, kept_streams
 from hookline.testing.small_run import SmallRun, small_experiment
 from hookline.training.checkpoints import checkpoint_file
-from hookline.training.hook_check import make_hook
 from hookline.training.loops.experiment import Experiment
-from hookline.training.registry import HookRegistry
+from hookline.training.registry import HookRegistry, make_hook
 from hookline.training.training_hook import InterventionHook, TrainingHook
 
 __all__ = ["check_hook"]
@@ -126,7 +125,7 @@ class _Checker:
         """All that can be found out in one of the loops."""
         trial = self._trial()
         trial.manager.set_loop_type(loop)
-        if not trial.manager.plan().slots or trial.manager.will_fire(LOOPS[loop]):
+        if not trial.manager.plan().points or trial.manager.will_fire(LOOPS[loop]):
             self.report.skipped[f"{loop} loop"] = "it takes no part there"
             return
         run = SmallRun(loop, self._experiment, self._steps)

@@ -11,7 +11,7 @@ from typing import Any
 from hookline.errors import HooklineError
 from hookline.lifecycle.points import checked_points
 from hookline.testing.check_report import Finding, HookCheck
-from hookline.training import hook_check as check
+from hookline.training import registry as check
 from hookline.training.training_hook import TrainingHook
 
 __all__ = ["check_declaration"]

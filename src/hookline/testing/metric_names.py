@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterable
 
 from hookline.testing.check_report import Finding, HookCheck
-from hookline.training.metric_info import MetricInfo
-from hookline.training.training_hook import TrainingHook
+from hookline.training.training_hook import MetricInfo, TrainingHook
 
 __all__ = ["check_names"]
 

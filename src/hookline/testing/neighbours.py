@@ -14,7 +14,7 @@ import torch
 
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.hook_state import mapped
+from hookline.training.hook_state import map_tensors
 from hookline.training.training_hook import InterventionHook, TrainingHook
 
 __all__ = ["Drawing", "Shaking", "Stirring"]
@@ -57,7 +57,7 @@ class Shaking(TrainingHook):
     def compute(self, ctx: RunDataContext) -> None:
         """Take them, and give them back."""
         there: list[torch.Tensor] = []
-        moved = mapped(self.target.get_state_tensors(), partial(_copied, there))
+        moved = map_tensors(self.target.get_state_tensors(), partial(_copied, there))
         if there:
             self.target.set_state_tensors(moved)
 

@@ -10,12 +10,12 @@ from hookline.training.loops.loop_run import LoopResult as LoopResult
 from hookline.training.loops.step_loop import step_loop as step_loop
 from hookline.training.loops.training_step import StepResult as StepResult
 from hookline.training.manager import HookManager as HookManager
-from hookline.training.metric_info import MetricInfo as MetricInfo
+from hookline.training.metric_output import record as record
 from hookline.training.plan import Plan as Plan
-from hookline.training.record_api import record as record
 from hookline.training.registry import HookRegistry as HookRegistry
 from hookline.training.training_hook import DebugInterventionHook as DebugInterventionHook
 from hookline.training.training_hook import InterventionHook as InterventionHook
+from hookline.training.training_hook import MetricInfo as MetricInfo
 from hookline.training.training_hook import TrainingHook as TrainingHook
 
 __all__: list[str]

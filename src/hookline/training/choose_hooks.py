@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from hookline.errors import HooklineWarning, HookNameError, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import caller_stacklevel, type_name
-from hookline.training.hook_check import check_hook, make_hook
-from hookline.training.registry import HookRegistry
+from hookline.training.registry import HookRegistry, check_hook, make_hook
 from hookline.training.training_hook import TrainingHook
 
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext
 
-__all__ = ["TrackerHook", "choose_hooks", "split_config", "without_what_is_missing"]
+__all__ = ["TrackerHook", "choose_hooks", "find_excluded", "split_config"]
 
 Config = Mapping[str, Mapping[str, Any]]
 
@@ -99,7 +98,7 @@ def _check_config(unused: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:
         )
 
 
-def without_what_is_missing(hooks: Mapping[str, TrainingHook], capabilities: Iterable[str] | None) -> dict[str, str]:
+def find_excluded(hooks: Mapping[str, TrainingHook], capabilities: Iterable[str] | None) -> dict[str, str]:
     """The hooks that require what the run cannot do, and what that is; each is warned of."""
     if capabilities is None:
         return {}

@@ -1,6 +1,6 @@
-"""What hooks return, made fit for sinks: checked at once, brought to the host when it goes out.
+"""Check the metrics that hooks return, and bring their tensors to the host.
 
-Takes dictionaries from hooks, hands plain numbers, strings, lists and dictionaries to sinks.
+`Firing` calls `add_metrics` when a hook returns; `MetricOutput` calls `to_host` before a record goes to the sinks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from hookline.errors import MetricError
 from hookline.messages import type_name
 
-__all__ = ["PLAIN", "checked", "on_host", "settled"]
+__all__ = ["PLAIN", "add_metrics", "snapshot_metric", "to_host"]
 
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
-"""What every sink can write as it is."""
+"""Types that every sink can write as they are."""
 
 
-def checked(hook: str, found: Any, into: dict[str, Any]) -> None:
-    """Add what a hook returned under ``"hook/metric"``; what no sink can write is an error that names it."""
+def add_metrics(hook: str, found: Any, into: dict[str, Any]) -> None:
+    """Add what `hook` returned to `into` as ``"hook/metric"``; raise for a value that no sink can write."""
     if found is None:
         return
     if type(found) is not dict and not isinstance(found, Mapping):
@@ -36,16 +36,16 @@ def checked(hook: str, found: Any, into: dict[str, Any]) -> None:
         {
             f"{hook}/{name}" if type(name) is str else _key(hook, name): value
             if type(value) in PLAIN
-            else settled(value, hook, name)
+            else snapshot_metric(value, hook, name)
             for name, value in found.items()
         }
     )
 
 
-def settled(value: Any, hook: str, name: str) -> Any:
-    """The value as it is now, whatever becomes of the tensor that it is; still on its device.
+def snapshot_metric(value: Any, hook: str, name: str) -> Any:
+    """Return `value` as it is now, with copies of tensors, still on their device.
 
-    ``hook`` is whose it is: a hook's name, or a function (``"record()"``) that was given it.
+    ``hook`` is the name of the hook, or of the function (``"record()"``), that the error names.
     """
     if type(value) in PLAIN:
         return value
@@ -53,13 +53,13 @@ def settled(value: Any, hook: str, name: str) -> Any:
         # A copy: it may be a parameter, a buffer, or a view of one, which the run goes on to change.
         return _checked_tensor(value, hook, name).detach().clone()
     if isinstance(value, Mapping):
-        return {_sub_key(key, hook, name): settled(item, hook, name) for key, item in value.items()}
+        return {_sub_key(key, hook, name): snapshot_metric(item, hook, name) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [settled(item, hook, name) for item in value]
+        return [snapshot_metric(item, hook, name) for item in value]
     if isinstance(value, Real | str):
         return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else str(value)
     if isinstance(value, np.ndarray | np.bool_):
-        return settled(value.tolist(), hook, name)
+        return snapshot_metric(value.tolist(), hook, name)
     raise _unwritable(hook, name, type_name(value))
 
 
@@ -92,8 +92,8 @@ def _sub_key(key: Any, hook: str, name: str) -> str | int | float | bool:
     raise _unwritable(hook, name, f"a dictionary with {type_name(key)} as a key")
 
 
-def on_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without tensors: one transfer per device and dtype, however many there are."""
+def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics with numbers in place of tensors: one transfer per device and dtype."""
     if PLAIN.issuperset(map(type, metrics.values())):
         return dict(metrics)
     waiting: list[Tensor] = []
@@ -117,7 +117,7 @@ def _visit(values: Iterable[Any], take: Callable[[Tensor], None]) -> None:
 
 
 def _filled(value: Any, values: Any) -> Any:
-    """The value with the next read numbers in place of its tensors, in the order of ``_visit``."""
+    """Return `value` with the next of `values` in place of each tensor, in the order of ``_visit``."""
     if isinstance(value, Tensor):
         return next(values)
     if isinstance(value, dict):

@@ -1,17 +1,14 @@
-"""What a manager looks after for its hooks between firings: their tensors, their saved state, reference weights.
+"""Talk to all hooks of a manager: start, reset, save and load them, and keep their tensors on the CPU between firings.
 
-Asked by `HookManager` around each firing and when a run is saved. Tensors come from ``get_state_tensors`` and go to
-``set_state_tensors``; reference weights come from whoever makes the manager (a mapping, a function, the path of a
-file) and go to hooks that declare ``needs_reference_weights``.
+`HookManager` owns a `ManagedHooks`; `FiringEngine` brings the tensors of hooks back before it calls them.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,21 +16,81 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hookline.errors import HooklineWarning
-from hookline.messages import caller_stacklevel
+from hookline.guard.rng import kept_rng
 from hookline.sites.tree import rebuilt_tuple
-from hookline.training.reference_weights import read_weights
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hookline.training.training_hook import TrainingHook
 
-__all__ = ["Offload", "Reference", "copied"]
+__all__ = ["ManagedHooks", "Offload", "copied", "map_tensors"]
 
 _CPU = torch.device("cpu")
 
 
+class ManagedHooks:
+    """All hooks of a manager by name; random numbers that they draw here do not count."""
+
+    def __init__(self, hooks: dict[str, TrainingHook], *, offload_state: bool) -> None:
+        self.by_name = hooks
+        self.offload = Offload() if offload_state else None
+
+    def start(self, model: nn.Module) -> None:
+        """Call ``start`` of every hook: training begins, or goes on."""
+        with kept_rng():
+            for name, hook in self.by_name.items():
+                try:
+                    hook.start(model)
+                except Exception as error:
+                    error.add_note(f"Raised by the hook {name!r} when training began, in start(model).")
+                    raise
+
+    def finish(self) -> None:
+        """Call ``finish`` of every hook, the last first, also when another raises."""
+        with kept_rng(), ExitStack() as stack:
+            for hook in self.by_name.values():
+                stack.callback(hook.finish)
+
+    def set_run_context(self, context: Mapping[str, Any]) -> None:
+        """Call ``set_run_context`` of every hook."""
+        with kept_rng():
+            for hook in self.by_name.values():
+                hook.set_run_context(**context)
+
+    def reset(self, *, firing: bool) -> None:
+        """Call ``reset`` of every hook: another run begins."""
+        with self._on_device(firing):
+            for hook in self.by_name.values():
+                hook.reset()
+
+    def state_dict(self, *, firing: bool) -> dict[str, Any]:
+        """Return copies of the state of every hook, with tensors on the device where a resumed run must find them."""
+        with self._on_device(firing):
+            return {name: copied(hook.state_dict()) for name, hook in self.by_name.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any], *, firing: bool) -> None:
+        """Have each hook that is in `states` go on from there."""
+        with self._on_device(firing):
+            for name, hook in self.by_name.items():
+                if name in states:
+                    hook.load_state_dict(copied(states[name]))
+
+    @contextmanager
+    def _on_device(self, firing: bool) -> Iterator[None]:
+        """Have the tensors of all hooks where the hooks left them; during a firing they stay there."""
+        with kept_rng():
+            if self.offload is not None:
+                self.offload.bring(self.by_name.values())
+            try:
+                yield
+            finally:
+                if self.offload is not None and not firing:
+                    self.offload.send()
+
+
 class Offload:
-    """Where the tensors of each hook belong, while they are on the CPU."""
+    """Move the tensors of hooks to the CPU and back."""
 
     def __init__(self) -> None:
         # The devices are remembered here, not taken from the model: some points are fired without one.
@@ -41,20 +98,19 @@ class Offload:
         self._brought: list[TrainingHook] = []
 
     def bring(self, hooks: Iterable[TrainingHook]) -> None:
-        """Put the tensors of these hooks back where they were."""
+        """Move the tensors of these hooks back to where they were."""
         for hook in hooks:
             self._brought.append(hook)
             homes = self._homes.pop(hook, None)
             if homes is not None:
-                hook.set_state_tensors(mapped(hook.get_state_tensors(), partial(_back, iter(homes))))
+                hook.set_state_tensors(map_tensors(hook.get_state_tensors(), partial(_back, iter(homes))))
 
     def send(self) -> None:
         """Move the tensors of all hooks that were brought to the CPU."""
         while self._brought:
             hook = self._brought.pop()
             homes: list[torch.device] = []
-            tensors = hook.get_state_tensors()
-            moved = mapped(tensors, partial(_away, homes))
+            moved = map_tensors(hook.get_state_tensors(), partial(_away, homes))
             if any(home != _CPU for home in homes):
                 self._homes[hook] = homes
                 hook.set_state_tensors(moved)
@@ -69,73 +125,23 @@ def _back(homes: Iterator[torch.device], tensor: Tensor) -> Tensor:
     return tensor.to(next(homes, tensor.device))
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
-    """The same structure with every tensor changed, and whatever else is no container by ``other``."""
+def map_tensors(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return the same structure with `change` applied to every tensor, and `other` to whatever is no container."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         same = copy.copy(value)  # a defaultdict stays one
-        same.update({key: mapped(item, change, other) for key, item in value.items()})
+        same.update({key: map_tensors(item, change, other) for key, item in value.items()})
         return same
     if isinstance(value, deque):
-        return deque((mapped(item, change, other) for item in value), value.maxlen)
+        return deque((map_tensors(item, change, other) for item in value), value.maxlen)
     if type(value) is list:
-        return [mapped(item, change, other) for item in value]
+        return [map_tensors(item, change, other) for item in value]
     if isinstance(value, tuple):
-        return rebuilt_tuple(value, [mapped(item, change, other) for item in value])
+        return rebuilt_tuple(value, [map_tensors(item, change, other) for item in value])
     return other(value)
 
 
 def copied(value: Any) -> Any:
-    """A copy that what the hook does next does not change; tensors stay on their device, without their graph."""
-    return mapped(value, lambda tensor: tensor.detach().clone(), copy.deepcopy)
-
-
-Source = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | str | os.PathLike[str] | None
-
-
-class Reference:
-    """Reference weights that are looked for once per run.
-
-    A path may have places for what ``set_run_context`` says: ``"runs/{strategy}/final.pt"``.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._found: Mapping[str, Tensor] | None = None
-        self._looked = False
-        self._told = False
-
-    def reset(self) -> None:
-        """Another run begins: look again."""
-        self._found, self._looked = None, False
-
-    def weights(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
-        """The weights, or None if there are none; why not is warned of once."""
-        if not self._looked:
-            self._looked = True
-            try:
-                self._found = self._look(context)
-            except Exception as error:
-                self._tell(error)
-        return self._found
-
-    def _look(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
-        source: Any = self._source
-        if isinstance(source, str | os.PathLike):
-            source = read_weights(os.fspath(source).format(**context))
-        elif callable(source):
-            source = source()
-        if isinstance(source, Mapping) and isinstance(source.get("model"), Mapping):
-            source = source["model"]  # a checkpoint with other things beside
-        return None if source is None else {name.removeprefix("_orig_mod."): value for name, value in source.items()}
-
-    def _tell(self, error: Exception) -> None:
-        if not self._told:
-            self._told = True
-            warnings.warn(
-                f"The reference weights {self._source!r} could not be had ({type(error).__name__}: {error}); hooks "
-                "that need them go without.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
-            )
+    """Return a copy that shares nothing with `value`; tensors stay on their device, without their graph."""
+    return map_tensors(value, lambda tensor: tensor.detach().clone(), copy.deepcopy)

@@ -1,32 +1,30 @@
-"""`HookManager`: the hooks of a run, fired at its moments, and their metrics on their way to sinks.
+"""`HookManager`: fire the hooks of a run at its points, and hand their metrics to sinks.
 
-Takes hooks by name or as objects, contexts from a loop; hands metrics to sinks. The loops of hookline use it, and so
-may any other.
+The loops of hookline call it, and so may a user's own. It has a `Plan`, a `FiringEngine` and a `MetricOutput`.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
-from hookline.errors import HooklineWarning, HookNameError, OptionError
+from hookline.errors import HooklineWarning, HookNameError, LifecycleError, OptionError
 from hookline.guard.rng import kept_rng, restart_hook_stream
 from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
 from hookline.messages import caller_stacklevel
-from hookline.training import record_api as recording
 from hookline.training.checkpoint_profiler import CheckpointProfiler
-from hookline.training.choose_hooks import choose_hooks, split_config, without_what_is_missing
-from hookline.training.dispatcher import Dispatcher
-from hookline.training.firing import ObserverCheck, new_error_policy
-from hookline.training.hook_metrics import settled
-from hookline.training.hook_state import Offload, Reference, copied
-from hookline.training.manager_output import Reporting
-from hookline.training.metric_buffer import Records, fan_out_of
-from hookline.training.plan import Plan, make_plan
+from hookline.training.choose_hooks import choose_hooks, find_excluded, split_config
+from hookline.training.firing import FiringReceipts, receipt_of
+from hookline.training.firing_engine import FiringEngine, parse_moment
+from hookline.training.hook_metrics import snapshot_metric
+from hookline.training.hook_state import ManagedHooks
+from hookline.training.metric_output import MetricOutput, make_fan_out, set_recorder
+from hookline.training.plan import PointHooks, make_plan
+from hookline.training.plan_queries import PlanQueries
 from hookline.training.registry import HookRegistry
 
 if TYPE_CHECKING:
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["HookManager"]
 
 
-class HookManager(Dispatcher, Reporting):
-    """Runs hooks at the moments of a run, and hands their metrics on.
+class HookManager(PlanQueries):
+    """Run hooks at the points of a run, and hand their metrics to sinks.
 
     Recipe::
 
@@ -92,31 +90,28 @@ class HookManager(Dispatcher, Reporting):
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
     ) -> None:
+        super().__init__()
         config, reference_path = split_config(hook_config)
         with kept_rng():  # a hook may begin with a random projection; a run without it must not differ
             self.hooks: dict[str, TrainingHook] = choose_hooks(hook_names, hooks, config)
         """All hooks by name, in the order they were given."""
         self.profiler = CheckpointProfiler(profile_hooks)
-        """How long each hook takes."""
-        self.fired: Counter[str] = Counter()
-        """How often each hook was called."""
-        self._seconds = defaultdict(float)
-        self._flush_every = _checked_interval(flush_every)
-        self.loop_type = self._made_for = loop_type
-        """Which of the ``loop_points`` of hooks hold."""
+        """Times each hook."""
         self.strict = strict
-        self._records = Records(fan_out_of(sinks, log, step_metrics_log))
-        self._errors = new_error_policy(on_error)
-        self._reference = Reference(reference_path if reference_weights is None else reference_weights)
-        self._offload = Offload() if offload_state else None
-        self._check = ObserverCheck() if strict else None
-        self._context: dict[str, Any] = {}
-        self._global_step = -1
-        self._firing = None
-        self._done = ()
-        self._told: set[str] = set()
-        self._referenced: set[str] = set()
+        self._flush_every = _checked_interval(flush_every)
         self._self = weakref.ref(self)
+        self._managed = ManagedHooks(self.hooks, offload_state=offload_state)
+        self._output = MetricOutput(make_fan_out(sinks, log, step_metrics_log))
+        self._engine = FiringEngine(
+            self._output,
+            self.profiler,
+            self._self,
+            on_error=on_error,
+            strict=strict,
+            offload=self._managed.offload,
+            reference=reference_path if reference_weights is None else reference_weights,
+        )
+        self._engine.loop_type = self._made_for = loop_type
         for hook in self.hooks.values():
             hook.manager = self
         self.set_capabilities(capabilities)
@@ -124,148 +119,157 @@ class HookManager(Dispatcher, Reporting):
     # -- the plan ----------------------------------------------------------------------------------------
 
     def set_capabilities(self, capabilities: Iterable[str] | None) -> None:
-        """What the run can do; None is anything."""
-        self._missing = without_what_is_missing(self.hooks, capabilities)
+        """Leave out hooks that require something else than the run can do; None: it can do anything."""
+        self._excluded = find_excluded(self.hooks, capabilities)
         self._make_plan()
 
     def _make_plan(self) -> None:
-        off = dict.fromkeys(sorted(self._errors.disabled), "switched off, as it raised")
+        off = dict.fromkeys(sorted(self._engine.errors.disabled), "switched off, as it raised")
         known = [] if all(not (h.before or h.after) for h in self.hooks.values()) else HookRegistry.known()
-        self._plan = make_plan(self.hooks, self.loop_type, {**self._missing, **off}, known)
+        self._set_plan(make_plan(self.hooks, self.loop_type, {**self._excluded, **off}, known))
         # By name as well, so that `fire("POST_EPOCH", ...)` is the same look-up.
-        self._slots = {point: self._plan.slots.get(point) for point in HookPoint}
-        self._slots |= {point.name: self._plan.slots.get(point) for point in HookPoint}
-        if self._plan.undecided:
-            self._slots.clear()  # so that `fire` finds nothing there, and says why
-        self._at_steps = self._entries_at_steps()
+        self._points: dict[HookPoint | str, PointHooks | None] = {}
+        if not self._plan.undecided:  # else `fire` finds nothing there, and says why
+            for point in HookPoint:
+                self._points[point] = self._points[point.name] = self._plan.points.get(point)
 
-    def plan(self) -> Plan:
-        """Which hook runs at which point, in which order, on which steps, and what it needs; prints as a table."""
-        return self._plan
+    @property
+    def loop_type(self) -> str | None:
+        """The loop whose ``loop_points`` hold: ``"epoch"``, ``"step"``, or None for ``hook_points``."""
+        return self._engine.loop_type
 
     def set_loop_type(self, loop_type: str) -> None:
-        """Tell which loop runs, unless that was said when the manager was made; what the loops of hookline do."""
+        """Say which loop runs, unless the manager was made for one; the loops of hookline do."""
         if self._made_for not in (None, loop_type):
             raise OptionError(
                 f"This manager was made for the {self._made_for} loop (loop_type={self._made_for!r}), and the "
                 f"{loop_type} loop was to use it; leave loop_type= out, or make another manager."
             )
         if loop_type != self.loop_type:
-            self.loop_type = loop_type
+            self._engine.loop_type = loop_type
             self._make_plan()
 
-    def will_fire(self, points: Iterable[HookPoint]) -> tuple[str, ...]:
-        """A sentence for each hook that will never fire if these are all the points there will be."""
-        there = [point for point in HookPoint if point in {HookPoint.of(given) for given in points}]
-        fires = ", ".join(point.name for point in there) or "nothing"
-        return tuple(
-            f"Hook {name!r} will not fire: it waits for {', '.join(names)}, and the run fires {fires}."
-            for name, names in self._plan.silent_without(there).items()
-        )
-
-    # -- steps -------------------------------------------------------------------------------------------
-
-    @property
-    def global_step(self) -> int:
-        """The step that the run is in, counted from 0; -1 before the first."""
-        return self._global_step
+    # -- steps and firings -------------------------------------------------------------------------------
 
     def advance_step(self, epoch: int | None = None) -> int:
-        """A step begins; its number.
+        """Begin a step; return its number.
 
         Args:
             epoch: The epoch that it is in, if there is a ``flush_every``: what is flushed now belongs to it. If left
                 out, to the epoch of the last firing.
         """
         self._global_step += 1
-        if self._flush_every is not None and self._global_step % self._flush_every == 0 and self._records.steps:
-            self._flush_before(epoch)
-        recording.now(self._self)
+        if self._flush_every is not None and self._global_step % self._flush_every == 0 and self._output.steps:
+            before = self._global_step - 1
+            if self.loop_type == "step":
+                epoch = before
+            self._flush(self._output.position or 0 if epoch is None else epoch, before)
+        set_recorder(self._self)
         return self._global_step
 
-    def take_record(self, name: str, value: Any) -> None:
-        """What ``hookline.record`` calls."""
-        if self._firing is None or not self._firing.take_record(name, value):
-            self._records.steps.add(
-                HookPoint.POST_STEP, max(self._global_step, 0), {name: settled(value, "record()", name)}
+    def fire(
+        self,
+        point: HookPoint | str | RunDataContext,
+        run_ctx: RunDataContext | Callable[[], RunDataContext] | None = None,
+        model_ctx: Any = None,
+        *,
+        epoch: int | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Run the hooks that are due at a point; return their metrics, by ``"hook/metric"``.
+
+        Recipe::
+
+            manager.fire(HookPoint.POST_STEP, epoch=epoch, model=model, loss=loss)
+            manager.fire(RunDataContext(HookPoint.POST_STEP, epoch, model=model, loss=loss))
+            manager.fire(HookPoint.SNAPSHOT, run_ctx, model_ctx)  # the point twice: the two have to agree
+
+        Args:
+            point: The point; or a context alone, which has it: ``fire(run_ctx, model_ctx)``.
+            run_ctx: What hooks are shown; or a function that makes it, which is called only if a hook is due. If left
+                out: a `RunDataContext` of ``epoch`` and ``fields``, made only if a hook is due.
+            model_ctx: What interventions work with, or a function that makes it, called only if one is due.
+            epoch: The epoch. Beside a ``run_ctx`` it spares making that just to look up the epoch, where hooks have
+                windows.
+            fields: What else the context has: ``model=``, ``loss=``, ``step=``, …
+        """
+        if run_ctx is None or fields or isinstance(point, RunDataContext):
+            point, run_ctx, model_ctx = parse_moment(point, run_ctx, model_ctx, epoch, fields)
+        try:
+            hooks = self._points[point]
+        except (KeyError, TypeError):
+            hooks = self._find_point(HookPoint.of(point))
+        if hooks is None or self._global_step < hooks.next_due:
+            return {}
+        try:
+            return self._engine.fire(hooks, run_ctx, model_ctx, epoch, self._global_step)
+        finally:
+            off = self._engine.errors.disabled
+            if off and not off <= self._plan.left_out.keys():
+                self._make_plan()
+
+    def _find_point(self, point: HookPoint) -> PointHooks | None:
+        if self._plan.undecided:
+            raise LifecycleError(
+                f"Hook {self._plan.undecided[0]!r} has loop_points and no hook_points, so it has to be known which "
+                'loop runs; say HookManager(..., loop_type="epoch"), or "step", or give it hook_points.'
             )
+        return self._points[point]
+
+    def take_record(self, name: str, value: Any) -> None:
+        """Add a metric to the hook that runs now, or to the current step; ``hookline.record`` calls this."""
+        firing = self._engine.current
+        if firing is None or not firing.take_record(name, value):
+            metrics = {name: snapshot_metric(value, "record()", name)}
+            self._output.steps.add(HookPoint.POST_STEP, max(self._global_step, 0), metrics)
 
     # -- runs --------------------------------------------------------------------------------------------
 
     def get_hook(self, name: str) -> TrainingHook:
-        """A hook by its name."""
+        """Return a hook by its name."""
         if name not in self.hooks:
             raise HookNameError(f"Unknown hook: {name!r}. Available: {', '.join(self.hooks) or 'none'}.")
         return self.hooks[name]
 
     def start(self, model: nn.Module) -> None:
-        """Tell every hook that training begins, or goes on; what the loops of hookline do."""
-        with kept_rng():
-            for name, hook in self.hooks.items():
-                try:
-                    hook.start(model)
-                except Exception as error:
-                    error.add_note(f"Raised by the hook {name!r} when training began, in start(model).")
-                    raise
+        """Tell every hook that training begins, or goes on; the loops of hookline do."""
+        self._managed.start(model)
 
     def finish(self) -> None:
-        """Tell every hook that training is over; what the loops of hookline do, whatever ended it."""
-        with kept_rng(), ExitStack() as stack:  # one that raises does not keep the others from being told
-            for hook in self.hooks.values():
-                stack.callback(hook.finish)
+        """Tell every hook that training is over; the loops of hookline do, however it ended."""
+        self._managed.finish()
 
     def reset_all(self) -> None:
-        """Another run begins: steps count from 0, buffers are empty, every hook is reset."""
+        """Begin another run: steps count from 0, buffers are empty, every hook is reset."""
         restart_hook_stream()
-        self._step_is(-1)
-        self._records.clear()
-        self._done = ()
-        self._reference.reset()
-        self._referenced.clear()
-        with self._hooks_at_home():
-            for hook in self.hooks.values():
-                hook.reset()
+        self._set_step(-1)
+        self._output.clear()
+        self._engine.reset()
+        self._managed.reset(firing=self._engine.current is not None)
 
     def set_run_context(self, **context: Any) -> None:
         """Tell hooks and sinks which run this is: ``strategy=``, ``output_dir=``, ``experiment_name=``, …"""
-        self._context |= context
-        with kept_rng():
-            for hook in self.hooks.values():
-                hook.set_run_context(**context)
-        self._records.set_run_context(context)
+        self._engine.run_context |= context
+        self._managed.set_run_context(context)
+        self._output.set_run_context(context)
 
-    def _step_is(self, step: int) -> None:
+    def _set_step(self, step: int) -> None:
         self._global_step = step
-        for slot in self._plan.slots.values():
-            slot.wakes = -2  # what was worked out from a later step does not hold
+        for hooks in self._plan.points.values():
+            hooks.next_due = -2  # it was worked out from a later step
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know: the step, what is buffered, and the state of every hook."""
-        with self._hooks_at_home():  # copies, with tensors where they belong: a resumed run must find them there
-            hooks = {name: copied(hook.state_dict()) for name, hook in self.hooks.items()}
+        """Return what a resumed run has to know: the step, what is buffered, and the state of every hook."""
         return {
             "global_step": self._global_step,
-            "hooks": hooks,
-            "step_metrics": self._records.steps.state_dict(),
-            "disabled": sorted(self._errors.disabled),
-            "sinks": self._records.out.state_dict(),
+            "hooks": self._managed.state_dict(firing=self._engine.current is not None),
+            "step_metrics": self._output.steps.state_dict(),
+            "disabled": sorted(self._engine.errors.disabled),
+            "sinks": self.fan_out.state_dict(),
         }
 
-    @contextmanager
-    def _hooks_at_home(self) -> Iterator[None]:
-        """For talking to all hooks: their tensors are where they left them, and what they draw does not count."""
-        hooks = self.hooks.values()
-        with kept_rng():
-            if self._offload is not None:
-                self._offload.bring(hooks)
-            try:
-                yield
-            finally:
-                if self._offload is not None and self._firing is None:  # a hook that runs may ask for the state
-                    self._offload.send()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave. Hooks that were not there then begin anew."""
+        """Go on from what ``state_dict`` returned. Hooks that it does not have begin anew."""
         missing = [key for key in ("global_step", "hooks", "step_metrics") if key not in state]
         if missing:
             raise OptionError(
@@ -273,19 +277,98 @@ class HookManager(Dispatcher, Reporting):
             )
         unknown = [name for name in state["hooks"] if name not in self.hooks]
         if unknown:
-            _warn(f"The state of hooks that are not here is passed over: {', '.join(map(repr, unknown))}.")
-        with self._hooks_at_home():
-            for name, hook in self.hooks.items():
-                if name in state["hooks"]:
-                    hook.load_state_dict(copied(state["hooks"][name]))
-        self._records.steps.load_state_dict(state["step_metrics"])
-        self._records.out.load_state_dict(state.get("sinks", {}))
-        self._records.out.tell()
-        self._errors.disabled = set(state.get("disabled", ())) & set(self.hooks)
+            text = f"The state of hooks that are not here is passed over: {', '.join(map(repr, unknown))}."
+            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+        self._managed.load_state_dict(state["hooks"], firing=self._engine.current is not None)
+        self._output.steps.load_state_dict(state["step_metrics"])
+        self.fan_out.load_state_dict(state.get("sinks", {}))
+        self.fan_out.tell()
+        self._engine.errors.disabled = set(state.get("disabled", ())) & set(self.hooks)
         self._make_plan()
-        self._step_is(state["global_step"])
+        self._set_step(state["global_step"])
         if self._global_step >= 0:  # a run that goes on before its next step may evaluate, and record
-            recording.now(self._self)
+            set_recorder(self._self)
+
+    # -- metrics and sinks -------------------------------------------------------------------------------
+
+    def flush_step_metrics(self, epoch: int) -> dict[str, Any]:
+        """Hand the metrics of all steps since the last time to the sinks, as lists; PRE_STEP first, then POST_STEP."""
+        return self._flush(epoch, self._global_step)
+
+    def _flush(self, position: int, step: int) -> dict[str, Any]:
+        flushed = self._output.flush_steps(position, step)
+        self.fan_out.tell()
+        return flushed
+
+    def emit_metrics(self, metrics: Mapping[str, Any], step: int, point: HookPoint) -> None:
+        """Hand metrics of the loop's own to the sinks."""
+        self._output.emit(metrics, step, HookPoint.of(point), self._global_step)
+
+    def get_last_metrics(self, point: HookPoint | None = None) -> dict[str, Any]:
+        """Return what the hooks at a point returned last; during a firing there, what they returned so far.
+
+        Args:
+            point: None is the point that is firing; outside of a firing, the one that fired last.
+        """
+        return self._output.last(None if point is None else HookPoint.of(point), self._engine.current)
+
+    @property
+    def fired(self) -> Counter[str]:
+        """How often each hook was called."""
+        return self._engine.calls
+
+    @property
+    def receipts(self) -> FiringReceipts:
+        """What each hook of the last firing did: what it touched, what was put back, how long it took; as a table."""
+        return FiringReceipts(receipt_of(*done) for done in self._engine.done)
+
+    @property
+    def hook_errors(self) -> dict[str, int]:
+        """How often each hook has raised."""
+        return dict(self._engine.errors.counts)
+
+    @property
+    def sink_errors(self) -> dict[str, int]:
+        """How often each sink has failed."""
+        return dict(self.fan_out.errors)
+
+    @property
+    def fan_out(self) -> FanOut:
+        """The log and the sinks."""
+        return self._output.fan_out
+
+    def costs(self) -> dict[str, dict[str, float]]:
+        """Return how often each hook was called and how long that took: ``count``, ``total_ms``, ``mean_ms``.
+
+        By the clock of the host: work that a hook has left to a device is in ``manager.profiler`` alone.
+        """
+        total = {name: self._engine.seconds[name] * 1e3 for name in self.fired}
+        return {
+            name: {"count": count, "total_ms": total[name], "mean_ms": total[name] / count}
+            for name, count in self.fired.items()
+        }
+
+    def flush_sinks(self) -> None:
+        """Write what is buffered, and have every sink write what it holds back: the run is over."""
+        self._output.flush_rest(self._global_step)
+        self.fan_out.flush()
+        self.fan_out.tell()
+
+    def close(self) -> None:
+        """Write what is buffered, and close sinks and log; may be called again."""
+        self._output.flush_rest(self._global_step)
+        self.fan_out.close()
+        self.fan_out.tell()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except HooklineWarning:  # where warnings are errors; what ended the block is what the user has to see
+            if kind is None:
+                raise
 
     def __repr__(self) -> str:
         names = ", ".join(self.hooks) or "none"
@@ -300,7 +383,3 @@ def _checked_interval(steps: int | None) -> int | None:
     if steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1):
         return steps
     raise OptionError(f"flush_every= is a number of steps, 1 or more, or None; got {steps!r}.")
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())

@@ -1,31 +1,79 @@
-"""Reference weights out of a file: of a run of hookline, of safetensors, of torch.
+"""Find reference weights: a mapping, the result of a function, or a file of hookline, safetensors or torch.
 
-Takes a path from a user or from `HookManager`, hands back tensors by parameter, on the CPU. A checkpoint of hookline
-holds numbered tensors, and in its metadata a tree in JSON that says what each is; only the model's are read.
+`FiringEngine` asks `ReferenceWeights` for hooks that declare ``needs_reference_weights``; users call `read_weights`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from hookline.errors import CheckpointError
+from hookline.errors import CheckpointError, HooklineWarning
+from hookline.messages import caller_stacklevel
 
-__all__ = ["read_weights"]
+__all__ = ["ReferenceWeights", "read_weights"]
 
 _KEY: Final = "hookline.checkpoint"
 _WAY: Final = ("core", "model", "tensors")
 """Where the weights are in the tree of a checkpoint."""
 
+Source = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | str | os.PathLike[str] | None
+
+
+class ReferenceWeights:
+    """Look for reference weights once per run.
+
+    A path may have fields for what ``set_run_context`` says: ``"runs/{strategy}/final.pt"``.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._found: Mapping[str, Tensor] | None = None
+        self._looked = self._warned = False
+
+    def reset(self) -> None:
+        """Look again: another run begins."""
+        self._found, self._looked = None, False
+
+    def get(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
+        """Return the weights, or None if there are none; warn once of the reason."""
+        if not self._looked:
+            self._looked = True
+            try:
+                self._found = self._look(context)
+            except Exception as error:
+                self._warn(error)
+        return self._found
+
+    def _look(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
+        source: Any = self._source
+        if isinstance(source, str | os.PathLike):
+            source = read_weights(os.fspath(source).format(**context))
+        elif callable(source):
+            source = source()
+        source = _model_of(source)
+        return None if source is None else {name.removeprefix("_orig_mod."): value for name, value in source.items()}
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The reference weights {self._source!r} could not be had ({type(error).__name__}: {error}); hooks "
+                "that need them go without.",
+                HooklineWarning,
+                stacklevel=caller_stacklevel(),
+            )
+
 
 def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """The weights in a file; of a folder with checkpoints, or of a run's folder, those of the newest.
+    """Return the weights in a file, on the CPU; of a run's folder or its checkpoints, those of the newest.
 
     Recipe::
 
@@ -36,9 +84,8 @@ def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
     if path.is_dir():
         path = _newest(path)
     if path.suffix != ".safetensors":
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        inner = found.get("model")  # a checkpoint with other things beside
-        return inner if isinstance(inner, Mapping) else found
+        found: Mapping[str, Tensor] = _model_of(torch.load(path, map_location="cpu", weights_only=True))
+        return found
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
@@ -49,6 +96,12 @@ def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
         return {name: file.get_tensor(number) for name, number in _numbers(text, path).items()}
 
 
+def _model_of(found: Any) -> Any:
+    """Return the weights inside a checkpoint that has other things beside them, or `found` itself."""
+    inner = found.get("model") if isinstance(found, Mapping) else None
+    return inner if isinstance(inner, Mapping) else found
+
+
 def _newest(folder: Path) -> Path:
     found = sorted([*folder.glob("*.safetensors"), *folder.glob("checkpoints/*.safetensors")], key=lambda p: p.name)
     if not found:
@@ -57,7 +110,7 @@ def _newest(folder: Path) -> Path:
 
 
 def _numbers(text: str, path: Path) -> dict[str, str]:
-    """The number of each weight. In the tree a dictionary is ["dict", {…}], and a tensor ["tensor", number, …]."""
+    """Return the number of each weight's tensor in the tree: ["dict", {…}] holds them as ["tensor", number, …]."""
     try:
         node: Any = json.loads(text)
         for key in _WAY:

@@ -7,27 +7,25 @@ them to `HookManager` and to listings. Classes are kept; a hook is made when it 
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, Final, TypeVar, overload
 
-from hookline.errors import HooklineWarning, HookNameError, HookSignatureError
+from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
 from hookline.lifecycle.points import HookPoint, checked_points
-from hookline.messages import caller_stacklevel
-from hookline.training.hook_check import check_hook, make_hook
-from hookline.training.training_hook import InterventionHook, TrainingHook
+from hookline.messages import caller_stacklevel, did_you_mean
+from hookline.specs.copy_config import own_copy
+from hookline.training.training_hook import InterventionHook, MetricInfo, TrainingHook
 
-if TYPE_CHECKING:
-    from hookline.training.metric_info import MetricInfo
-
-__all__ = ["HookRegistry", "register_built_ins"]
+__all__ = ["HookRegistry", "check_hook", "make_hook", "register_built_ins"]
 
 _Class = TypeVar("_Class", bound=type[TrainingHook])
-_GROUP = "hookline.hooks"
-_BUILT_INS = "hookline.analyses"
+_GROUP: Final = "hookline.hooks"
+_BUILT_INS: Final = "hookline.analyses"
+_SCOPES: Final = ("reads", "grads", "trains")
 
 
 class _ShownByNames(type):
@@ -256,8 +254,7 @@ class HookRegistry(metaclass=_ShownByNames):
             raise HookNameError(f"The hook {name!r} cannot be loaded ({cls._broken[name]}).")
         else:
             known = cls.known()
-            near = get_close_matches(str(name), known, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
+            meant = did_you_mean(name, known)
             raise HookNameError(f"Unknown hook: {name!r}.{meant} Available: {', '.join(known) or 'none'}.")
 
     @classmethod
@@ -304,6 +301,68 @@ def register_built_ins() -> None:
     """Register the analyses that come with hookline, by path, so that training does not import them."""
     for name, path in importlib.import_module(_BUILT_INS).BUILT_IN.items():
         HookRegistry.register_path(name, path)
+
+
+# -- checking and making -----------------------------------------------------------------------------------------
+
+
+def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
+    """That ``compute`` and ``intervene`` are there and take what they will be given."""
+    cls = hook if isinstance(hook, type) else type(hook)
+    is_intervention = issubclass(cls, InterventionHook)
+    if not is_intervention and cls.compute is TrainingHook.compute:
+        raise HookSignatureError(f"{cls.__name__} has to say what it observes: define compute(self, ctx).")
+    if is_intervention and cls.intervene is InterventionHook.intervene:  # type: ignore[attr-defined]
+        raise HookSignatureError(f"{cls.__name__} has to say what it does: define intervene(self, run_ctx, model_ctx).")
+    if cls.get_state_tensors is not TrainingHook.get_state_tensors and not _takes_state_back(cls):
+        raise HookSignatureError(
+            f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would go on "
+            "without: define set_state_tensors(self, tensors)."
+        )
+    _check_call(cls, "compute", ("ctx",))
+    if is_intervention:
+        _check_call(cls, "intervene", ("run_ctx", "model_ctx"))
+        if getattr(hook, "scope", None) not in _SCOPES:
+            raise OptionError(
+                f"scope of hook {hook.name!r} is one of {', '.join(map(repr, _SCOPES))}; got {hook.scope!r}."  # type: ignore[union-attr]
+            )
+
+
+def _takes_state_back(cls: type[TrainingHook]) -> bool:
+    return (
+        cls.set_state_tensors is not TrainingHook.set_state_tensors
+        or cls.load_state_dict is not TrainingHook.load_state_dict
+    )
+
+
+def _check_call(cls: type[TrainingHook], method: str, arguments: tuple[str, ...]) -> None:
+    function = inspect.getattr_static(cls, method)
+    if not inspect.isfunction(function):
+        return  # a static or class method, a partial: whoever does that knows what it takes
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, *arguments)
+    except TypeError as error:
+        wanted = f"{method}(self, {', '.join(arguments)})"
+        raise HookSignatureError(f"{cls.__name__}.{method}{signature} cannot be called as {wanted}: {error}.") from None
+
+
+def make_hook(cls: type[TrainingHook], options: Mapping[str, Any]) -> TrainingHook:
+    """Make a hook of class `cls` with a copy of `options`; an argument it does not take is an error that names it."""
+    options = own_copy(dict(options))
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):  # pragma: no cover  (a class whose metaclass hides it)
+        return cls(**options)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [name for name in options if name not in names]
+    if unknown and not takes_any:
+        raise OptionError(
+            f"Hook {cls.name!r} takes no {', '.join(map(repr, unknown))}; it takes "
+            f"{', '.join(names) or 'no arguments'}."
+        )
+    return cls(**options)
 
 
 register_built_ins()

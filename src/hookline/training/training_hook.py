@@ -8,6 +8,7 @@ it likes: everything is put back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -16,9 +17,8 @@ if TYPE_CHECKING:
     from hookline.lifecycle.points import HookPoint
     from hookline.lifecycle.run_context import RunDataContext
     from hookline.lifecycle.schedule import StepSchedule
-    from hookline.training.metric_info import MetricInfo
 
-__all__ = ["DebugInterventionHook", "InterventionHook", "LoopPoints", "Scope", "TrainingHook", "Window"]
+__all__ = ["DebugInterventionHook", "InterventionHook", "LoopPoints", "MetricInfo", "Scope", "TrainingHook", "Window"]
 
 Window = tuple[int | None, int | None]
 """First and last epoch (in the step loop: step) at which a hook fires, both included; None is open."""
@@ -26,6 +26,27 @@ LoopPoints = Mapping[str, Iterable["HookPoint"] | Mapping["HookPoint", Window]]
 """For each type of loop (``"epoch"``, ``"step"``) the points of a hook, with windows if it is a mapping."""
 Scope = Literal["reads", "grads", "trains"]
 """What an intervention may change, see `hookline.guard`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricInfo:
+    """One metric of a hook, in words, for lists and pages.
+
+    Recipe: ``MetricInfo("total_norm", "length of the whole gradient", formula="‖g‖")`` in ``describe_metrics``.
+    """
+
+    name: str
+    """As the hook returns it, without the hook's name."""
+    description: str = ""
+    """What it measures."""
+    formula: str = ""
+    """How it is computed."""
+    sign_info: str = ""
+    """What a high, low or negative value says."""
+    label: str = ""
+    """What to write beside a curve of it."""
+    keys: str = ""
+    """What the keys stand for, if the metric is a dictionary with numbers for keys: ``frequency``, ``class``."""
 
 
 class TrainingHook:

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import hookline as hl
 from hookline.errors import ResumeError
-from hookline.training import record_api as recording
+from hookline.training import metric_output as recording
 from hookline.training.checkpoints.checkpoints import Checkpoints
 
 BATCHES = 5
@@ -444,7 +444,7 @@ def test_modules_may_record_in_an_evaluation_that_a_resumed_run_begins_with(tmp_
         return sink
 
     go_on(press=True)
-    recording.now(None)  # as in another process
+    recording.set_recorder(None)  # as in another process
     assert "seen" in go_on(press=False).latest
 
 

@@ -1,0 +1,244 @@
+"""Fire a point: pick the hooks that are due, make their contexts, run them, hand their metrics on.
+
+`HookManager.fire` calls the engine; the engine runs a `Firing` and hands its metrics to `MetricOutput`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.error_policy import ErrorPolicy
+from hookline.errors import GuardError, LifecycleError, OptionError
+from hookline.guard.rng import kept_rng
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
+from hookline.messages import nearest_names, type_name
+from hookline.training.firing import Done, Firing, ObserverCheck, handle_hook_error
+from hookline.training.metric_output import set_recorder
+from hookline.training.reference_weights import ReferenceWeights
+
+if TYPE_CHECKING:
+    import weakref
+
+    from hookline.training.checkpoint_profiler import CheckpointProfiler
+    from hookline.training.hook_state import Offload
+    from hookline.training.metric_output import MetricOutput
+    from hookline.training.plan import PlannedHook, PointHooks
+
+__all__ = ["FiringEngine", "parse_moment"]
+
+_FIELDS: Final = [
+    field.name for field in dataclasses.fields(RunDataContext) if field.name not in ("hook_point", "epoch")
+]
+_CONSEQUENCES: Final = {"warn": "stays on and the run goes on", "disable": "is switched off and the run goes on"}
+
+
+class FiringEngine:
+    """Run hooks at points, count their calls and errors."""
+
+    def __init__(
+        self,
+        output: MetricOutput,
+        profiler: CheckpointProfiler,
+        recorder: weakref.ref[Any],
+        *,
+        on_error: str,
+        strict: bool,
+        offload: Offload | None,
+        reference: Any,
+    ) -> None:
+        self.loop_type: str | None = None
+        """``"epoch"`` or ``"step"``; None: not known."""
+        # A hook that breaks what it declared may have changed the run: going on would hide it.
+        logger = logging.getLogger("hookline.training.firing")
+        self.errors = ErrorPolicy(on_error, logger, _CONSEQUENCES, always_raise=(GuardError,))
+        self.calls: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.current: Firing | None = None
+        """The firing under way."""
+        self.done: Sequence[Done] = ()
+        """The hooks that the last firing called."""
+        self.reference = ReferenceWeights(reference)
+        self.run_context: dict[str, Any] = {}
+        """What ``set_run_context`` said; the path of the reference weights may name it."""
+        self._output = output
+        self._profiler = profiler
+        self._recorder = recorder
+        self._offload = offload
+        self._check = ObserverCheck() if strict else None
+        self._has_reference: set[str] = set()
+        self._warned: set[str] = set()
+
+    def reset(self) -> None:
+        """Forget the last run."""
+        self.done = ()
+        self.reference.reset()
+        self._has_reference.clear()
+
+    def fire(
+        self, hooks: PointHooks, run_ctx: Any, model_ctx: Any, epoch: int | None, global_step: int
+    ) -> dict[str, Any]:
+        """Run the hooks that are due at a point; return their metrics."""
+        due = hooks.due(global_step)
+        if due and hooks.is_windowed:
+            now = self._window_number(None, epoch, global_step)
+            if now is None:
+                run_ctx = self._make_context(hooks, run_ctx)
+                now = self._window_number(run_ctx, epoch, global_step)
+            due = tuple([planned for planned in due if planned.is_open_at(now)])
+        if not due:
+            return {}
+        ctx = self._make_context(hooks, run_ctx)
+        step = global_step if global_step >= 0 else (ctx.step or 0)
+        firing = Firing(hooks, ctx, step, self._profiler, self.errors, self._check)
+        outer = self.current
+        if outer is not None:
+            _check_nested(outer, firing, due)
+        self.current = firing
+        recorder = set_recorder(self._recorder)
+        try:
+            self._run(firing, hooks, due, model_ctx)
+        except BaseException:
+            self._finish(firing, outer, global_step)
+            raise
+        finally:
+            set_recorder(recorder)
+        metrics = self._finish(firing, outer, global_step)
+        self.errors.warn_pending()
+        self._output.fan_out.tell()
+        return dict(metrics)
+
+    def _make_context(self, hooks: PointHooks, run_ctx: Any) -> RunDataContext:
+        ctx = _call_if_function(run_ctx)
+        if not isinstance(ctx, RunDataContext):
+            raise OptionError(f"fire() takes a RunDataContext, or a function that makes one; got {type_name(ctx)}.")
+        if ctx.hook_point is not hooks.point and HookPoint.of(ctx.hook_point) is not hooks.point:
+            raise OptionError(
+                f"fire({hooks.point.name}, ...) was given a context of {HookPoint.of(ctx.hook_point).name}, so hooks "
+                "would be told two things; make the context for the point that is fired."
+            )
+        if ctx.profiler is None:
+            vars(ctx)["profiler"] = self._profiler  # so that hooks may time sections in any loop
+        return ctx
+
+    def _run(self, firing: Firing, hooks: PointHooks, due: tuple[PlannedHook, ...], model_ctx: Any) -> None:
+        if self._offload is not None:
+            self._offload.bring(planned.hook for planned in due)
+        if hooks.needs_reference:
+            due = tuple(planned for planned in due if self._give_reference(planned))
+        observers, interventions = hooks.split(due)
+        if interventions or self._check is not None:
+            model_ctx = _call_if_function(model_ctx)
+        if interventions and model_ctx is None:
+            self._warn_skipped(interventions)
+            interventions = ()
+        elif interventions and getattr(model_ctx, "guard", None) is None:
+            raise OptionError(f"fire() takes a ModelDataContext as model_ctx=; got {type_name(model_ctx)}.")
+        firing.run(observers, interventions, model_ctx)
+
+    def _finish(self, firing: Firing, outer: Firing | None, global_step: int) -> dict[str, Any]:
+        """Hand the metrics on, however the firing has ended."""
+        self.current = outer
+        self.done = firing.done  # not the firing itself: its context holds a batch, perhaps gradients
+        for planned, seconds, _, _ in firing.done:
+            self.calls[planned.name] += 1
+            self.seconds[planned.name] += seconds
+        if self._offload is not None and outer is None:
+            self._offload.send()
+        return self._output.take(firing, self._position(firing.ctx), global_step)
+
+    def _give_reference(self, planned: PlannedHook) -> bool:
+        """Give a hook the reference weights it needs; return whether it may run."""
+        if not planned.hook.needs_reference_weights or planned.name in self._has_reference:
+            return True
+        try:
+            with kept_rng():
+                weights = self.reference.get(self.run_context)
+                if weights is not None:
+                    planned.hook.set_reference_weights(weights)
+        except BaseException as error:
+            if not handle_hook_error(self.errors, error, planned):
+                raise
+            return False
+        self._has_reference.add(planned.name)
+        return True
+
+    def _warn_skipped(self, hooks: tuple[PlannedHook, ...]) -> None:
+        # Once: what is missing at one firing is missing at all of them.
+        names = [planned.name for planned in hooks if planned.name not in self._warned]
+        self._warned.update(names)
+        if names:
+            self.errors.warn_later(
+                f"no model_ctx: {names}",
+                f"Interventions that are due at {hooks[0].point.name} and do not run, as fire() was given no "
+                f"model_ctx: {', '.join(map(repr, names))}. Hand over a ModelDataContext, or a function that makes "
+                "one.",
+            )
+
+    def _window_number(self, ctx: RunDataContext | None, epoch: int | None, global_step: int) -> int | None:
+        """Return what windows are compared with: the epoch; in other loops than the epoch loop, the step."""
+        if self.loop_type != "epoch" and global_step >= 0:
+            return global_step
+        if ctx is None:
+            return epoch if self.loop_type == "epoch" else None
+        return self._position(ctx)
+
+    def _position(self, ctx: RunDataContext) -> int:
+        """Return where metrics belong: the epoch; in other loops than the epoch loop, the step."""
+        return ctx.epoch if self.loop_type in (None, "epoch") or ctx.step is None else ctx.step
+
+
+def _check_nested(outer: Firing, firing: Firing, due: tuple[PlannedHook, ...]) -> None:
+    """Refuse a firing from another thread, and an intervention inside another, which share one saved state."""
+    if outer.thread != firing.thread:
+        raise LifecycleError(
+            f"{firing.point.name} was fired while another thread is firing {outer.point.name}; a manager fires one "
+            "point at a time. Fire from one thread, or give each its own manager."
+        )
+    inner = next((planned.name for planned in due if planned.intervenes), None)
+    if inner is not None and outer.current is not None and outer.current.intervenes:
+        raise LifecycleError(
+            f"The intervention {outer.current.name!r} fires {firing.point.name}, at which {inner!r} intervenes; "
+            "interventions cannot run inside of one another. Train in it by model_ctx.run_training_epoch()."
+        )
+
+
+def parse_moment(
+    point: Any, run_ctx: Any, model_ctx: Any, epoch: int | None, fields: dict[str, Any]
+) -> tuple[HookPoint, Any, Any]:
+    """Return point, context and model context of a ``fire()`` that names the point once: by a context, or by fields."""
+    if isinstance(point, RunDataContext):
+        if fields or isinstance(run_ctx, RunDataContext) or (run_ctx is not None and model_ctx is not None):
+            raise OptionError(
+                f"fire() was given a context of {HookPoint.of(point.hook_point).name} and more than a model_ctx beside "
+                "it; write fire(run_ctx), fire(run_ctx, model_ctx), or fire(point, run_ctx, model_ctx)."
+            )
+        return HookPoint.of(point.hook_point), point, model_ctx if run_ctx is None else run_ctx
+    point = HookPoint.of(point)
+    if run_ctx is not None:
+        raise OptionError(
+            f"fire({point.name}, ...) was given a context and fields of one beside it ({', '.join(fields)}); put them "
+            "into the context, or leave the context out."
+        )
+    unknown = [name for name in fields if name not in _FIELDS]
+    if unknown:
+        near = nearest_names(unknown[0], _FIELDS)
+        raise OptionError(
+            f"fire({point.name}, ...): a RunDataContext has no field {unknown[0]!r}"
+            f"{f'; nearest: {near[0]!r}' if near else ''}. It has {', '.join(_FIELDS)}."
+        )
+    if epoch is None:
+        raise OptionError(
+            f"fire({point.name}, ...) was given no context, so it has to be told what hooks are shown, the epoch at "
+            f"least: fire({point.name}, epoch=epoch, model=model)."
+        )
+    return point, partial(RunDataContext, point, epoch, **fields), model_ctx
+
+
+def _call_if_function(given: Any) -> Any:
+    return given() if callable(given) else given
