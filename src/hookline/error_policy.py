@@ -63,7 +63,8 @@ class ErrorPolicy:
         self._consequences = consequences
         self._always_raise = always_raise
         self._lock = threading.Lock()
-        self._pending: list[str] = []
+        self.pending: list[str] = []
+        """Warnings that wait for `warn_pending`."""
         self._warned: set[str] = set()
 
     def can_continue(self, error: BaseException) -> bool:
@@ -96,13 +97,13 @@ class ErrorPolicy:
             if about in self._warned:
                 return False
             self._warned.add(about)
-            self._pending.append(sentence)
+            self.pending.append(sentence)
             return True
 
     def warn_pending(self) -> None:
         """Warn of what `warn_later` kept; a warning may raise, so call it when nothing else is under way."""
-        while self._pending:
-            warnings.warn(self._pending.pop(0), HooklineWarning, stacklevel=caller_stacklevel())
+        while self.pending:
+            warnings.warn(self.pending.pop(0), HooklineWarning, stacklevel=caller_stacklevel())
 
 
 def error_text(error: BaseException) -> str:

@@ -109,7 +109,8 @@ class FiringEngine:
         finally:
             set_recorder(recorder)
         metrics = self._finish(firing, outer, global_step)
-        self.errors.warn_pending()
+        if self.errors.pending:
+            self.errors.warn_pending()
         self._output.fan_out.tell()
         return dict(metrics)
 
