@@ -26,7 +26,7 @@ from report import console_line
 from subject import Setting
 
 from hookline.sglang.model_runner import ModelRunner
-from hookline.specs.resolve import resolve_callable
+from hookline.specs.hook_spec import resolve_callable
 
 __all__ = ["serving"]
 

@@ -16,8 +16,7 @@ import hookline as hl
 from hookline.errors import NoMatchError
 from hookline.sglang.model_runner import ModelRunner
 from hookline.sglang.server_args import ServerArgs
-from hookline.specs.hook_spec import register_hooks
-from hookline.specs.resolve import resolve_callable
+from hookline.specs.hook_spec import register_hooks, resolve_callable
 
 LOGGER = "hookline.specs.hook_spec"
 

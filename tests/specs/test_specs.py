@@ -10,9 +10,8 @@ from helpers_training import differences, plain_step, train
 from torch import nn
 
 import hookline as hl
-from hookline.specs.apply_specs import find_for
+from hookline.specs.apply_specs import close_hooks, find_sites, hooks_of
 from hookline.specs.hook_spec import HookSpec, register_hooks
-from hookline.specs.spec_hooks import close_hooks, hooks_of
 
 
 def small() -> nn.Sequential:
@@ -243,8 +242,8 @@ def test_where_it_would_go_can_be_asked():
         (HookSpec(target_modules=["2"], on="param_grad"), ["2.0.weight", "2.0.bias"]),
         (HookSpec(target_modules=["torch.nn.functional.gelu"], on="function_forward"), ["torch.nn.functional.gelu"]),
     ]:
-        assert find_for(model, spec).names == names
-    assert find_for(model, HookSpec(target_modules=["layers.*"])) is None
+        assert find_sites(model, spec).names == names
+    assert find_sites(model, HookSpec(target_modules=["layers.*"])) is None
     hl.assert_no_hooks(model, foreign=True)
 
 

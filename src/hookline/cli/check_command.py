@@ -172,10 +172,10 @@ def _matches(model: Any, spec: HookSpec, warnings: _Warnings) -> str:
         return "(not enabled)"
     if model is None:
         return "(no --model given)"
-    from hookline.specs.apply_specs import find_for
+    from hookline.specs.apply_specs import find_sites
 
     try:
-        places = find_for(model, spec)
+        places = find_sites(model, spec)
     except HooklineError as error:  # what cannot be hooked there, whatever its name
         raise ConfigError(f"Hook {spec.name!r}: {error}") from error
     if places is None:
@@ -183,6 +183,6 @@ def _matches(model: Any, spec: HookSpec, warnings: _Warnings) -> str:
         warnings.add(f"hook {spec.name!r} would go nowhere: nothing matches {patterns}.")
         return "nothing"
     for pattern in spec.target_modules:
-        if find_for(model, replace(spec, target_modules=(pattern,), exclude=None)) is None:
+        if find_sites(model, replace(spec, target_modules=(pattern,), exclude=None)) is None:
             warnings.add(f"hook {spec.name!r}: nothing matches {pattern!r}.")
     return ", ".join(name or "(the model)" for name in places.names)

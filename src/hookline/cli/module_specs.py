@@ -60,7 +60,7 @@ def check_specs(specs: Sequence[Any], path: Path, mistakes: Mistakes) -> None:
 
 def wrong_factory(spec: Mapping[str, Any]) -> str:
     """Why the factory of a spec cannot be had; empty if it can, or if nothing would be made of the spec."""
-    from hookline.specs.resolve import resolve_callable
+    from hookline.specs.hook_spec import resolve_callable
 
     path = spec.get("hook_factory")
     if path is None or spec.get("enabled") is False:

@@ -76,8 +76,8 @@ class Made:
             if not specs:
                 yield
                 return
+            from hookline.specs.apply_specs import close_hooks, hooks_of
             from hookline.specs.hook_spec import register_hooks
-            from hookline.specs.spec_hooks import close_hooks, hooks_of
 
             handles = register_hooks(self.experiment.model, specs)
             try:

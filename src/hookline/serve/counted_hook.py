@@ -17,8 +17,8 @@ from hookline.error_policy import ErrorPolicy
 from hookline.errors import OptionError
 from hookline.sites.handle import HookHandle
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
+from hookline.specs.apply_specs import ErrorHandlingHook, call_factory
 from hookline.specs.hook_spec import HookSpec
-from hookline.specs.spec_hooks import ErrorHandlingHook, hook_made_by
 
 __all__ = ["CountedHook", "Factory", "innermost"]
 
@@ -98,7 +98,7 @@ class Factory:
 
     def __call__(self, config: dict[str, Any]) -> CountedHook | None:
         spec = self.spec
-        self.hook = hook_made_by(spec.hook_factory, config, self._allow)
+        self.hook = call_factory(spec.hook_factory, config, self._allow)
         if self.hook is None:
             return None
         kind, subject = spec.kind

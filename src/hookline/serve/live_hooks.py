@@ -19,8 +19,8 @@ from hookline.errors import EngineClosed, HookNameError, OptionError
 from hookline.serve.counted_hook import CountedHook, Factory, innermost
 from hookline.serve.generation.batch_forward import is_compiled
 from hookline.sites.handle import HookHandle
+from hookline.specs.apply_specs import close_hook
 from hookline.specs.hook_spec import HookSpec, register_hooks
-from hookline.specs.spec_hooks import close_hook
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,7 +1,7 @@
-"""A loaded model with the hooks that its server's settings ask for.
+"""Attach the hooks that the settings of a server ask for to its model, and keep their handles.
 
-Takes a model and `ServerArgs`, hands specs to `register_hooks` and keeps the handles. The line it logs is that of the
-system that these settings come from, word for word. Needs neither pydantic nor the packages of ``hookline[serve]``.
+Servers call `ModelRunner`, which calls `register_hooks`. The line it logs is SGLang's, word for word. Imports neither
+pydantic nor the packages of ``hookline[serve]``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.sglang.server_args import ServerArgs
 from hookline.sites.handle import HandleSet, HookHandle
+from hookline.specs.apply_specs import close_hooks, hooks_of
 from hookline.specs.hook_spec import HookSpec, register_hooks
-from hookline.specs.spec_hooks import close_hooks, hooks_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Holds a model, and attaches hooks to it from data.
+    """Hold a model, and attach hooks to it from data.
 
     Recipe::
 
@@ -48,8 +48,8 @@ class ModelRunner:
         self.model = model
         self.server_args = ServerArgs.from_dict(server_args) if isinstance(server_args, Mapping) else server_args
         self.hook_handles = HandleSet()
-        """What it has attached, in that order; ``remove()`` takes everything off. What is off by then, and has nothing
-        to write, is no longer among them once more is attached."""
+        """The handles of what it has attached, in that order; ``remove()`` takes everything off. The next attachment
+        drops the handles of hooks that are off and have nothing to write."""
         self._is_initialized = False
         self._closed: WeakSet[RemovableHandle] = WeakSet()
         self._lock = RLock()
@@ -88,19 +88,19 @@ class ModelRunner:
         """
         handles = register_hooks(self.model, hook_specs, strict=strict, allow=allow)
         with self._lock:
-            kept = [handle for handle in self.hook_handles if not self._is_done_with(handle)]
-            self.hook_handles._handles = [*kept, *handles]  # whole: somebody may be going through the old one
+            kept = [handle for handle in self.hook_handles if not self._is_finished(handle)]
+            self.hook_handles._handles = [*kept, *handles]  # a new list: another thread may iterate over the old one
         return handles
 
     def close(self) -> None:
-        """Take all hooks off, and have those that can, ``close()``: write what they still have. May be repeated."""
+        """Take all hooks off and call ``close()`` of those that have one. May be repeated."""
         handles = list(self.hook_handles)
         self.hook_handles.remove()
         close_hooks(hooks_of(handles))
         self._closed.update(handles)
 
-    def _is_done_with(self, handle: RemovableHandle) -> bool:
-        """Whether its hook is off, with nothing left to write: a server that runs for weeks attaches many."""
+    def _is_finished(self, handle: RemovableHandle) -> bool:
+        """Return whether its hook is off, with nothing left to write: a server that runs for weeks attaches many."""
         if not isinstance(handle, HookHandle) or not handle.removed:
             return False
         return handle in self._closed or not any(callable(getattr(hook, "close", None)) for hook in hooks_of([handle]))
@@ -110,7 +110,7 @@ class ModelRunner:
 
 
 def _as_args(given: Any) -> ServerArgs:
-    """The three settings that matter here, of whatever object has them."""
+    """Return the three settings about hooks of `given`, any object that has them."""
     if isinstance(given, ServerArgs):
         return given
     return ServerArgs(

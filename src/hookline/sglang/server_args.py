@@ -1,7 +1,7 @@
-"""What a server is started with, as far as hooks go: whether there are any, and which.
+"""Hold the settings of a server: which hooks it attaches, and everything else as it is.
 
-Written by hand or read from a file; `ModelRunner` asks it for the specs to attach. Everything else that the settings of
-a server have is kept as it is. Needs torch, pydantic and the packages of ``hookline[serve]`` as little as the hooks do.
+Made by hand or from a file; `ModelRunner` and ``hookline serve`` take the specs from it. Imports neither torch nor
+pydantic nor the packages of ``hookline[serve]``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import argparse
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from hookline.errors import OptionError
-from hookline.messages import type_name
+from hookline.messages import suggest, type_name
 from hookline.specs.copy_config import own_copy
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ _OWN: Final = ("enable_hooks", "hooks", "forward_hooks")
 
 
 class ServerArgs:
-    """The settings of a server: its hooks on modules, and whatever else it has.
+    """Hold the settings of a server: its hooks on modules, and all others.
 
     Recipe::
 
@@ -71,11 +70,13 @@ class ServerArgs:
         self.forward_hooks = _listed("forward_hooks", forward_hooks)
         self.others = others
         """The settings that are not about hooks, by name."""
-        _tell_of_slips(others)
+        for key in others:
+            if meant := suggest(key, _OWN, cutoff=0.85):
+                logger.warning("server_args has %r, which is not about hooks%s", key, meant)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The settings that a JSON object has; keys that are not about hooks are kept."""
+        """Return the settings in a JSON object; keys that are not about hooks are kept."""
         if not isinstance(values, Mapping):
             raise OptionError(f"The settings of a server are an object with keys, got {type_name(values)}.")
         given = {str(key): value for key, value in values.items()}
@@ -85,7 +86,7 @@ class ServerArgs:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read them from JSON (comments allowed), YAML or TOML; a mistake in a spec is told with its path and line."""
+        """Read them from JSON (comments allowed), YAML or TOML; an error about a spec has its path and line."""
         from hookline.config.read_settings import read_document
         from hookline.config.spec_files import server_settings
 
@@ -153,11 +154,3 @@ def _json_list(text: str) -> list[Any]:
     if not isinstance(value, list):
         raise argparse.ArgumentTypeError(f"Invalid JSON list: {text}. Please provide a valid JSON list.")
     return value
-
-
-def _tell_of_slips(others: Iterable[str]) -> None:
-    """A key that is kept for the server, and looks as if hooks were meant."""
-    for key in others:
-        near = get_close_matches(key, _OWN, n=1, cutoff=0.85)
-        if near:
-            logger.warning("server_args has %r, which is not about hooks; did you mean %r?", key, near[0])

@@ -2,6 +2,6 @@
 
 from hookline.specs.hook_spec import HookSpec as HookSpec
 from hookline.specs.hook_spec import register_hooks as register_hooks
-from hookline.specs.resolve import resolve_callable as resolve_callable
+from hookline.specs.hook_spec import resolve_callable as resolve_callable
 
 __all__: list[str]

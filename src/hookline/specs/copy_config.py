@@ -1,6 +1,6 @@
-"""Copy a configuration, so that whoever is handed it can write into it and change nobody else's.
+"""Copy a configuration, so that the receiver can write into it without changing the original.
 
-Called wherever a configuration is taken in or handed out: specs, factories, hooks over time, files. Imports no torch.
+Specs, factories, lifecycle hooks and files call it wherever a configuration comes in or goes out. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def own_copy(value: T) -> T:
 
     Recipe: ``own_copy({"layers": [1, 2], "weights": tensor})`` has a list of its own and the same tensor.
 
-    Containers of other classes count as objects: what copying them means is theirs to say. Two keys that share a list
-    have one each afterwards, as in JSON. A container that holds itself becomes one that does.
+    Containers of other classes are not copied. Two keys that share a list have one each afterwards, as in JSON. A
+    container that holds itself becomes one that does.
     """
     try:
         return _copied(value, {})  # type: ignore[no-any-return]

@@ -1,18 +1,20 @@
-"""Hooks as data: which modules, which factory, with what configuration.
+"""Describe a hook as data: which modules, which factory, which configuration; and find the code that a path names.
 
-Written by hand, or read from JSON, YAML or TOML; `register_hooks` turns specs into attached hooks. Imports no torch,
-so that configuration can be checked without it.
+Users, files of settings and servers make a `HookSpec` or call `register_hooks`, which calls `apply_specs`. This module
+imports no torch, so configuration can be checked without it.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, overload
 
-from hookline.errors import HooklineError, KindError, OptionError
-from hookline.messages import short_repr
+from hookline.error_policy import ON_ERROR
+from hookline.errors import HooklineError, KindError, NotAllowedError, OptionError
+from hookline.messages import short_repr, suggest
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 from hookline.specs.copy_config import own_copy
 
@@ -21,27 +23,27 @@ if TYPE_CHECKING:
 
     from hookline.sites.handle import HandleSet
 
-__all__ = ["Fault", "HookSpec", "register_hooks"]
+__all__ = ["FIELD_RULES", "Fault", "HookSpec", "register_hooks", "resolve_callable"]
 
-_ON_ERROR: Final = ("raise", "warn", "disable")
 _ON_FUNCTION: Final = "function_"
+_SEES: Final = ("edited", "raw")
 
 
 class _Configuration:
-    """The field `HookSpec.config`: copied when it is set and whenever it is read, so that nobody can write into it."""
+    """The field `HookSpec.config`: copy it when it is set and whenever it is read, so that no caller can change it."""
 
     def __get__(self, spec: HookSpec | None, owner: type[HookSpec]) -> Mapping[str, Any]:
-        # Asked of the class, this is the default of the field.
+        # Without a spec, `dataclass` asks for the default of the field.
         return None if spec is None else own_copy(vars(spec)["_config"])  # type: ignore[return-value]
 
     def __set__(self, spec: HookSpec, value: Mapping[str, Any] | None) -> None:
-        _check_mapping("config", value)
+        _check("config", value)
         vars(spec)["_config"] = own_copy(dict(value or {}))
 
 
 @dataclass(frozen=True)
 class HookSpec:
-    """One hook, described: what a factory makes of a configuration, on all modules that match.
+    """Describe one hook: a factory and its configuration, and the modules that the hook goes to.
 
     Recipe::
 
@@ -80,7 +82,7 @@ class HookSpec:
     logs it and switches the hook off."""
 
     def __post_init__(self) -> None:
-        for name in _CHECKS:
+        for name in FIELD_RULES:
             _check(name, getattr(self, name))
         self.check_options()
         put = object.__setattr__  # it is frozen
@@ -89,7 +91,7 @@ class HookSpec:
         put(self, "exclude", _patterns(self.exclude) or None)
 
     def check_options(self) -> None:
-        """Raise for an option that means nothing, or does not go with the others."""
+        """Raise for an option that does not go with the others."""
         kind, _ = self.kind
         if self.sees == "raw" and not self.observe:
             raise OptionError("sees='raw' is for observers: add observe=True, or leave sees out.")
@@ -99,12 +101,12 @@ class HookSpec:
 
     @property
     def kind(self) -> tuple[Kind, SiteType]:
-        """The kind of hook, and whether it is one of modules or of functions."""
-        return _kind(self.on)
+        """Return the kind of hook, and whether its sites are modules or functions."""
+        return _parse_kind(self.on)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The spec that a JSON object describes; a key that no spec has is an error, one with null is left out."""
+        """Return the spec that a JSON object describes; an unknown key is an error, a key with null is left out."""
         found = cls.faults(data)
         if found:
             raise found[0].error
@@ -112,12 +114,20 @@ class HookSpec:
 
     @classmethod
     def faults(cls, data: Any) -> list[Fault]:
-        """All that is wrong with a JSON object that is to be a spec; nothing is made of it."""
+        """Return everything that is wrong with `data` as a spec, without making one."""
         if not isinstance(data, Mapping):
             text = f"A hook spec is an object with target_modules and hook_factory, got {short_repr(data)}."
             return [Fault((), OptionError(text))]
         known = [each.name for each in fields(cls)]
-        found = [Fault((key,), _unknown(key, known), is_unknown=True) for key in data if key not in known]
+        found = [
+            Fault(
+                (key,),
+                OptionError(f"A hook spec has no {key!r}{suggest(key, known) or '.'} It takes {', '.join(known)}."),
+                is_unknown=True,
+            )
+            for key in data
+            if key not in known
+        ]
         given = {key: data[key] for key in known if data.get(key) is not None}
         for name, value in given.items():
             try:
@@ -133,10 +143,10 @@ class HookSpec:
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong with a spec."""
+    """Hold one thing that is wrong with a spec."""
 
     keys: tuple[Any, ...]
-    """What leads to it; nothing if it is the spec as a whole."""
+    """The keys that lead to it; none if it is the spec as a whole."""
     error: HooklineError
     is_unknown: bool = False
     """Whether it is a key that no spec has."""
@@ -149,7 +159,7 @@ def register_hooks(
     strict: bool = False,
     allow: Iterable[str] | None = None,
 ) -> HandleSet:
-    """Attach the hooks that specs describe, all of them or, if that fails, none.
+    """Attach the hooks that `hook_specs` describe, all of them or, if that fails, none.
 
     Recipe::
 
@@ -191,55 +201,31 @@ def register_hooks(
     return apply_specs(model, list(hook_specs), strict=strict, allow=allow)
 
 
-# -- one field after the other -------------------------------------------------------------------------------
+# -- what each field may be -----------------------------------------------------------------------------------
 
 
-def _check(name: str, value: Any) -> None:
-    """Raise if a field cannot have that value."""
-    _CHECKS[name](name, value)
+class FieldRule(NamedTuple):
+    """Say what a field of a spec may be: `check` in Python, `schema` in JSON Schema, `words` in an error."""
+
+    words: str
+    check: Callable[[Any], object]
+    """Returns whether the value fits; may raise a more exact error itself."""
+    schema: dict[str, Any]
+    is_needed: bool = False
+    """Whether an editor asks for it; a spec without it is attached nowhere."""
 
 
-def _check_text(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, str):
-        raise OptionError(f"{name} is a string, got {short_repr(value)}.")
+def _text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
 
 
-def _check_patterns(name: str, value: Any) -> None:
-    if value and not isinstance(value, str) and (not isinstance(value, list | tuple) or _wrong_item(name, value)):
-        raise OptionError(f"{name} is a list of module names or patterns, got {short_repr(value)}.")
+def _patterns_fit(value: Any) -> bool:
+    return (
+        not value or isinstance(value, str) or (isinstance(value, list | tuple) and not _wrong_item("exclude", value))
+    )
 
 
-def _check_factory(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, str) and not callable(value):
-        raise OptionError(f"{name} is a path such as 'package.module:factory', got {short_repr(value)}.")
-
-
-def _check_mapping(name: str, value: Any) -> None:
-    if value and not isinstance(value, Mapping):
-        raise OptionError(f"{name} is an object of names and values, got {short_repr(value)}.")
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} is true or false, got {short_repr(value)}.")
-
-
-def _check_every(name: str, value: Any) -> None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise OptionError(f"{name} is a whole number from 1 on, got {short_repr(value)}.")
-
-
-def _check_sees(name: str, value: Any) -> None:
-    if value not in (None, "edited", "raw"):
-        raise OptionError(f"{name} is 'edited' or 'raw', got {short_repr(value)}.")
-
-
-def _check_on_error(name: str, value: Any) -> None:
-    if value not in _ON_ERROR:
-        raise OptionError(f"{name} is one of {', '.join(map(repr, _ON_ERROR))}; got {short_repr(value)}.")
-
-
-def _kind(on: Any) -> tuple[Kind, SiteType]:
+def _parse_kind(on: Any) -> tuple[Kind, SiteType]:
     if not isinstance(on, str):
         raise KindError(f"on is the name of a kind of hook, got {short_repr(on)}.")
     if on.startswith(_ON_FUNCTION):
@@ -247,35 +233,139 @@ def _kind(on: Any) -> tuple[Kind, SiteType]:
     return Kind.parse(on), MODULE
 
 
-_CHECKS: Final[dict[str, Callable[[str, Any], object]]] = {
-    "name": _check_text,
-    "target_modules": _check_patterns,
-    "hook_factory": _check_factory,
-    "config": _check_mapping,
-    "on": lambda name, value: _kind(value),
-    "observe": _check_switch,
-    "every": _check_every,
-    "sees": _check_sees,
-    "exclude": _check_patterns,
-    "enabled": _check_switch,
-    "on_error": _check_on_error,
+def _kind_names(site_type: SiteType) -> list[str]:
+    return [str(kind) for kind in Kind if kind in site_type.args] + list(site_type.aliases)
+
+
+_TEXT: Final = {"type": "string"}
+_SWITCH: Final = {"type": "boolean"}
+_PATTERNS: Final = {"anyOf": [{"type": "array", "items": _TEXT}, _TEXT]}
+_LIST: Final = "a list of module names or patterns,"
+_ON: Final = [*_kind_names(MODULE), *(f"{_ON_FUNCTION}{name}" for name in _kind_names(FUNCTION))]
+FIELD_RULES: Final[dict[str, FieldRule]] = {
+    "name": FieldRule("a string,", _text, _TEXT),
+    "target_modules": FieldRule(_LIST, _patterns_fit, _PATTERNS, is_needed=True),
+    "hook_factory": FieldRule(
+        "a path such as 'package.module:factory',", lambda value: _text(value) or callable(value), _TEXT, is_needed=True
+    ),
+    "config": FieldRule(
+        "an object of names and values,",
+        lambda value: not value or isinstance(value, Mapping),
+        {"type": "object", "additionalProperties": True},
+    ),
+    "on": FieldRule("the name of a kind of hook,", _parse_kind, {"enum": _ON}),
+    "observe": FieldRule("true or false,", lambda value: isinstance(value, bool), _SWITCH),
+    "every": FieldRule(
+        "a whole number from 1 on,",
+        lambda value: value is None or (type(value) is int and value >= 1),
+        {"type": "integer", "minimum": 1},
+    ),
+    "sees": FieldRule("'edited' or 'raw',", lambda value: value in (None, *_SEES), {"enum": list(_SEES)}),
+    "exclude": FieldRule(_LIST, _patterns_fit, _PATTERNS),
+    "enabled": FieldRule("true or false,", lambda value: isinstance(value, bool), _SWITCH),
+    "on_error": FieldRule(
+        f"one of {', '.join(map(repr, ON_ERROR))};", lambda value: value in ON_ERROR, {"enum": list(ON_ERROR)}
+    ),
 }
-"""What each field may be."""
+"""What each field may be: the one list that checks, JSON Schemas and bodies of requests are made of."""
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise if the field `name` cannot be `value`."""
+    rule = FIELD_RULES[name]
+    if not rule.check(value):
+        raise OptionError(f"{name} is {rule.words} got {short_repr(value)}.")
 
 
 def _wrong_item(name: str, value: Any) -> tuple[int, ...]:
-    """The place of the first entry that is no pattern, in a list of them."""
+    """Return the place of the first entry that is no pattern, in a list of them."""
     if name not in ("target_modules", "exclude") or not isinstance(value, list | tuple):
         return ()
     return next(((place,) for place, item in enumerate(value) if not isinstance(item, str)), ())
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
-    """One or several patterns as a tuple."""
+    """Return one or several patterns as a tuple."""
     return (value,) if isinstance(value, str) and value else tuple(value or ())
 
 
-def _unknown(key: Any, known: list[str]) -> OptionError:
-    near = get_close_matches(str(key), known, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else "."
-    return OptionError(f"A hook spec has no {key!r}{meant} It takes {', '.join(known)}.")
+# -- paths to code ----------------------------------------------------------------------------------------------
+
+
+@overload
+def resolve_callable(path: None, allow: Iterable[str] | None = None) -> None: ...
+@overload
+def resolve_callable(path: str, allow: Iterable[str] | None = None) -> Any: ...
+def resolve_callable(path: str | None, allow: Iterable[str] | None = None) -> Any:
+    """Return the object at ``"package.module:name"`` or ``"package.module.name"``; None for None.
+
+    Recipe::
+
+        factory = hookline.specs.resolve_callable("my_project.hooks:log_shapes", allow=["my_project"])
+
+    Args:
+        path: Where it is. Its module is imported, which runs that module's code.
+        allow: What paths may begin with: ``"my_project"`` stands for the package and all in it, and
+            ``"my_project.hooks:log_shapes"`` for that one. What an allowed module has imported from one that is not
+            allowed is refused too. None allows everything; an empty list nothing.
+
+    Raises:
+        ValueError: The path has neither a colon nor a dot.
+        ModuleNotFoundError, AttributeError: There is no such module, or nothing of that name in it.
+        NotAllowedError: (a PermissionError) before anything is imported.
+    """
+    if path is None:
+        return None
+    if not isinstance(path, str):
+        raise OptionError(f"A hook callable path is a string, got {path!r}.")
+    allowed = None if allow is None else _prefixes(allow)
+    module_name, name = _split_path(path)
+    if allowed is not None and not _is_under(f"{module_name}.{name}", allowed):
+        raise NotAllowedError(_refusal(path, allowed))
+    module = importlib.import_module(module_name)
+    try:
+        found = getattr(module, name)
+    except AttributeError as error:
+        raise AttributeError(f"Module '{module_name}' has no attribute '{name}' (from hook path '{path}')") from error
+    if allowed is not None and f"{module_name}.{name}" not in allowed and not _is_under(_home(found), allowed):
+        raise NotAllowedError(f"{_refusal(path, allowed)} It is there, but comes from '{_home(found)}'.")
+    return found
+
+
+def _split_path(path: str) -> tuple[str, str]:
+    """Return the module that `path` names, and the name in it."""
+    if ":" in path:
+        module, _, name = path.partition(":")
+    else:
+        module, _, name = path.rpartition(".")
+    if (not module and ":" not in path) or module.startswith("."):
+        raise OptionError(
+            f"Invalid hook callable path '{path}'. Expected 'module.submodule:factory' or 'module.submodule.factory'."
+        )
+    return module, name
+
+
+def _prefixes(allow: Iterable[str]) -> list[str]:
+    """Return what paths may begin with, all with dots; ``"my_project.*"`` means the same as ``"my_project"``."""
+    given = [allow] if isinstance(allow, str) else list(allow)
+    for prefix in given:
+        if not isinstance(prefix, str) or not prefix.rstrip("*").rstrip(".:"):
+            raise OptionError(f"allow= takes names such as 'my_project' or 'my_project.hooks:factory', got {prefix!r}.")
+    return [prefix.rstrip("*").rstrip(".:").replace(":", ".") for prefix in given]
+
+
+def _is_under(path: str, prefixes: list[str]) -> bool:
+    return any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _home(found: Any) -> str:
+    """Return the module that defines `found`; of an object that does not say so, the module of its type."""
+    if isinstance(found, ModuleType):
+        return found.__name__
+    home = getattr(found, "__module__", None)
+    return home if isinstance(home, str) else type(found).__module__
+
+
+def _refusal(path: str, prefixes: list[str]) -> str:
+    shown = ", ".join(map(repr, prefixes)) or "none"
+    return f"Hook callable path '{path}' is not allowed; allowed: {shown}."
