@@ -19,8 +19,8 @@ from hookline.analyses._parts import projections_of
 from hookline.analyses._patterns import Call, pattern_of
 from hookline.analyses._shared import Work, work_of
 from hookline.analyses._spectrum import effective_rank
-from hookline.lifecycle.during import During
 from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_phase import During
 from hookline.sites.attach import attach
 from hookline.sites.wrappers import clean_modules
 from hookline.training.training_hook import MetricInfo
@@ -88,7 +88,7 @@ class AttentionHook(Analysis):
         """Return a hook that keeps what an attention is given last in a forward that counts as training."""
 
         def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site) -> None:
-            takes = during.takes_forward(site.training, site.gradients, site.step)
+            takes = during.count_forward(site.training, site.gradients, site.step)
             if takes and module in self._layers:
                 self._calls[self._layers[module]] = Call.of(module, args, kwargs)
 

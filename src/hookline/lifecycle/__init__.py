@@ -1,1 +1,1 @@
-"""WHEN: the moments of a run, and which of them a hook is due at."""
+"""The points of a run, schedules, phases, and the context that hooks are shown."""

@@ -1,4 +1,4 @@
-"""The moments of a run at which hooks fire.
+"""Name the points of a run at which hooks fire.
 
 Declared by hooks (``hook_points``), fired by the loops, or by a loop of the user's own, through a `HookManager`.
 """
@@ -15,7 +15,7 @@ __all__ = ["HookPoint", "checked_points"]
 
 
 class HookPoint(enum.Enum):
-    """A moment of a run.
+    """A point of a run.
 
     Recipe: ``hook_points = {HookPoint.POST_EPOCH}`` in a hook; ``manager.fire(HookPoint.POST_EPOCH, epoch=0)`` to fire.
 
@@ -63,7 +63,7 @@ class HookPoint(enum.Enum):
 
     @classmethod
     def of(cls, point: HookPoint | str) -> HookPoint:
-        """The point itself, or the one of that name."""
+        """Return the point itself, or the one of that name."""
         if isinstance(point, cls):
             return point
         if isinstance(point, str) and point.upper() in cls.__members__:
@@ -75,7 +75,7 @@ class HookPoint(enum.Enum):
 
 
 def checked_points(points: HookPoint | str | Iterable[HookPoint | str]) -> frozenset[HookPoint]:
-    """What a hook declares, as a set of points; names are taken as well."""
+    """Return what a hook declares as a set of points; names are taken as well."""
     if isinstance(points, HookPoint | str):
         points = [points]
     return frozenset(HookPoint.of(point) for point in points)

@@ -1,4 +1,4 @@
-"""What a hook is shown of the run: one frozen object per firing.
+"""Show a hook the state of the run: one frozen object per firing.
 
 Made by the loops (or by hand) when a hook is due, handed to ``compute`` and ``intervene``.
 """
@@ -24,7 +24,7 @@ Number = float | Tensor | Callable[[], Any] | None
 
 
 class _ReadAsFloat:
-    """A field that takes a number, a tensor of one element or a function, and reads as a float.
+    """Take a number, a tensor of one element or a function, and read as a float.
 
     The device is waited for when the field is first read, and never if it is not: a loop may put the loss tensor of
     every step in, without a step waiting for it.
@@ -57,7 +57,7 @@ def _as_float(value: Any) -> float | None:
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class RunDataContext:
-    """The state of the run at one moment, for reading.
+    """The state of the run at one point, for reading.
 
     Recipe::
 
@@ -130,7 +130,7 @@ class RunDataContext:
         self.__dict__.update(given)
 
     def raw(self, name: str) -> Any:
-        """What was given for a field, without waiting for the device."""
+        """Return what was given for a field, without waiting for the device."""
         return vars(self)[name]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What the run is doing: training, evaluating, or something in between that is undone again.
+"""Say what the run is doing (train, eval, intervention), and decide which passes ``during=`` counts.
 
 Set by the loops and by whoever runs interventions, asked by trackers, which count training unless told otherwise.
 """
@@ -6,12 +6,12 @@ Set by the loops and by whoever runs interventions, asked by trackers, which cou
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from typing import ClassVar, Final
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
 
-__all__ = ["PHASES", "Phases", "checked_phases", "in_phase", "phase", "told_phase"]
+__all__ = ["PHASES", "During", "Phases", "checked_phases", "in_phase", "phase", "told_phase"]
 
 PHASES: Final = ("train", "eval", "intervention")
 Phases = frozenset[str]
@@ -26,7 +26,7 @@ class _Now:
 
 
 def phase() -> str:
-    """What the run is doing now: what was entered last, by whichever thread; "train" if nothing was."""
+    """Return the phase that was entered last, by whichever thread; "train" if none was."""
     return _Now.phase
 
 
@@ -36,7 +36,7 @@ def told_phase() -> str | None:
 
 
 class in_phase:
-    """For as long as the block lasts, the run is doing this. One may be entered again, also inside itself."""
+    """Set the phase for as long as the block lasts. One may be entered again, also inside itself."""
 
     # A class, as every firing enters one: 1 µs, and 3 as a generator.
     __slots__ = ("_mine",)
@@ -60,10 +60,92 @@ class in_phase:
 
 
 def checked_phases(during: str | Iterable[str]) -> Phases:
-    """The phases that ``during=`` names."""
+    """Return the phases that ``during=`` names."""
     names = frozenset([during] if isinstance(during, str) else during)
     unknown = sorted(names - set(PHASES))
     if unknown or not names:
         got = ", ".join(map(repr, unknown)) or "nothing"
         raise OptionError(f"during= names phases of a run: {', '.join(map(repr, PHASES))}; got {got}.")
     return names
+
+
+_TRAINING: Final = 2
+
+
+class During:
+    """Decide which passes count, and how many were left out.
+
+    Where ``"train"`` is asked for and nothing says what is training, the passes that are most like it so far count:
+    in training mode with gradients on, else with gradients on, else any. So a model that is only ever evaluated is
+    seen, and one that trains in evaluation mode too. When a pass comes that is more like training, `forget` is called,
+    because what was counted until then was an evaluation before training; unless a step was made by then.
+
+    Args:
+        phases: What counts, as ``during=`` names it.
+        forget: Drops what was counted so far.
+    """
+
+    def __init__(self, phases: Phases, forget: Callable[[], None] = lambda: None) -> None:
+        self.phases = phases
+        self.left_out = 0
+        """How many forwards were left out because they were no training, or no evaluation."""
+        self.counted = 0
+        """How many forwards counted."""
+        self.best = -1
+        """How much like training a forward was at most: 0 without gradients, 1 with them, 2 in training mode too."""
+        self._forget = forget
+        self._has_stepped = False
+        self._last: Hashable = None
+
+    def count_forward(self, training: bool, gradients: bool, which: Hashable) -> bool:
+        """Count a forward that began in `training` mode with `gradients` on; return whether it counts.
+
+        ``which`` names the forward: several modules may ask about one.
+        """
+        told = told_phase()
+        counts = self._judge(training + 1 if gradients else 0, raises=True) if told is None else told in self.phases
+        if which != self._last and told is None:
+            self._last = which
+            self.counted += counts
+            self.left_out += not counts
+        return counts
+
+    def counts_backward(self, training: bool) -> bool:
+        """Return whether a backward pass counts that comes through a model in `training` mode."""
+        told = told_phase()
+        return self._judge(training + 1, raises=False) if told is None else told in self.phases
+
+    def note_step(self) -> None:
+        """Note that an optimizer has made a step: what came before it was training, whatever the mode."""
+        self._has_stepped = self._has_stepped or self.best > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know."""
+        numbers = {"left_out": self.left_out, "counted": self.counted, "best": self.best}
+        return numbers | {"has_stepped": self._has_stepped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self.left_out, self.counted, self.best = state["left_out"], state["counted"], state["best"]
+        self._has_stepped = state["has_stepped"]
+
+    def _judge(self, likeness: int, *, raises: bool) -> bool:
+        if likeness < _TRAINING and "eval" in self.phases:
+            return True
+        if "train" not in self.phases:
+            return False
+        if likeness > self.best and raises and not self._has_stepped:
+            if self.counted and "eval" not in self.phases:
+                self._forget()
+                self.left_out, self.counted = self.left_out + self.counted, 0
+            self.best = likeness
+        return likeness >= self.best
+
+    def in_words(self) -> str:
+        """Return a sentence about what was left out, and how to have it; nothing if nothing was."""
+        if not self.left_out:
+            return ""
+        forwards = "1 forward" if self.left_out == 1 else f"{self.left_out} forwards"
+        if "train" not in self.phases:
+            return f"left out: {forwards} in training mode with gradients on; during={{'train', 'eval'}} counts them"
+        return f"left out: {forwards} in evaluation mode or without gradients; during={{'train', 'eval'}} counts them"

@@ -1,4 +1,4 @@
-"""Which steps something is due at.
+"""Define the steps at which something is due.
 
 Asked by ``watch`` and, for hooks at the beginning and end of steps, by whatever fires them.
 """
@@ -52,7 +52,7 @@ class StepSchedule:
                 raise OptionError(f"{name}= must be a whole number of at least {least}, got {value!r}.")
 
     def is_active(self, step: int) -> bool:
-        """Whether that step, counted from 0, is due."""
+        """Return whether `step`, counted from 0, is due."""
         if step < self.warmup:
             return False
         if self.mode == "continual":
@@ -61,7 +61,7 @@ class StepSchedule:
 
     @classmethod
     def of(cls, every: StepSchedule | int) -> StepSchedule:
-        """The schedule that ``every=`` means: one, or the number of steps between two that are due."""
+        """Return the schedule that ``every=`` means: one, or the number of steps between two that are due."""
         if isinstance(every, StepSchedule):
             return every
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:

@@ -38,7 +38,7 @@ class FisherHook(TrackerHook):
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any, *, site: Site | None = None) -> None:
         """A backward hook, for whoever attaches it as one: takes the gradients as they have been accumulated."""
-        if not self.during.takes_forward(module.training if site is None else site.training, True, object()):
+        if not self.during.count_forward(module.training if site is None else site.training, True, object()):
             return
         for name, owner, key in _parameters(module):
             parameter = owner._parameters[key]
@@ -51,7 +51,7 @@ class FisherHook(TrackerHook):
 
     def take(self, leaf: _Leaf, gradient: Tensor) -> None:
         """One parameter's gradient in one backward pass is there."""
-        if leaf.accumulates() and self.during.takes_forward(leaf.is_training(), True, _torch.graph_task_id()):
+        if leaf.accumulates() and self.during.count_forward(leaf.is_training(), True, _torch.graph_task_id()):
             self._take(leaf.name, leaf.seen, gradient)
 
     def note_without_parameters(self, are_frozen: bool) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.during import During
-from hookline.lifecycle.run_phase import Phases
+from hookline.lifecycle.run_phase import During, Phases
 from hookline.messages import caller_stacklevel, type_name
 from hookline.metta.counting import CountingTracker
 from hookline.metta.extract import Extractor
@@ -52,8 +51,8 @@ class TrackerHook:
     def _takes_forward(self, module: nn.Module, site: Site | None) -> bool:
         """Return whether the forward under way counts, as `site` tells, or without one the module."""
         if site is None:
-            return self.during.takes_forward(module.training, torch.is_grad_enabled(), object())
-        return self.during.takes_forward(site.training, site.gradients, site.step)
+            return self.during.count_forward(module.training, torch.is_grad_enabled(), object())
+        return self.during.count_forward(site.training, site.gradients, site.step)
 
     def _note(self, why_not: Callable[..., str], *args: Any) -> None:
         self.tracker.note_pass(self.component, functools.partial(why_not, *args))
@@ -103,7 +102,7 @@ class _BackwardHook(TrackerHook):
     def _takes(self, module: nn.Module, site: Site | None) -> bool:
         training = module.training if site is None else site.training
         # A backward pass is as much like training as anything that gradients come to: it settles what counts.
-        if self.during.takes_forward(training, True, object()):
+        if self.during.count_forward(training, True, object()):
             # With the module: policies that share a tracker may have components of the same name.
             return is_first_in_backward(self.tracker, (self.component, id(module)), self)
         self._note(_not_counted, self.during)

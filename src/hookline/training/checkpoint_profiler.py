@@ -1,4 +1,4 @@
-"""How long parts of a run take: each hook, and sections that hooks mark themselves.
+"""Time parts of a run: each hook, and sections that hooks mark themselves.
 
 Given to hooks as ``ctx.profiler``, read by whoever wants to know; costs nothing when it is off.
 """
@@ -22,7 +22,7 @@ _NOTHING: Final = nullcontext()
 
 @dataclass(slots=True)
 class SectionTimes:
-    """What one section took."""
+    """Count the runs of one section, and their time."""
 
     count: int = 0
     """How often it ran to its end."""
@@ -36,7 +36,7 @@ class SectionTimes:
 
 
 class CheckpointProfiler(ShownAsTable):
-    """Times sections of code by name; prints as a table, the longest first.
+    """Time sections of code by name; print as a table, the longest first.
 
     Recipe::
 
@@ -68,7 +68,7 @@ class CheckpointProfiler(ShownAsTable):
         times.total_ms += (time.perf_counter() - start) * 1e3
 
     def report(self) -> dict[str, dict[str, float]]:
-        """``count``, ``total_ms`` and ``mean_ms`` of every section, the longest first."""
+        """Return ``count``, ``total_ms`` and ``mean_ms`` of every section, the longest first."""
         longest = sorted(self._sections.items(), key=lambda item: -item[1].total_ms)
         return {name: {"count": t.count, "total_ms": t.total_ms, "mean_ms": t.mean_ms} for name, t in longest}
 

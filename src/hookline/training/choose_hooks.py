@@ -1,4 +1,4 @@
-"""Which hooks a manager has: by name, as objects, as classes, and trackers and watches made into hooks.
+"""Choose the hooks of a manager: by name, as objects or classes, and trackers and watches made into hooks.
 
 Takes what the user gave to `HookManager`, hands back hooks by name, checked.
 """
@@ -24,7 +24,7 @@ Config = Mapping[str, Mapping[str, Any]]
 
 
 def split_config(config: Config | None) -> tuple[Config, Any]:
-    """The arguments of hooks, and the path of the reference weights, which is configured beside them."""
+    """Return the arguments of hooks, and the path of the reference weights, which is configured beside them."""
     config = dict(config or {})
     for name, options in config.items():
         if not isinstance(options, Mapping):
@@ -33,7 +33,7 @@ def split_config(config: Config | None) -> tuple[Config, Any]:
 
 
 def choose_hooks(names: Iterable[str] | str | None, given: Iterable[Any] | None, config: Config) -> dict[str, Any]:
-    """All hooks, by name."""
+    """Return all hooks, by name."""
     if isinstance(given, type):
         raise OptionError(f"hooks= takes a list of hooks; got {type_name(given)}: write hooks=[{given.__name__}()].")
     if isinstance(given, TrainingHook) or is_tracker(given):
@@ -99,7 +99,7 @@ def _check_config(unused: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:
 
 
 def find_excluded(hooks: Mapping[str, TrainingHook], capabilities: Iterable[str] | None) -> dict[str, str]:
-    """The hooks that require what the run cannot do, and what that is; each is warned of."""
+    """Return the hooks that require what the run cannot do, each with the reason; warn of each."""
     if capabilities is None:
         return {}
     there = {capabilities} if isinstance(capabilities, str) else set(capabilities)
@@ -114,7 +114,7 @@ def find_excluded(hooks: Mapping[str, TrainingHook], capabilities: Iterable[str]
 
 
 class TrackerHook(TrainingHook):
-    """Reports what a tracker has counted, and starts it anew.
+    """Report what a tracker has counted, and reset it.
 
     Recipe: ``HookManager(hooks=[watch])``, or ``TrackerHook(watch, name="encoder")`` if there are several.
 
@@ -132,7 +132,7 @@ class TrackerHook(TrainingHook):
         self._reported: tuple[Any, int, int] | None = None
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """What was counted since the last time."""
+        """Return what was counted since the last time."""
         step = -1 if self.manager is None else self.manager.global_step
         now = (ctx.hook_point, ctx.epoch, step)
         if self._reported is not None and self._reported[0] is not now[0] and self._reported[1:] == now[1:]:
@@ -143,20 +143,20 @@ class TrackerHook(TrainingHook):
         return metrics
 
     def reset(self) -> None:
-        """Another run begins."""
+        """Forget the last run."""
         self._reported = None
         self.tracker.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the tracker saves, if it can."""
+        """Return the state of the tracker, if it has one."""
         return dict(self.tracker.state_dict()) if hasattr(self.tracker, "state_dict") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hand it to the tracker, if it can load."""
+        """Load the state of the tracker, if it can."""
         if state and hasattr(self.tracker, "load_state_dict"):
             self.tracker.load_state_dict(state)
 
 
 def is_tracker(thing: Any) -> bool:
-    """Whether it counts something, and can be asked and emptied."""
+    """Return whether it has ``to_metrics`` and ``reset``."""
     return all(callable(getattr(thing, method, None)) for method in ("to_metrics", "reset"))

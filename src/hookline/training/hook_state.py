@@ -70,7 +70,7 @@ class ManagedHooks:
             return {name: copied(hook.state_dict()) for name, hook in self.by_name.items()}
 
     def load_state_dict(self, states: Mapping[str, Any], *, firing: bool) -> None:
-        """Have each hook that is in `states` go on from there."""
+        """Load the states of hooks that are in `states`."""
         with self._on_device(firing):
             for name, hook in self.by_name.items():
                 if name in states:
@@ -78,7 +78,7 @@ class ManagedHooks:
 
     @contextmanager
     def _on_device(self, firing: bool) -> Iterator[None]:
-        """Have the tensors of all hooks where the hooks left them; during a firing they stay there."""
+        """Bring the tensors of all hooks back; outside of a firing, send them to the CPU afterwards."""
         with kept_rng():
             if self.offload is not None:
                 self.offload.bring(self.by_name.values())

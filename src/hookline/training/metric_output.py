@@ -55,7 +55,7 @@ def record(name: str, value: Any) -> None:
 
 
 def set_recorder(manager: weakref.ref[Any] | None) -> weakref.ref[Any] | None:
-    """Have `record` call ``take_record`` of this manager from now on; return the one before."""
+    """Let `record` call ``take_record`` of this manager from now on; return the one before."""
     before, _Current.manager = _Current.manager, manager
     return before
 

@@ -1,4 +1,4 @@
-"""Hooks over time by name.
+"""Find hooks over time by name.
 
 Takes classes from whoever defines hooks (a decorator, entry points of other packages, paths of built-in ones), hands
 them to `HookManager` and to listings. Classes are kept; a hook is made when it is selected.
@@ -29,7 +29,7 @@ _SCOPES: Final = ("reads", "grads", "trains")
 
 
 class _ShownByNames(type):
-    """Has the class itself say what is in it: it is used without an object of it."""
+    """Show the class itself as a list of names: it is used without an object of it."""
 
     def __repr__(cls) -> str:
         if cls is not HookRegistry:
@@ -81,7 +81,7 @@ class HookRegistry(metaclass=_ShownByNames):
     def register(cls, hook: str | None = None) -> Callable[[_Class], _Class]: ...
     @classmethod
     def register(cls, hook: Any = None) -> Any:
-        """Make a class known: as ``@register``, ``@register()`` or ``@register("name")``; the class, untouched.
+        """Register a class: as ``@register``, ``@register()`` or ``@register("name")``; return the class, untouched.
 
         A class registered again (a cell of a notebook that is run twice) takes the place of its former self; another
         class under a name that is taken is an error.
@@ -111,21 +111,21 @@ class HookRegistry(metaclass=_ShownByNames):
 
     @classmethod
     def register_path(cls, name: str, path: str) -> None:
-        """Make a class known by ``"package.module:Class"``, where it is defined; imported when it is asked for."""
+        """Register a class by ``"package.module:Class"``; it is imported when it is used."""
         if name not in cls._classes:
             cls._paths[name] = path
             cls._order.setdefault(name)
 
     @classmethod
     def unregister(cls, name: str) -> None:
-        """Forget a hook; one that is not known is no matter."""
+        """Forget a hook; an unknown name does nothing."""
         cls._classes.pop(name, None)
         cls._paths.pop(name, None)
         cls._order.pop(name, None)
 
     @classmethod
     def add_group(cls, name: str, hooks: Iterable[str]) -> None:
-        """Have a name stand for several hooks."""
+        """Let a name stand for several hooks."""
         if name in cls._tokens() or name in cls.known():
             raise HookNameError(f"The name {name!r} is taken, so it cannot stand for a group; take another.")
         cls.groups[name] = (hooks,) if isinstance(hooks, str) else tuple(hooks)
@@ -134,7 +134,7 @@ class HookRegistry(metaclass=_ShownByNames):
 
     @classmethod
     def get(cls, name: str) -> type[TrainingHook]:
-        """The class of that name."""
+        """Return the class of that name."""
         if name not in cls._classes:
             with cls._loading:
                 if name not in cls._classes:  # while this thread waited, another may have loaded it
@@ -143,38 +143,38 @@ class HookRegistry(metaclass=_ShownByNames):
 
     @classmethod
     def known(cls) -> list[str]:
-        """All names, debug hooks included, without importing anything for it."""
+        """Return all names, debug hooks included, without importing their classes."""
         there = dict.fromkeys([*cls._classes, *cls._paths, *cls._found_entry_points()])
         return [*(name for name in cls._order if name in there), *(name for name in there if name not in cls._order)]
 
     @classmethod
     def list_all(cls) -> list[str]:
-        """The names of all hooks but those for debugging, in the order they were registered."""
+        """Return the names of all hooks but those for debugging, in the order they were registered."""
         return [name for name, hook in cls._all().items() if not hook.debug]
 
     @classmethod
     def list_observers(cls) -> list[str]:
-        """The names of those that only look."""
+        """Return the names of the hooks that only observe."""
         return [name for name in cls.list_all() if not issubclass(cls._classes[name], InterventionHook)]
 
     @classmethod
     def list_interventions(cls) -> list[str]:
-        """The names of those that intervene."""
+        """Return the names of the hooks that intervene."""
         return [name for name in cls.list_all() if issubclass(cls._classes[name], InterventionHook)]
 
     @classmethod
     def list_debug(cls) -> list[str]:
-        """The names of those for debugging."""
+        """Return the names of the hooks for debugging."""
         return [name for name, hook in cls._all().items() if hook.debug]
 
     @classmethod
     def get_all_info(cls) -> dict[str, dict[str, Any]]:
-        """For every hook what it is (``"observer"``, ``"intervention"``), does, needs, and when it fires."""
+        """Return for every hook its kind (``"observer"``, ``"intervention"``), description, needs and points."""
         return {name: _info(hook) for name, hook in cls._all().items()}
 
     @classmethod
     def describe(cls, name: str) -> list[MetricInfo]:
-        """What the metrics of a hook mean; makes one, to ask it."""
+        """Return what the metrics of a hook mean; makes a hook to ask it."""
         (hook,) = cls.create([name])
         return hook.describe_metrics()
 
@@ -182,7 +182,8 @@ class HookRegistry(metaclass=_ShownByNames):
 
     @classmethod
     def resolve(cls, tokens: Iterable[str] | str) -> list[str]:
-        """The hooks that names, groups, ``"all"``, ``"observers"``, ``"interventions"``, ``"with_debug"`` stand for.
+        """Return the hooks that names, groups, ``"all"``, ``"observers"``, ``"interventions"``, ``"with_debug"`` stand
+        for.
 
         Each once, in the order it was first named.
         """
@@ -265,7 +266,7 @@ class HookRegistry(metaclass=_ShownByNames):
 
     @classmethod
     def _give_up(cls, name: str, error: Exception) -> None:
-        """A package whose hook cannot be imported does not keep the others from being listed."""
+        """Pass over a hook that cannot be imported, with a warning, so that the others are listed."""
         cls._paths.pop(name, None)
         cls._found_entry_points().pop(name, None)
         cls._broken[name] = f"{type(error).__name__}: {error}"
@@ -281,7 +282,7 @@ def _path(hook: type) -> str:
 
 
 def _points(hook: type[TrainingHook]) -> frozenset[HookPoint]:
-    """Its points in any loop; those that each object works out for itself are not known here."""
+    """Return the points of a hook in any loop; those that each object works out for itself are not known here."""
     by_loop = hook.loop_points.values() if isinstance(hook.loop_points, Mapping) else ()
     declared = [points for points in (hook.hook_points, *by_loop) if points and not isinstance(points, property)]
     return frozenset().union(*map(checked_points, declared))
@@ -307,7 +308,7 @@ def register_built_ins() -> None:
 
 
 def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
-    """That ``compute`` and ``intervene`` are there and take what they will be given."""
+    """Check that ``compute`` and ``intervene`` are there and take what they will be given."""
     cls = hook if isinstance(hook, type) else type(hook)
     is_intervention = issubclass(cls, InterventionHook)
     if not is_intervention and cls.compute is TrainingHook.compute:

@@ -1,4 +1,4 @@
-"""What a hook over time is: it declares when it is due and what it needs, and is called at those moments.
+"""Define what a hook over time is: it declares when it is due and what it needs, and is called at those points.
 
 Written by users and by ``analyses``, found by name through `HookRegistry`, called by a `HookManager`. An observer has
 ``compute(ctx)``; an intervention has ``intervene(run_ctx, model_ctx)`` as well, and may do to model and optimizer what
@@ -50,7 +50,7 @@ class MetricInfo:
 
 
 class TrainingHook:
-    """Looks at a run at certain moments, and returns metrics.
+    """Observe a run at certain points, and return metrics.
 
     Recipe::
 
@@ -110,46 +110,46 @@ class TrainingHook:
             cls.name = cls.__name__
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Look, and return metrics by name."""
+        """Observe, and return metrics by name."""
         raise NotImplementedError(f"{type(self).__name__} has to say what it observes: define compute(self, ctx).")
 
     def start(self, model: nn.Module) -> None:
-        """Training begins, or goes on from a checkpoint: the place to attach hooks to the model."""
+        """Attach hooks to the model, say: training begins, or goes on from a checkpoint."""
 
     def finish(self) -> None:
-        """Training is over, whatever ended it: take off what ``start`` attached."""
+        """Take off what ``start`` attached: training is over, however it ended."""
 
     def reset(self) -> None:
-        """Another run begins: forget the last one."""
+        """Forget the last run: another begins."""
 
     def set_run_context(self, **context: Any) -> None:
-        """A run begins, or another strategy of it; says which (``strategy=``, ``output_dir=``, …)."""
+        """Learn which run follows (``strategy=``, ``output_dir=``, …)."""
 
     def set_reference_weights(self, reference: Mapping[str, Tensor]) -> None:
-        """Weights to compare with, by parameter; kept as ``self.reference_weights`` unless defined otherwise."""
+        """Take weights to compare with, by parameter; kept as ``self.reference_weights`` unless defined otherwise."""
         self.reference_weights = reference
 
     def get_state_tensors(self) -> dict[str, Any]:
-        """The tensors that it keeps between firings, by name (in lists and dictionaries, if that suits).
+        """Return the tensors that it keeps between firings, by name (in lists and dictionaries, if that suits).
 
         They wait on the CPU with ``HookManager(offload_state=True)``, and are saved with the run.
         """
         return {}
 
     def set_state_tensors(self, tensors: dict[str, Any]) -> None:
-        """Take back what ``get_state_tensors`` gave, moved to another device."""
+        """Take back what ``get_state_tensors`` returned, moved to another device."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know: the state tensors, unless defined otherwise."""
+        """Return what a resumed run has to know: the state tensors, unless defined otherwise."""
         return dict(self.get_state_tensors())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Go on from what ``state_dict`` returned."""
         if state:
             self.set_state_tensors(dict(state))
 
     def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
+        """Return what its metrics mean."""
         return []
 
     def __repr__(self) -> str:
@@ -157,7 +157,7 @@ class TrainingHook:
 
 
 class InterventionHook(TrainingHook):
-    """Does something to the run that is undone afterwards: trains on other data, perturbs weights, ...
+    """Do something to the run that is undone afterwards: train on other data, perturb weights, ...
 
     Recipe::
 
@@ -181,14 +181,14 @@ class InterventionHook(TrainingHook):
         return None
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: Any) -> Mapping[str, Any] | None:
-        """Do it, and return metrics by name."""
+        """Intervene, and return metrics by name."""
         raise NotImplementedError(
             f"{type(self).__name__} has to say what it does: define intervene(self, run_ctx, model_ctx)."
         )
 
 
 class DebugInterventionHook(InterventionHook):
-    """An intervention for finding out whether others are right; runs only if it is asked for.
+    """Check whether other interventions are right; runs only if it is selected.
 
     Recipe: ``HookManager(["all", "with_debug"])``, or its name.
     """

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
 from hookline.lifecycle.run_phase import phase
-from hookline.training.checkpoints import core_state, loader_position, saving
+from hookline.training.checkpoints import loader_position, model_state, saving
 from hookline.training.checkpoints.checkpoints import Checkpoints
 
 __all__ = ["Sampled", "all_hooks", "make", "outcome", "read_points", "read_records", "train"]
@@ -225,7 +225,7 @@ def main(
     experiment, manager = make(folder, workers)
     experiment.pause, experiment.progress = pause, progress
     if forget:  # the negative control: streams are not put back
-        saving.set_streams = core_state.set_streams = loader_position.set_streams = lambda *args: None
+        saving.set_streams = model_state.set_streams = loader_position.set_streams = lambda *args: None
     checkpoints = Checkpoints(folder / "checkpoints", every_steps=2)
     result = train(loop, experiment, manager, checkpoints=checkpoints, resume=True)
     manager.close()

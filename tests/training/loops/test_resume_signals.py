@@ -20,7 +20,7 @@ from helpers_waiting import PATIENCE
 import hookline as hl
 from hookline.errors import ResumeError
 from hookline.training.checkpoints.checkpoints import Checkpoints
-from hookline.training.loops.stop_signals import Interruption
+from hookline.training.loops.stop_signals import StopSignals
 
 
 class Presses(hl.TrainingHook):
@@ -194,7 +194,7 @@ def test_a_worker_that_dies_by_the_same_press_does_not_hide_it(tmp_path):
 
 def test_a_forked_process_ignores_the_press_and_ends_by_termination():
     """Workers inherit the handlers, and must not act on them."""
-    with Interruption() as interruption:
+    with StopSignals() as interruption:
         child = os.fork()
         if child == 0:  # pragma: no cover
             os.kill(os.getpid(), signal.SIGINT)

@@ -19,7 +19,7 @@ from hookline.sites.modules.module_hooks import existing_hooks
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.lifecycle.during import During
+    from hookline.lifecycle.run_phase import During
     from hookline.observe.watch.stats_engine import Watched
     from hookline.sites.hook_at_site import Attachment
     from hookline.sites.kinds import Kind
@@ -70,7 +70,7 @@ class Counts:
     def wanted(self) -> bool:
         """Return whether ``during=`` asks for the forward that is under way in this thread."""
         root = self.root
-        return self.during.takes_forward(*root.mode(), (id(root), root.here.step))
+        return self.during.count_forward(*root.mode(), (id(root), root.here.step))
 
     def forward(self) -> bool:
         """Return whether the output of a module counts; note it if the model's own forward is not what calls it."""
@@ -85,7 +85,7 @@ class Counts:
 
     def backward(self) -> bool:
         """Return whether gradients count that come by now."""
-        return self.due() and self.during.takes_backward(self._model.training)
+        return self.due() and self.during.counts_backward(self._model.training)
 
     def goes_by_parts(self) -> bool:
         """Return whether steps are counted by something else than forwards of the model, since it has none."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.lifecycle.during import During
-from hookline.lifecycle.run_phase import checked_phases
+from hookline.lifecycle.run_phase import During, checked_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.observe.watch.backward_end import Passes
 from hookline.observe.watch.columns import Layout
@@ -207,7 +206,7 @@ class Watch(ShownAsTable):
             raise OptionError("The optimizer makes the steps of this watch; call step(), or give optimizer=, not both.")
         if isinstance(steps, ByForward):
             self._count_by_hand()
-        self._counts.during.step_was_made()
+        self._counts.during.note_step()
         if self._parameters is not None and self._counts.told():
             self._parameters.read_gradients(self._engine, None)
         self._advance()
@@ -359,7 +358,7 @@ class Watch(ShownAsTable):
             self._turn(self._counts.needs_hooks())
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._counts.during.step_was_made()
+        self._counts.during.note_step()
         if self._parameters is not None and self._counts.told():
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
             self._parameters.read_gradients(self._engine, scale, of=optimizer)

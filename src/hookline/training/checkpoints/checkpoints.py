@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are, and how often there is one.
+"""Choose where the checkpoints of a run are, and how often there is one.
 
 Made by the user, handed to a loop; `Saving` gives it trees to write and asks it for the newest that is whole.
 """
@@ -82,19 +82,19 @@ class Checkpoints:
         """How many were written."""
 
     def paths(self) -> list[Path]:
-        """Those that there are, the oldest first."""
+        """Return the checkpoints that there are, the oldest first."""
         found = [(int(match[1]), path) for path in self.folder.glob("step_*") if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
 
     def newest(self) -> Path | None:
-        """The newest, whether whole or not; None if there is none."""
+        """Return the newest, whether whole or not; None if there is none."""
         paths = self.paths()
         return paths[-1] if paths else None
 
     # -- for the loops -----------------------------------------------------------------------------------------
 
     def write(self, tree: Mapping[str, Any], steps: int) -> Path:
-        """Write one more, and let go of the oldest."""
+        """Write one more, and remove the oldest."""
         began = time.perf_counter()
         path = self.folder / f"step_{steps:08d}.safetensors"
         self.nbytes = write(path, tree)
@@ -107,7 +107,7 @@ class Checkpoints:
         return path
 
     def read(self, home: Callable[[torch.device], torch.device]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest that is whole; those that are not are put aside, with a warning. None if there is none at all."""
+        """Return the newest that is whole, and rename damaged ones with a warning; None if there is none at all."""
         failed: list[tuple[Path, CheckpointError]] = []
         for path in reversed(self.paths()):
             try:
@@ -124,7 +124,7 @@ class Checkpoints:
         return None
 
     def _put_aside(self, damaged: Path, error: CheckpointError, path: Path) -> None:
-        """Under another name, or it would be the newest again."""
+        """Rename a damaged checkpoint, or it would be the newest again."""
         with suppress(OSError):
             damaged.replace(damaged.with_name(f"{damaged.name}.damaged"))
         warnings.warn(
@@ -132,7 +132,7 @@ class Checkpoints:
         )
 
     def begin(self) -> None:
-        """Make the folder; what a killed process has left half written goes."""
+        """Make the folder, and remove what a killed process has left half written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""How far a pass over the data has come, and getting there again.
+"""Save how far a pass over the data has come, and get there again.
 
 Told by `Saving` when a pass begins; hands it plain values. A loader is brought back to where it was by its own
 ``state_dict()``, or by iterating it again from the streams that the pass began with and passing over what was used.
@@ -15,8 +15,8 @@ from hookline.errors import ResumeError
 from hookline.guard.loaders import datasets_of, generators_of_loader, samplers_of
 from hookline.guard.rng import RandomStates
 from hookline.training.checkpoints.random_streams import generator_states, set_generators, set_streams, streams
-from hookline.training.checkpoints.user_state import OwnState
-from hookline.training.loops.experiment_adapter import Blocks
+from hookline.training.checkpoints.user_state import UserState
+from hookline.training.loops.experiment_adapter import ExperimentAdapter
 from hookline.training.loops.training_step import Grouped
 
 __all__ = ["LoaderPosition"]
@@ -25,10 +25,10 @@ _SCALARS: Final = (bool, int, float, str, type(None))
 
 
 class LoaderPosition:
-    """Where the loader of a run is."""
+    """Save and restore the position of the loader of a run."""
 
-    def __init__(self, blocks: Blocks, own: OwnState, *, replay: bool) -> None:
-        self._blocks = blocks
+    def __init__(self, adapter: ExperimentAdapter, own: UserState, *, replay: bool) -> None:
+        self._adapter = adapter
         self._own = own
         self._replay = replay
         self._before: dict[str, Any] = {}
@@ -37,7 +37,7 @@ class LoaderPosition:
     @property
     def can_go_on(self) -> bool:
         """Whether a run can be saved in the middle of a pass over these data."""
-        loader = self._blocks.current_loader
+        loader = self._adapter.current_loader
         if loader is None or self._replay or has_state(loader):
             return True
         if isinstance(loader, DataLoader):
@@ -47,21 +47,21 @@ class LoaderPosition:
     # -- a pass begins -----------------------------------------------------------------------------------------
 
     def before_loader(self) -> None:
-        """The experiment is about to be asked for the loader, and may draw to make it."""
+        """Save the streams before the experiment makes its loader, for which it may draw."""
         self._before = {
-            "streams": streams(self._blocks.model),
+            "streams": streams(self._adapter.model),
             "own": generator_states(self._own.generators()),
-            "fixed": generator_states(generators_of_loader(self._blocks.loader)),
+            "fixed": generator_states(generators_of_loader(self._adapter.loader)),
         }
 
     def begin(self) -> None:
-        """The loader is about to be iterated."""
+        """Save the state of the loader before it is iterated."""
         self._warm_up_if(self._start.pop("to warm up", False))
-        self._start = {**_parts(self._blocks.current_loader), "warm": _is_warm(self._blocks.current_loader)}
+        self._start = {**_parts(self._adapter.current_loader), "warm": _is_warm(self._adapter.current_loader)}
 
     def _warm_up_if(self, wanted: bool) -> None:
-        """Workers that persist are there from the second pass on, and starting them draws a number."""
-        loader = self._blocks.current_loader
+        """Start workers that persist, which are there from the second pass on; starting them draws a number."""
+        loader = self._adapter.current_loader
         if wanted and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
             before = RandomStates(generators_of_loader(loader))
             iter(loader)
@@ -70,23 +70,23 @@ class LoaderPosition:
     # -- saving ------------------------------------------------------------------------------------------------
 
     def save(self, *, within: bool, begun: bool) -> dict[str, Any]:
-        """Where it is: ``within`` a pass, or between two; whether any has ``begun``."""
-        blocks = self._blocks
+        """Return the position: ``within`` a pass, or between two; and whether any has ``begun``."""
+        adapter = self._adapter
         saved: dict[str, Any] = {
-            "fixed": {**_parts(blocks.loader), "warm": _is_warm(blocks.loader)},
+            "fixed": {**_parts(adapter.loader), "warm": _is_warm(adapter.loader)},
         }
-        loader = blocks.current_loader if within else blocks.loader
+        loader = adapter.current_loader if within else adapter.loader
         if begun and has_state(loader):
             saved["state"] = loader.state_dict()
         if within:
-            saved |= {"before": self._before, "start": self._start, "now": _parts(blocks.current_loader)}
+            saved |= {"before": self._before, "start": self._start, "now": _parts(adapter.current_loader)}
         return saved
 
     # -- going on ----------------------------------------------------------------------------------------------
 
     def load(self, saved: Mapping[str, Any], *, within: bool) -> None:
-        """The run goes on between two passes; or ``within`` one, for which `go_on` is called when it does."""
-        loader = self._blocks.loader
+        """Go on between two passes; or ``within`` one, for which `go_on` is called later."""
+        loader = self._adapter.loader
         _set_parts(loader, saved["fixed"])
         if within:
             return
@@ -95,14 +95,14 @@ class LoaderPosition:
             loader.load_state_dict(saved["state"])
 
     def go_on(self, saved: Mapping[str, Any], epoch: int, done: int) -> Iterator[Any]:
-        """The rest of a pass of which that many steps were made; the streams are then anywhere."""
-        blocks = self._blocks
+        """Return the rest of a pass of which `done` steps were made; the streams are then anywhere."""
+        adapter = self._adapter
         self._before, self._start = dict(saved["before"]), dict(saved["start"])
         set_generators(self._own.generators(), self._before["own"], "the experiment")
-        set_generators(generators_of_loader(blocks.loader), self._before["fixed"], "the loader")
-        set_streams(self._before["streams"], blocks.model)
-        blocks.take_loader(epoch)
-        loader = blocks.current_loader
+        set_generators(generators_of_loader(adapter.loader), self._before["fixed"], "the loader")
+        set_streams(self._before["streams"], adapter.model)
+        adapter.take_loader(epoch)
+        loader = adapter.current_loader
         if "state" in saved and has_state(loader):
             loader.load_state_dict(saved["state"])
             rest, done = iter(loader), 0
@@ -110,7 +110,7 @@ class LoaderPosition:
             _set_parts(loader, self._start)
             self._warm_up_if(self._start["warm"])
             rest = iter(loader)
-        batches = rest if blocks.accumulate == 1 else iter(Grouped(rest, blocks.accumulate))
+        batches = rest if adapter.accumulate == 1 else iter(Grouped(rest, adapter.accumulate))
         for number in range(done):
             if next(batches, _END) is _END:
                 raise ResumeError(
@@ -120,15 +120,15 @@ class LoaderPosition:
         return batches
 
     def set_now(self, saved: Mapping[str, Any]) -> None:
-        """What was used is passed over: the loader's generators stand where they stood."""
-        _set_parts(self._blocks.current_loader, saved["now"])
+        """Set the loader's generators to where they stood after the steps that were made."""
+        _set_parts(self._adapter.current_loader, saved["now"])
 
 
 _END: Final = object()
 
 
 def has_state(loader: Any) -> bool:
-    """Whether a loader can tell where it is by itself."""
+    """Return whether a loader can save its position itself."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -137,7 +137,7 @@ def _is_warm(loader: Any) -> bool:
 
 
 def _counting(loader: Any) -> list[Any]:
-    """Samplers and datasets of the user's own; torch's keep nothing between passes but generators. Also such a loader.
+    """Return the user's own samplers, datasets and loader; torch's keep nothing between passes but generators.
 
     In workers there are copies of the dataset, which are made anew.
     """
@@ -148,7 +148,9 @@ def _counting(loader: Any) -> list[Any]:
 
 
 def _parts(loader: Any) -> dict[str, Any]:
-    """Where generators stand, and the numbers that samplers and datasets keep (an epoch that they count themselves)."""
+    """Return the states of generators, and the numbers that samplers and datasets keep (an epoch that they count
+    themselves).
+    """
     counts = [part.state_dict() if has_state(part) else _scalars_of(part) for part in _counting(loader)]
     return {"generators": generator_states(generators_of_loader(loader)), "counts": counts}
 

@@ -1,4 +1,4 @@
-"""Model and optimizer, as a checkpoint holds them.
+"""Save model, optimizer, scheduler, scaler and random streams, and load them again.
 
 Takes them from a run, hands plain dictionaries to `Saving`; checks that what was saved fits before anything is loaded.
 """
@@ -6,24 +6,33 @@ Takes them from a run, hands plain dictionaries to `Saving`; checks that what wa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hookline.errors import CheckpointError, ResumeError
+from hookline.guard.guard import rollback
 from hookline.guard.loaders import generators_on
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
-from hookline.training.checkpoints.random_streams import generator_states, set_generators
+from hookline.training.checkpoints.random_streams import generator_states, set_generators, set_streams, streams
+from hookline.training.hook_state import copied
+from hookline.training.loops.extra_state import AttributeSnapshot
 
-__all__ = ["ModelState", "check_state", "load_state", "scalars_of", "state_of"]
+if TYPE_CHECKING:
+    from hookline.training.checkpoints.user_state import UserState
+    from hookline.training.loops.experiment_adapter import ExperimentAdapter
+    from hookline.training.loops.gradient_retention import GradientRetention
+    from hookline.training.manager import HookManager
+
+__all__ = ["CoreState", "ModelState", "check_state", "load_state", "scalars_of", "state_of"]
 
 _AROUND = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Wrappers that add nothing of their own; a run may be compiled before it is killed, and not when it goes on."""
 
-
+_STATES: Final = ("optimizer", "scheduler", "scaler")
 _SCALARS = (bool, int, float, str, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
 """What every module has."""
@@ -38,14 +47,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 class ModelState:
-    """What is saved of a module."""
+    """Save and load a module."""
 
     def __init__(self, module: nn.Module, name: str = "model") -> None:
         self._module = _unwrapped(module)
         self._name = name
 
     def save(self, *, gradients: bool = False, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Parameters, buffers (those that a state dict leaves out, too), modes, generators; aliases of what is there.
+        """Return parameters, buffers (those that a state dict leaves out, too), modes and generators, without copying.
 
         Of the numbers that modules keep as attributes, those that are not what `scalars_of` gave ``before``.
         """
@@ -66,7 +75,7 @@ class ModelState:
         return saved
 
     def check(self, saved: Mapping[str, Any], *, force: bool = False) -> None:
-        """Refuse what does not fit; nothing is loaded."""
+        """Refuse a saved state that does not fit; load nothing."""
         here, there = self._module.state_dict(), saved["tensors"]
         wrong = [f"{name} is missing here" for name in there if name not in here]
         wrong += [f"{name} was not saved" for name in here if name not in there]
@@ -81,7 +90,7 @@ class ModelState:
             )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Have it as it was saved, each tensor in its place."""
+        """Set the module to a saved state, each tensor in its place."""
         module = self._module
         module.load_state_dict(saved["tensors"])
         for name, buffer in saved["hidden"].items():
@@ -106,7 +115,7 @@ class ModelState:
         return [generator for part in self._module.modules() for generator in generators_on(part)]
 
     def _load_hidden(self, name: str, buffer: Tensor) -> None:
-        """A buffer that is in no state dict; it may have grown on the way, as tables of positions do."""
+        """Load a buffer that is in no state dict; it may have grown on the way, as tables of positions do."""
         path, _, key = name.rpartition(".")
         try:
             owner = self._module.get_submodule(path)
@@ -122,7 +131,7 @@ class ModelState:
 
 
 def scalars_of(module: nn.Module) -> dict[str, Any]:
-    """Numbers and texts that modules keep as attributes, by their place: a counter of calls is in no state dict."""
+    """Return numbers and texts that modules keep as attributes, by place: a counter of calls is in no state dict."""
     return {
         f"{path}.{name}": value
         for path, part in _unwrapped(module).named_modules()
@@ -151,7 +160,7 @@ def _listed(items: list[str], most: int = 5) -> str:
 
 
 def state_of(thing: Any, name: str) -> Any:
-    """The state of something that can tell and take it; None of nothing."""
+    """Return the state of an optimizer, scheduler or scaler; None of None."""
     if thing is None:
         return None
     if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
@@ -168,7 +177,7 @@ def state_of(thing: Any, name: str) -> Any:
 
 
 def check_state(thing: Any, saved: Any, name: str, *, force: bool = False) -> None:
-    """Refuse the state of another optimizer, scheduler or scaler; nothing is loaded."""
+    """Refuse the state of another optimizer, scheduler or scaler; load nothing."""
     if (thing is None) is not (saved is None):
         found = "has none" if saved is None else "has one"
         raise ResumeError(f"The checkpoint {found} for {name}, and here it is {type_name(thing)}.")
@@ -201,7 +210,7 @@ def _counts(numbers: Iterable[int]) -> str:
 
 
 def load_state(thing: Any, saved: Any) -> None:
-    """Have it go on; state that is wider than its parameter stays so, where torch would make it as narrow."""
+    """Load a state; where it is wider than its parameter it stays so, while torch would narrow it."""
     if thing is None:
         return
     thing.load_state_dict(saved["state"])
@@ -218,3 +227,57 @@ def _widen(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and key in live and live[key].dtype != value.dtype:
                 live[key] = value.to(live[key].device)
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------
+
+
+class CoreState:
+    """Save and load what decides how training goes on, hooks apart."""
+
+    def __init__(self, adapter: ExperimentAdapter, own: UserState) -> None:
+        self._adapter = adapter
+        self._own = own
+        self._scalars = scalars_of(adapter.model)
+
+    def save(self, manager: HookManager | None) -> dict[str, Any]:
+        """Return the state, without copying."""
+        adapter = self._adapter
+        # The usual step sets gradients to zero first; hooks, and a step of one's own, may look at those of before.
+        looked_at = adapter.has_own_step or (manager is not None and bool(manager.hooks))
+        return {
+            "model": ModelState(adapter.model).save(gradients=looked_at, before=self._scalars),
+            **{name: state_of(getattr(adapter, name), name) for name in _STATES},
+            "own": self._own.save(),
+            "streams": streams(adapter.model),
+        }
+
+    def before_epoch(self, retention: GradientRetention | None, manager: HookManager | None) -> dict[str, Any] | None:
+        """Return the state before the epoch, where a hook may go back to it: by going there, and coming back."""
+        adapter = self._adapter
+        if retention is None or retention.pre_epoch is None:
+            return None
+        attributes = AttributeSnapshot(adapter)
+        try:
+            with rollback(adapter.model, adapter.optimizer, retention.extra_state.all_but_optimizer, adapter.scaler):
+                retention.pre_epoch.restore()
+                saved: dict[str, Any] = copied(self.save(manager))
+                return saved
+        finally:
+            attributes.put_back()
+
+    def check(self, saved: Mapping[str, Any], *, force: bool) -> None:
+        """Refuse a saved state that does not fit; load nothing."""
+        ModelState(self._adapter.model).check(saved["model"], force=force)
+        for name in _STATES:
+            check_state(getattr(self._adapter, name), saved[name], name, force=force)
+        self._own.check(saved["own"], force=force)
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Set everything to a saved state, each tensor in its place."""
+        adapter = self._adapter
+        ModelState(adapter.model).load(saved["model"])
+        for name in _STATES:
+            load_state(getattr(adapter, name), saved[name])
+        self._own.load(saved["own"])
+        set_streams(saved["streams"], adapter.model)

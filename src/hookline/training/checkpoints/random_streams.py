@@ -1,4 +1,4 @@
-"""Random streams, as a checkpoint holds them.
+"""Save random streams, and set them again.
 
 Takes where they stand from torch, NumPy, Python and the generators of a run; hands plain values to `Saving`, and puts
 the streams back there. Among them are two that hooks draw from: the stream that NumPy is lent while hooks fire, and
@@ -23,7 +23,7 @@ __all__ = ["generator_states", "set_generators", "set_streams", "streams"]
 
 
 def streams(model: nn.Module) -> dict[str, Any]:
-    """Where the streams of the process stand; about 150 µs."""
+    """Return the states of the random streams of the process; about 150 µs."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": rng.cuda_states(),
@@ -35,7 +35,7 @@ def streams(model: nn.Module) -> dict[str, Any]:
 
 
 def set_streams(states: Mapping[str, Any], model: nn.Module) -> None:
-    """Have them stand there."""
+    """Set the random streams of the process."""
     torch.set_rng_state(states["torch"].cpu())
     if states["cuda"] is not None:
         _set_cuda(states["cuda"])
@@ -57,12 +57,12 @@ def _set_cuda(states: Sequence[torch.Tensor]) -> None:
 
 
 def generator_states(generators: Sequence[Any]) -> list[Any]:
-    """Where they stand."""
+    """Return the states of these generators."""
     return [rng.state_of(generator) for generator in generators]
 
 
 def set_generators(generators: Sequence[Any], states: Sequence[Any], whose: str) -> None:
-    """Have them stand there."""
+    """Set the states of these generators."""
     if len(generators) != len(states):
         raise ResumeError(
             f"The checkpoint has the states of {len(states)} generators of {whose}, and there are {len(generators)} "

@@ -1,4 +1,4 @@
-"""The settings of a run, as a checkpoint holds them, and how they differ from those of now."""
+"""Compare the settings of a run with those that a checkpoint was saved with. `Saving` calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_THERE: Final = "(not there)"
 
 
 def plain(config: Any, depth: int = 0) -> Any:
-    """A configuration as dictionaries, lists, numbers and texts; of anything else, what kind of thing it is."""
+    """Return a configuration as dictionaries, lists, numbers and texts; of anything else, its type."""
     if depth > _DEEPEST:  # it may contain itself
         return "…"
     if config is None or isinstance(config, (bool, int, float, str)):
@@ -43,7 +43,7 @@ def plain(config: Any, depth: int = 0) -> Any:
 
 
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:
-    """A line for each setting that is another one: ``lr: 0.1 → 0.2``."""
+    """Return a line for each setting that differs: ``lr: 0.1 → 0.2``."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         names = [*saved, *(name for name in now if name not in saved)]
         return [

@@ -1,4 +1,4 @@
-"""A run that is saved as it goes, and goes on from what was saved.
+"""Save a run as it goes, and go on from what was saved.
 
 Takes a `Run` and `Checkpoints` from a loop, is told when steps and epochs are over, and says whether to stop there.
 Puts everything that decides how the run goes on into one tree, and back.
@@ -18,16 +18,16 @@ import torch
 from hookline.errors import CheckpointError, HooklineWarning, OptionError, ResumeError
 from hookline.messages import caller_stacklevel, type_name
 from hookline.training.checkpoints.checkpoints import Checkpoints, lock_folder
-from hookline.training.checkpoints.core_state import CoreState
 from hookline.training.checkpoints.loader_position import LoaderPosition
+from hookline.training.checkpoints.model_state import CoreState
 from hookline.training.checkpoints.random_streams import set_streams
 from hookline.training.checkpoints.run_settings import differences, plain
-from hookline.training.checkpoints.unsaved_trackers import uncountable
-from hookline.training.checkpoints.user_state import OwnState
-from hookline.training.loops.stop_signals import Interruption
+from hookline.training.checkpoints.user_state import UserState
+from hookline.training.loops.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run
+    from hookline.training.manager import HookManager
 
 __all__ = ["Saving"]
 
@@ -36,32 +36,32 @@ _PARTS: Final = ("made", "loop", "settings", "run", "core", "before_epoch", "loa
 
 
 class Saving:
-    """Saves a run, and loads one."""
+    """Save a run, and load one."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints, settings: Mapping[str, Any]) -> None:
         _check(checkpoints)
         self._run = run
-        self._blocks = blocks = run.blocks
+        self._adapter = adapter = run.adapter
         self._checkpoints = checkpoints
-        self._own = OwnState(blocks)
-        self._core = CoreState(blocks, self._own)
-        self._position = LoaderPosition(blocks, self._own, replay=checkpoints.replay)
-        config = blocks.config if checkpoints.config is None else checkpoints.config
+        self._own = UserState(adapter)
+        self._core = CoreState(adapter, self._own)
+        self._position = LoaderPosition(adapter, self._own, replay=checkpoints.replay)
+        config = adapter.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": plain(config),
-            "loop": {**settings, "accumulate": blocks.accumulate, "clip_norm": blocks.clip_norm},
+            "loop": {**settings, "accumulate": adapter.accumulate, "clip_norm": adapter.clip_norm},
         }
-        self._signals = Interruption()
+        self._signals = StopSignals()
         self._loaded: dict[str, Any] | None = None
         self._saved_at: tuple[int, bool] | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._every_steps = checkpoints.every_steps or (None if run.in_epochs else checkpoints.every)
 
     # -- the beginning -----------------------------------------------------------------------------------------
 
     @contextmanager
     def active(self, *, resume: bool) -> Iterator[None]:
-        """For as long as the block lasts the folder is this run's, and signals wait; the model is loaded before."""
+        """Lock the folder and hold signals back for as long as the block lasts; load the model before."""
         self._checkpoints.begin()
         with lock_folder(self._checkpoints.folder), self._signals:
             newest = self._checkpoints.newest()
@@ -80,25 +80,25 @@ class Saving:
             return
         path, saved = found
         self._check(path, saved)
-        if saved["before_epoch"] is not None and self._run.demand is not None:
+        if saved["before_epoch"] is not None and self._run.retention is not None:
             self._core.load(saved["before_epoch"])
-            self._run.demand.take_pre_epoch()
+            self._run.retention.take_pre_epoch()
         self._core.load(saved["core"])
         self._loaded = saved
 
     def _home(self, device: torch.device) -> torch.device:
-        """Where tensors that were on a device belong now; a run may go on on another kind of device."""
-        first = next(self._blocks.model.parameters(), None)
+        """Return the device for tensors that were on `device`; a run may go on on another kind of device."""
+        first = next(self._adapter.model.parameters(), None)
         here = torch.device("cpu") if first is None else first.device
         return device if device.type in ("cpu", here.type) else here
 
     def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
-        """Refuse what does not fit, before anything is loaded."""
+        """Refuse a checkpoint that does not fit, before anything is loaded."""
         missing = [name for name in _PARTS if name not in saved]
         if missing:
             raise ResumeError(f"{path} is whole, but no checkpoint of a run: it has no {', '.join(missing)}.")
-        if saved["loop"] != self._blocks.loop:
-            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._blocks.loop} loop is to go on.")
+        if saved["loop"] != self._adapter.loop:
+            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._adapter.loop} loop is to go on.")
         changed = differences(saved["settings"], self._settings)
         if changed and not self._checkpoints.force:
             lines = "\n".join(f"  {line}" for line in changed)
@@ -108,13 +108,13 @@ class Saving:
             )
         self._core.check(saved["core"], force=self._checkpoints.force)
         if saved["made"]["torch"] != str(torch.__version__):
-            self._tell(
+            self._warn(
                 f"The run was saved with torch {saved['made']['torch']} and goes on with {torch.__version__}: numbers "
                 "may differ in the last bits from here on."
             )
 
     def begin(self) -> bool:
-        """Hooks have been told that training begins: load what is theirs, or save the beginning. Whether it goes on."""
+        """Load the state of hooks, or save the beginning; return whether the run goes on from a checkpoint."""
         saved = self._loaded
         if saved is None:
             self._save()
@@ -123,36 +123,36 @@ class Saving:
         if run.manager is not None:
             no_hooks = {"global_step": saved["run"]["step"], "hooks": {}, "step_metrics": {}}
             run.manager.load_state_dict(saved["manager"] or no_hooks)
-        if run.demand is not None and saved["demand"] is not None:
-            run.demand.load_state_dict(saved["demand"])
+        if run.retention is not None and saved["demand"] is not None:
+            run.retention.load_state_dict(saved["demand"])
         run.load_state_dict(saved["run"])
         self._position.load(saved["loader"], within=run.is_within)
-        set_streams(saved["core"]["streams"], self._blocks.model)
+        set_streams(saved["core"]["streams"], self._adapter.model)
         self._saved_at = (run.num_steps, run.is_within)
-        if self._blocks.has_no_data:
+        if self._adapter.has_no_data:
             self._loaded = {"run": saved["run"]}
         return True
 
     # -- on its way --------------------------------------------------------------------------------------------
 
     def before_loader(self) -> None:
-        """A pass over the data is about to begin."""
+        """Save the streams before a pass over the data begins."""
         self._position.before_loader()
 
     def batches(self, *, resumed: bool) -> Iterator[Any]:
-        """The batches of the pass, or those that are left of it."""
+        """Return the batches of the pass, or those that are left of it."""
         if resumed:
             assert self._loaded is not None
             loader, core = self._loaded["loader"], self._loaded["core"]
             batches = self._position.go_on(loader, self._run.epoch, self._run.done)
             self._own.load(core["own"])  # to make the loader again may have changed what the experiment counts
             self._position.set_now(loader)
-            set_streams(core["streams"], self._blocks.model)
+            set_streams(core["streams"], self._adapter.model)
             self._loaded = None
             return self._until_stopped(batches)
         self._loaded = None
         self._position.begin()
-        return self._until_stopped(self._blocks.batches())
+        return self._until_stopped(self._adapter.batches())
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -168,8 +168,8 @@ class Saving:
                 return
             yield batch
 
-    def step_is_over(self) -> bool:
-        """Save if it is time to; whether the run stops here."""
+    def save_after_step(self) -> bool:
+        """Save after a step if one is due; return whether the run stops here."""
         if self._signals.came is not None:
             self._stop(within=self._is_within())
             return True
@@ -178,15 +178,15 @@ class Saving:
         return False
 
     def _is_within(self) -> bool:
-        return not self._blocks.has_no_data
+        return not self._adapter.has_no_data
 
-    def pass_is_over(self) -> None:
-        """In the step loop, the data begin anew."""
+    def save_after_pass(self) -> None:
+        """Save between two passes over data that cannot be entered in the middle; the step loop calls this."""
         if not self._position.can_go_on:
             self._save()
 
-    def epoch_is_over(self) -> bool:
-        """The same, of an epoch."""
+    def save_after_epoch(self) -> bool:
+        """Save after an epoch if one is due; return whether the run stops here."""
         if self._signals.came is not None:
             self._stop(within=False)
             return True
@@ -196,11 +196,11 @@ class Saving:
         return False
 
     def finish(self) -> None:
-        """The run is complete."""
+        """Save the complete run."""
         run = self._run
         if run.interrupted is None:
             if self._loaded is not None and self._loaded["run"]["num_steps"] == run.num_steps:
-                self._tell(
+                self._warn(
                     f"The run in {self._checkpoints.folder} is complete: {run.num_steps} steps were made before, and "
                     "none is left. Ask for more, or begin a run in another folder."
                 )
@@ -218,17 +218,17 @@ class Saving:
             self._save()
 
     def _flush(self) -> None:
-        """Metrics of steps go out before the run is saved, where it ends: a sink that has had them gets them once."""
+        """Write metrics of steps before the last save: a sink that has had them gets them once."""
         manager = self._run.manager
         if manager is not None and manager.flush_step_metrics(self._run.position):
             self._saved_at = None
 
     def _save_within(self) -> None:
-        """In the middle of a pass, if the loader can be brought there again."""
+        """Save in the middle of a pass, if the loader can get there again."""
         within = self._is_within()
         if within and not self._position.can_go_on:
-            self._tell(
-                f"The loader, {type_name(self._blocks.current_loader)}, cannot be brought back into the middle of a "
+            self._warn(
+                f"The loader, {type_name(self._adapter.current_loader)}, cannot be brought back into the middle of a "
                 "pass over the data: there are checkpoints between passes only, and a resumed run begins the pass anew."
                 " Give it state_dict() and load_state_dict(), or see replay= of Checkpoints."
             )
@@ -247,7 +247,7 @@ class Saving:
             if self._checkpoints.count == 0 and isinstance(error, CheckpointError):
                 raise  # at the start, where it costs nothing to mend
             newest = self._checkpoints.newest()
-            self._tell(
+            self._warn(
                 f"The run could not be saved after {run.num_steps} steps ({type(error).__name__}: {error}). It goes "
                 f"on; the newest checkpoint is {'none' if newest is None else newest.name}.",
                 once="saving",
@@ -257,27 +257,27 @@ class Saving:
 
     def _state(self, *, within: bool) -> dict[str, Any]:
         run, manager = self._run, self._run.manager
-        if within and (silent := uncountable(manager, self._blocks.experiment)):
-            self._tell(
+        if within and (silent := _unsaved_trackers(manager, self._adapter.experiment)):
+            self._warn(
                 f"What {', '.join(map(repr, silent))} counted since the last report is not saved: a tracker is saved "
                 "if it has state_dict() and load_state_dict(). Between epochs there is nothing to save."
             )
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
-            "loop": self._blocks.loop,
+            "loop": self._adapter.loop,
             "settings": self._settings,
             "run": run.state_dict(within=within),
             "core": self._core.save(run.manager),
-            "before_epoch": self._core.before_epoch(run.demand, run.manager) if within else None,
+            "before_epoch": self._core.before_epoch(run.retention, run.manager) if within else None,
             "loader": self._position.save(within=within, begun=run.num_epochs > 0),
             "manager": None if manager is None else manager.state_dict(),
-            "demand": None if run.demand is None else run.demand.state_dict(),
+            "demand": None if run.retention is None else run.retention.state_dict(),
         }
 
-    def _tell(self, text: str, once: str | None = None) -> None:
+    def _warn(self, text: str, once: str | None = None) -> None:
         key = once or text
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
 
 
@@ -291,3 +291,14 @@ def _check(checkpoints: Any) -> None:
                 f"checkpoints= saves a run of one process, and this is one of {several}. Use "
                 "torch.distributed.checkpoint, and manager.state_dict() for the hooks."
             )
+
+
+def _unsaved_trackers(manager: HookManager | None, experiment: Any) -> list[str]:
+    """Return the names of trackers that have no ``state_dict()``, so that what they have counted is lost."""
+    hooks = {} if manager is None else manager.hooks
+    trackers = {name: getattr(hook, "tracker", None) for name, hook in hooks.items()}
+    context = getattr(experiment, "context", None)
+    metrics = getattr(context, "model_metrics", None)  # of Metta's `ComponentContext`
+    if isinstance(metrics, Mapping):
+        trackers |= metrics
+    return [name for name, tracker in trackers.items() if tracker is not None and not hasattr(tracker, "state_dict")]

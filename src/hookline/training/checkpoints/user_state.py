@@ -1,4 +1,4 @@
-"""What an experiment has of its own, as a checkpoint holds it.
+"""Save what an experiment has of its own, and load it again.
 
 Takes the experiment from a run: other optimizers, modules, schedulers, generators, whatever has a ``state_dict()``, and
 those plain attributes (counters, lists, tensors) that are not what they were when the run began. Hands plain values to
@@ -26,15 +26,15 @@ from hookline.guard.loaders import generators_of_loader
 from hookline.messages import caller_stacklevel
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.sink import MetricSink
-from hookline.training.checkpoints.checkpoint_tree import Tensors, tree_as_json
+from hookline.training.checkpoints.checkpoint_file import Tensors, tree_as_json
 from hookline.training.checkpoints.model_state import ModelState, check_state, load_state, state_of
 from hookline.training.checkpoints.random_streams import generator_states, set_generators
-from hookline.training.loops.experiment_adapter import Blocks
-from hookline.training.loops.extra_state import Belongings
+from hookline.training.loops.experiment_adapter import ExperimentAdapter
+from hookline.training.loops.extra_state import ExtraState
 from hookline.training.manager import HookManager
 from hookline.training.training_hook import TrainingHook
 
-__all__ = ["OwnState"]
+__all__ = ["UserState"]
 
 _CONTAINERS: Final = (list, dict, set, deque)
 _OF_MANAGERS: Final = (HookManager, TrainingHook, MetricSink, FanOut)
@@ -47,14 +47,14 @@ _OTHERS: Final = (*_OF_MANAGERS, Tensor, np.ndarray, DataLoader, Dataset, type, 
 _BLOCKS: Final = frozenset({"model", "optimizer", "scheduler", "scaler", "loader", "config"})
 
 
-class OwnState:
-    """What hangs on an experiment besides the blocks that every run has."""
+class UserState:
+    """Save and load an experiment's own attributes."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-        self._experiment = blocks.experiment
+    def __init__(self, adapter: ExperimentAdapter) -> None:
+        self._adapter = adapter
+        self._experiment = adapter.experiment
         self._asked = _has_state(self._experiment)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._marks = {} if self._asked else {name: _mark(value) for name, value in self._attributes()}
         """What each attribute was when the run began."""
         self._modules = {
@@ -66,20 +66,20 @@ class OwnState:
         return ((name, value) for name, value in list(held.items()) if name not in _BLOCKS)
 
     def _things(self) -> Iterator[tuple[str, Any]]:
-        """By name, what there is: attributes, and what the experiment's functions get from around them."""
+        """Yield attributes, and what the experiment's functions use from around them, by name."""
         yield from self._attributes()
-        belongings = Belongings(self._blocks)
-        yield from ((f"of functions: {name}", value) for name, value in belongings._used().items())
+        extra_state = ExtraState(self._adapter)
+        yield from ((f"of functions: {name}", value) for name, value in extra_state._used().items())
 
     def generators(self) -> list[Any]:
-        """The experiment's own, in an order that is the same in every process."""
+        """Return the experiment's own generators, in an order that is the same in every process."""
         found = [thing for _, value in self._things() for _, thing in _stateful(value)]
         return [thing for thing in found if isinstance(thing, rng.GENERATOR_TYPES)]
 
     # -- saving ------------------------------------------------------------------------------------------------
 
     def save(self) -> dict[str, Any]:
-        """Aliases of what is there."""
+        """Return the state, without copying."""
         if self._asked:
             return {"asked": self._experiment.state_dict()}
         stateful = {
@@ -94,22 +94,22 @@ class OwnState:
         return {"stateful": stateful, "plain": self._savable(plain), "objects": self._savable(objects)}
 
     def _savable(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if self._can_be_saved(name, value)}
+        return {name: value for name, value in values.items() if self._check_savable(name, value)}
 
     def _is_same_object(self, name: str, value: Any) -> bool:
-        """Whether it is the one that was there when the run began, so that its contents can be put into it again."""
+        """Return whether it was there when the run began, so that contents can be put into it again."""
         return _is_object(value) and name in self._marks and self._marks[name][0] == _Same(value)
 
     def _is_own(self, thing: Any) -> bool:
-        """Whether it is not saved anyway, and may have changed."""
-        blocks = self._blocks
-        if any(thing is known for known in (blocks.model, blocks.optimizer, blocks.scheduler, blocks.scaler)):
+        """Return whether nothing else saves it, and it may have changed."""
+        adapter = self._adapter
+        if any(thing is known for known in (adapter.model, adapter.optimizer, adapter.scheduler, adapter.scaler)):
             return False
-        if thing is blocks.loader or thing is blocks.current_loader or isinstance(thing, _OF_MANAGERS):
+        if thing is adapter.loader or thing is adapter.current_loader or isinstance(thing, _OF_MANAGERS):
             return False
         if not isinstance(thing, nn.Module):
             return True
-        if any(thing is part for part in blocks.model.modules()):
+        if any(thing is part for part in adapter.model.modules()):
             return False
         # A frozen teacher, or a criterion, is what it was; an average of weights may be frozen too, but is written to.
         return _trains(thing) or self._modules.get(id(thing)) != _mark_of_module(thing)
@@ -119,12 +119,12 @@ class OwnState:
             return False
         return name not in self._marks or self._marks[name] != _mark(value)
 
-    def _can_be_saved(self, name: str, value: Any) -> bool:
+    def _check_savable(self, name: str, value: Any) -> bool:
         try:
             tree_as_json(value, Tensors(), name)
         except CheckpointError as error:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._warned:
+                self._warned.add(name)
                 warnings.warn(
                     f"experiment.{name} has changed since the run began, and is not saved ({error}) A resumed run "
                     "finds it as it was made. Give the experiment state_dict() and load_state_dict() if it matters.",
@@ -137,7 +137,7 @@ class OwnState:
     # -- loading -----------------------------------------------------------------------------------------------
 
     def check(self, saved: Mapping[str, Any], *, force: bool = False) -> None:
-        """Refuse what does not fit; nothing is loaded."""
+        """Refuse a saved state that does not fit; load nothing."""
         if ("asked" in saved) is not self._asked:
             raise ResumeError("The experiment was saved by its own state_dict(), or is now; it has to be as it was.")
         live = self._live()
@@ -159,7 +159,7 @@ class OwnState:
         return {f"{name}{place}": thing for name, value in self._things() for place, thing in _stateful(value)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Have the experiment as it was, in place where others may refer to what it has."""
+        """Set the experiment to a saved state, in place where others may refer to what it has."""
         if self._asked:
             self._experiment.load_state_dict(saved["asked"])
             return
@@ -180,7 +180,7 @@ def _has_state(thing: Any) -> bool:
 
 
 def _stateful(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """What has a state of its own in a value: itself, or in lists, tuples and dictionaries, and where."""
+    """Yield what has a state in a value, and its place: itself, or items of lists, tuples and dictionaries."""
     if isinstance(value, DataLoader):  # to ask one that can tell its state would start it
         for number, generator in enumerate(generators_of_loader(value)):
             yield f"{place} generator {number}", generator
@@ -221,7 +221,7 @@ def _load(thing: Any, state: Mapping[str, Any], name: str) -> None:
 
 
 def _put_in_place(live: Any, value: Any) -> bool:
-    """Whether what is there could be given the saved contents."""
+    """Put saved contents into the live object; return whether that was possible."""
     if isinstance(live, Tensor) and isinstance(value, Tensor):
         if live.shape != value.shape or live.dtype != value.dtype or live.is_inference():
             return False
@@ -242,7 +242,7 @@ def _put_in_place(live: Any, value: Any) -> bool:
 
 
 class _Same:
-    """Stands for an object, and is equal to what stands for the very same."""
+    """Compare equal only to another that holds the very same object."""
 
     __slots__ = ("_held",)
 
@@ -256,14 +256,14 @@ class _Same:
 
 
 def _is_object(value: Any) -> bool:
-    """An instance with attributes (a dataclass, a namespace) that nobody else looks after."""
+    """Return whether it is an instance with attributes (a dataclass, a namespace) that nothing else saves."""
     if isinstance(value, (*_OTHERS, *_CONTAINERS, tuple)) or not hasattr(value, "__dict__") or callable(value):
         return False
     return not _has_state(value) and not type(value).__module__.startswith("hookline.")
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """Something that is equal to another mark as long as the value has not changed."""
+    """Return a mark that stays equal as long as the value has not changed."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return (type(value), value)
     if isinstance(value, Tensor):

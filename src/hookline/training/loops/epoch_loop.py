@@ -1,4 +1,4 @@
-"""The loop that counts epochs: it calls an experiment's building blocks, and hooks in between.
+"""Train by epochs: call an experiment's methods, and fire hooks in between.
 
 Takes an `Experiment` and a `HookManager`; the order is the one that `HookPoint` draws.
 """
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.training.loops.experiment_adapter import Blocks, whole_number
+from hookline.training.loops.experiment_adapter import ExperimentAdapter, whole_number
 from hookline.training.loops.loop_progress import shown_progress
-from hookline.training.loops.loop_run import LoopResult, Run
-from hookline.training.loops.loop_start import start
+from hookline.training.loops.loop_run import LoopResult, Run, start_run
 
 if TYPE_CHECKING:
     from hookline.training.checkpoints.checkpoints import Checkpoints
@@ -63,10 +62,10 @@ def epoch_loop(
     epochs = whole_number("epochs", epochs, 0)
     eval_every = whole_number("eval_every", eval_every, 0)
     first_epoch = whole_number("first_epoch", first_epoch, 0)
-    blocks = Blocks(experiment, "epoch")
-    every = blocks.snapshot_interval(snapshot_every, 1)
+    adapter = ExperimentAdapter(experiment, "epoch")
+    every = adapter.snapshot_interval(snapshot_every, 1)
     points = _POINTS if every else _POINTS - {HookPoint.SNAPSHOT}
-    run = start(blocks, manager, points=points, first=first_epoch, resume=resume, run_context=run_context)
+    run = start_run(adapter, manager, points=points, first=first_epoch, resume=resume, run_context=run_context)
     settings = {"epochs": epochs, "snapshot_every": every, "eval_every": eval_every}
     with (
         run.saved_to(checkpoints, resume=resume, settings=settings),
@@ -83,15 +82,15 @@ def epoch_loop(
             if snapshot or (eval_every > 0 and epoch % eval_every == 0):
                 run.evaluate()
             _conclude(run, snapshot=snapshot)
-            enough = run.should_stop()
-            if run.epoch_is_over() or enough:
+            enough = run.ask_to_stop()
+            if run.finish_epoch() or enough:
                 break
         run.finish()
     return run.result()
 
 
 def _train(run: Run, epoch: int, *, snapshot: bool) -> bool:
-    """The steps of one epoch, and the scheduler; False if the run stops in the middle."""
+    """Make the steps of one epoch; return False if the run stops in the middle."""
     if not run.is_within:  # of one that goes on where it was saved, the beginning has been
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT) if snapshot else (HookPoint.POST_EPOCH,))
         run.fire(HookPoint.PRE_EPOCH)
@@ -100,7 +99,7 @@ def _train(run: Run, epoch: int, *, snapshot: bool) -> bool:
         run.fire(HookPoint.PRE_STEP)
         run.train_step()
         run.fire(HookPoint.POST_STEP)
-        if run.step_is_over():
+        if run.end_step():
             break
     if run.interrupted is not None:
         return False
@@ -111,9 +110,9 @@ def _train(run: Run, epoch: int, *, snapshot: bool) -> bool:
 
 
 def _conclude(run: Run, *, snapshot: bool) -> None:
-    """The epoch is over."""
+    """Fire the points after an epoch, and report its evaluation."""
     run.fire(HookPoint.POST_EPOCH)
     run.report_evaluation(HookPoint.POST_EPOCH)
     if snapshot:
         run.fire(HookPoint.SNAPSHOT)
-    run.blocks.end_epoch(run.epoch, run.figures)
+    run.adapter.end_epoch(run.epoch, run.figures)

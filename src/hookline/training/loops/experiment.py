@@ -1,4 +1,4 @@
-"""What an experiment supplies: model, data, loss, evaluation. The loops do the rest.
+"""Define what an experiment supplies to the loops: model, data, loss, evaluation.
 
 Comes from the user; `epoch_loop` and `step_loop` ask it for one building block after the other.
 """
@@ -24,7 +24,7 @@ Per = Literal["epoch", "step"]
 
 
 class Experiment:
-    """The building blocks of a training run, without its loop.
+    """Supply model, data, loss and evaluation of a training run, without its loop.
 
     Recipe::
 
@@ -141,11 +141,11 @@ class Experiment:
         self.model.to(device=device, dtype=dtype)
 
     def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch, to call ``backward`` on."""
+        """Return the loss of a batch, to call ``backward`` on."""
         return usual_loss(model, batch)
 
     def train_step(self, batch: Any) -> Any:
-        """One step: gradients of the batch, then the optimizer.
+        """Make one step: gradients of the batch, then the optimizer.
 
         Leave the gradients in ``.grad`` (zero them before the backward, not after the step): hooks read them there.
         With ``accumulate=`` over 1 the batch is a tuple of batches. Interventions train by it as well; what it changes
@@ -158,14 +158,14 @@ class Experiment:
         return optimizer_step(self, batch)
 
     def get_loader(self, epoch: int) -> Iterable[Any] | None:
-        """The batches of an epoch (in the step loop: of a pass over the data); ``loader`` every time."""
+        """Return the batches of an epoch (in the step loop: of a pass over the data); ``loader`` every time."""
         return self.loader
 
     shuffled_loader: Callable[..., Iterable[Any]] | None = None
     """``shuffled_loader(generator)`` gives the batches in another order, where the loader can only be iterated."""
 
     def evaluate(self, model: nn.Module) -> Mapping[str, Any] | None:
-        """Metrics of the model as it is; ``train_acc`` and ``val_acc`` among them are shown to hooks by these names.
+        """Return metrics of the model; hooks see ``train_acc`` and ``val_acc`` among them by these names.
 
         The model is in evaluation mode by then, no gradients are recorded, trackers are paused, and random numbers
         that are drawn here are not missing in training.
@@ -173,12 +173,12 @@ class Experiment:
         return None
 
     def should_stop(self, position: int, metrics: Mapping[str, Any]) -> bool:
-        """Whether that was the last epoch (in the step loop: step), by its ``loss`` and the newest evaluation."""
+        """Return whether that was the last epoch (in the step loop: step), by ``loss`` and the newest evaluation."""
         return False
 
     def target_gradient(self, model: nn.Module, step: int) -> dict[str, Tensor] | None:
-        """The gradient that hooks compare with, by parameter name; asked for when a hook reads ``ctx.target_grad``."""
+        """Return the gradient that hooks compare with, by parameter; called when they read ``ctx.target_grad``."""
         return None
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """An epoch is over, hooks and all."""
+        """Do something after an epoch and its hooks."""

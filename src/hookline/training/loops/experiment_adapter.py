@@ -1,4 +1,4 @@
-"""The building blocks of an experiment, whatever kind of object it is.
+"""Give the loops one spelling of an experiment, whatever kind of object it is.
 
 Takes an `Experiment`, or anything with some of its attributes and methods; hands the loops one spelling of each.
 """
@@ -31,7 +31,7 @@ from hookline.training.loops.training_step import (
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["Blocks", "whole_number"]
+__all__ = ["ExperimentAdapter", "whole_number"]
 
 _DEFAULTS: Final = {
     "optimizer": None,
@@ -45,10 +45,10 @@ _DEFAULTS: Final = {
 }
 
 
-class Blocks:
-    """What the loops ask of an experiment.
+class ExperimentAdapter:
+    """Read attributes and call methods of an experiment, with the defaults of `Experiment`.
 
-    Attributes are read anew each time: an experiment may change its optimizer on the way.
+    AttributeSnapshot are read anew each time: an experiment may change its optimizer on the way.
     """
 
     def __init__(self, experiment: Any, loop: str) -> None:
@@ -85,7 +85,7 @@ class Blocks:
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The model that is trained."""
         model: nn.Module = self.experiment.model
         return model
 
@@ -96,7 +96,7 @@ class Blocks:
         return groups[0]["lr"] if groups else None
 
     def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch; of batches that make one step together, their mean."""
+        """Return the loss of a batch; of batches that make one step together, their mean."""
         loss: Callable[..., Tensor] = getattr(self.experiment, "loss_fn", usual_loss)
         if not isinstance(batch, MicroBatches):
             return loss(model, batch)
@@ -113,20 +113,20 @@ class Blocks:
         return self._train_step is not None
 
     def train_step(self, batch: Any) -> StepResult:
-        """One step, by the experiment's own method if it has one."""
+        """Make one step, by the experiment's own method if it has one."""
         if self._train_step is None:
             return optimizer_step(self, batch)
         return as_result(self._train_step(batch))
 
     def train_and_schedule(self, batch: Any) -> StepResult:
-        """One step, then the scheduler, if it counts steps; also what interventions train by."""
+        """Make one step, then step the scheduler, if it counts steps; interventions train by it too."""
         result = self.train_step(batch)
         if result.trained:
             self.step_scheduler("step", result.loss)
         return result
 
     def step_scheduler(self, per: str, loss: Any) -> None:
-        """The scheduler's turn, if that is what it counts."""
+        """Step the scheduler, if it counts `per`."""
         scheduler = self.scheduler
         if scheduler is None or per != (self.scheduler_per or self._usual_per(scheduler)):
             return
@@ -138,7 +138,7 @@ class Blocks:
             scheduler.step(float(loss))
 
     def _usual_per(self, scheduler: Any) -> str:
-        """What the loop counts; but those that are made for steps would barely move from epoch to epoch."""
+        """Return what the loop counts; but "step" for schedulers that are made for steps."""
         return "step" if isinstance(scheduler, (OneCycleLR, CyclicLR)) else self.loop
 
     @property
@@ -147,7 +147,7 @@ class Blocks:
         return self.loader is None and self._method("get_loader") is None
 
     def take_loader(self, epoch: int) -> None:
-        """Another pass over the data is to begin."""
+        """Ask for the loader of another pass over the data."""
         get_loader = getattr(self.experiment, "get_loader", None)
         self.current_loader = self.loader if get_loader is None else get_loader(epoch)
         if self.current_loader is None:
@@ -157,7 +157,7 @@ class Blocks:
                 sampler.set_epoch(epoch)
 
     def batches(self) -> Iterator[Any]:
-        """What one step after the other is trained on, in this pass over the data."""
+        """Return the batches of the steps of this pass over the data."""
         return iter(self.current_loader if self.accumulate == 1 else Grouped(self.current_loader, self.accumulate))
 
     @property
@@ -180,7 +180,7 @@ class Blocks:
         return self._evaluate is not None
 
     def evaluate(self) -> dict[str, Any]:
-        """The experiment's metrics, with training as it was afterwards: modes, random streams, trackers."""
+        """Return the experiment's metrics; modes, random streams and trackers are as before afterwards."""
         if self._evaluate is None:
             return {}
         modes = [(module, module.training) for module in self.model.modules()]
@@ -200,7 +200,7 @@ class Blocks:
         return dict(found or {})
 
     def should_stop(self, position: int, metrics: Mapping[str, Any]) -> bool:
-        """Whether the experiment has had enough."""
+        """Return whether the experiment asks to stop."""
         return self._should_stop is not None and bool(self._should_stop(position, metrics))
 
     def end_epoch(self, epoch: int, metrics: Mapping[str, Any]) -> None:
@@ -215,14 +215,14 @@ class Blocks:
         return self._method("target_gradient")
 
     def _method(self, name: str) -> Callable[..., Any] | None:
-        """The experiment's own, None where it has but what `Experiment` brings."""
+        """Return the experiment's own method; None where it has only that of `Experiment`."""
         method = getattr(self.experiment, name, None)
         if getattr(method, "__func__", None) is getattr(Experiment, name):
             return None
         return method
 
     def snapshot_interval(self, given: int | None, usual: int) -> int:
-        """How far apart snapshots are: as the loop was told, else as the experiment's configuration says."""
+        """Return the distance of snapshots: as the loop was told, else as the experiment's configuration says."""
         if given is None:
             config = self.config
             name = "snapshot_every"
@@ -246,7 +246,7 @@ class Blocks:
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """What counts something, of whatever library's integers; not less than makes sense."""
+    """Return an option that counts something as an int; refuse one below `least`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What hangs on an experiment besides its model, and is part of the run all the same.
+"""Find what an experiment has besides its model that belongs to the run, and put its attributes back.
 
 A step of one's own may use two optimizers, average the weights into a second model, count tokens, draw from a
 generator; interventions train by that step. `Contexts` has the guard look after what is found here, and puts the plain
@@ -23,9 +23,9 @@ from hookline.errors import GuardError
 from hookline.guard.rng import GENERATOR_TYPES
 
 if TYPE_CHECKING:
-    from hookline.training.loops.experiment_adapter import Blocks
+    from hookline.training.loops.experiment_adapter import ExperimentAdapter
 
-__all__ = ["Attributes", "Belongings"]
+__all__ = ["AttributeSnapshot", "ExtraState"]
 
 _WITH_GRADIENTS: Final = (nn.Module, nn.Parameter, Optimizer)
 _SMALL: Final = (LRScheduler, torch.amp.GradScaler, *GENERATOR_TYPES)
@@ -34,37 +34,37 @@ _LARGEST_COPIED: Final = 2**20
 
 
 class _Together:
-    """Several objects as one that has them for attributes, which is what the guard looks below."""
+    """Hold several objects as attributes of one, which the guard looks through."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         vars(self).update(parts)
 
 
-class Belongings:
-    """The experiment's own optimizers, modules, schedulers, generators and small tensors."""
+class ExtraState:
+    """Find the experiment's own optimizers, modules, schedulers, generators and small tensors."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
+    def __init__(self, adapter: ExperimentAdapter) -> None:
+        self._adapter = adapter
         self._kept: dict[str, _Together] = {}
 
     @property
     def optimizer(self) -> Any:
         """The optimizer, or it and whatever else has parameters."""
-        return self._joined("optimizer", self._blocks.optimizer, self._found(_WITH_GRADIENTS))
+        return self._joined("optimizer", self._adapter.optimizer, self._found(_WITH_GRADIENTS))
 
     @property
     def scheduler(self) -> Any:
         """The scheduler, or it and whatever else is small."""
-        return self._joined("scheduler", self._blocks.scheduler, self._found(_SMALL) | self._small_tensors())
+        return self._joined("scheduler", self._adapter.scheduler, self._found(_SMALL) | self._small_tensors())
 
     @property
     def all_but_optimizer(self) -> Any:
         """The scheduler and everything that was found, where the optimizer itself has to be handed over alone."""
         found = self._found((*_WITH_GRADIENTS, *_SMALL)) | self._small_tensors()
-        return self._joined("all", self._blocks.scheduler, found)
+        return self._joined("all", self._adapter.scheduler, found)
 
     def _joined(self, which: str, first: Any, others: dict[str, Any]) -> Any:
-        """The same object as last time if it is about the same: the guard keeps its memory by that."""
+        """Return the same object as last time if its parts are the same: the guard keeps its memory by that."""
         if not others:
             return first
         parts = {**others, "itself": first}
@@ -78,30 +78,30 @@ class Belongings:
         return {name: value for name, value in items if any(map(self._is_new, _of_kinds(value, kinds)))}
 
     def _is_new(self, item: Any) -> bool:
-        """Whether the guard is not told of it anyway, and there is something to save in it."""
-        blocks = self._blocks
-        if item is blocks.model or item is blocks.optimizer or item is blocks.scheduler or item is blocks.scaler:
+        """Return whether the guard does not know it anyway, and there is something to save in it."""
+        adapter = self._adapter
+        if item is adapter.model or item is adapter.optimizer or item is adapter.scheduler or item is adapter.scaler:
             return False
         if not isinstance(item, nn.Module):
             return True
         has_state = any(True for _ in itertools.chain(item.parameters(), item.buffers()))  # a criterion has none
-        return has_state and all(item is not module for module in blocks.model.modules())
+        return has_state and all(item is not module for module in adapter.model.modules())
 
     def _small_tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._attributes() if isinstance(value, Tensor) and _is_copied(value)}
 
     def _attributes(self) -> Iterable[tuple[str, Any]]:
-        loader = self._blocks.loader  # may be a list of batches
-        return [item for item in getattr(self._blocks.experiment, "__dict__", {}).items() if item[1] is not loader]
+        loader = self._adapter.loader  # may be a list of batches
+        return [item for item in getattr(self._adapter.experiment, "__dict__", {}).items() if item[1] is not loader]
 
     def _used(self) -> dict[str, Any]:
-        """What the experiment's own functions get from around them, where it was written as functions."""
-        functions = (getattr(self._blocks.experiment, name, None) for name in ("train_step", "loss_fn"))
+        """Return what the experiment's own functions use from around them."""
+        functions = (getattr(self._adapter.experiment, name, None) for name in ("train_step", "loss_fn"))
         return {name: value for function in functions for name, value in _taken_from_outside(function).items()}
 
 
 def _taken_from_outside(function: Any) -> dict[str, Any]:
-    """The variables of a function that are neither arguments nor its own; not those of what it calls."""
+    """Return the variables of a function that are neither arguments nor its own; not those of what it calls."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, FunctionType) or function.__module__.startswith("hookline."):
         return {}
@@ -113,7 +113,7 @@ def _taken_from_outside(function: Any) -> dict[str, Any]:
 
 
 def _of_kinds(value: Any, kinds: tuple[type, ...]) -> Iterable[Any]:
-    """The value, or what is in it, as far as it is of some kinds."""
+    """Return the value, or what is in it, as far as it is of some kinds."""
     if isinstance(value, (list, tuple, dict)):
         items: Iterable[Any] = value.values() if isinstance(value, dict) else value
     else:
@@ -129,16 +129,16 @@ def _are_same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     return some.keys() == others.keys() and all(some[name] is others[name] for name in some)
 
 
-class Attributes:
-    """The experiment's plain attributes as they were: which objects, and what was in lists and dictionaries."""
+class AttributeSnapshot:
+    """Remember the experiment's plain attributes: which objects, and the contents of lists and dictionaries."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._there: dict[str, Any] = getattr(blocks.experiment, "__dict__", {})
+    def __init__(self, adapter: ExperimentAdapter) -> None:
+        self._there: dict[str, Any] = getattr(adapter.experiment, "__dict__", {})
         self._saved = dict(self._there)
         self._containers = [
             (value, value.copy())
             for value in self._saved.values()
-            if isinstance(value, (list, dict, set, deque)) and value is not blocks.loader
+            if isinstance(value, (list, dict, set, deque)) and value is not adapter.loader
         ]
         self._large = {
             name: (value, value._version)
@@ -147,7 +147,7 @@ class Attributes:
         }
 
     def put_back(self) -> None:
-        """Have the experiment as it was."""
+        """Restore the attributes of the experiment."""
         self._there.clear()
         self._there.update(self._saved)
         for container, before in self._containers:
@@ -161,7 +161,7 @@ class Attributes:
 
 
 def _put_back(container: Any, before: Any) -> None:
-    """In place: others may refer to it."""
+    """Restore a container in place: others may refer to it."""
     if isinstance(container, (list, deque)):
         if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
             container.clear()

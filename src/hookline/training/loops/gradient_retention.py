@@ -1,4 +1,4 @@
-"""What a run keeps because a hook that will be due needs it: mean gradients, those of the step before, earlier state.
+"""Keep what a hook that will be due needs: mean gradients, those of the step before, the state before the epoch.
 
 Asks a `HookManager` what is needed when, and takes what lies in ``.grad``; `Run` moves it on, `Contexts` shows it.
 """
@@ -17,27 +17,27 @@ from hookline.guard.snapshot import PreEpochState
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import caller_stacklevel
 from hookline.sites.wrappers import clean_modules
-from hookline.training.loops.extra_state import Belongings
+from hookline.training.loops.extra_state import ExtraState
 
 if TYPE_CHECKING:
-    from hookline.training.loops.experiment_adapter import Blocks
+    from hookline.training.loops.experiment_adapter import ExperimentAdapter
     from hookline.training.manager import HookManager
 
-__all__ = ["Demand", "Gradients"]
+__all__ = ["GradientRetention", "Gradients"]
 
 
-class Demand:
-    """Kept for hooks, from one point to the next; nothing is, unless one is going to ask."""
+class GradientRetention:
+    """Keep gradients and earlier state for hooks, from one point to the next, only if one is going to need them."""
 
-    def __init__(self, blocks: Blocks, manager: HookManager) -> None:
-        self._blocks = blocks
+    def __init__(self, adapter: ExperimentAdapter, manager: HookManager) -> None:
+        self._adapter = adapter
         self._manager = manager
-        self.belongings = Belongings(blocks)
+        self.extra_state = ExtraState(adapter)
         """What the experiment has besides."""
         self._gradients: Gradients | None = None
         self._averages = False
         self._may_need_previous = manager.needs_prev_step_grads()  # asked once, as asking takes 3 µs a step
-        self._has_trained = self._told = False
+        self._has_trained = self._warned = False
         self.mean: dict[str, Tensor] | None = None
         """Mean gradients since `begin`, from `end` on."""
         self.previous: dict[str, Tensor] | None = None
@@ -48,13 +48,13 @@ class Demand:
         """Of an earlier epoch: the memory is used again, also if epochs in between did without."""
 
     def begin(self, points: tuple[HookPoint, ...], position: int) -> None:
-        """Steps begin, after which those points are to come, in that epoch (in the step loop: at that step)."""
+        """Begin steps after which those points come, in that epoch (in the step loop: at that step)."""
         self.mean = None
         self._gradients = None  # parameters may have been replaced since
         self._averages = bool(points) and self._manager.needs_grad_accumulation_at(*points, epoch=position)
 
     def begin_epoch(self, points: tuple[HookPoint, ...], epoch: int) -> None:
-        """Steps of an epoch begin, which a hook may want to go back to the beginning of."""
+        """Begin the steps of an epoch; keep the state before it if a hook may go back there."""
         self.begin(points, epoch)
         self.pre_epoch = None
         within = (HookPoint.PRE_EPOCH, HookPoint.PRE_STEP, HookPoint.POST_STEP, *points)
@@ -63,59 +63,59 @@ class Demand:
 
     def take_pre_epoch(self) -> None:
         """Keep everything as it is now, to go back to."""
-        blocks, others = self._blocks, self.belongings.all_but_optimizer
+        adapter, others = self._adapter, self.extra_state.all_but_optimizer
         self.pre_epoch = self._memory = PreEpochState.take(
-            blocks.model, blocks.optimizer, others, blocks.scaler, into=self._memory
+            adapter.model, adapter.optimizer, others, adapter.scaler, into=self._memory
         )
 
     def begin_step(self, position: int) -> None:
-        """A step is about to be made: what lies in ``.grad`` is of the one before."""
+        """Keep the gradients of the step before, which are still in ``.grad``, if a hook needs them."""
         self.previous = None
         if self._may_need_previous and self._manager.needs_prev_step_grads_this_step(position):
             self.previous = self._of_parameters().copy()
             if not self.previous and self._has_trained:
-                self._tell_of_none("those of the step before")
+                self._warn_of_none("those of the step before")
 
     def end_step(self, *, trained: bool) -> None:
-        """A step was made."""
+        """Add the gradients of a step to their mean, if a hook needs it."""
         if not trained:
             return
         self._has_trained = True
         if self._averages and not self._of_parameters().add():
-            self._tell_of_none("their mean")
+            self._warn_of_none("their mean")
 
     def end(self) -> None:
-        """The stretch of steps is over."""
+        """Finish the mean of the steps since `begin`."""
         self.previous = None
         if self._averages:  # of no step that trained, none at all; but not None, as a hook has asked for them
             self.mean = {} if self._gradients is None else self._gradients.take_mean()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know, between two steps; aliases of what is there."""
+        """Return what a resumed run has to know, between two steps, without copying."""
         gradients = self._gradients
         return {
             "averages": self._averages,
             "gradients": None if gradients is None else gradients.state_dict(),
             "has_trained": self._has_trained,
-            "told": self._told,
+            "told": self._warned,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Go on from what ``state_dict`` returned."""
         self._averages = state["averages"]
-        self._has_trained, self._told = state["has_trained"], state["told"]
+        self._has_trained, self._warned = state["has_trained"], state["told"]
         self._gradients = None
         if state["gradients"] is not None:
             self._of_parameters().load_state_dict(state["gradients"])
 
-    def let_go(self) -> None:
-        """The run is over."""
+    def release(self) -> None:
+        """Drop everything: the run is over."""
         self.mean = self.previous = self.pre_epoch = self._memory = self._gradients = None
 
-    def _tell_of_none(self, which: str) -> None:
-        if self._told:
+    def _warn_of_none(self, which: str) -> None:
+        if self._warned:
             return
-        self._told = True
+        self._warned = True
         warnings.warn(
             f"Hooks need gradients ({which}), and after train_step() no parameter has any: zero them before the "
             "backward, not after the step.",
@@ -125,12 +125,12 @@ class Demand:
 
     def _of_parameters(self) -> Gradients:
         if self._gradients is None:
-            self._gradients = Gradients(self._blocks.model)
+            self._gradients = Gradients(self._adapter.model)
         return self._gradients
 
 
 class Gradients:
-    """The gradients of a model's parameters, by names without wrappers; of tied ones once.
+    """Copy and add up the gradients of a model's parameters, by names without wrappers; of tied ones once.
 
     One for each epoch: parameters are looked up when it is made, and not at every step.
     """
@@ -142,7 +142,7 @@ class Gradients:
         """How many steps were added."""
 
     def copy(self) -> dict[str, Tensor]:
-        """Those that there are now, to keep."""
+        """Return copies of the gradients that there are now."""
         return {
             name: parameter.grad.detach().clone()
             for name, parameter in self._parameters.items()
@@ -150,7 +150,8 @@ class Gradients:
         }
 
     def add(self) -> bool:
-        """Add those of the step that is just over to a sum; one that is not there counts as zero. Whether any was.
+        """Add the gradients of the last step to a sum; one that is missing counts as zero. Return whether any was
+        there.
 
         In float32 where they are narrower: 512 bfloat16 gradients of 1 would add up to 256.
         """
@@ -169,7 +170,7 @@ class Gradients:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What was added so far."""
+        """Return what was added so far."""
         return {"sums": dict(self._sums), "steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,7 +183,7 @@ class Gradients:
         self.num_steps = state["steps"]
 
     def take_mean(self) -> dict[str, Tensor]:
-        """The mean of what was added since the last time."""
+        """Return the mean of what was added since the last time."""
         sums, num_steps = self._sums, self.num_steps
         self._sums, self.num_steps = {}, 0
         for total in sums.values():

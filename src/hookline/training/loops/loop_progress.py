@@ -1,4 +1,4 @@
-"""How far a loop is, on the screen: a bar on a terminal and in a notebook, a line now and then elsewhere.
+"""Show how far a loop is: a bar on a terminal and in a notebook, a line now and then elsewhere.
 
 Asked for by ``progress=True`` of the loops, which say when a step is over. Reads the loss and the newest evaluation of
 a `Run` when it draws, ten times a second at most; changes nothing of it.
@@ -47,7 +47,7 @@ def shown_progress(asked: bool, run: Run, *, epochs: int | None = None, steps: i
 
 
 class LoopProgress:
-    """Moves a bar on as a run goes on."""
+    """Move a bar on as a run goes on."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LoopProgress:
         """Show the bar, with what an earlier run has done: so many epochs, or steps, were over before ``first``."""
         total, unit, done = self._steps, "steps", first
         if self._epochs is not None:
-            per_epoch = _steps_per_epoch(self._run.blocks)
+            per_epoch = _steps_per_epoch(self._run.adapter)
             self._by_epoch = per_epoch is None
             unit = "epochs" if self._by_epoch else "steps"
             total, done = self._epochs * (per_epoch or 1), first * (per_epoch or 1)
@@ -88,7 +88,7 @@ class LoopProgress:
         self.note_figures()
 
     def note_figures(self) -> None:
-        """Have the newest figures shown when the bar is drawn next."""
+        """Give the bar the newest figures, to be shown when it is drawn next."""
         self._bar.note(**self._figures())
 
     def stop(self) -> None:
@@ -109,7 +109,7 @@ class LoopProgress:
 
 
 class NotebookBar:
-    """A bar below a cell of a notebook: one output, updated in place. Needs no widgets.
+    """Show a bar below a cell of a notebook: one output, updated in place. Needs no widgets.
 
     Args:
         display: ``IPython.display``.
@@ -169,13 +169,13 @@ def _bar() -> RunProgress | NotebookBar:
     return NotebookBar(display)
 
 
-def _steps_per_epoch(blocks: Any) -> int | None:
+def _steps_per_epoch(adapter: Any) -> int | None:
     """Return how many steps an epoch has; None if only its end will tell."""
     try:
-        batches = len(blocks.loader)
+        batches = len(adapter.loader)
     except Exception:  # no loader, one without a length, or one whose length cannot be told
         return None
-    return math.ceil(batches / max(1, blocks.accumulate or 1)) or None
+    return math.ceil(batches / max(1, adapter.accumulate or 1)) or None
 
 
 def _as_number(value: Any) -> float | None:

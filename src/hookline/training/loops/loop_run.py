@@ -1,4 +1,4 @@
-"""A run on its way, from its start to its result: where it is, and what becomes of what hooks return.
+"""Run training on behalf of a loop: count steps, fire hooks, hand metrics on, save.
 
 Takes building blocks and a `HookManager` from a loop, which moves it on; `Contexts` shows hooks where it is.
 """
@@ -6,6 +6,7 @@ Takes building blocks and a `HookManager` from a loop, which moves it on; `Conte
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,22 +14,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from hookline.errors import OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import in_phase
+from hookline.messages import caller_stacklevel, type_name
 from hookline.tables import Table, number_text
 from hookline.training.checkpoints.saving import Saving
-from hookline.training.loops.epoch_mean import Mean
-from hookline.training.loops.gradient_retention import Demand
+from hookline.training.loops.gradient_retention import GradientRetention
 from hookline.training.loops.loop_contexts import Contexts
+from hookline.training.loops.training_step import Mean
 from hookline.training.manager import HookManager
 
 if TYPE_CHECKING:
     from hookline.training.checkpoints.checkpoints import Checkpoints
-    from hookline.training.loops.experiment_adapter import Blocks
+    from hookline.training.loops.experiment_adapter import ExperimentAdapter
     from hookline.training.loops.loop_progress import LoopProgress
 
-__all__ = ["LoopResult", "Run"]
+__all__ = ["LoopResult", "Run", "start_run"]
 
 _TRAINING: Final = in_phase("train")
 
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoopResult:
-    """What a loop came to.
+    """The outcome of a loop.
 
     Recipe: ``result = hookline.epoch_loop(experiment, epochs=10)``; then ``result.loss``, ``result.metrics``.
     """
@@ -64,15 +66,15 @@ class LoopResult:
 
 
 class Run:
-    """One training run, moved on by a loop."""
+    """One training run; a loop calls its methods in order."""
 
-    def __init__(self, blocks: Blocks, manager: HookManager | None) -> None:
-        self.blocks = blocks
+    def __init__(self, adapter: ExperimentAdapter, manager: HookManager | None) -> None:
+        self.adapter = adapter
         self.manager = manager
-        self.in_epochs = blocks.loop == "epoch"
+        self.in_epochs = adapter.loop == "epoch"
         """Whether it is counted in epochs; in steps if not."""
-        self.demand = None if manager is None else Demand(blocks, manager)
-        self._contexts = None if manager is None or self.demand is None else Contexts(self, manager, self.demand)
+        self.retention = None if manager is None else GradientRetention(adapter, manager)
+        self._contexts = None if manager is None or self.retention is None else Contexts(self, manager, self.retention)
         self.epoch = 0
         self.step = -1 if manager is None else manager.global_step
         """The step that is being made or was made last, counted from 0 over the whole run; -1 before the first."""
@@ -102,72 +104,72 @@ class Run:
 
     @property
     def position(self) -> int:
-        """What metrics are plotted over: the epoch, or the step."""
+        """The epoch, or the step: metrics are plotted over it."""
         return self.epoch if self.in_epochs else max(self.step, 0)
 
     # -- from step to step -----------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int, points: tuple[HookPoint, ...]) -> None:
-        """An epoch begins; after its steps those points are to come."""
+        """Begin an epoch; after its steps those points come."""
         self.epoch = epoch
         self.loss = self.accuracy = None
         self.evaluated = False
         self.take_loader()
-        if self.demand is not None:
-            self.demand.begin_epoch(points, epoch)
+        if self.retention is not None:
+            self.retention.begin_epoch(points, epoch)
 
     def take_loader(self) -> None:
         """Ask for the batches of this epoch, or pass over the data."""
         if self._saving is not None:
             self._saving.before_loader()
-        self.blocks.take_loader(self.epoch)
+        self.adapter.take_loader(self.epoch)
 
     def batches(self) -> Iterator[Any]:
-        """What the steps of this epoch, or pass over the data, are trained on; of one that was resumed, the rest."""
+        """Yield the batches of this epoch, or pass over the data; of one that was resumed, the rest."""
         resumed, self.is_within = self.is_within, False
         if not resumed:
             self.num_epochs += 1
             self.done = 0
         saving = self._saving
-        batches = self.blocks.batches() if saving is None else saving.batches(resumed=resumed)
+        batches = self.adapter.batches() if saving is None else saving.batches(resumed=resumed)
         for index, batch in enumerate(batches, self.done):
-            self.batch_idx = index * self.blocks.accumulate
+            self.batch_idx = index * self.adapter.accumulate
             self.done = index + 1
             yield batch
 
     def begin_step(self, batch: Any) -> None:
-        """A step is about to be made."""
+        """Begin a step on `batch`."""
         self.batch, self.loss, self.accuracy = batch, None, None
         self.num_steps += 1
         self.evaluated = False
-        if self.manager is None or self.demand is None:
+        if self.manager is None or self.retention is None:
             self.step += 1
             return
         self.manager.advance_step(self.epoch if self.in_epochs else None)
         self.step = self.manager.global_step
-        self.demand.begin_step(self.position)
+        self.retention.begin_step(self.position)
 
     def train_step(self) -> None:
-        """Make it."""
+        """Train on the batch."""
         with _TRAINING:
-            result = self.blocks.train_and_schedule(self.batch)
+            result = self.adapter.train_and_schedule(self.batch)
         self.loss, self.accuracy = result.loss, result.metrics.get("train_acc")
         self._losses.add(result.loss)
         self._accuracies.add(self.accuracy)
-        if self.demand is not None:
-            self.demand.end_step(trained=result.trained)
+        if self.retention is not None:
+            self.retention.end_step(trained=result.trained)
         if self.manager is not None:
             for name, value in result.metrics.items():
                 self.manager.take_record(f"train/{name}", value)  # goes out with the step metrics of hooks
 
     def end_epoch(self) -> None:
-        """Its steps are over: what hooks returned goes out, figures become means, the scheduler has its turn."""
+        """End the steps of an epoch: write step metrics, average the figures, step the scheduler."""
         self.flush()
         self.batch = self.batch_idx = None
         self.loss, self.accuracy = self._losses.take(), self._accuracies.take()
-        if self.demand is not None:
-            self.demand.end()
-        self.blocks.step_scheduler("epoch", self.loss)
+        if self.retention is not None:
+            self.retention.end()
+        self.adapter.step_scheduler("epoch", self.loss)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -175,31 +177,31 @@ class Run:
         return {"loss": self.loss, **self.evaluation}
 
     def begin_stretch(self, last: int | None) -> None:
-        """In the step loop: steps begin of which that one is the last before a snapshot; None if the run ends first."""
-        if self.demand is not None:
-            self.demand.begin(() if last is None else (HookPoint.SNAPSHOT,), last or 0)
+        """Begin steps of which `last` is the last before a snapshot; None if the run ends first. For the step loop."""
+        if self.retention is not None:
+            self.retention.begin(() if last is None else (HookPoint.SNAPSHOT,), last or 0)
 
     def end_stretch(self) -> None:
-        """They are over: what hooks returned goes out."""
+        """End them: write step metrics, finish mean gradients."""
         self.flush()
-        if self.demand is not None:
-            self.demand.end()
+        if self.retention is not None:
+            self.retention.end()
 
     def evaluate(self) -> None:
-        """Ask the experiment how the model does."""
-        if self.blocks.evaluates:
-            self.evaluation, self.evaluated = self.blocks.evaluate(), True
+        """Have the experiment evaluate the model."""
+        if self.adapter.evaluates:
+            self.evaluation, self.evaluated = self.adapter.evaluate(), True
 
-    def should_stop(self) -> bool:
-        """Ask the experiment whether that was the last epoch, or step."""
-        self.stopped_early = self.blocks.should_stop(self.position, self.figures)
+    def ask_to_stop(self) -> bool:
+        """Ask the experiment whether that was the last epoch, or step, and remember the answer."""
+        self.stopped_early = self.adapter.should_stop(self.position, self.figures)
         return self.stopped_early
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     @contextmanager
     def saved_to(self, checkpoints: Checkpoints | None, *, resume: bool, settings: Mapping[str, Any]) -> Iterator[None]:
-        """For as long as the block lasts the run is saved there; first it is loaded, if that is asked for."""
+        """Save the run there for as long as the block lasts; load it first, if asked to."""
         if checkpoints is None:
             if resume:
                 raise OptionError("resume=True goes on from a checkpoint: say where they are, checkpoints=.")
@@ -210,7 +212,7 @@ class Run:
             yield
 
     def begin(self) -> bool:
-        """Training begins, or goes on from a checkpoint: whether it goes on."""
+        """Begin training; return whether it goes on from a checkpoint."""
         return self._saving is not None and self._saving.begin()
 
     def show_progress_from(self, first: int) -> None:
@@ -218,33 +220,33 @@ class Run:
         if self.progress is not None:
             self.progress.begin(first)
 
-    def step_is_over(self) -> bool:
-        """A step, its hooks, its snapshot: save if it is time to. Whether the run stops here."""
+    def end_step(self) -> bool:
+        """End a step with its hooks and snapshot; save if it is time to. Return whether the run stops here."""
         if self.progress is not None:
             self.progress.end_step()
-        return self._saving is not None and self._saving.step_is_over()
+        return self._saving is not None and self._saving.save_after_step()
 
-    def epoch_is_over(self) -> bool:
-        """The same, of an epoch."""
+    def finish_epoch(self) -> bool:
+        """End an epoch with its hooks; save if it is time to. Return whether the run stops here."""
         if self.progress is not None:
             self.progress.end_epoch()
         self.next_epoch = self.epoch + 1
-        return self._saving is not None and self._saving.epoch_is_over()
+        return self._saving is not None and self._saving.save_after_epoch()
 
-    def pass_is_over(self) -> None:
-        """In the step loop, the data begin anew."""
+    def end_pass(self) -> None:
+        """End a pass over the data; the step loop calls this."""
         self.epoch += 1
         self.done = 0
         if self._saving is not None:
-            self._saving.pass_is_over()
+            self._saving.save_after_pass()
 
     def finish(self) -> None:
-        """The run has come to its end, or stops."""
+        """Save the run at its end."""
         if self._saving is not None:
             self._saving.finish()
 
     def state_dict(self, *, within: bool) -> dict[str, Any]:
-        """Where it is, ``within`` an epoch or pass or between two, and what it has added up."""
+        """Return the position, ``within`` an epoch or pass or between two, and the sums so far."""
         return {
             "epoch": self.epoch if within or not self.in_epochs else self.next_epoch,
             "within": within,
@@ -261,7 +263,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Go on from what ``state_dict`` returned."""
         self.epoch = self.next_epoch = state["epoch"]
         self.is_within, self.done = state["within"], state["done"]
         for name in ("step", "num_epochs", "num_steps", "stopped_early", "loss", "accuracy"):
@@ -272,25 +274,25 @@ class Run:
     # -- hooks and sinks -------------------------------------------------------------------------------------
 
     def fire(self, point: HookPoint) -> None:
-        """Have hooks fire that are due here."""
+        """Fire the hooks that are due here."""
         if self._contexts is not None:
             self._contexts.fire(point)
 
     def report_evaluation(self, point: HookPoint, group: str = "eval") -> None:
-        """The evaluation goes to the sinks, if it is of now."""
+        """Hand the evaluation to the sinks, if it was made just now."""
         if self.manager is not None and self.evaluated:
             metrics = {f"{group}/{name}": value for name, value in self.evaluation.items()}
             self.manager.emit_metrics(metrics, self.position, point)
 
     def flush(self) -> None:
-        """The metrics that hooks returned at single steps go to the sinks."""
+        """Hand the metrics of single steps to the sinks."""
         if self.manager is not None:
             self.manager.flush_step_metrics(self.position)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def result(self) -> LoopResult:
-        """What it came to."""
+        """Return the outcome."""
         loss = None if self.loss is None else float(self.loss)
         metrics = {name: _plain(value) for name, value in self.evaluation.items()}
         return LoopResult(
@@ -299,29 +301,29 @@ class Run:
 
     @contextmanager
     def written_at_the_end(self) -> Iterator[None]:
-        """Whatever ends the block: what was kept for hooks goes, and everything that they returned is written."""
+        """Start hooks, and at the end finish them and write everything that they returned, however the block ends."""
         try:
             if self.manager is not None:
-                self.manager.start(self.blocks.model)
+                self.manager.start(self.adapter.model)
             yield
         except BaseException as error:
-            self._let_go()
+            self._release()
             try:
                 self._write()
             except Exception:
                 # What ended the run is what the user has to see.
                 logger.exception("Not all metrics could be written when the run ended by %s", type(error).__name__)
             raise
-        self._let_go()
+        self._release()
         self._write()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self.batch = None
         if self.manager is not None:
             self.manager.finish()
-        if self.demand is not None and self._contexts is not None:
-            self.demand.let_go()
-            self._contexts.let_go()
+        if self.retention is not None and self._contexts is not None:
+            self.retention.release()
+            self._contexts.release()
 
     def _write(self) -> None:
         if self.manager is not None:
@@ -331,3 +333,55 @@ class Run:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+# -- the beginning ------------------------------------------------------------------------------------------------
+
+
+def start_run(
+    adapter: ExperimentAdapter,
+    manager: HookManager | None,
+    *,
+    points: frozenset[HookPoint],
+    first: int,
+    resume: bool,
+    run_context: Mapping[str, Any] | None,
+) -> Run:
+    """Check the options and return a run at its beginning; one that goes on (`first` over 0) resets no hooks."""
+    if manager is not None and not isinstance(manager, HookManager):
+        raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]), got {type_name(manager)}.")
+    if resume and first:
+        raise OptionError(
+            f"resume=True goes on where the run was saved, and first_{adapter.loop}={first} elsewhere: give one of "
+            "them."
+        )
+    if not adapter.model.training:  # parts of a training model may be in evaluation mode on purpose
+        adapter.model.train()
+    if manager is not None:
+        _prepare(manager, adapter.loop, anew=first == 0, run_context=run_context or {})
+        for sentence in manager.will_fire(points):
+            warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
+    run = Run(adapter, manager)
+    run.next_epoch = first
+    if adapter.loop == "step":
+        _check_step(run, first)
+    return run
+
+
+def _prepare(manager: HookManager, loop: str, *, anew: bool, run_context: Mapping[str, Any]) -> None:
+    manager.set_loop_type(loop)
+    if anew:
+        manager.reset_all()
+    if run_context:
+        manager.set_run_context(**run_context)
+
+
+def _check_step(run: Run, first: int) -> None:
+    """Refuse a first step that is not the manager's: schedules go by the manager's count of steps."""
+    if run.manager is None:
+        run.step = first - 1
+    elif run.step != first - 1:
+        raise OptionError(
+            f"first_step={first} goes on from step {first - 1}, and the manager is at step {run.step}: have it load "
+            "the state_dict() that it had then."
+        )

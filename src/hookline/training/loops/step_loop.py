@@ -1,4 +1,4 @@
-"""The loop that counts steps, for runs whose data have no epochs, or whose epochs do not matter.
+"""Train by steps, for runs whose data have no epochs, or whose epochs do not matter.
 
 Takes an `Experiment` and a `HookManager`; fires POST_STEP and SNAPSHOT, with schedules and flushing as in the epoch
 loop.
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.training.loops.experiment_adapter import Blocks, whole_number
+from hookline.training.loops.experiment_adapter import ExperimentAdapter, whole_number
 from hookline.training.loops.loop_progress import shown_progress
-from hookline.training.loops.loop_run import LoopResult, Run
-from hookline.training.loops.loop_start import start
+from hookline.training.loops.loop_run import LoopResult, Run, start_run
 
 if TYPE_CHECKING:
     from hookline.training.checkpoints.checkpoints import Checkpoints
@@ -62,10 +61,10 @@ def step_loop(
     """
     steps = whole_number("steps", steps, 0)
     first_step = whole_number("first_step", first_step, 0)
-    blocks = Blocks(experiment, "step")
-    every = blocks.snapshot_interval(snapshot_every, _STEPS_BETWEEN_SNAPSHOTS)
+    adapter = ExperimentAdapter(experiment, "step")
+    every = adapter.snapshot_interval(snapshot_every, _STEPS_BETWEEN_SNAPSHOTS)
     points = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT} if every else {HookPoint.POST_STEP})
-    run = start(blocks, manager, points=points, first=first_step, resume=resume, run_context=run_context)
+    run = start_run(adapter, manager, points=points, first=first_step, resume=resume, run_context=run_context)
     settings = {"steps": steps, "snapshot_every": every}
     with (
         run.saved_to(checkpoints, resume=resume, settings=settings),
@@ -88,15 +87,15 @@ def step_loop(
                 break
             if every and step % every == 0:
                 _take_snapshot(run)
-            enough = run.should_stop()
-            if run.step_is_over() or enough:
+            enough = run.ask_to_stop()
+            if run.end_step() or enough:
                 break
         run.finish()
     return run.result()
 
 
 def _train(run: Run, batches: Iterator[Any]) -> bool:
-    """One step; False if the run stops while it waits for data."""
+    """Make one step; return False if the run stops while it waits for data."""
     for batch in batches:
         run.begin_step(batch)
         run.train_step()
@@ -106,7 +105,7 @@ def _train(run: Run, batches: Iterator[Any]) -> bool:
 
 
 def _take_snapshot(run: Run) -> None:
-    """Everything that there is to tell by now."""
+    """Evaluate, and fire SNAPSHOT."""
     run.end_stretch()
     run.evaluate()
     run.fire(HookPoint.SNAPSHOT)
@@ -114,8 +113,8 @@ def _take_snapshot(run: Run) -> None:
 
 
 def _batches(run: Run) -> Iterator[Any]:
-    """One pass over the data after the other, without end."""
-    if run.blocks.has_no_data:
+    """Yield batches, one pass over the data after the other, without end."""
+    if run.adapter.has_no_data:
         while True:
             yield None
     while True:
@@ -129,4 +128,4 @@ def _batches(run: Run) -> Iterator[Any]:
                 f"The loader gave no batch in pass {run.epoch} over the data (steps so far: {run.num_steps}): is it "
                 "empty, or can it be iterated only once?"
             )
-        run.pass_is_over()
+        run.end_pass()

@@ -1,4 +1,4 @@
-"""Ctrl-C and termination wait for the end of the step.
+"""Hold Ctrl-C and termination back until the end of the step.
 
 Entered by a loop that has checkpoints, asked after every step; the handlers that were there come back at its end.
 """
@@ -11,14 +11,14 @@ import threading
 from types import FrameType
 from typing import Any, Final, Self
 
-__all__ = ["Interruption"]
+__all__ = ["StopSignals"]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler)
 
 
-class Interruption:
-    """Notes the first SIGINT or SIGTERM; the second does what it would have done without.
+class StopSignals:
+    """Note the first SIGINT or SIGTERM; the second does what it would have done without.
 
     Only the main thread may set handlers, so in others nothing is noted. A signal that is ignored (``nohup``) stays
     ignored. A handler of the user's own is called as well, at once.
@@ -67,7 +67,7 @@ class Interruption:
 
     @staticmethod
     def _in_worker(number: int) -> None:
-        """In a process that a loader has forked: Ctrl-C goes to all, and it is the run that decides to stop."""
+        """Ignore Ctrl-C in a process that a loader has forked: the run decides when to stop."""
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

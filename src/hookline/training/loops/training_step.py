@@ -1,4 +1,4 @@
-"""One step of the optimizer: the loss of a batch, or of several, their gradients, then the step.
+"""Make one step of the optimizer: the loss of a batch, or of several, their gradients, then the step.
 
 Takes the building blocks of an `Experiment`, hands a `StepResult` to the loop.
 """
@@ -19,11 +19,11 @@ from hookline.messages import type_name
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["Grouped", "MicroBatches", "StepResult", "Trainable", "as_result", "optimizer_step", "usual_loss"]
+__all__ = ["Grouped", "Mean", "MicroBatches", "StepResult", "Trainable", "as_result", "optimizer_step", "usual_loss"]
 
 
 class Trainable(Protocol):
-    """What a step asks of an experiment."""
+    """What a step needs of an experiment."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -43,7 +43,7 @@ class MicroBatches(tuple[Any, ...]):
 
 
 class Grouped:
-    """The batches of a loader, as many at a time as make a step; the last may be fewer."""
+    """Iterate a loader by as many batches as make a step; the last may be fewer."""
 
     def __init__(self, loader: Iterable[Any], size: int) -> None:
         self._loader = loader
@@ -64,7 +64,7 @@ class Grouped:
 
 
 class StepResult(NamedTuple):
-    """What one training step came to.
+    """The outcome of one training step.
 
     Recipe: ``return hookline.training.StepResult(loss, trained=False)`` in a ``train_step`` that left this batch out.
     """
@@ -78,7 +78,7 @@ class StepResult(NamedTuple):
 
 
 def as_result(given: Any) -> StepResult:
-    """What a ``train_step`` returned: a loss or None, a mapping with ``loss`` in it, False, a `StepResult`."""
+    """Return the `StepResult` of what a ``train_step`` returned: a loss or None, a mapping with ``loss``, False."""
     if isinstance(given, StepResult):
         return given._replace(loss=_detached(given.loss))
     if given is None or isinstance(given, bool):
@@ -131,7 +131,7 @@ def _backward(experiment: Trainable, batch: Any) -> Tensor:
 
 
 def _alone(model: nn.Module) -> AbstractContextManager[Any]:
-    """Under DDP, gradients of all but the last batch of a step need not be averaged over processes."""
+    """Return a context without averaging over processes: under DDP only the last batch of a step needs it."""
     no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
     return no_sync()
 
@@ -150,13 +150,46 @@ def _detached(loss: Any) -> Any:
     return loss.detach() if isinstance(loss, Tensor) else loss
 
 
+class Mean:
+    """Average a figure over the steps of an epoch, on its device."""
+
+    def __init__(self) -> None:
+        self._total: Any = None
+        self._count = 0
+
+    @property
+    def state(self) -> tuple[Any, int]:
+        """The sum so far, and the number of steps in it."""
+        return self._total, self._count
+
+    @state.setter
+    def state(self, state: tuple[Any, int]) -> None:
+        self._total, self._count = state
+
+    def add(self, figure: Any) -> None:
+        """Add the figure of a step; None does not count."""
+        if figure is None:
+            return
+        if isinstance(figure, Tensor):
+            # Half precision would stop growing after a few hundred steps.
+            figure = figure.detach().to(torch.promote_types(figure.dtype, torch.float32))
+        self._total = figure if self._total is None else self._total + figure
+        self._count += 1
+
+    def take(self) -> Any:
+        """Return the mean since the last time, a tensor if one was among the figures; None of nothing."""
+        mean = self._total / self._count if self._count else None
+        self._total, self._count = None, 0
+        return mean
+
+
 # -- the loss, for experiments that bring none ---------------------------------------------------------------
 
 _NEXT = "Give the experiment a loss_fn(model, batch)."
 
 
 def usual_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that most would write for such a batch.
+    """Return the usual loss for such a batch.
 
     A dictionary goes to the model as keywords, and the output has the loss. Of anything else the last item is the
     target: whole numbers are classes (cross entropy), other numbers are values (mean squared error). Tensors of the
@@ -182,7 +215,7 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device; loaders leave them on the CPU, pinned if waiting is to be spared."""
+    """Return the batch with its tensors on a device; loaders leave them on the CPU, often pinned."""
     if isinstance(batch, Mapping):
         return {name: _moved(value, device) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
