@@ -17,8 +17,7 @@ from subject import Setting
 from hookline.sinks.csv_sink import CSVSink
 from hookline.sinks.parquet_sink import ParquetSink
 from hookline.sinks.prometheus_sink import PrometheusSink
-from hookline.sinks.record import Record
-from hookline.sinks.sink import MetricSink
+from hookline.sinks.sink import MetricSink, Record
 
 __all__ = ["csv_columns"]
 

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hookline.sinks.record import Record
-from hookline.sinks.sink import MetricSink
+from hookline.sinks.sink import MetricSink, Record
 
 __all__ = ["Slow", "delivered", "record"]
 

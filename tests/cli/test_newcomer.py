@@ -125,7 +125,7 @@ def test_the_bar_moves_without_an_optimizer_of_torch(capsys, own):
     assert "10/10 steps" in capsys.readouterr().out
     made = sys.modules["own"].ByItself()
     from hookline.cli.progress_bar import steps_counted
-    from hookline.sinks.console_progress import RunProgress
+    from hookline.sinks.console_live import RunProgress
 
     with steps_counted(made, RunProgress(), {}):
         assert "train_step" in vars(made)

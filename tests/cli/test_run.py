@@ -325,9 +325,9 @@ def test_an_experiment_may_be_any_object_or_class_with_the_building_blocks(name)
 
 def test_a_package_that_is_missing_is_told_before_training(monkeypatch, capsys):
     """With the line that installs it."""
-    from hookline.sinks import run_sink
+    from hookline.sinks import sink
 
-    monkeypatch.setattr(run_sink, "_installed", lambda module: False)
+    monkeypatch.setattr(sink, "_is_installed", lambda module: False)
     assert run_here("run", TINY, "--hooks", "--hook-wandb", "project") == 2
     assert "pip install 'hookline[wandb]'" in capsys.readouterr().err
     assert not Path("runs").exists()

@@ -14,8 +14,8 @@ from helpers_report import STATISTICS, large_run, loss_at, small_run, stat_at
 from hookline.report import plotly_script
 from hookline.report import report_page as page_module
 from hookline.report.report_page import write_report
-from hookline.sinks.record import Record, StepSeries
 from hookline.sinks.record_log import RecordLog
+from hookline.sinks.sink import Record, StepSeries
 
 Visit = Callable[..., Any]
 

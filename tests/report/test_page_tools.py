@@ -14,8 +14,8 @@ from helpers_page import CARD, cards, drawn, slide, until
 from helpers_report import facts, loss_at
 
 from hookline.report.report_page import write_report
-from hookline.sinks.record import Record, StepSeries
 from hookline.sinks.record_log import RecordLog
+from hookline.sinks.sink import Record, StepSeries
 
 Visit = Callable[..., Any]
 

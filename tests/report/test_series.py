@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hookline.report.metric_series import Collector, Series
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 
 
 def _collected(*records: Record) -> Series:

@@ -18,8 +18,8 @@ from hookline.report import plotly_script
 from hookline.report import report_page as page
 from hookline.report.report_page import write_report
 from hookline.report.report_runs import distinct_names, find_runs, read_run
-from hookline.sinks.record import Record
 from hookline.sinks.record_log import RecordLog
+from hookline.sinks.sink import Record
 
 
 def test_the_page_lies_beside_the_run_unless_told_otherwise(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 import hookline as hl
-from hookline.sinks.console_format import format_value, printable, trend
+from hookline.sinks.console_metrics import format_value, printable, trend
 from hookline.sinks.console_sink import ConsoleSink
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 from hookline.testing.run_outcome import differences, left_by
 from hookline.testing.small_run import small_experiment
 
@@ -300,7 +300,7 @@ def test_wrong_options_are_told():
 def test_importing_it_imports_neither_torch_nor_rich():
     """The helper process and ``hookline --help`` do without."""
     code = (
-        "import sys, hookline.sinks.console_sink, hookline.sinks.console_live, hookline.sinks.console_progress;"
+        "import sys, hookline.sinks.console_sink, hookline.sinks.console_live, hookline.sinks.console_live;"
         "sys.exit(bool({'torch', 'rich'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hookline.sinks.console_choice import MetricChoice
-from hookline.sinks.console_lines import SnapshotLines
-from hookline.sinks.record import Record
+from hookline.sinks.console_metrics import MetricChoice, SnapshotLines
+from hookline.sinks.sink import Record
 
 FIRST = {"eval/loss": 1.0, **{f"hook{number}/metric{number}": float(number) for number in range(7)}}
 

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from hookline.sinks.console_progress import RunProgress
+from hookline.sinks.console_live import RunProgress
 from hookline.sinks.console_sink import ConsoleSink
 
 

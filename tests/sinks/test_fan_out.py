@@ -11,14 +11,14 @@ import pytest
 from helpers_sinks import record
 
 import hookline as hl
+from hookline.error_policy import ErrorPolicy
 from hookline.errors import HooklineWarning, OptionError
 from hookline.sinks import resilient_log as keeper
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.record import Record
 from hookline.sinks.record_log import Context, RecordLog, read_log
-from hookline.sinks.resilient_log import LogKeeper
-from hookline.sinks.warn_once import Teller
+from hookline.sinks.resilient_log import ResilientLog
+from hookline.sinks.sink import Record
 
 
 class Bare:
@@ -89,12 +89,12 @@ def test_a_sink_that_fails_is_told_once_counted_and_given_the_next_record(tmp_pa
     assert len(bare.seen) == 4
     assert fan_out.errors == {"Failing": 2}
     with pytest.warns(HooklineWarning) as caught:
-        fan_out.tell()
+        fan_out.warn_pending()
     assert [str(one.message) for one in caught] == [
         "Failing could not take metrics (RuntimeError: not now); the run and the other sinks go on. Further failures "
         "are counted in manager.sink_errors."
     ]
-    fan_out.tell()
+    fan_out.warn_pending()
     fan_out.close()
     assert found(tmp_path / "records.jsonl") == [0, 1, 2, 3]
 
@@ -119,12 +119,12 @@ def test_a_folder_that_cannot_be_written_is_told_loudly_and_the_run_goes_on(tmp_
     assert len(bare.seen) == 3
     assert fan_out.errors["log"] >= 1
     with pytest.warns(HooklineWarning, match=r"THE RECORD LOG .* CANNOT BE WRITTEN .* Make room, or give a folder"):
-        fan_out.tell()
+        fan_out.warn_pending()
     folder.unlink()
     fan_out.flush()
     fan_out.write(record(3))
     fan_out.close()
-    fan_out.tell()
+    fan_out.warn_pending()
     assert found(folder / "records.jsonl") == [0, 1, 2, 3]
     assert isinstance(next(iter(read_log(folder))), Context)
 
@@ -164,8 +164,8 @@ def test_more_than_fits_into_memory_is_dropped_counted_and_said(tmp_path):
     """The oldest first; contexts stay."""
     folder = tmp_path / "run"
     folder.write_text("a file in the way")
-    teller = Teller()
-    kept = LogKeeper(folder / "records.jsonl", teller, most_kept=5)
+    errors = ErrorPolicy()
+    kept = ResilientLog(folder / "records.jsonl", errors, max_waiting=5)
     kept.append_context({"strategy": "a"})
     for number in range(8):
         kept.append(record(number))
@@ -174,7 +174,7 @@ def test_more_than_fits_into_memory_is_dropped_counted_and_said(tmp_path):
     assert found(folder / "records.jsonl") == [4, 5, 6, 7]
     assert next(iter(read_log(folder))).context == {"strategy": "a"}
     with pytest.warns(HooklineWarning) as caught:
-        teller.tell()
+        errors.warn_pending()
     assert "can be written again; 4 records are missing in it, as only 5 were kept" in str(caught[-1].message)
 
 
@@ -195,7 +195,7 @@ def test_what_the_log_cannot_hold_is_said_once(tmp_path):
     for _ in range(3):
         fan_out.write(Record({"odd": object()}, 0, "POST_EPOCH"))
     with pytest.warns(HooklineWarning) as caught:
-        fan_out.tell()
+        fan_out.warn_pending()
     assert [str(one.message) for one in caught] == [
         "JSON cannot hold all of 'odd': in the log it is text, or the nearest number. What else is written like that "
         "is in RecordLog.altered."
@@ -228,7 +228,7 @@ def test_a_state_of_other_sinks_or_another_log_is_no_error(tmp_path):
     fan_out = FanOut([Bare(), hl.sinks.MemorySink()], log=tmp_path / "records.jsonl")
     fan_out.load_state_dict({"log": {"bytes": 99, "number": 3}, "sinks": {"CSVSink": {"rows": 3}}})
     with pytest.warns(HooklineWarning, match="it is not the log of that run, or was shortened"):
-        fan_out.tell()
+        fan_out.warn_pending()
     assert FanOut([Bare()]).state_dict() == {"log": {}, "sinks": {}}
     fan_out.load_state_dict({})
 
@@ -261,7 +261,7 @@ def test_a_record_that_cannot_be_read_at_all_does_not_reach_the_run(tmp_path):
     assert len(bare.seen) == 2
     assert fan_out.errors == {"log": 1}
     with pytest.warns(HooklineWarning, match="A record could not be written to the log"):
-        fan_out.tell()
+        fan_out.warn_pending()
     fan_out.close()
     assert found(tmp_path / "records.jsonl") == [1]
 

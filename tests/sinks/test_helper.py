@@ -19,11 +19,10 @@ from helpers_waiting import until
 
 from hookline.errors import HooklineWarning
 from hookline.sinks import helper_process
+from hookline.sinks.delivery import position_path, read_position
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.log_position import position_path, read_position
-from hookline.sinks.record import Record
 from hookline.sinks.record_log import read_log
-from hookline.sinks.sink import MetricSink
+from hookline.sinks.sink import MetricSink, Record
 
 
 def numbers(path: Path) -> list[int]:
@@ -98,7 +97,7 @@ def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order
     assert fan_out.errors["Slow"] >= 3
     assert "Slow 2" not in fan_out.errors
     with pytest.warns(HooklineWarning) as caught:
-        fan_out.tell()
+        fan_out.warn_pending()
     assert len(caught) == 1
     assert str(caught[0].message).startswith(f"Slow could not take metrics ({error}: nobody there); the run and")
 
@@ -112,7 +111,7 @@ def test_a_record_that_cannot_be_taken_does_not_hold_up_those_after_it(tmp_path)
     fan_out.close()
     assert numbers(out) == [0, 1, 3, 4, 5]
     with pytest.warns(HooklineWarning) as caught:
-        fan_out.tell()
+        fan_out.warn_pending()
     assert [str(one.message).count("That record is passed over.") for one in caught] == [0, 1]
 
 
@@ -126,7 +125,7 @@ def test_flush_gives_up_in_time_and_says_who_is_behind_and_what_to_do(tmp_path):
         fan_out.write(record(number))
     fan_out.flush()
     with pytest.warns(HooklineWarning) as caught:
-        fan_out.tell()
+        fan_out.warn_pending()
     said = " ".join(str(one.message) for one in caught)
     assert f"After 1 s slow sinks are behind: Slow by 3 records. They are all in {log}" in said
     assert "hookline replay" in said
@@ -150,7 +149,7 @@ def test_a_helper_that_is_killed_is_begun_anew_and_nothing_is_lost(tmp_path):
     assert numbers(out) == [0, 1, 2, 3]
     assert fan_out.errors == {"helper": 1}
     with pytest.warns(HooklineWarning, match=r"process of the slow sinks ended \(by signal 9\); it is begun anew"):
-        fan_out.tell()
+        fan_out.warn_pending()
 
 
 def test_a_helper_that_is_killed_at_any_moment_repeats_a_batch_at_most(tmp_path):
@@ -170,7 +169,7 @@ def test_a_helper_that_is_killed_at_any_moment_repeats_a_batch_at_most(tmp_path)
     assert all(later >= noted for later in back)
     assert len(back) <= 1
     with pytest.warns(HooklineWarning):
-        fan_out.tell()
+        fan_out.warn_pending()
 
 
 RUN = """
@@ -320,7 +319,7 @@ def test_a_slow_sink_that_cannot_be_made_elsewhere_runs_here_and_that_is_said():
     fan_out.close()
     assert [sink.seen for sink in sinks] == [[{"x": 0}]] * 3
     with pytest.warns(HooklineWarning) as caught:
-        fan_out.tell()
+        fan_out.warn_pending()
     said = [str(one.message) for one in caught]
     assert "Unspoken is slow, and runs in this process all the same" in said[0]
     assert "so it has to say what it is made of: options()." in said[0]
@@ -345,7 +344,7 @@ def test_a_sink_that_cannot_be_made_there_is_told_and_the_records_stay_in_the_lo
     until(lambda: fan_out.flush() or fan_out.errors["Unmakeable"], "the other process has said so")
     fan_out.close()
     with pytest.warns(HooklineWarning) as caught:
-        fan_out.tell()
+        fan_out.warn_pending()
     said = " ".join(str(one.message) for one in caught)
     assert "Unmakeable could not be made (ImportError: pip install something)" in said
     assert len(list(read_log(log))) == 1
@@ -387,7 +386,9 @@ def test_who_does_not_want_to_wait_loses_nothing(tmp_path, monkeypatch):
     fan_out = FanOut([memory, Slow(str(slow), delay=0.2)], log=tmp_path / "records.jsonl")
     fan_out.write(record(0))
     with monkeypatch.context() as patch:
-        patch.setattr(helper_process.HelperProcess, "_wait_for", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            helper_process.HelperProcess, "_wait_for_flush", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             fan_out.close()
     assert memory.closed

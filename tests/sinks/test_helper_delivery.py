@@ -7,8 +7,7 @@ from typing import Any
 
 from helpers_sinks import delivered, record
 
-from hookline.sinks.delivery import BATCH, Delivery
-from hookline.sinks.log_position import read_position
+from hookline.sinks.delivery import BATCH, Delivery, read_position
 from hookline.sinks.record_log import RecordLog
 
 

@@ -14,8 +14,8 @@ import torch
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.strict_json import finite
+from hookline.sinks.metric_values import all_finite
+from hookline.sinks.sink import Record, StepSeries
 
 
 def lines(path: Path):
@@ -154,8 +154,8 @@ def test_whether_values_are_finite_is_asked_of_numbers_alone():
         def __radd__(self, other):
             raise AssertionError("it was added up")
 
-    assert not finite([1.0, Touchy()])
-    assert not finite([torch.tensor(1.0)])
-    assert finite([1.0, 2, True])
-    assert not finite([1.0, float("nan")])
-    assert not finite([10**400, 0.5])
+    assert not all_finite([1.0, Touchy()])
+    assert not all_finite([torch.tensor(1.0)])
+    assert all_finite([1.0, 2, True])
+    assert not all_finite([1.0, float("nan")])
+    assert not all_finite([10**400, 0.5])

@@ -22,8 +22,8 @@ from helpers_sinks import record
 
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.sinks.record import Record, StepSeries
 from hookline.sinks.record_log import Context, RecordLog, read_log
+from hookline.sinks.sink import Record, StepSeries
 
 
 def strict(line: bytes | str):
@@ -194,7 +194,7 @@ if {block}:
 sys.path.insert(0, {here!r})
 import datetime, math
 from hookline.sinks.record_log import RecordLog
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 log = RecordLog({path!r})
 log.append_context({{"strategy": "größe", "what": object, "path": datetime.date(2020, 1, 1)}})
 log.append(Record({{"a": 0.1, "b": 1e-300, "c": 10**300, "d": 123456789012345678}}, 0, "POST_EPOCH", time=1.5))
@@ -318,10 +318,10 @@ WRITER = """
 import sys
 sys.path.insert(0, {here!r})
 from hookline.sinks.record_log import RecordLog
-from hookline.sinks.record import Record
+from hookline.sinks.sink import Record
 log = RecordLog({path!r})
 if {holds_back}:
-    from hookline.sinks.line_file import LineFile
+    from hookline.sinks.record_log import LineFile
     held = []
     LineFile.write = lambda file, line: held.append(line)  # as in a buffer that is never full
 while True:
@@ -397,7 +397,7 @@ def test_the_log_is_there_without_torch():
     """A helper process and the command line use it."""
     code = """
         import sys
-        import hookline.sinks.record_log, hookline.sinks.strict_json
+        import hookline.sinks.record_log, hookline.sinks.metric_values
         assert not {"torch", "numpy"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

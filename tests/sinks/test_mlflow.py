@@ -13,7 +13,7 @@ import pytest
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.mlflow_sink import MLflowSink
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The ``noload`` loader strategy is deprecated",  # SQLAlchemy, of how MLflow uses it

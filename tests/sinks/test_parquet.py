@@ -20,7 +20,7 @@ from hookline.errors import HooklineWarning
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks import parquet_sink as module
 from hookline.sinks.parquet_sink import ParquetSink
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 
 
 def read(path: Path | None) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.prometheus_sink import PrometheusSink
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 
 
 @pytest.fixture

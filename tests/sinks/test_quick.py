@@ -9,8 +9,8 @@ from helpers_sinks import record
 
 import hookline as hl
 from hookline.errors import HooklineWarning
+from hookline.sinks import fan_out as fan_out_module
 from hookline.sinks import resilient_log as keeper
-from hookline.sinks import retrying_sink as quick
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.record_log import read_log
 
@@ -53,7 +53,7 @@ def test_a_host_that_is_gone_is_asked_ever_less_often_and_then_has_everything_in
     assert fan_out.errors == {"Away": sink.tries - 102}
     fan_out.close()
     with pytest.warns(HooklineWarning, match=r"Away could not take metrics \(OSError: nobody there\)") as told:
-        fan_out.tell()
+        fan_out.warn_pending()
     assert len(told) == 1
 
 
@@ -91,7 +91,7 @@ def test_a_mistake_in_a_sink_is_passed_over_with_its_record(clock):
 
 def test_what_a_sink_could_not_take_is_not_given_to_the_next_run_and_is_said(clock, tmp_path, monkeypatch):
     """How many, and where they are; the oldest go first if there are too many."""
-    monkeypatch.setattr(quick, "MOST_KEPT", 3)
+    monkeypatch.setattr(fan_out_module, "MAX_WAITING", 3)
     sink = Away(OSError("full"))
     fan_out = FanOut([sink], log=tmp_path / "records.jsonl")
     for number in range(5):
@@ -103,7 +103,7 @@ def test_what_a_sink_could_not_take_is_not_given_to_the_next_run_and_is_said(clo
     assert sink.seen == [5]
     assert len([found for found in read_log(tmp_path) if isinstance(found, hl.sinks.Record)]) == 6
     with pytest.warns(HooklineWarning) as told:
-        fan_out.tell()
+        fan_out.warn_pending()
     assert "Away could not take 5 records of the run; the log has them: hookline replay." in str(told[1].message)
 
 

@@ -11,8 +11,8 @@ import hookline as hl
 from hookline.errors import OptionError
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.record import Record, StepSeries
 from hookline.sinks.replay_log import replay
+from hookline.sinks.sink import Record, StepSeries
 
 
 @pytest.fixture

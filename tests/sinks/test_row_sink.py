@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 import hookline as hl
+from hookline.error_policy import ErrorPolicy
 from hookline.errors import HooklineWarning
-from hookline.sinks.csv_sink import CSVSink
+from hookline.sinks.csv_sink import CSVSink, GrowingCSV
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.growing_csv import TableFile
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.parquet_sink import ParquetSink, Parts
-from hookline.sinks.resilient_log import LogKeeper
-from hookline.sinks.warn_once import Teller
+from hookline.sinks.parquet_sink import ParquetParts, ParquetSink
+from hookline.sinks.resilient_log import ResilientLog
 
 KINDS = [CSVSink, JSONLSink, ParquetSink]
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -104,7 +103,7 @@ def test_the_strategy_after_a_resumed_one_has_its_own_file(kind, tmp_path):
         assert files(folder / "b") == {"b": [3.0]}
 
 
-@pytest.mark.parametrize(("kind", "method"), [(CSVSink, (TableFile, "tidy")), (ParquetSink, (Parts, "flush"))])
+@pytest.mark.parametrize(("kind", "method"), [(CSVSink, (GrowingCSV, "tidy")), (ParquetSink, (ParquetParts, "flush"))])
 def test_a_disk_that_is_full_when_a_run_ends_does_not_spoil_the_next(kind, method, tmp_path, monkeypatch):
     """The file of the run that is over stays as it is; the next strategy writes its own."""
     memory = hl.sinks.MemorySink()
@@ -117,7 +116,7 @@ def test_a_disk_that_is_full_when_a_run_ends_does_not_spoil_the_next(kind, metho
     fan_out.write(hl.sinks.Record({"x": 2.0}, 0, "POST_EPOCH"))
     fan_out.close()
     with pytest.warns(HooklineWarning, match=f"{kind.__name__} could not begin another run .*No space left"):
-        fan_out.tell()
+        fan_out.warn_pending()
     assert files(tmp_path / "b") == {"b": [2.0]}
 
 
@@ -127,12 +126,12 @@ def test_on_a_full_disk_a_checkpoint_still_says_where_things_are(tmp_path, monke
     put(sink, 1.0)
     sink.flush()
     put(sink, 2.0)
-    keeper = LogKeeper(tmp_path / "records.jsonl", Teller())
+    keeper = ResilientLog(tmp_path / "records.jsonl", ErrorPolicy())
     keeper.append(hl.sinks.Record({"x": 1.0}, 0, "POST_EPOCH"))
     size = (tmp_path / "records.jsonl").stat().st_size
     with monkeypatch.context() as patch:
         patch.setattr("pyarrow.parquet.write_table", lambda *_, **__: (_ for _ in ()).throw(FULL))
-        patch.setattr("hookline.sinks.line_file.LineFile.write", lambda *_: (_ for _ in ()).throw(FULL))
+        patch.setattr("hookline.sinks.record_log.LineFile.write", lambda *_: (_ for _ in ()).throw(FULL))
         keeper.append(hl.sinks.Record({"x": 2.0}, 0, "POST_EPOCH"))
         assert sink.state_dict() == {"path": str(tmp_path / "a.parquet"), "rows": 1}
         assert keeper.state_dict() == {"bytes": size, "number": 1}

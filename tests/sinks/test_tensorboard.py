@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 from hookline.sinks.tensorboard_sink import TensorBoardSink
 
 

@@ -16,11 +16,11 @@ from wandb.proto import wandb_internal_pb2
 
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.sinks import run_sink
+from hookline.sinks import sink as sink_module
 from hookline.sinks.mlflow_sink import MLflowSink
 from hookline.sinks.parquet_sink import ParquetSink
 from hookline.sinks.prometheus_sink import PrometheusSink
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 from hookline.sinks.tensorboard_sink import TensorBoardSink
 from hookline.sinks.wandb_sink import WandbSink
 
@@ -221,7 +221,7 @@ def test_options_make_the_same_sink_elsewhere(tmp_path, monkeypatch):
 def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(kind, line, monkeypatch, tmp_path):
     """Before training, by ``check``, and at the first record; as ours and as an ImportError."""
     kind.check()
-    monkeypatch.setattr(run_sink, "_installed", lambda module: False)
+    monkeypatch.setattr(sink_module, "_is_installed", lambda module: False)
     with pytest.raises(OptionError) as caught:
         kind.check()
     assert str(caught.value) == f"{kind.__name__} needs the package {line}"
@@ -239,5 +239,5 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(kind,
 
 def test_what_is_installed_is_found_without_importing_it():
     """Also parts of packages that are missing, and modules made by hand."""
-    assert run_sink._installed("wandb")
-    assert not run_sink._installed("no_such_package.part")
+    assert sink_module._is_installed("wandb")
+    assert not sink_module._is_installed("no_such_package.part")

@@ -20,9 +20,8 @@ from hookline.lifecycle.run_context import RunDataContext
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.memory_sink import MemorySink
-from hookline.sinks.record import Record
 from hookline.sinks.record_log import Context, read_log
-from hookline.sinks.sink import MetricSink
+from hookline.sinks.sink import MetricSink, Record
 from hookline.training.manager import HookManager
 
 PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = (

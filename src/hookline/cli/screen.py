@@ -67,7 +67,7 @@ class Screen:
             return None
         if self._sink is not None:
             return self._sink.progress_bar()
-        from hookline.sinks.console_progress import RunProgress
+        from hookline.sinks.console_live import RunProgress
 
         return RunProgress(self._console)
 

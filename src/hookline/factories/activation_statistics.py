@@ -28,7 +28,7 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sinks.line_file import LineFile
+    from hookline.sinks.record_log import LineFile
     from hookline.sites.site import Site
 
 __all__ = ["ActivationStats", "activation_stats"]
@@ -231,7 +231,7 @@ class _Lines:
 
     def _opened(self) -> LineFile:
         if self._file is None:
-            from hookline.sinks.line_file import LineFile
+            from hookline.sinks.record_log import LineFile
 
             assert self._path is not None
             self._file = LineFile(self._path)
@@ -239,12 +239,12 @@ class _Lines:
 
 
 def _line(metrics: dict[str, float], forwards: int) -> bytes:
-    from hookline.sinks.strict_json import Clean, dumps
+    from hookline.sinks.metric_values import JsonCleaner, dumps
 
-    clean = Clean()
-    line = {"time": time.time(), "forwards": forwards, **clean.mapping(metrics)}
-    if clean.flags:
-        line["nonfinite"] = clean.flags
+    cleaner = JsonCleaner()
+    line = {"time": time.time(), "forwards": forwards, **cleaner.clean(metrics)}
+    if cleaner.flags:
+        line["nonfinite"] = cleaner.flags
     return dumps(line) + b"\n"
 
 

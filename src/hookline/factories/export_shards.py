@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hookline.sinks.strict_json import dumps
+from hookline.sinks.metric_values import dumps
 
 __all__ = ["INDEX", "SUFFIX", "Shards", "storable"]
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from hookline.errors import MissingPackageError, OptionError
 from hookline.report.metric_series import shown_names
 from hookline.report.report_runs import FACTS, LOG, RunPart, distinct_names, find_runs, read_parts
-from hookline.sinks.flat_metrics import json_text, points
-from hookline.sinks.record import Record
+from hookline.sinks.metric_values import json_text, points
+from hookline.sinks.sink import Record
 
 __all__ = ["LoadedRun", "load_run", "load_runs"]
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.sinks.record import Record, StepSeries
+from hookline.sinks.sink import Record, StepSeries
 
 __all__ = ["Clock", "Collector", "Curve", "Grid", "Series", "shown_names"]
 

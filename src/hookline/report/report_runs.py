@@ -16,8 +16,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from hookline.errors import OptionError
 from hookline.report.metric_series import Collector, Series
-from hookline.sinks.record import Record
 from hookline.sinks.record_log import Context, read_log
+from hookline.sinks.sink import Record
 
 __all__ = ["FACTS", "LOG", "RunData", "RunPart", "distinct_names", "find_runs", "read_parts", "read_run"]
 

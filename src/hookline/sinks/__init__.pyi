@@ -8,12 +8,12 @@ from hookline.sinks.memory_sink import MemorySink as MemorySink
 from hookline.sinks.mlflow_sink import MLflowSink as MLflowSink
 from hookline.sinks.parquet_sink import ParquetSink as ParquetSink
 from hookline.sinks.prometheus_sink import PrometheusSink as PrometheusSink
-from hookline.sinks.record import Record as Record
-from hookline.sinks.record import StepSeries as StepSeries
 from hookline.sinks.record_log import RecordLog as RecordLog
 from hookline.sinks.record_log import read_log as read_log
 from hookline.sinks.replay_log import replay as replay
 from hookline.sinks.sink import MetricSink as MetricSink
+from hookline.sinks.sink import Record as Record
+from hookline.sinks.sink import StepSeries as StepSeries
 from hookline.sinks.tensorboard_sink import TensorBoardSink as TensorBoardSink
 from hookline.sinks.wandb_sink import WandbSink as WandbSink
 

@@ -1,6 +1,7 @@
-"""The column of the live view: groups of metrics with their newest value and whether it rises or falls.
+"""Draw what changes on the screen while a run lasts: the column of metrics, and the progress bar.
 
-Takes records from `ConsoleSink` and, from `RunProgress`, what else is to be on the screen; draws both by rich.
+`ConsoleSink` hands records to the `LiveColumn` of its live mode and makes the `RunProgress` that shares its screen; the
+training loops and the command line advance the progress. Both draw by rich.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.sinks.console_choice import MetricChoice
-from hookline.sinks.console_format import (
+from hookline.sinks.console_metrics import (
     DOWN,
     UP,
+    MetricChoice,
     format_value,
-    is_troubled,
+    has_nonfinite,
     printable,
     split_key,
     trend,
@@ -25,26 +26,46 @@ from hookline.sinks.console_format import (
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
+    from rich.progress import Progress, TaskID
     from rich.table import Table
     from rich.text import Text
 
-    from hookline.sinks.record import Record
+    from hookline.sinks.sink import Record
 
-__all__ = ["LiveColumn"]
+__all__ = ["LiveColumn", "RunProgress", "can_redraw", "screen_text"]
 
 _WIDTH: Final = 50
 _ROOM_BESIDE: Final = 56
-"""What the progress of the run needs at least; on a narrower screen it goes below."""
-_MOST_ROWS: Final = 24
-"""Of metrics that nobody has chosen."""
+"""Characters that the progress of the run needs; on a narrower screen it is drawn below the column."""
+_MAX_ROWS: Final = 24
+"""Rows of metrics where the user has chosen none."""
 _FRAME: Final = 3
 _FRAME_AND_BAR: Final = 5
 """Lines of the screen that are not metrics: the frame, the line of the cursor; the bar and its figures."""
 _REDRAWS_PER_SECOND: Final = 4
 
+_BETWEEN_DRAWINGS: Final = 0.1
+"""Seconds. A step may take less than a millisecond, and advancing a bar of rich takes 20 µs."""
+_BETWEEN_LINES: Final = 10.0
+"""Seconds, where there is no terminal."""
+_ROOM_FOR_FIGURES: Final = 72
+"""Characters of a screen that has room for figures beside the bar."""
+
+
+def can_redraw(console: Console) -> bool:
+    """Return whether ``console`` is a terminal on which lines can be drawn again."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def screen_text(console: Console, text: str, style: str = "") -> Text:
+    """Return ``text`` for rich, in characters that ``console`` has, without markup."""
+    from rich.text import Text
+
+    return Text(printable(text, console.encoding), style=style)
+
 
 class LiveColumn:
-    """What is always on the screen."""
+    """Groups of metrics with their newest value and whether it rises or falls, always on the screen."""
 
     def __init__(
         self,
@@ -60,35 +81,34 @@ class LiveColumn:
         self._beside: RenderableType | None = None
         self._live: Live | None = None
         self._clock = clock
-        self._began = clock()
+        self._started = clock()
         self._title = "Hook Metrics"
 
     def update(self, record: Record, strategy: str | None = None) -> None:
-        """Newer values."""
+        """Show the values of ``record``."""
         numbers = {key: number for key, value in record.metrics.items() if (number := typical(value)) is not None}
         history = {key: (*self._history.get(key, ())[-2:], number) for key, number in numbers.items()}
-        # Others in their place, not changed: rich draws in a thread of its own, which may be reading them.
+        # New dictionaries, as rich draws in a thread of its own, which may be reading the old ones.
         self._history = {**self._history, **history}
         self._values = {**self._values, **record.metrics}
-        name = record.strategy or strategy
-        self._title = f"{name} · {record.epoch}" if name else f"Hook Metrics · {record.epoch}"
+        self._title = f"{record.strategy or strategy or 'Hook Metrics'} · {record.epoch}"
         self.refresh()
 
     def clear(self, strategy: str | None = None) -> None:
-        """Another run begins."""
+        """Drop all values, as another run begins."""
         self._values, self._history = {}, {}
-        self._began = self._clock()
+        self._started = self._clock()
         self._title = strategy or "Hook Metrics"
         if self._live is not None:
             self._live.update(self)
 
     def show_beside(self, renderable: RenderableType | None) -> None:
-        """Have something else on the screen: the progress of the run. None takes it off."""
+        """Draw something else on the screen: the progress of the run. None removes it."""
         self._beside = renderable
         self.refresh()
 
     def refresh(self) -> None:
-        """Draw, if there is anything to be seen yet."""
+        """Draw, if there is anything to show."""
         if self._live is None and (self._groups() or self._beside is not None):
             from rich.live import Live
 
@@ -98,35 +118,31 @@ class LiveColumn:
             self._live.update(self)
 
     def close(self) -> None:
-        """The last state stays on the screen."""
+        """Stop drawing; the last state stays on the screen."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
 
-    # -- drawing ---------------------------------------------------------------------------------------------
-
     def __rich__(self) -> RenderableType:
         from rich.console import Group
-
-        parts: list[RenderableType] = [self._panel()] if self._groups() else []
-        if self._beside is None or not parts:
-            return Group(*parts, *([self._beside] if self._beside is not None else []))
-        if not self._is_wide:
-            return Group(*parts, self._beside)
         from rich.table import Table
 
+        panel = [self._panel()] if self._groups() else []
+        beside = [] if self._beside is None else [self._beside]
+        if not panel or not beside or not self._is_wide:
+            return Group(*panel, *beside)
         screen = Table.grid(expand=True, padding=(0, 1))
         screen.add_column(ratio=1)
         screen.add_column(width=_WIDTH)
-        screen.add_row(self._beside, parts[0])
+        screen.add_row(*beside, *panel)
         return screen
 
     def _panel(self) -> RenderableType:
         from rich.panel import Panel
 
-        elapsed = timedelta(seconds=int(self._clock() - self._began))
+        elapsed = timedelta(seconds=int(self._clock() - self._started))
         width = min(_WIDTH, self._console.width)
-        return Panel(self._rows(), title=self._text(self._title), subtitle=str(elapsed), width=width)
+        return Panel(self._rows(), title=screen_text(self._console, self._title), subtitle=str(elapsed), width=width)
 
     def _rows(self) -> Table:
         from rich.table import Table
@@ -136,21 +152,19 @@ class LiveColumn:
         rows.add_column(justify="right", no_wrap=True)
         rows.add_column(width=1)
         values, history = self._values, self._history
-        shown, num_hidden = _cut_to(
-            self._groups(), self._console.height - (_FRAME if self._is_wide else _FRAME_AND_BAR)
-        )
+        frame = _FRAME if self._is_wide else _FRAME_AND_BAR
+        shown, num_hidden = _cut_to(self._groups(), self._console.height - frame)
         for group, labels in shown.items():
-            rows.add_row(self._text(group, "bold"))
+            rows.add_row(screen_text(self._console, group, "bold"))
             for label, key in labels.items():
                 value, mark = values.get(key), trend(history.get(key, ()))
-                style = "bold red" if is_troubled(value) else ""
                 rows.add_row(
-                    self._text(f"  {label}"),
-                    self._text(format_value(value), style),
-                    self._text(mark, {UP: "green", DOWN: "magenta"}.get(mark, "dim")),
+                    screen_text(self._console, f"  {label}"),
+                    screen_text(self._console, format_value(value), "bold red" if has_nonfinite(value) else ""),
+                    screen_text(self._console, mark, {UP: "green", DOWN: "magenta"}.get(mark, "dim")),
                 )
         if num_hidden:
-            rows.add_row(self._text(f"… {num_hidden} more", "dim"))
+            rows.add_row(screen_text(self._console, f"… {num_hidden} more", "dim"))
         return rows
 
     @property
@@ -159,7 +173,7 @@ class LiveColumn:
         return self._console.width >= _WIDTH + _ROOM_BESIDE
 
     def _groups(self) -> dict[str, dict[str, str]]:
-        """What there is to show: of every group the metrics that have come."""
+        """Return, by group, the labels of the metrics that there are, each with its key."""
         if isinstance(self._chosen, MetricChoice):
             return _by_hook(self._chosen.choose(self._values))
         if self._chosen:
@@ -168,23 +182,18 @@ class LiveColumn:
                 for group, labels in self._chosen.items()
             }
             return {group: labels for group, labels in found.items() if labels}
-        return _by_hook([key for key in self._values if key.count("/") == 1][:_MOST_ROWS])
-
-    def _text(self, text: str, style: str = "") -> Text:
-        from rich.text import Text
-
-        return Text(printable(text, self._console.encoding), style=style)
+        return _by_hook([key for key in self._values if key.count("/") == 1][:_MAX_ROWS])
 
 
 def _cut_to(groups: Mapping[str, Mapping[str, str]], num_lines: int) -> tuple[dict[str, dict[str, str]], int]:
-    """Return the groups that fit into so many lines, each with its heading, and how many metrics do not."""
+    """Return the groups that fit into ``num_lines``, each with its heading, and how many metrics do not."""
     total = sum(map(len, groups.values()))
     if total + len(groups) <= num_lines:
         return {group: dict(labels) for group, labels in groups.items()}, 0
     shown: dict[str, dict[str, str]] = {}
-    left = num_lines - 1  # the last says how many there are yet
+    left = num_lines - 1  # the last line says how many are hidden
     for group, labels in groups.items():
-        if left >= 2:  # a heading alone says nothing
+        if left >= 2:  # no heading without a metric
             shown[group] = dict(list(labels.items())[: left - 1])
             left -= 1 + len(shown[group])
     return shown, total - sum(map(len, shown.values()))
@@ -196,3 +205,140 @@ def _by_hook(keys: Iterable[str]) -> dict[str, dict[str, str]]:
         hook, metric = split_key(key)
         found.setdefault(hook, {})[metric] = key
     return found
+
+
+class RunProgress:
+    """The progress of a run: a bar with rate and time left on a terminal, else a line every ten seconds.
+
+    Recipe::
+
+        progress = RunProgress()
+        progress.start(1000, "steps")
+        for loss in train():
+            progress.advance(loss=loss)
+        progress.stop()
+
+    Args:
+        console: A rich console; one on the standard output if left out.
+        live: The column of a `ConsoleSink` in live mode, which then draws the bar as well.
+        clock: Returns the time, in seconds.
+        on_advance: Called at each `advance`, before anything else.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        live: LiveColumn | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        if console is None:
+            from rich.console import Console
+
+            console = Console()
+        self._console = console
+        self._column = live
+        self._clock = clock
+        self._on_advance = on_advance
+        self.is_running = False
+        """Whether it is between `start` and `stop`."""
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = self._done = self._before = 0
+        self._unit = "steps"
+        self._figures: dict[str, float] = {}
+        self._started = self._drawn_at = self._printed_at = 0.0
+
+    def start(self, total: int, unit: str = "steps", *, done: int = 0) -> None:
+        """Begin a run of ``total`` steps, or epochs; a resumed run has some ``done``."""
+        self.stop()
+        self._total, self._unit = total, unit
+        self._done = self._before = done
+        self._figures = {}
+        self._started = self._drawn_at = self._printed_at = self._clock()
+        self.is_running = True
+        if can_redraw(self._console):
+            self._start_bar()
+
+    def advance(self, n: int = 1, **figures: float) -> None:
+        """Count ``n`` more as done; show ``figures`` such as the loss beside the bar."""
+        self._on_advance()
+        self._done += n
+        if figures:
+            self._figures |= figures
+        now = self._clock()
+        if self._bar is not None and now - self._drawn_at >= _BETWEEN_DRAWINGS:
+            self._drawn_at = now
+            self._draw()
+        elif self._bar is None and now - self._printed_at >= _BETWEEN_LINES:
+            self._printed_at = now
+            self._print_line()
+
+    def note(self, **figures: float) -> None:
+        """Keep newer figures for the next drawing."""
+        self._figures |= figures
+
+    def stop(self) -> None:
+        """End the progress wherever it is; the bar stays as it is. May be called more than once."""
+        if self._bar is not None:
+            self._draw()
+            if self._column is None:
+                self._bar.stop()
+        elif self._done > self._before:
+            self._print_line()  # a short run has printed nothing yet, and a log has to show where a run ended
+        self._bar = None
+        self.is_running = False
+        self._before = self._done
+
+    def __rich__(self) -> str:
+        """Return the newest figures, for the live column to draw below the bar."""
+        from rich.markup import escape
+
+        return escape(self._figures_text())
+
+    def _start_bar(self) -> None:
+        from rich.console import Group
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        has_room = self._column is None and self._console.width >= _ROOM_FOR_FIGURES
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            *([TextColumn("{task.fields[figures]}", markup=False)] if has_room else []),
+            console=self._console,
+            # No thread that draws: a data loader that forks while it holds a lock would hang in its workers.
+            auto_refresh=False,
+        )
+        self._task = self._bar.add_task(self._unit, total=self._total, completed=self._done, rate="", figures="")
+        if self._column is None:
+            self._bar.start()
+        else:
+            self._column.show_beside(Group(self._bar, self))
+
+    def _draw(self) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done, rate=self._rate_text(), figures=self._figures_text())
+            if self._column is None:
+                self._bar.refresh()
+
+    def _print_line(self) -> None:
+        rate, left = self._rate(), self._total - self._done
+        time_left = f"{timedelta(seconds=round(left / rate))} left" if rate > 0 and left > 0 else ""
+        parts = [f"{self._done}/{self._total} {self._unit}", self._rate_text(), time_left, self._figures_text()]
+        line = printable(" · ".join(part for part in parts if part), self._console.encoding)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _rate(self) -> float:
+        elapsed = self._clock() - self._started
+        return (self._done - self._before) / elapsed if elapsed > 0 else 0.0
+
+    def _rate_text(self) -> str:
+        rate = self._rate()
+        return f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each" if rate > 0 else ""
+
+    def _figures_text(self) -> str:
+        return "  ".join(f"{name} {float(value):.4g}" for name, value in self._figures.items())

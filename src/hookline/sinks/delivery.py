@@ -1,56 +1,95 @@
-"""One slow sink and its way through the log: made, given records in order, tried again when it fails.
+"""Deliver the log to one slow sink: make the sink, hand it records in order, retry when it fails.
 
-Runs in the helper process, which calls ``advance`` again and again; keeps the sink's position in a file.
+The helper process calls `Delivery.advance` again and again. How far a sink is stands in a small file beside the log, so
+that nothing is delivered twice when a run goes on; `HelperProcess` reads it to say which sink is behind.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 import sys
 import time
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.sinks.log_position import read_position, write_position
-from hookline.sinks.record import Record
-from hookline.sinks.record_log import Context, number_of, parsed
+from hookline.error_policy import error_text
+from hookline.sinks.metric_values import dumps, loads
+from hookline.sinks.record_log import Context, parse_line, record_number, size_of
 from hookline.sinks.resilient_log import BackOff
+from hookline.sinks.sink import Record
 
-__all__ = ["Delivery", "Tail", "made_sink"]
+__all__ = ["Delivery", "position_path", "read_position"]
 
 BATCH: Final = 256
 """Records that are delivered before the position is written: as many may come twice after a kill."""
 _LONGEST: Final = 1.0
-"""Seconds after which the other sinks have their turn."""
+"""Seconds after which the other sinks continue."""
 _SUSPECT: Final = 5
-"""After so many failures at one record it is seen whether the next one goes through: then the record is to blame."""
+"""After so many failures at one record the next one is tried: if that succeeds, the record is skipped."""
+
+
+def position_path(log: Path, sink: str) -> Path:
+    """Return the file that says how far ``sink`` is in ``log``."""
+    return log.parent / f".{re.sub(r'[^A-Za-z0-9_-]+', '_', sink)}.position"
+
+
+def read_position(log: Path, sink: str) -> int:
+    """Return the number of the first record that ``sink`` has not received; 0 if the file is of another log."""
+    try:
+        found = loads(position_path(log, sink).read_bytes())
+        return int(found["number"]) if found["log"] == _checksum(log) else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _write_position(log: Path, sink: str, number: int) -> None:
+    """Replace the position file as a whole."""
+    path = position_path(log, sink)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(dumps({"number": number, "log": _checksum(log)}))
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def _checksum(log: Path) -> int:
+    """Return what tells one log from another at its place: the first line holds a time, and is never cut back."""
+    with log.open("rb") as file:
+        return zlib.crc32(file.readline(4096))
 
 
 class Delivery:
-    """A sink, what it has had, and what comes next."""
+    """One slow sink, the records it has received, and those that come next."""
 
-    def __init__(self, spec: dict[str, Any], log: Path, say: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, spec: dict[str, Any], log: Path, send: Callable[[dict[str, Any]], None]) -> None:
         self.name: str = spec["name"]
         self.back_off = BackOff()
-        self._spec, self._log, self._say = spec, log, say
+        self._spec, self._log, self._send = spec, log, send
         self._sink: Any = None
-        self._tail = Tail(log)
+        self._tail = _LogTail(log)
         self.position = read_position(log, self.name)
         """The number of the first record that has not arrived for good."""
         self._taken = self.position
         """The number of the first record that the sink has not taken; until it has flushed, the position is lower."""
         self._next: deque[Record | Context] = deque()
         self._expected: int | None = None
-        """The number of the next record in the log; None if that may be any."""
+        """The number of the next record in the log; None if it may be any."""
         self._before: dict[str, Any] | None = {}
-        """What contexts have said before the first record that is wanted; None from then on."""
+        """The contexts before the first record that is wanted; None after it."""
 
     def advance(self) -> bool:
-        """Deliver a batch, if there is one and it is time; whether anything came of it."""
+        """Deliver a batch, if there is one and the back-off is over; return whether the position has moved."""
         if not self.back_off.is_due:
             return False
         before = self.position
@@ -59,69 +98,71 @@ class Delivery:
             self._fetch()
             if self._next:
                 what = "be made"
-                self._sink = self._sink or made_sink(self._spec)
+                self._sink = self._sink or _make_sink(self._spec)
                 what = "take metrics"
                 self._deliver()
             if self._taken > self.position:
                 what = "flush"
                 self._sink.flush()
                 what = "keep its position"
-                write_position(self._log, self.name, self._taken)
+                _write_position(self._log, self.name, self._taken)
                 self.position = self._taken
         except Exception as error:
-            self._failed(what, error)
+            self._fail(what, error)
             return False
-        self.back_off.worked()
+        self.back_off.reset()
         return self.position > before
 
     def is_done(self) -> bool:
-        """Whether everything in the log has arrived."""
+        """Return whether everything in the log has arrived."""
         return not self._next and self._taken == self.position and self._tail.is_at_end()
 
     def seek(self) -> None:
-        """The log was cut back: go through it from its beginning, past what the sink has had."""
-        self._tail = Tail(self._log)
+        """Read the log from its beginning, as it was cut back; what the sink has received is skipped."""
+        self._tail = _LogTail(self._log)
         self._next.clear()
         self._expected = None
         self._before = {}
 
     def close(self) -> bool:
-        """Let go of the sink; whether everything has arrived."""
-        done = self.is_done()
+        """Close the sink; return whether everything has arrived."""
+        is_done = self.is_done()
         if self._sink is not None:
             try:
                 self._sink.close()
             except Exception as error:
-                self._failed("close", error)
+                self._fail("close", error)
                 return False
-        return done
+        return is_done
 
     def _fetch(self) -> None:
+        """Read the next batch from the log."""
         if self._next:
             return
         if self._tail.is_cut():
             self.seek()
-        sought = False
+        has_sought = False
         while not self._next and (lines := self._tail.read(BATCH)):
-            if not sought and self._has_lost_its_place(lines[0]):
-                sought = True  # once: a number may also be missing in the log itself
+            if not has_sought and self._is_other_place(lines[0]):
+                has_sought = True  # once: a number may also be missing in the log itself
                 self.seek()
                 continue
             for line in lines:
-                number = number_of(line)
+                number = record_number(line)
                 if number is not None:
                     self._expected = number + 1
-                found = parsed(line) if number is None or number >= self._taken else None
+                found = parse_line(line) if number is None or number >= self._taken else None
                 if found is not None:
-                    self._line_up(found)
+                    self._append(found)
 
-    def _has_lost_its_place(self, line: bytes) -> bool:
-        """Whether the log was cut back and has grown again while nobody looked, so that this is some other place."""
+    def _is_other_place(self, line: bytes) -> bool:
+        """Return whether ``line`` is not the next one: the log was cut back and has grown again since the last read."""
         if self._expected is None or line.startswith(b'{"context"'):
             return False
-        return number_of(line) != self._expected
+        return record_number(line) != self._expected
 
-    def _line_up(self, found: Record | Context) -> None:
+    def _append(self, found: Record | Context) -> None:
+        """Add to the batch; contexts before the first record that is wanted become one."""
         if self._before is not None:
             if isinstance(found, Context):
                 self._before |= found.context
@@ -137,12 +178,10 @@ class Delivery:
             try:
                 self._hand(self._next[0])
             except Exception as error:
-                if not self._is_to_blame(error):
+                if not self._skip_bad_record(error):
                     raise
-                self._say({"failed": self.name, "what": "take metrics", "error": _words(error), "skipped": True})
-                self._next.popleft()
             self._next.popleft()
-            self.back_off.worked()
+            self.back_off.reset()
 
     def _hand(self, item: Record | Context) -> None:
         if isinstance(item, Context):
@@ -151,8 +190,8 @@ class Delivery:
             self._sink.write(item)
             self._taken = item.number + 1
 
-    def _is_to_blame(self, error: Exception) -> bool:
-        """Whether it is the record that cannot be taken, rather than the sink that cannot take any."""
+    def _skip_bad_record(self, error: Exception) -> bool:
+        """Deliver the second record; if that succeeds, drop the first one, which was to blame, and return True."""
         if isinstance(error, OSError) or self.back_off.attempts < _SUSPECT or len(self._next) < 2:
             return False
         if not isinstance(self._next[0], Record) or not isinstance(self._next[1], Record):
@@ -161,16 +200,18 @@ class Delivery:
             self._hand(self._next[1])
         except Exception:
             return False
+        self._send({"failed": self.name, "what": "take metrics", "error": error_text(error), "skipped": True})
+        self._next.popleft()
         return True
 
-    def _failed(self, what: str, error: Exception) -> None:
-        self.back_off.failed()
+    def _fail(self, what: str, error: Exception) -> None:
+        self.back_off.fail()
         if self.back_off.attempts == 1:
-            traceback.print_exception(error)  # to the file that our errors go to
-        self._say({"failed": self.name, "what": what, "error": _words(error)})
+            traceback.print_exception(error)  # to the file of the helper's standard error
+        self._send({"failed": self.name, "what": what, "error": error_text(error)})
 
 
-class Tail:
+class _LogTail:
     """A log that is read while it grows."""
 
     def __init__(self, path: Path) -> None:
@@ -178,59 +219,48 @@ class Tail:
         self._offset = 0
 
     def read(self, most: int) -> list[bytes]:
-        """The next whole lines."""
+        """Return the next whole lines, ``most`` at the most."""
+        lines = self._peek(most)
+        self._offset += sum(map(len, lines))
+        return lines
+
+    def _peek(self, most: int) -> list[bytes]:
         found: list[bytes] = []
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return found
-        with file:
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 found.append(line)
-                self._offset += len(line)
                 if len(found) == most:
                     break
         return found
 
     def is_cut(self) -> bool:
-        """Whether the log has become shorter than what was read."""
-        return self._size() < self._offset
+        """Return whether the log is shorter than what was read."""
+        return size_of(self._path) < self._offset
 
     def is_at_end(self) -> bool:
-        """Whether there is nothing more, but for half a line perhaps."""
-        if self._size() <= self._offset:
-            return True
-        before = self._offset
-        more = self.read(1)
-        self._offset = before
-        return not more
-
-    def _size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        """Return whether no whole line is left."""
+        return size_of(self._path) <= self._offset or not self._peek(1)
 
 
-def made_sink(spec: dict[str, Any]) -> Any:
-    """The sink that a spec describes."""
+def _make_sink(spec: dict[str, Any]) -> Any:
+    """Return the sink that ``spec`` describes."""
     try:
         module = importlib.import_module(spec["module"])
     except ModuleNotFoundError as error:
         if spec["file"] is None or error.name not in (spec["module"], spec["module"].partition(".")[0]):
             raise
-        module = _from_file(spec["module"], spec["file"])
+        module = _load_file(spec["module"], spec["file"])
     made: Any = module
     for name in spec["class"].split("."):
         made = getattr(made, name)
     return made(**spec["options"])
 
 
-def _from_file(name: str, file: str) -> Any:
-    """A module that was loaded by its path, as experiments are, rather than by its name."""
+def _load_file(name: str, file: str) -> Any:
+    """Return a module that was loaded by its path, as experiments are, rather than by its name."""
     found = importlib.util.spec_from_file_location(name, file)
     if found is None or found.loader is None:
         raise ModuleNotFoundError(f"No module can be made of {file}.", name=name)
@@ -238,7 +268,3 @@ def _from_file(name: str, file: str) -> Any:
     sys.modules[name] = module
     found.loader.exec_module(module)
     return module
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,30 +1,31 @@
-"""The fan-out: every record goes to the log first, then to each sink; slow sinks read the log in a process of theirs.
+"""Hand every record to the log first, then to each sink.
 
-Takes records from the dispatcher, hands them on. A sink that fails is warned of once and counted; the run and the other
-sinks go on.
+The manager calls `FanOut.write`. Sinks that are slow read the log in a helper process; the others run here, each behind
+a `RetryingSink`. A sink that fails is warned of once and counted; the run and the other sinks go on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from hookline.error_policy import ErrorPolicy
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
 from hookline.messages import type_name
 from hookline.sinks.helper_process import HelperProcess, sink_spec
-from hookline.sinks.record import Record, own_rank
 from hookline.sinks.record_log import RecordLog
-from hookline.sinks.resilient_log import LogKeeper
-from hookline.sinks.retrying_sink import QuickSink
-from hookline.sinks.sink import check_sink
-from hookline.sinks.warn_once import Teller
+from hookline.sinks.resilient_log import BackOff, ResilientLog
+from hookline.sinks.sink import Record, check_sink, hand, own_rank
 
 __all__ = ["FanOut"]
 
 logger = logging.getLogger(__name__)
+
+MAX_WAITING: Final = 1_000
+"""Records that wait for one sink; the log has them all."""
 
 
 class FanOut:
@@ -48,16 +49,16 @@ class FanOut:
         if callable(getattr(sinks, "emit", None)):
             one = f"{sinks.__name__}()" if isinstance(sinks, type) else type_name(sinks)
             raise OptionError(f"sinks= takes a list of sinks; put {one} into one.")
-        self._teller = Teller()
+        self._errors = ErrorPolicy()
         self._patience = patience
-        self._keeper = None if log is None else LogKeeper(_of_rank(log), self._teller)
+        self._log = None if log is None else ResilientLog(_log_of_rank(log), self._errors)
         self._helper: HelperProcess | None = None
         self.sinks: list[Any] = []
-        """All of them, as given; those that are slow only say here what they are made of."""
-        self._quick: list[QuickSink] = []
+        """All of them, as given; a slow one does no work here, it only describes itself to the helper process."""
+        self._local: list[RetryingSink] = []
         self._names: Counter[str] = Counter()
         self.is_empty = log is None
-        """Whether there is nobody to hand a record to; looked at in every firing."""
+        """Whether there is neither a log nor a sink; read at every firing."""
         for sink in sinks:
             self.add(sink)
 
@@ -65,109 +66,112 @@ class FanOut:
     def errors(self) -> Counter[str]:
         """How often each sink has failed, by its class, and its place among those of one class; also the ``"log"``."""
         if self._helper is not None:
-            self._helper.look()
-        return self._teller.counts
+            self._helper.read_messages()
+        return self._errors.counts
 
     @property
     def log(self) -> Path | None:
-        """Where the log is."""
-        return None if self._keeper is None else self._keeper.path
+        """The path of the log."""
+        return None if self._log is None else self._log.path
 
     def add(self, sink: Any) -> None:
-        """One more sink, from now on."""
+        """Add a sink; it receives the records from now on."""
         check_sink(sink, "sinks= takes objects")
-        name = self._named(sink)
+        kind = type(sink).__name__
+        self._names[kind] += 1
+        name = kind if self._names[kind] == 1 else f"{kind} {self._names[kind]}"
         self.sinks.append(sink)
         self.is_empty = False
         spec = sink_spec(sink, name) if getattr(sink, "slow", False) else None
         if isinstance(spec, dict):
-            self._give_to_helper(spec)
+            self._log = self._log or ResilientLog(None, self._errors)
+            self._helper = self._helper or HelperProcess(self._log, self._errors, self._patience)
+            self._helper.add(spec)
             return
         if spec is not None:
-            self._teller.once(
+            self._errors.warn_later(
                 f"here {name}",
                 f"{name} is slow, and runs in this process all the same, where it holds the training up: {spec}.",
             )
-        self._quick.append(QuickSink(name, sink))
+        self._local.append(RetryingSink(name, sink))
 
     def write(self, record: Record) -> None:
-        """Hand a record to the log and to every sink, unless there is nothing in it."""
+        """Hand ``record`` to the log and to every sink, unless it is empty."""
         if not record.metrics:
             return
-        if self._keeper is not None:
-            record = self._keeper.append(record)
-        for sink in self._quick:
+        if self._log is not None:
+            record = self._log.append(record)
+        for sink in self._local:
             try:
-                sink.give(record)
+                sink.write(record)
             except Exception as error:
-                self._note(sink.name, "take metrics", error)
+                self._note_failure(sink.name, "take metrics", error)
         if self._helper is not None:
-            self._helper.go()
+            self._helper.keep_running()
 
     def set_run_context(self, context: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Tell every sink that wants to know which run follows."""
+        """Tell the log and every sink which run follows."""
         context = {**(context or {}), **more}
-        if self._keeper is not None:
-            self._keeper.append_context(context)
-        self._give_up()
+        if self._log is not None:
+            self._log.append_context(context)
+        self._drop_waiting()
         self._each("begin another run", lambda sink: sink.call("set_run_context", **context))
 
     def flush(self) -> None:
-        """Have everything written: the log on the disk, and what sinks hold back. Waits for slow sinks."""
-        self._flush_here()
-        if self._helper is not None and self._keeper is not None:
-            self._helper.flush(self._keeper.number)
+        """Have everything written: the log on the disk, and what sinks hold back. Wait for slow sinks."""
+        self._flush_local()
+        if self._helper is not None and self._log is not None:
+            self._helper.flush(self._log.number)
 
-    def _flush_here(self) -> None:
-        if self._keeper is not None:
-            self._keeper.flush()
-        self._each("take metrics", QuickSink.hurry)
+    def _flush_local(self) -> None:
+        if self._log is not None:
+            self._log.flush()
+        self._each("take metrics", RetryingSink.retry_now)
         self._each("flush", lambda sink: sink.call("flush"))
 
     def close(self) -> None:
-        """Flush, and let go of files and processes; once or more often."""
-        # Slow sinks come last: whoever does not want to wait for them and interrupts has everything else closed.
-        self._flush_here()
-        self._give_up()
+        """Flush, and close files and processes. May be called more than once."""
+        # Slow sinks come last: a user who interrupts the wait for them has everything else closed.
+        self._flush_local()
+        self._drop_waiting()
         self._each("close", lambda sink: sink.call("close"))
-        if self._keeper is None:
+        if self._log is None:
             return
-        self._keeper.close()
+        self._log.close()
         if self._helper is not None:
-            self._helper.flush(self._keeper.number)
+            self._helper.flush(self._log.number)
         if self._helper is None or not self._helper.close():
-            self._keeper.remove()  # else the helper process takes a temporary log away, when everything is delivered
+            self._log.remove()  # else the helper process removes a temporary log, when everything is delivered
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go back to when a run is resumed from now: of the log, and of each sink of this process."""
+        """Return the state of the log, and of each sink of this process, for a run that is resumed from now."""
         states: dict[str, Any] = {}
-        for quick in self._quick:
-            try:
-                if hasattr(quick.sink, "state_dict"):
-                    states[quick.name] = quick.sink.state_dict()
-            except Exception as error:
-                self._note(quick.name, "say how far it is", error)
-        return {"log": {} if self._keeper is None else self._keeper.state_dict(), "sinks": states}
+
+        def keep(sink: RetryingSink) -> None:
+            if hasattr(sink.sink, "state_dict"):
+                states[sink.name] = sink.sink.state_dict()
+
+        self._each("say how far it is", keep)
+        return {"log": {} if self._log is None else self._log.state_dict(), "sinks": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to that: what was written later goes. Slow sinks pass over what they have had already."""
-        if self._keeper is not None:
-            self._keeper.load_state_dict(state.get("log", {}))
+        """Drop what was written after ``state``. Slow sinks skip what they have received already."""
+        if self._log is not None:
+            self._log.load_state_dict(state.get("log", {}))
         states = state.get("sinks", {})
-        for sink in self._quick:
-            sink.give_up()
-            if sink.name in states:
-                try:
-                    if hasattr(sink.sink, "load_state_dict"):
-                        sink.sink.load_state_dict(states[sink.name])
-                except Exception as error:
-                    self._note(sink.name, "go back to where it was", error)
+
+        def restore(sink: RetryingSink) -> None:
+            sink.drop_waiting()
+            if sink.name in states and hasattr(sink.sink, "load_state_dict"):
+                sink.sink.load_state_dict(states[sink.name])
+
+        self._each("go back to where it was", restore)
         if self._helper is not None:
             self._helper.seek()
 
-    def tell(self) -> None:
-        """Warn of what failed for the first time; when all sinks have had their turn, as a warning may raise."""
-        self._teller.tell()
+    def warn_pending(self) -> None:
+        """Issue the warnings that were collected; a warning may raise, so the manager calls this last."""
+        self._errors.warn_pending()
 
     def __enter__(self) -> FanOut:
         return self
@@ -175,58 +179,108 @@ class FanOut:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
         try:
-            self.tell()
-        except HooklineWarning:  # where warnings are errors; what ended the block is what the user has to see
+            self.warn_pending()
+        except HooklineWarning:  # where warnings are errors; the user has to see what ended the block
             if kind is None:
                 raise
 
-    # -- each by itself ------------------------------------------------------------------------------------------
-
-    def _named(self, sink: Any) -> str:
-        name = type(sink).__name__
-        self._names[name] += 1
-        return name if self._names[name] == 1 else f"{name} {self._names[name]}"
-
-    def _give_to_helper(self, spec: dict[str, Any]) -> None:
-        if self._keeper is None:
-            self._keeper = LogKeeper(None, self._teller)
-        if self._helper is None:
-            self._helper = HelperProcess(self._keeper, self._teller, self._patience)
-        self._helper.add(spec)
-
-    def _each(self, what: str, act: Callable[[QuickSink], None]) -> None:
-        for sink in self._quick:
+    def _each(self, what: str, act: Callable[[RetryingSink], None]) -> None:
+        for sink in self._local:
             try:
                 act(sink)
             except Exception as error:
-                self._note(sink.name, what, error)
+                self._note_failure(sink.name, what, error)
 
-    def _give_up(self) -> None:
-        """What sinks could not take of the run that is over; once more at once."""
-        self._each("take metrics", QuickSink.hurry)
-        for sink in self._quick:
-            if lost := sink.give_up():
-                where = "the log has them: hookline replay" if self._keeper is not None else "there is no log"
-                self._teller.once(
+    def _drop_waiting(self) -> None:
+        """Try once more to deliver what waits; drop the rest, as it belongs to the run that is over."""
+        self._each("take metrics", RetryingSink.retry_now)
+        for sink in self._local:
+            if lost := sink.drop_waiting():
+                where = "the log has them: hookline replay" if self._log is not None else "there is no log"
+                self._errors.warn_later(
                     f"lost {sink.name} {lost}", f"{sink.name} could not take {lost:,} records of the run; {where}."
                 )
 
-    def _note(self, name: str, what: str, error: Exception) -> None:
-        self._teller.counts[name] += 1
-        sentence = (
+    def _note_failure(self, name: str, what: str, error: Exception) -> None:
+        self._errors.count(name, error)
+        is_new = self._errors.warn_later(
+            name,
             f"{name} could not {what} ({type(error).__name__}: {error}); the run and the other sinks go on. "
-            "Further failures are counted in manager.sink_errors."
+            "Further failures are counted in manager.sink_errors.",
         )
-        if self._teller.once(name, sentence):
-            # Of a full disk or a missing package the sentence says it all; of a mistake in a sink, the place is wanted.
-            told = isinstance(error, OSError | OptionError | MissingPackageError)
-            logger.log(
-                logging.INFO if told else logging.ERROR, "%s could not %s; the run goes on", name, what, exc_info=error
-            )
+        if is_new:
+            # For a full disk or a missing package the sentence is enough; a mistake in a sink needs its traceback.
+            is_clear = isinstance(error, OSError | OptionError | MissingPackageError)
+            level = logging.INFO if is_clear else logging.ERROR
+            logger.log(level, "%s could not %s; the run goes on", name, what, exc_info=error)
 
 
-def _of_rank(log: str | Path | RecordLog) -> Path | RecordLog:
-    """In a distributed run each process has a log of its own: ``records.rank1.jsonl``."""
+class RetryingSink:
+    """A sink of this process, and the records it could not take yet.
+
+    An `OSError` (a full disk, a host that is gone) passes, so the record waits and is given again, ever later, before
+    those that follow. Any other error would be raised again, so that record is skipped.
+    """
+
+    def __init__(self, name: str, sink: Any) -> None:
+        self.name, self.sink = name, sink
+        self._waiting: deque[Record] = deque()
+        self._back_off = BackOff()
+        self._num_lost = 0
+
+    def write(self, record: Record) -> None:
+        """Hand over ``record``, after those that wait; raise what the sink raises."""
+        if self._waiting:
+            self._wait(record)
+            self._write_waiting()
+            return
+        try:
+            hand(self.sink, record)
+        except OSError:
+            self._wait(record)
+            self._back_off.fail()
+            raise
+
+    def retry_now(self) -> None:
+        """Try at once to hand over what waits."""
+        if self._waiting:
+            self._back_off.hurry()
+            self._write_waiting()
+
+    def drop_waiting(self) -> int:
+        """Drop what waits; return how many records were lost since the last time."""
+        lost, self._num_lost = self._num_lost + len(self._waiting), 0
+        self._waiting.clear()
+        self._back_off.reset()
+        return lost
+
+    def call(self, method: str, **arguments: Any) -> None:
+        """Call ``method`` of the sink, if it has one."""
+        if hasattr(self.sink, method):
+            getattr(self.sink, method)(**arguments)
+
+    def _write_waiting(self) -> None:
+        while self._waiting and self._back_off.is_due:
+            try:
+                hand(self.sink, self._waiting[0])
+            except OSError:
+                self._back_off.fail()
+                raise
+            except Exception:
+                self._waiting.popleft()
+                raise
+            self._waiting.popleft()
+            self._back_off.reset()
+
+    def _wait(self, record: Record) -> None:
+        self._waiting.append(record)
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self._num_lost += 1
+
+
+def _log_of_rank(log: str | Path | RecordLog) -> Path | RecordLog:
+    """Return the log of this process of a distributed run: ``records.rank1.jsonl``."""
     if isinstance(log, RecordLog):
         return log
     path, rank = Path(log), own_rank()

@@ -1,7 +1,7 @@
-"""Metrics as lines of JSON, for tools that read such files.
+"""Write metrics as lines of JSON, for tools that read such files.
 
-Takes records from the fan-out, appends an object per record to a file. The record log has more (``log``); this is the
-flat form, one key per metric.
+The fan-out hands records to `JSONLSink`, which appends an object per record to a `LineFile`. The record log has more;
+this is the flat form, one key per metric.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.sinks.line_file import LineFile, size_of
-from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.run_sink import RunSink
-from hookline.sinks.sink_paths import candidates
-from hookline.sinks.strict_json import Clean, dumps, finite
+from hookline.sinks.metric_values import JsonCleaner, all_finite, dumps
+from hookline.sinks.record_log import LineFile, size_of
+from hookline.sinks.sink import Record, RunSink, StepSeries, free_paths
 
 __all__ = ["JSONLSink"]
 
@@ -31,9 +29,9 @@ class JSONLSink(RunSink):
         sink.emit({"loss": 0.5}, epoch=0, hook_point="POST_EPOCH")
 
     Strict JSON: NaN and infinity are null, and ``"nonfinite"`` says which: ``{"loss": "nan"}``. The step numbers of
-    step series are in ``"steps"``. A metric that bears the name of another key is written as ``metric/epoch``. Tensors
-    and arrays become numbers and lists. Each line is handed to the system at once; a line that was cut short by a kill
-    goes when the file is opened again.
+    step series are in ``"steps"``. A metric with the name of another key is written as ``metric/epoch``. Tensors and
+    arrays become numbers and lists. Each line is handed to the system at once; a line that was cut short by a kill is
+    removed when the file is opened again.
 
     Args:
         path: The file; None for ``{strategy}.jsonl`` in the folder of the run, once that is known.
@@ -46,25 +44,24 @@ class JSONLSink(RunSink):
         self._file: LineFile | None = None
 
     def _write(self, record: Record) -> None:
-        file = self._opened()
+        file = self._file or self._open()
         if file is None:
             self._drop("Give it a path, or call set_run_context(run_dir=..., strategy=...).")
         else:
             file.write(_line(record))
 
-    def _opened(self) -> LineFile | None:
-        if self._file is None:
-            path = self.path or self._context.file(".jsonl")
-            if path is not None and self._is_copy:  # not after what the run itself has written
-                path = next(free for free in candidates(path) if not free.exists())
-            self._file = None if path is None else LineFile(path)
+    def _open(self) -> LineFile | None:
+        path = self.path or self._context.file(".jsonl")
+        if path is not None and self._is_replay:
+            path = next(free for free in free_paths(path) if not free.exists())
+        self._file = None if path is None else LineFile(path)
         return self._file
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no line is held back."""
 
     def options(self) -> dict[str, Any]:
-        """What it is made of."""
+        """Return the path."""
         return {"path": None if self.path is None else str(self.path)}
 
     def _end_run(self) -> None:
@@ -73,43 +70,41 @@ class JSONLSink(RunSink):
             self._file = None
 
     def state_dict(self) -> dict[str, Any]:
-        """How much is written."""
+        """Return how much is written."""
         if self._file is not None:
             return {"path": str(self._file.path), "bytes": self._file.size}
         path = self.path or self._context.file(".jsonl")
         return {} if path is None else {"path": str(path), "bytes": size_of(path)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut off what was written later."""
+        """Cut off what was written after ``state``."""
         if not state:
             return
         self._end_run()
-        path = self.path or self._context.file(".jsonl") or Path(state["path"])
-        self._file = LineFile(path)
+        self._file = LineFile(self.path or self._context.file(".jsonl") or Path(state["path"]))
         self._file.cut(int(state["bytes"]))
         self._resumed = True
 
 
 def _line(record: Record) -> bytes:
     head = {"epoch": record.epoch, "hook_point": record.point, "step": record.step, "strategy": record.strategy}
-    if finite(record.metrics.values()) and _RESERVED.isdisjoint(record.metrics):
+    if all_finite(record.metrics.values()) and _RESERVED.isdisjoint(record.metrics):
         with suppress(TypeError, ValueError):
             return dumps({**head, **record.metrics}) + b"\n"
-    clean = Clean()
-    metrics = clean.mapping(record.metrics)
-    line = Clean().mapping(head)
-    spelled = {name: _spelled(name, metrics) for name in metrics}
-    line |= {spelled[name]: value for name, value in metrics.items()}
+    cleaner = JsonCleaner()
+    metrics = cleaner.clean(record.metrics)
+    keys = {name: _key(name, metrics) for name in metrics}
+    line = JsonCleaner().clean(head) | {keys[name]: value for name, value in metrics.items()}
     steps = {name: list(value.steps) for name, value in record.metrics.items() if isinstance(value, StepSeries)}
     if steps:
-        line["steps"] = {spelled.get(name, name): its for name, its in steps.items()}
-    if clean.flags:
-        line["nonfinite"] = {spelled[name]: flag for name, flag in clean.flags.items()}
+        line["steps"] = {keys.get(name, name): its_steps for name, its_steps in steps.items()}
+    if cleaner.flags:
+        line["nonfinite"] = {keys[name]: flag for name, flag in cleaner.flags.items()}
     return dumps(line) + b"\n"
 
 
-def _spelled(name: str, taken: Mapping[str, Any]) -> str:
-    """A name of its own, if it is that of another key."""
+def _key(name: str, taken: Mapping[str, Any]) -> str:
+    """Return the key of a metric: with ``metric/`` before it as often as needed to be the only one."""
     if name not in _RESERVED:
         return name
     name = f"metric/{name}"

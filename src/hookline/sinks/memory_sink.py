@@ -1,4 +1,7 @@
-"""Metrics kept in memory, to look at: in tests, in a notebook."""
+"""Keep metrics in memory, to look at: in tests, in a notebook.
+
+The fan-out hands records to `MemorySink`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hookline.sinks.record import Record
-from hookline.sinks.sink import MetricSink
+from hookline.sinks.sink import MetricSink, Record
 from hookline.tables import Table, number_text
 
 __all__ = ["MemoryRecord", "MemorySink"]
@@ -15,18 +17,18 @@ __all__ = ["MemoryRecord", "MemorySink"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """What one ``emit`` handed over."""
+    """What one ``emit`` received."""
 
     metrics: dict[str, Any]
     """The metrics, by name."""
     epoch: int
-    """When: an epoch, or a step."""
+    """The epoch, or the step in the step loop."""
     hook_point: Any
-    """At which moment of it."""
+    """A `HookPoint`, or the name of one."""
     context: dict[str, Any] = field(default_factory=dict)
-    """What ``set_run_context`` had said by then."""
+    """The arguments of ``set_run_context`` until then."""
     step: int | None = None
-    """The step of the whole run by then, if that was told."""
+    """The last step of the whole run, if it is known."""
 
     def _repr_html_(self) -> str:
         rows = [(name, number_text(value)) for name, value in self.metrics.items()]
@@ -61,7 +63,7 @@ class MemorySink(MetricSink):
 
     def write(self, record: Record) -> None:
         """Keep a copy of the record, unless there is nothing in it."""
-        if type(self).emit is not MemorySink.emit:  # somebody's own, which wants to see everything
+        if type(self).emit is not MemorySink.emit:  # a subclass that has to see every record
             super().write(record)
         elif record.metrics:
             self.records.append(
@@ -69,7 +71,7 @@ class MemorySink(MetricSink):
             )
 
     def set_run_context(self, **context: Any) -> None:
-        """Goes with the records from now on."""
+        """Keep ``context`` with the records from now on."""
         self._context |= context
 
     def __repr__(self) -> str:
@@ -83,7 +85,7 @@ class MemorySink(MetricSink):
         return Table(("metric", "newest value"), rows, numbers=(1,), title=repr(self)[1:-1]).html()
 
     def series(self, name: str) -> list[tuple[int, Any]]:
-        """One metric over time: the epoch, or step, and its value."""
+        """Return one metric over time: pairs of the epoch, or step, and the value."""
         return [(record.epoch, record.metrics[name]) for record in self.records if name in record.metrics]
 
     @property
@@ -92,14 +94,14 @@ class MemorySink(MetricSink):
         return {name: value for record in self.records for name, value in record.metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """How many records there are."""
+        """Return how many records there are."""
         return {"records": len(self.records)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Forget those that came later."""
+        """Drop the records that came later."""
         if "records" in state:
             del self.records[state["records"] :]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all records."""
         self.records.clear()

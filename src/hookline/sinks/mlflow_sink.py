@@ -1,6 +1,6 @@
-"""Metrics as runs of MLflow.
+"""Write metrics as runs of MLflow.
 
-Takes records from the fan-out, usually in its helper process, and hands batches to the ``mlflow`` package's client.
+The helper process hands records to `MLflowSink`, which logs batches by the client of the ``mlflow`` package.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.flat_metrics import Point, axis, json_text, number, numbers, plain, points, summary
-from hookline.sinks.record import Record
-from hookline.sinks.run_sink import RunSink
+from hookline.sinks.metric_values import Point, json_text, number, numbers, points, step_axis, summary, to_plain
+from hookline.sinks.sink import Record, RunSink
 
 __all__ = ["MLflowSink"]
 
@@ -42,13 +41,13 @@ class MLflowSink(RunSink):
     Step metrics are a value per step; of any other list of numbers there are ``{name}_mean``, ``_min`` and ``_max``.
     Dictionaries are ``name/key``, strings are tags of the run, None is left out. MLflow's names have letters, digits
     and ``_-./`` and spaces: other signs become ``_``, and names of more than 250 signs, or that two metrics would
-    share, end with a checksum of the true name. A resumed run goes on in the same MLflow run, whose id is kept in the
+    share, end with a checksum of the true name. A resumed run continues the same MLflow run, whose id is kept in the
     run's folder.
 
     Args:
         tracking_uri: The store, or its file, which ends with ``.db``; None for ``MLFLOW_TRACKING_URI``, else
             ``{run_dir}/mlflow.db``.
-        experiment: The MLflow experiment; None for the name of ours.
+        experiment: The MLflow experiment; None for the name of the run's experiment.
     """
 
     slow: ClassVar[bool] = True
@@ -65,7 +64,7 @@ class MLflowSink(RunSink):
         self._true: dict[str, str] = {}
 
     def options(self) -> dict[str, Any]:
-        """The store and the experiment."""
+        """Return the store and the experiment."""
         return {"tracking_uri": self._tracking_uri, "experiment": self._experiment}
 
     @property
@@ -79,9 +78,9 @@ class MLflowSink(RunSink):
             return
         from mlflow.entities import Metric, RunTag
 
-        # The time of the record, not of the writing: a record that comes twice is then the same row of the store.
+        # The time of the record: one that comes twice is then the same row of the store.
         stamp = int(record.time * 1000)
-        found = [*_numbers(record), Point("epoch", float(record.epoch), axis(record))]
+        found = [*_numbers(record), Point("epoch", float(record.epoch), step_axis(record))]
         metrics = [Metric(self._key(point.name), point.value, stamp, point.step) for point in found]
         tags = [RunTag(self._key(name), text) for name, text in _texts(record).items()]
         for start in range(0, len(metrics), _METRICS):
@@ -90,7 +89,7 @@ class MLflowSink(RunSink):
             self._client.log_batch(self._run_id, tags=tags[start : start + _PARAMS])
 
     def _key(self, name: str) -> str:
-        """A name as MLflow takes it, the same each time."""
+        """Return ``name`` as MLflow takes it, the same each time."""
         key = self._keys.get(name)
         if key is None:
             key = _fit(name)
@@ -105,7 +104,7 @@ class MLflowSink(RunSink):
         uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or self._own_store()
         if uri is None:
             return False
-        # Of the tables of a new store it would say so on the console.
+        # It would print a line for each table of a new store.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         self._client = self._import("mlflow.tracking").MlflowClient(tracking_uri=uri)
         self._run_id = self._known_run(uri) or self._new_run(uri)
@@ -137,7 +136,7 @@ class MLflowSink(RunSink):
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        # Beside the database, not in whatever folder this process happens to be in; made when something is put there.
+        # Beside the database, not in the current folder; made when something is put there.
         place = None
         if uri.startswith("sqlite:///"):
             place = (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
@@ -153,10 +152,10 @@ class MLflowSink(RunSink):
 
     def _run_file(self) -> Path | None:
         folder = self._context.folder
-        return None if folder is None or self._is_copy else folder / "mlflow_run.json"
+        return None if folder is None or self._is_replay else folder / "mlflow_run.json"
 
     def _known_run(self, uri: str) -> str | None:
-        """The run that a resumed run goes on with, unless its store is another, or has lost it."""
+        """Return the id of the run to continue; None if it is in another store, or gone."""
         from mlflow.exceptions import MlflowException
 
         file = self._run_file()
@@ -182,7 +181,7 @@ class MLflowSink(RunSink):
 
 
 def _as_uri(place: str) -> str:
-    """A database that is given as a file, as MLflow names it."""
+    """Return a database that is given as a file as MLflow names it."""
     if "://" in place or not place.endswith(".db"):
         return place
     return f"sqlite:///{Path(place).absolute().as_posix()}"
@@ -198,7 +197,7 @@ def _numbers(record: Record) -> Iterator[Point]:
 
 
 def _texts(record: Record) -> dict[str, str]:
-    """What is no number, by name; of several steps the last."""
+    """Return what is no number, by name; of several steps the last."""
     return {
         name: _text(value)
         for name, value, _ in points(record, reserved=("epoch",))
@@ -207,13 +206,13 @@ def _texts(record: Record) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    value = plain(value)
+    value = to_plain(value)
     text = value if isinstance(value, str) else json_text(value) if isinstance(value, (list, float)) else str(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} …"
 
 
 def _fit(name: str) -> str:
-    """Signs that MLflow refuses become ``_``; so does the path that a name must not look like."""
+    """Return ``name`` with ``_`` for signs, and for parts of a path, that MLflow refuses."""
     key = _FORBIDDEN.sub("_", name) or "_"
     parts: Sequence[str] = ["_" if part in ("", ".", "..") else part for part in key.split("/")]
     return posixpath.join(*parts)

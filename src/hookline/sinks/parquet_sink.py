@@ -1,6 +1,6 @@
-"""Metrics as a long table in Parquet files: a row per value.
+"""Write metrics as a long table in Parquet files: a row per value.
 
-Takes records from the fan-out, hands batches of rows to pyarrow.
+The fan-out hands records to `ParquetSink`, which writes batches of rows by pyarrow.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.flat_metrics import clean, json_text, number, points
-from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.row_sink import RowSink
-from hookline.sinks.sink_paths import candidates
+from hookline.sinks.metric_values import json_text, number, points, utf8_text
+from hookline.sinks.sink import Record, RowSink, StepSeries, free_paths
 
 __all__ = ["ParquetSink"]
 
 _PART: Final = 50_000
-"""Rows of a file: about 1 MB, and 20 ms of the training thread to write."""
+"""Rows of a file: about 1 MB, which take 20 ms of the training thread to write."""
 _SECONDS: Final = 10.0
-"""How long rows wait at the most, if more records come; then the last file, which is not full, is written again."""
+"""How long rows wait at most, if more records come; then the last file, which is not full, is written again."""
 _EXACT: Final = 2**53
 _COLUMNS: Final = ("name", "value", "text", "step", "epoch", "point", "strategy", "rank", "time")
 
 
-class ParquetSink(RowSink["Parts"]):
+class ParquetSink(RowSink["ParquetParts"]):
     """A folder of Parquet files per strategy, which readers take for one table, with a row for each value.
 
     Recipe::
@@ -39,32 +37,31 @@ class ParquetSink(RowSink["Parts"]):
 
     Of step metrics each value has its own row and step. Numbers are in ``value``, strings and lists (as JSON) in
     ``text``. Rows are written 50,000 at a time or after ten seconds, each file whole or not at all: a killed process
-    leaves all files readable and loses what waited, which the log still has. There is no overwriting: if there is
-    such a folder, this one gets ``_1``, ``_2``, …
+    leaves all files readable and loses what waited, which the log still has. A folder is never overwritten: if there
+    is one, this one gets ``_1``, ``_2``, …
     """
 
     package: ClassVar[str | None] = "pyarrow"
     extra: ClassVar[str | None] = "parquet"
-
     ending: ClassVar[str] = ".parquet"
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__(path)
 
     def _write(self, record: Record) -> None:
-        parts = self._rows or self._opened()
+        parts = self._rows or self._open()
         if parts is None:
             self._drop("ParquetSink requires a path, or a run_dir told by set_run_context().")
             return
         parts.add(record)
 
-    def _new(self, wanted: Path) -> Parts:
+    def _create(self, wanted: Path) -> ParquetParts:
         self._import("pyarrow.parquet")
-        return Parts(_made(wanted))
+        return ParquetParts(_make_folder(wanted))
 
-    def _again(self, path: Path, count: int) -> Parts:
+    def _reopen(self, path: Path, count: int) -> ParquetParts:
         self._import("pyarrow.parquet")
-        parts = Parts(path)
+        parts = ParquetParts(path)
         parts.cut(count)
         return parts
 
@@ -75,7 +72,7 @@ class ParquetSink(RowSink["Parts"]):
 
 
 class _Columns:
-    """Rows that wait, column by column."""
+    """Rows that wait to be written, column by column."""
 
     def __init__(self) -> None:
         self.lists: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
@@ -87,16 +84,16 @@ class _Columns:
         before = len(self)
         rest = {}
         for name, value in record.metrics.items():
-            # Of floats over steps, which most values are, nothing has to be looked at one by one.
+            # Floats over steps, which most values are, need no conversion one by one.
             if type(value) is StepSeries and len(value) == len(value.steps) and set(map(type, value)) == {float}:
-                self._extend([clean(str(name))] * len(value), value, [None] * len(value), value.steps)
+                self._extend([utf8_text(str(name))] * len(value), value, [None] * len(value), value.steps)
             else:
                 rest[name] = value
         found = list(points(replace(record, metrics=rest)))
         values = [_value(point.value) for point in found]
         self._extend([p.name for p in found], [v[0] for v in values], [v[1] for v in values], [p.step for p in found])
-        strategy = None if record.strategy is None else clean(str(record.strategy))
-        same = (int(record.epoch), clean(record.point), strategy, record.rank, float(record.time))
+        strategy = None if record.strategy is None else utf8_text(str(record.strategy))
+        same = (int(record.epoch), utf8_text(record.point), strategy, record.rank, float(record.time))
         for column, value in zip(_COLUMNS[4:], same, strict=True):
             self.lists[column] += [value] * (len(self) - before)
 
@@ -106,7 +103,7 @@ class _Columns:
 
 
 def _value(value: Any) -> tuple[float | None, str | None]:
-    """The number and the text of a value; both for a whole number that is too large to be exact."""
+    """Return the number and the text of ``value``; both for an integer that is too large to be exact."""
     if type(value) is float:
         return value, None
     found = number(value)
@@ -114,13 +111,13 @@ def _value(value: Any) -> tuple[float | None, str | None]:
         exact = not isinstance(value, int) or -_EXACT <= value <= _EXACT
         return found, None if exact else hex(value)  # decimal digits of a very long number take minutes
     if isinstance(value, str):
-        return None, clean(value)
+        return None, utf8_text(value)
     return None, None if value is None else json_text(value)
 
 
-def _made(wanted: Path) -> Path:
-    """A new folder, at the first path where there is nothing."""
-    for path in candidates(wanted):
+def _make_folder(wanted: Path) -> Path:
+    """Make a new folder, at the first free path."""
+    for path in free_paths(wanted):
         try:
             path.mkdir()
         except FileExistsError:
@@ -129,8 +126,8 @@ def _made(wanted: Path) -> Path:
     raise FileExistsError("No path is free.")
 
 
-class Parts:
-    """Files ``part-00000.parquet``, … of which the last is written again until it is full."""
+class ParquetParts:
+    """Files ``part-00000.parquet``, …; the last is written again until it is full."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -142,8 +139,8 @@ class Parts:
         self._tables: list[Any] = []  # of the last file
 
     def add(self, record: Record) -> None:
-        """Rows that wait, and are written if there are many or they have waited long."""
-        # Written first, then taken in: a record that comes again, as the disk was full, must not be there twice.
+        """Add the rows of ``record``; write those that wait if there are many or they have waited long."""
+        # Written before the record is added: one that is given again, as the disk was full, must not be there twice.
         if len(self._waiting) >= _PART or time.monotonic() - self._since >= _SECONDS:
             self.flush()
         if not self._waiting:
@@ -163,11 +160,11 @@ class Parts:
             self._number, self._tables = self._number + 1, []
 
     def close(self) -> None:
-        """No more will come."""
+        """Write what waits."""
         self.flush()
 
     def _save(self, tables: list[Any]) -> None:
-        """Write the last file beside, then put it in its place. A name with a dot in front is skipped by readers."""
+        """Write the last file beside its place, under a name that readers skip, then rename it."""
         import pyarrow
         from pyarrow import parquet
 
@@ -177,7 +174,7 @@ class Parts:
         os.replace(beside, self.path / name)
 
     def cut(self, count: int) -> None:
-        """Keep that many rows, if there are as many."""
+        """Drop all rows after the first ``count``."""
         from pyarrow import parquet
 
         for file in sorted(self.path.glob("part-*.parquet")):

@@ -1,6 +1,6 @@
-"""The newest metrics, for Prometheus to fetch: text on a port of this machine.
+"""Serve the newest metrics to Prometheus: text on a port of this machine.
 
-Takes records from the fan-out, answers HTTP requests from a thread of its own.
+The fan-out hands records to `PrometheusSink`; a thread of ``prometheus_client`` answers HTTP requests.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
-from hookline.sinks.flat_metrics import axis, clean, number, numbers, plain, points, summary
-from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.run_sink import RunSink
+from hookline.sinks.metric_values import number, numbers, points, step_axis, summary, to_plain, utf8_text
+from hookline.sinks.sink import Record, RunSink, StepSeries
 
 __all__ = ["PrometheusSink"]
 
 _FORBIDDEN: Final = re.compile(r"[^a-zA-Z0-9_]")
-_FAR: Final = ("step", "epoch")
+_PROGRESS: Final = ("step", "epoch")
 _LABELS: Final = ("metric", "strategy", "rank", "hook_point")
 
 
@@ -34,12 +33,12 @@ class PrometheusSink(RunSink):
 
     A metric ``norms/total`` is the gauge ``hookline_norms_total`` with the labels ``metric`` (its own name),
     ``strategy``, ``rank`` and ``hook_point``; ``hookline_step`` and ``hookline_epoch`` say how far the run is. Of step
-    metrics the last value counts, of lists ``_mean``, ``_min`` and ``_max``; text and None have no gauge. With another
-    strategy the gauges of the one before go.
+    metrics the last value is served, of lists ``_mean``, ``_min`` and ``_max``; text and None have no gauge. When
+    another strategy begins, the gauges of the one before are removed.
 
     Args:
-        port: Where to listen; 0 takes one that is free.
-        host: The address to listen at; another than this machine's own lets everyone on the network read.
+        port: The port to listen at; 0 takes one that is free.
+        host: The address to listen at; any but this machine's own lets everyone on the network read.
     """
 
     package: ClassVar[str | None] = "prometheus_client"
@@ -49,17 +48,17 @@ class PrometheusSink(RunSink):
         super().__init__()
         self._wanted = port
         self._host = host
-        self._gauges = _Gauges()
+        self._gauges = _NewestGauges()
         self._server: Any = None
         self._thread: threading.Thread | None = None
 
     @property
     def port(self) -> int | None:
-        """Where it listens; None before it does."""
+        """The port it listens at; None before `start`."""
         return None if self._server is None else int(self._server.server_port)
 
     def start(self) -> int:
-        """Listen, unless it does already; the port."""
+        """Listen, unless it does already; return the port."""
         if self._server is None:
             client = self._import("prometheus_client")
             registry = client.CollectorRegistry(auto_describe=False)
@@ -79,7 +78,7 @@ class PrometheusSink(RunSink):
         self._gauges.update(record)
 
     def set_run_context(self, **context: Any) -> None:
-        """Gauges of another run go."""
+        """Remove the gauges of another run, and listen."""
         super().set_run_context(**context)
         self.start()
 
@@ -87,7 +86,7 @@ class PrometheusSink(RunSink):
         self._gauges.clear()
 
     def close(self) -> None:
-        """Stop listening; once or more often."""
+        """Stop listening. May be called more than once."""
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -95,37 +94,36 @@ class PrometheusSink(RunSink):
         self._server = self._thread = None
 
 
-class _Gauges:
-    """What a registry of prometheus_client collects from: the newest values, set by one thread, read by another."""
+class _NewestGauges:
+    """The newest values, written by the run, collected by the thread of ``prometheus_client``."""
 
     def __init__(self) -> None:
         self._newest: dict[tuple[str, str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()
 
     def update(self, record: Record) -> None:
-        """Keep the last value of every metric as it is: what gauges it makes is found out when somebody asks."""
-        strategy, rank = "" if record.strategy is None else clean(str(record.strategy)), str(record.rank)
+        """Keep the last value of every metric as it is; `collect` makes gauges of them."""
+        strategy, rank = "" if record.strategy is None else utf8_text(str(record.strategy)), str(record.rank)
         found = {name: value if type(value) is float else _last(value) for name, value in record.metrics.items()}
-        # How far the run is has no moment of its own: one gauge, not one for each.
-        far = {"step": axis(record), "epoch": record.epoch}
+        progress = {"step": step_axis(record), "epoch": record.epoch}  # one gauge for all hook points
         with self._lock:
-            self._newest.setdefault((strategy, rank, clean(record.point)), {}).update(found)
-            self._newest[strategy, rank, ""] = far
+            self._newest.setdefault((strategy, rank, utf8_text(record.point)), {}).update(found)
+            self._newest[strategy, rank, ""] = progress
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all values."""
         with self._lock:
             self._newest.clear()
 
     def collect(self) -> Iterator[Any]:
-        """The gauges, by name; metrics whose names look alike share one."""
+        """Yield the gauges; metrics whose names become the same share one."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
             newest = {labels: dict(values) for labels, values in self._newest.items()}
         families: dict[str, Any] = {}
         for labels, values in newest.items():
-            for metric, value in _numbers(values, reserved=_FAR if labels[-1] else ()):
+            for metric, value in _numbers(values, reserved=_PROGRESS if labels[-1] else ()):
                 name = "hookline_" + _FORBIDDEN.sub("_", metric)
                 if name not in families:
                     families[name] = GaugeMetricFamily(name, f"The newest {metric}", labels=_LABELS)
@@ -134,7 +132,7 @@ class _Gauges:
 
 
 def _last(value: Any) -> Any:
-    return plain(value[-1] if isinstance(value, StepSeries) and value else value)
+    return to_plain(value[-1] if isinstance(value, StepSeries) and value else value)
 
 
 def _numbers(values: Mapping[str, Any], reserved: Collection[str]) -> Iterator[tuple[str, float]]:

@@ -1,32 +1,36 @@
-"""The record log: every record of a run, a line of JSON each, written before any sink is given it.
+"""Write and read the record log: every record of a run, one line of JSON each, before any sink receives it.
 
-Takes records from the fan-out, hands them to the helper process, to ``replay`` and to the report. A line is
-``{"n":17,"time":…,"epoch":3,"step":119,"point":"POST_EPOCH","strategy":"random","rank":0,"metrics":{…}}``
-with ``"steps"`` (of each step series) and ``"nonfinite"`` (where null stands for NaN or infinity) if there are any; a
-line ``{"context": {…}, "time": …}`` says which run follows.
+`ResilientLog` appends to a `RecordLog`; the helper process, ``replay`` and the report read it. A line is
+``{"n":17,"time":…,"epoch":3,"step":119,"point":"POST_EPOCH","strategy":"random","rank":0,"metrics":{…}}``, with
+``"steps"`` (of each step series) and ``"nonfinite"`` (where null replaces NaN or infinity) if there are any. A line
+``{"context": {…}, "time": …}`` says which run follows. `LineFile` is also the file of the JSONL sink.
 """
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import re
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from hookline.errors import OptionError
+from hookline.file_lock import FileLock, take_lock
 from hookline.lifecycle.points import HookPoint
-from hookline.sinks.line_file import LineFile
-from hookline.sinks.record import Record, StepSeries
-from hookline.sinks.strict_json import Clean, dumps, finite, loads, restored
+from hookline.sinks.metric_values import JsonCleaner, all_finite, dumps, loads, restore_nonfinite
+from hookline.sinks.sink import Record, StepSeries
 
-__all__ = ["Context", "RecordLog", "encoded", "log_path", "number_of", "parsed", "read_log"]
+__all__ = ["Context", "LineFile", "RecordLog", "parse_line", "read_log", "record_number", "size_of"]
 
 _NUMBER: Final = re.compile(rb'\{"n": ?(\d+)')
-_NOT_JSON: Final = (TypeError, ValueError, OverflowError, RecursionError)
 _POINTS: Final = HookPoint.__members__
+_BLOCK: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,144 @@ class Context:
     """
 
     context: Mapping[str, Any]
-    """What ``set_run_context`` was given, as JSON has it."""
+    """The arguments of ``set_run_context``, as JSON holds them."""
     time: float = 0.0
     """When, in seconds since 1970."""
 
 
-Found: TypeAlias = Record | Context
+Entry: TypeAlias = Record | Context
+
+
+class LineFile:
+    """A file to which whole lines of JSON are appended, one system call each, and which can be cut back.
+
+    A line survives the death of the process once it is written, and a power failure after ``sync``. A last line that a
+    killed process has left half-written is cut off when the file is opened. ``alone`` locks the file for this process.
+    """
+
+    def __init__(self, path: str | Path, *, alone: bool = False) -> None:
+        self._lock: FileLock | None = None
+        self._file = -1
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        try:
+            if alone:
+                self._lock = _lock_for(self.path)
+            self._file = os.open(self.path, flags, 0o666)
+            self._cut_half_line()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """Bytes so far; asked of the system, as Ctrl-C may come between the writing of a line and any counting."""
+        return os.fstat(self._file).st_size
+
+    def write(self, line: bytes) -> None:
+        """Append a line, which ends with its newline: wholly, or not at all and raise `OSError`."""
+        done = os.write(self._file, line)
+        if done != len(line):
+            self._write_rest(line, done)
+
+    def _write_rest(self, line: bytes, done: int) -> None:
+        """Write what is left of a line after a full disk or a signal; take back what is written if that fails."""
+        before = self.size - done
+        try:
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+        except BaseException:
+            os.ftruncate(self._file, before)
+            raise
+
+    def cut(self, size: int) -> None:
+        """Drop what was written after ``size`` bytes."""
+        if size < self.size:
+            os.ftruncate(self._file, size)
+            self._cut_half_line()
+
+    def sync(self) -> None:
+        """Have the system write what it holds to the disk."""
+        os.fsync(self._file)
+
+    def last(self) -> bytes:
+        """Return the last line; nothing of an empty file."""
+        return self._last_line(self.size)
+
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to this file."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self.path))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the file and release its lock. May be called more than once."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+        if self._lock is not None:
+            self._lock.release()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        try:
+            self.close()
+        except Exception:
+            if not is_finalizing():  # then the names that closing needs may be gone, and the system closes the file
+                raise
+
+    def _cut_half_line(self) -> None:
+        size = there = self.size
+        while (last := self._last_line(size)) and not _is_whole(last):
+            size -= len(last)
+        if size < there:
+            os.ftruncate(self._file, size)
+
+    def _last_line(self, size: int) -> bytes:
+        """Return the last line of the first ``size`` bytes, with its newline if it has one."""
+        start, found = size, b""
+        while start:
+            step = min(_BLOCK, start)
+            start -= step
+            found = os.pread(self._file, step, start) + found
+            newline = found.rfind(b"\n", 0, len(found) - 1)
+            if newline >= 0:
+                return found[newline + 1 :]
+        return found
+
+
+def _lock_for(path: Path) -> FileLock:
+    """Return the lock that says that this process alone writes to ``path``."""
+    if path.exists() and not path.is_file():  # a device or a pipe cannot be read back, and /dev/full has no end
+        raise OptionError(f"The log is a file that is read again, and {path} is none; name another.")
+    beside = path.with_name(f".{path.name}.lock")  # not the log: whoever reads and closes that would release the lock
+    lock = take_lock(beside)
+    if lock is None:
+        gc.collect()  # a manager that was not closed and has no reference left
+        lock = take_lock(beside)
+    if lock is None:
+        raise OptionError(
+            f"{path} is being written already, here or by another process, so records would be numbered twice. Close "
+            "the manager that writes it, or give this run a folder of its own."
+        )
+    return lock
+
+
+def _is_whole(line: bytes) -> bool:
+    """Return whether ``line`` is one JSON object; after a power failure there may be zeros in it."""
+    try:
+        return line.endswith(b"}\n") and isinstance(loads(line), dict)
+    except ValueError:
+        return False
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file that is not open; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 class RecordLog:
@@ -69,10 +205,10 @@ class RecordLog:
         """Names of metrics of which something was written as text, or in less precision."""
 
     def append(self, record: Record) -> Record:
-        """Write a record; the same with its number."""
+        """Write ``record``; return the same with its number."""
         number = self.number
-        line, altered = encoded(record, number)
-        self.number += 1  # first: Ctrl-C may leave a number out, and must not give one twice
+        line, altered = _encode(record, number)
+        self.number += 1  # first: Ctrl-C may skip a number, and must not use one twice
         try:
             self._file.write(line)
         except Exception:
@@ -86,15 +222,15 @@ class RecordLog:
         )  # fmt: skip
 
     def append_context(self, context: Mapping[str, Any]) -> None:
-        """Write which run the next records belong to; of what is no JSON, its text."""
-        self._file.write(dumps({"context": Clean().mapping(context), "time": time.time()}) + b"\n")
+        """Write which run the next records belong to; what is no JSON, as text."""
+        self._file.write(dumps({"context": JsonCleaner().clean(context), "time": time.time()}) + b"\n")
 
     def state_dict(self) -> dict[str, int]:
-        """How much there is: what to go back to when a run is resumed from now."""
+        """Return how much there is, for a run that is resumed from now."""
         return {"bytes": self._file.size, "number": self.number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to that: what was written later is cut off. A log that has less is an error."""
+        """Cut off what was written after ``state``; raise if the log is shorter."""
         size, number = int(state["bytes"]), int(state["number"])
         if size > self._file.size:
             self.number = max(self.number, number)
@@ -110,30 +246,26 @@ class RecordLog:
         self._file.sync()
 
     def is_in_place(self) -> bool:
-        """Whether the file is still there under its name."""
+        """Return whether the file is still there under its name."""
         return self._file.is_in_place()
 
     def close(self) -> None:
-        """Let go of the file; once or more often."""
+        """Close the file. May be called more than once."""
         self._file.close()
 
     def _next_number(self) -> int:
-        number = number_of(self._file.last())
+        number = record_number(self._file.last())
         if number is None:  # empty, or contexts at its end
-            for line in _lines(self.path, 0):
-                found = number_of(line)
-                number = number if found is None else found
-        return 0 if number is None else number + 1
+            numbers = map(record_number, _lines(self.path))
+            number = max((found for found in numbers if found is not None), default=-1)
+        return number + 1
 
     def __repr__(self) -> str:
         return f"<RecordLog {self.path}, {self.number} records>"
 
 
-# -- lines ----------------------------------------------------------------------------------------------------
-
-
-def encoded(record: Record, number: int) -> tuple[bytes, list[str]]:
-    """A record's line, and the names of what could not be written as it is."""
+def _encode(record: Record, number: int) -> tuple[bytes, list[str]]:
+    """Return the line of ``record``, and the names of what could not be written as it is."""
     metrics = record.metrics
     head: dict[str, Any] = {
         "n": number,
@@ -145,73 +277,57 @@ def encoded(record: Record, number: int) -> tuple[bytes, list[str]]:
         "rank": record.rank,
         "metrics": metrics,
     }
-    is_plain = finite(metrics.values())  # of single numbers alone; else there may be series among them
-    if not is_plain:
+    if not (is_simple := all_finite(metrics.values())):  # else there may be series among them
         steps = {name: value.steps for name, value in metrics.items() if type(value) is StepSeries}
         if steps:
             head["steps"] = steps
-        is_plain = all(map(_is_simple, metrics.values()))
-    if is_plain:
-        try:
+        is_simple = all(map(_is_simple, metrics.values()))
+    if is_simple:
+        with suppress(TypeError, ValueError, OverflowError, RecursionError):  # an odd name, or more than 64 bits
             return dumps(head) + b"\n", []
-        except _NOT_JSON:
-            pass
-    return _encoded_with_care(head)
+    del head["metrics"]
+    in_metrics, in_head = JsonCleaner(), JsonCleaner()
+    line = in_head.clean(head) | {"metrics": in_metrics.clean(metrics)}
+    if in_metrics.flags:
+        line["nonfinite"] = in_metrics.flags
+    return dumps(line) + b"\n", in_metrics.altered + [f"({name})" for name in in_head.altered]
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether it goes into JSON as it is, or may be tried to."""
+    """Return whether JSON holds ``value`` as it is, but perhaps for an integer of more than 64 bits."""
     kind = type(value)
-    if kind is float:
-        return math.isfinite(value)
-    return kind in (int, str, bool, type(None)) or (kind in (StepSeries, list) and finite(value))
+    if kind in (StepSeries, list):
+        return all_finite(value)
+    return math.isfinite(value) if kind is float else kind in (int, str, bool, type(None))
 
 
-def _encoded_with_care(head: dict[str, Any]) -> tuple[bytes, list[str]]:
-    clean = Clean()
-    metrics = clean.mapping(head["metrics"])
-    rest = Clean()
-    line = rest.mapping({key: value for key, value in head.items() if key != "metrics"}) | {"metrics": metrics}
-    if clean.flags:
-        line["nonfinite"] = clean.flags
-    return dumps(line) + b"\n", clean.altered + [f"({name})" for name in rest.altered]
-
-
-def number_of(line: bytes) -> int | None:
-    """The number of the record in a line, without reading the rest; None of a context."""
+def record_number(line: bytes) -> int | None:
+    """Return the number of the record in ``line``, without parsing the rest; None for a context."""
     match = _NUMBER.match(line)
     return int(match[1]) if match else None
 
 
-def parsed(line: bytes) -> Found | None:
-    """What is in a line; None if it is half written, or something else."""
+def parse_line(line: bytes) -> Entry | None:
+    """Return what ``line`` holds; None if it is half written, or something else."""
     try:
         found = loads(line)
         if "context" in found:
             return Context(found["context"], found.get("time") or 0.0)
-        return _record(found)
+        metrics = found["metrics"]
+        for name, flag in found.get("nonfinite", {}).items():
+            metrics[name] = restore_nonfinite(metrics[name], flag)
+        for name, steps in found.get("steps", {}).items():
+            metrics[name] = StepSeries(metrics[name], steps)
+        point = _POINTS.get(found["point"], found["point"])
+        return Record(
+            metrics, found["epoch"], point, found["step"], found["strategy"], found["rank"], found["time"], found["n"],
+        )  # fmt: skip
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _record(found: Mapping[str, Any]) -> Record:
-    metrics = found["metrics"]
-    for name, flag in found.get("nonfinite", {}).items():
-        metrics[name] = restored(metrics[name], flag)
-    for name, steps in found.get("steps", {}).items():
-        metrics[name] = StepSeries(metrics[name], steps)
-    point = found["point"]
-    return Record(
-        metrics, found["epoch"], _POINTS.get(point, point), found["step"], found["strategy"], found["rank"],
-        found["time"], found["n"],
-    )  # fmt: skip
-
-
-# -- reading --------------------------------------------------------------------------------------------------
-
-
-def read_log(path: str | Path, start: int = 0) -> Iterator[Found]:
-    """Everything in a log, in order; of a run that goes on, everything so far.
+def read_log(path: str | Path, start: int = 0) -> Iterator[Entry]:
+    """Yield everything in a log, in order; of a run that goes on, everything so far.
 
     Recipe: ``for found in read_log(path): print(found)``.
 
@@ -219,13 +335,12 @@ def read_log(path: str | Path, start: int = 0) -> Iterator[Found]:
         path: The log, or the folder of a run.
         start: The number of the first record wanted. The context that it belongs to comes first.
     """
-    path = log_path(path)
     context: dict[str, Any] | None = None
-    for line in _lines(path, 0):
-        number = number_of(line)
+    for line in _lines(_log_path(path)):
+        number = record_number(line)
         if start and number is not None and number < start:
             continue
-        found = parsed(line)
+        found = parse_line(line)
         if isinstance(found, Context) and start:
             context = {**(context or {}), **found.context}
         elif found is not None:
@@ -236,8 +351,7 @@ def read_log(path: str | Path, start: int = 0) -> Iterator[Found]:
             yield found
 
 
-def log_path(path: str | Path) -> Path:
-    """The log itself, given it or the folder that it is in."""
+def _log_path(path: str | Path) -> Path:
     path = Path(path)
     found = path / "records.jsonl" if path.is_dir() else path
     if not found.is_file():
@@ -246,10 +360,7 @@ def log_path(path: str | Path) -> Path:
     return found
 
 
-def _lines(path: Path, offset: int) -> Iterator[bytes]:
-    """The whole lines from an offset on; one without a newline is being written, or never will be."""
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the whole lines; one without a newline is being written, or never will be."""
     with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
+        yield from (line for line in file if line.endswith(b"\n"))

@@ -1,6 +1,6 @@
-"""Feeding a sink from the log of a run, later.
+"""Feed a sink from the log of a run, later.
 
-Takes the folder of a run or its log, hands contexts and records to any sink; what ``hookline replay`` does.
+``hookline replay`` calls `replay`, which reads the log by `read_log` and hands contexts and records to any sink.
 """
 
 from __future__ import annotations
@@ -23,35 +23,32 @@ def replay(
     context: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Give a sink everything that is in a log, in order, then close it; how many records that were.
+    """Give ``sink`` everything that is in a log, in order, then close it; return how many records there were.
 
     Recipe: ``hookline.sinks.replay("runs/digits/default", hookline.sinks.TensorBoardSink("events"))``.
 
-    The sink runs in this process, and what it raises is raised. It is told ``replay=True`` besides.
+    The sink runs in this process, and what it raises is raised. Its context has ``replay=True`` besides.
 
     Args:
         run: The folder of a run, or its log.
         sink: Anything with ``emit(metrics, epoch, hook_point)``.
         start: The number of the first record wanted.
-        context: What the sink is told of the run besides, or instead: ``{"run_dir": elsewhere}``.
+        context: Replaces parts of the run's context: ``{"run_dir": elsewhere}``.
         progress: Called after each record with how many there have been.
     """
     check_sink(sink, "replay() takes a sink, an object")
     count = 0
-    tells = getattr(sink, "set_run_context", None)
-    given = {"replay": True, **(context or {})}  # some sinks would go on with the run itself otherwise
-    if tells is not None:
-        tells(**given)
+    set_run_context = getattr(sink, "set_run_context", lambda **_: None)
+    own_context = {"replay": True, **(context or {})}  # some sinks would continue the run itself otherwise
+    set_run_context(**own_context)
     for found in read_log(run, start):
         if isinstance(found, Context):
-            if tells is not None:
-                tells(**{**found.context, **given})
+            set_run_context(**{**found.context, **own_context})
             continue
         hand(sink, found)
         count += 1
         if progress is not None:
             progress(count)
     for method in ("flush", "close"):
-        if hasattr(sink, method):
-            getattr(sink, method)()
+        getattr(sink, method, lambda: None)()
     return count

@@ -1,7 +1,7 @@
-"""Metrics as TensorBoard's event files.
+"""Write metrics as TensorBoard's event files.
 
-Takes records from the fan-out, usually in its helper process, and hands events to the ``tensorboard`` package: torch
-and TensorFlow are not needed.
+The helper process hands records to `TensorBoardSink`, which writes events by the ``tensorboard`` package: torch and
+TensorFlow are not needed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.flat_metrics import Point, axis, json_text, mean, number, numbers, points
-from hookline.sinks.record import Record
-from hookline.sinks.run_sink import RunSink
-from hookline.sinks.sink_paths import candidates, file_name
+from hookline.sinks.metric_values import Point, json_text, mean, number, numbers, points, step_axis
+from hookline.sinks.sink import Record, RunSink, file_name, free_paths
 
 __all__ = ["TensorBoardSink"]
 
 _BINS: Final = 30
 _LONGEST: Final = 10_000
-"""Characters of a text; a page with more cannot be scrolled."""
+"""Characters of a text; TensorBoard cannot scroll a page with more."""
 
 
 class TensorBoardSink(RunSink):
@@ -37,7 +35,7 @@ class TensorBoardSink(RunSink):
     Step metrics are a scalar per step; any other list of numbers is a histogram of its finite values, and a scalar
     ``{name}_mean``. Strings are texts, dictionaries ``name/key``; None is left out. TensorBoard keeps scalars in single
     precision. Without ``log_dir`` the files are in ``{run_dir}/tensorboard``; with one, each strategy has a folder in
-    it. A resumed run adds a file to the folder and goes on where it stopped.
+    it. A resumed run adds a file to the folder and continues where it stopped.
     """
 
     slow: ClassVar[bool] = True
@@ -53,12 +51,12 @@ class TensorBoardSink(RunSink):
         self._purge: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """The folder."""
+        """Return the folder."""
         return {"log_dir": None if self._log_dir is None else str(self._log_dir.absolute())}
 
     @property
     def folder(self) -> Path | None:
-        """Where the files of this run go; None if that is not known yet."""
+        """The folder of this run's files; None if it is not known yet."""
         if self._log_dir is not None:
             strategy = self._context.strategy
             return self._log_dir if strategy is None else self._log_dir / file_name(strategy)
@@ -72,15 +70,15 @@ class TensorBoardSink(RunSink):
         found = sorted(points(record, reserved=("epoch",)), key=attrgetter("step"))
         for step, group in groupby(found, key=attrgetter("step")):
             self._event(record, step, [value for point in group for value in _values(point)])
-        at = (axis(record), record.epoch)
+        at = (step_axis(record), record.epoch)
         if at != self._epoch:
             self._epoch = at
             self._event(record, at[0], [_scalar("epoch", record.epoch)])
 
     def _open(self) -> Any:
         folder = self.folder
-        if folder is not None and self._is_copy:
-            folder = next(path for path in candidates(folder) if not path.exists())
+        if folder is not None and self._is_replay:
+            folder = next(path for path in free_paths(folder) if not path.exists())
         if folder is not None:
             module = self._import("tensorboard.summary.writer.event_file_writer")
             self._writer = module.EventFileWriter(str(folder))
@@ -97,14 +95,14 @@ class TensorBoardSink(RunSink):
         self._last = max(self._last, step)
 
     def _add_purge(self, step: int) -> None:
-        """Has readers forget what earlier files say from that step on."""
+        """Have readers ignore what earlier files hold from ``step`` on."""
         from tensorboard.compat.proto import event_pb2
 
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(event_pb2.Event(step=step, session_log=start))
 
     def flush(self) -> None:
-        """Have everything in the file."""
+        """Write everything to the file."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -114,11 +112,11 @@ class TensorBoardSink(RunSink):
         self._writer, self._epoch, self._last, self._purge = None, None, -1, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The step up to which things are written."""
+        """Return the last step that is written."""
         return {"step": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after that step: what older files have of later ones is not shown any more."""
+        """Continue after the step of ``state``: later steps in older files are not shown any more."""
         self._end_run()
         self._last = int(state.get("step", -1))
         self._purge = self._last + 1
@@ -126,7 +124,7 @@ class TensorBoardSink(RunSink):
 
 
 def _values(point: Point) -> list[Any]:
-    """What TensorBoard makes of a point: a scalar, a histogram and its mean, a text, or nothing."""
+    """Return ``point`` as TensorBoard shows it: a scalar, a histogram and its mean, a text, or nothing for None."""
     name, value, _ = point
     if value is None:
         return []
@@ -142,7 +140,7 @@ def _values(point: Point) -> list[Any]:
 def _scalar(tag: str, value: float) -> Any:
     from tensorboard.compat.proto import summary_pb2
 
-    # Single precision: what is beyond it is infinite there, and protobuf would refuse it.
+    # Single precision: protobuf refuses a larger number, which is infinite there.
     fits = abs(value) <= 3.4028234e38 or not math.isfinite(value)
     return summary_pb2.Summary.Value(tag=tag, simple_value=value if fits else math.copysign(math.inf, value))
 

@@ -1,6 +1,6 @@
-"""Metrics as runs of Weights & Biases.
+"""Write metrics as runs of Weights & Biases.
 
-Takes records from the fan-out, usually in its helper process, and hands rows to the ``wandb`` package.
+The helper process hands records to `WandbSink`, which logs rows by the ``wandb`` package.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.sinks.flat_metrics import Point, json_text, mean, number, numbers, points
-from hookline.sinks.record import Record
-from hookline.sinks.run_sink import RunSink
-from hookline.sinks.sink_paths import file_name
+from hookline.sinks.metric_values import Point, json_text, mean, number, numbers, points
+from hookline.sinks.sink import Record, RunSink, file_name
 
 __all__ = ["WandbSink"]
 
@@ -41,15 +39,15 @@ class WandbSink(RunSink):
 
     Step metrics are a value per step; any other list of numbers is a histogram of its finite values and a number
     ``{name}_mean``. Dictionaries are ``name/key``; None is left out; a metric called ``step``, ``epoch`` or ``_step``
-    becomes ``metric/step``. A resumed run goes on in the same W&B run, whose id is kept in the run's folder. Nobody is
-    asked for a key: without one, and with no mode named here or in ``WANDB_MODE``, the run is written offline, to be
+    becomes ``metric/step``. A resumed run continues the same W&B run, whose id is kept in the run's folder. W&B never
+    asks for a key: without one, and with no mode named here or in ``WANDB_MODE``, the run is written offline, to be
     sent later by ``wandb sync``.
 
     Args:
         project: The W&B project.
-        group: What the runs of the strategies have in common; None for the run's own, else the experiment and the time.
+        group: The group of the runs of all strategies; None for the run's own, else the experiment and the time.
         mode: ``"online"``, ``"offline"`` or ``"disabled"``; None for ``WANDB_MODE``, else online if there is a key.
-        config: Goes with every run, beside the experiment's own configuration.
+        config: Added to every run, beside the experiment's own configuration.
         dir: Where W&B keeps its files; None for the run's folder.
     """
 
@@ -81,7 +79,7 @@ class WandbSink(RunSink):
         self._run: Any = None
 
     def options(self) -> dict[str, Any]:
-        """What it was made of."""
+        """Return the arguments."""
         place = None if self._dir is None else str(self._dir.absolute())
         return {
             "project": self._project, "group": self._group, "mode": self._mode, "config": self._config, "dir": place,
@@ -96,7 +94,7 @@ class WandbSink(RunSink):
             run.log({**rows[step], "step": step, "epoch": record.epoch})
 
     def _values(self, point: Point) -> dict[str, Any]:
-        """What W&B makes of a point."""
+        """Return ``point`` as W&B takes it: a value, a histogram and its mean, or nothing for None."""
         name, value, _ = point
         if value is None:
             return {}
@@ -133,7 +131,7 @@ class WandbSink(RunSink):
             mode=self._mode or self._possible_mode(wandb),
             id=known,
             resume=None if known is None else "allow",
-            reinit="create_new",  # a run of the user's own in this process is none of ours
+            reinit="create_new",  # leaves a run of the user's own in this process alone
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("step")
@@ -146,7 +144,7 @@ class WandbSink(RunSink):
         return f"{self._context.known.get('experiment_name') or self._project}_{self._started}"
 
     def _possible_mode(self, wandb: Any) -> str | None:
-        """Offline where W&B would ask for a key; None leaves it to W&B."""
+        """Return "offline" where W&B would ask for a key; None leaves the choice to W&B."""
         if os.environ.get("WANDB_MODE") or "prompt" not in inspect.signature(wandb.login).parameters:
             return None
         if wandb.login(prompt=False, verify=False):
@@ -160,8 +158,8 @@ class WandbSink(RunSink):
         return "offline"
 
     def _id_file(self) -> Path | None:
-        folder = self._context.folder
-        return None if folder is None or self._is_copy else folder / "wandb" / f"run_id_{file_name(self._project)}.txt"
+        folder = None if self._is_replay else self._context.folder
+        return None if folder is None else folder / "wandb" / f"run_id_{file_name(self._project)}.txt"
 
     def _known_id(self) -> str | None:
         file = self._id_file()
@@ -174,7 +172,7 @@ class WandbSink(RunSink):
             file.write_text(identity, encoding="utf-8")
 
     def _end_run(self) -> None:
-        """W&B's own process sends what it holds before this returns."""
+        """Finish the run; W&B's own process sends what it holds before this returns."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()

@@ -111,7 +111,7 @@ class FiringEngine:
         metrics = self._finish(firing, outer, global_step)
         if self.errors.pending:
             self.errors.warn_pending()
-        self._output.fan_out.tell()
+        self._output.fan_out.warn_pending()
         return dict(metrics)
 
     def _make_context(self, hooks: PointHooks, run_ctx: Any) -> RunDataContext:

@@ -282,7 +282,7 @@ class HookManager(PlanQueries):
         self._managed.load_state_dict(state["hooks"], firing=self._engine.current is not None)
         self._output.steps.load_state_dict(state["step_metrics"])
         self.fan_out.load_state_dict(state.get("sinks", {}))
-        self.fan_out.tell()
+        self.fan_out.warn_pending()
         self._engine.errors.disabled = set(state.get("disabled", ())) & set(self.hooks)
         self._make_plan()
         self._set_step(state["global_step"])
@@ -297,7 +297,7 @@ class HookManager(PlanQueries):
 
     def _flush(self, position: int, step: int) -> dict[str, Any]:
         flushed = self._output.flush_steps(position, step)
-        self.fan_out.tell()
+        self.fan_out.warn_pending()
         return flushed
 
     def emit_metrics(self, metrics: Mapping[str, Any], step: int, point: HookPoint) -> None:
@@ -352,13 +352,13 @@ class HookManager(PlanQueries):
         """Write what is buffered, and have every sink write what it holds back: the run is over."""
         self._output.flush_rest(self._global_step)
         self.fan_out.flush()
-        self.fan_out.tell()
+        self.fan_out.warn_pending()
 
     def close(self) -> None:
         """Write what is buffered, and close sinks and log; may be called again."""
         self._output.flush_rest(self._global_step)
         self.fan_out.close()
-        self.fan_out.tell()
+        self.fan_out.warn_pending()
 
     def __enter__(self) -> Self:
         return self

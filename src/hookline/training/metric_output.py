@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from hookline.errors import LifecycleError, MetricError, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.fan_out import FanOut
-from hookline.sinks.line_file import LineFile, size_of
-from hookline.sinks.record import Record, StepSeries, own_rank
-from hookline.sinks.sink import MetricSink
-from hookline.sinks.strict_json import Clean, dumps
+from hookline.sinks.metric_values import JsonCleaner, dumps
+from hookline.sinks.record_log import LineFile, size_of
+from hookline.sinks.sink import MetricSink, Record, StepSeries, own_rank
 from hookline.training.hook_metrics import PLAIN, snapshot_metric, to_host
 
 if TYPE_CHECKING:
@@ -105,14 +104,14 @@ class MetricOutput:
         if not PLAIN.issuperset(map(type, metrics.values())):
             metrics = {name: snapshot_metric(value, "emit_metrics()", name) for name, value in metrics.items()}
         self._write(to_host(metrics), position, point, step)
-        self.fan_out.tell()
+        self.fan_out.warn_pending()
 
     def set_run_context(self, context: Mapping[str, Any]) -> None:
         """Tell the sinks which run follows."""
         if "strategy" in context:
             self._strategy = None if context["strategy"] is None else str(context["strategy"])
         self.fan_out.set_run_context(context)
-        self.fan_out.tell()
+        self.fan_out.warn_pending()
 
     def _write(self, metrics: Mapping[str, Any], position: int, point: HookPoint, step: int | None) -> None:
         if metrics and not self.fan_out.is_empty:
@@ -216,7 +215,7 @@ class StepLog(MetricSink):
         line = {"epoch": epoch, "hook_point": hook_point.name, "steps": steps, **metrics}
         if self._file is None:
             self._file = LineFile(self.path)
-        self._file.write(dumps(Clean().mapping(line)) + b"\n")
+        self._file.write(dumps(JsonCleaner().clean(line)) + b"\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 import hookline as hl
-from hookline.sinks.console_progress import RunProgress
+from hookline.sinks.console_live import RunProgress
 from hookline.training.loops import loop_progress
 from hookline.training.loops.loop_progress import NotebookBar
 

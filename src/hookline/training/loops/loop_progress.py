@@ -17,7 +17,7 @@ import torch
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
-from hookline.sinks.console_progress import RunProgress
+from hookline.sinks.console_live import RunProgress
 
 if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run

@@ -1,0 +1,248 @@
+"""Format metrics for a screen: how a value reads, which metrics of many are shown, and the columns of a line.
+
+`ConsoleSink` and its live column call these; nothing here knows of rich.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from hookline.sinks.sink import Record
+
+__all__ = [
+    "DOWN", "UP", "MetricChoice", "SnapshotLines", "format_value", "has_nonfinite", "printable", "split_key", "trend",
+    "typical",
+]  # fmt: skip
+
+UP: Final = "▲"
+DOWN: Final = "▼"
+_FLAT: Final = "━"
+_ASCII: Final = {UP: "^", DOWN: "v", _FLAT: "-", "·": "-", "–": "-"}
+_LEAST_CHANGE: Final = 0.01
+"""A change of less than one percent is no trend."""
+_LONGEST: Final = 60
+"""Characters of a text that are shown."""
+_MAX_NUMBERS: Final = 8
+"""Numbers in a line: with their names they fit into about 110 characters."""
+_EVALUATION: Final = ("eval", "training_metrics")
+"""Both report the evaluation: of two equal metrics one is shown, that of the first, which is newer in the step loop."""
+_FIRST: Final = ("loss", "val_acc", "val_loss", "train_acc")
+_ALWAYS_FIRST: Final = tuple(f"{hook}/{name}" for name in _FIRST for hook in _EVALUATION)
+_WIDTH: Final = 9
+"""Characters of a number: ``-0.001234``, ``-1.23e-05``."""
+_ROWS: Final = 30
+"""Lines under one row of names: as many as a screen shows together."""
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def format_value(value: Any) -> str:
+    """Return ``value`` in few characters: ``.6f``, or ``.4e`` below 0.001 and over 10,000, 0 as 0; a list as its mean.
+
+    Recipe: ``format_value([1.0, 2.0])`` is ``"1.500000 (n=2)"``.
+    """
+    if isinstance(value, float):
+        return _format_float(value)
+    if value is None:
+        return "–"
+    if isinstance(value, bool | int):
+        return _shorten(str(value))
+    if isinstance(value, Mapping):
+        return _shorten(", ".join(f"{key}: {format_value(item)}" for key, item in value.items()))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        middle = typical(value)
+        return f"(n={len(value)})" if middle is None else f"{_format_float(float(middle))} (n={len(value)})"
+    return _shorten(" ".join(str(value).split()))
+
+
+def _format_short(value: Any) -> str:
+    """Return ``value`` for a column: four significant digits; a list as its mean, what is no number as text."""
+    number = typical(value)
+    if number is None:
+        return format_value(value)
+    if isinstance(number, int):
+        return _shorten(str(number))
+    if 0 < abs(number) < 0.001:
+        return f"{number:.2e}"  # as wide as 0.001234
+    return "0" if number == 0 else f"{number:.4g}"
+
+
+def _format_float(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    return f"{value:.4e}" if abs(value) < 0.001 or abs(value) > 10_000 else f"{value:.6f}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def typical(value: Any) -> float | int | None:
+    """Return the number that represents ``value``: itself, the mean of a list (with its NaN), or None."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        numbers = [item for item in value if isinstance(item, int | float)]
+        try:
+            # Not `math.fsum`, which raises for infinities of different sign.
+            return sum(numbers) / len(numbers) if numbers else None
+        except OverflowError:  # integers that no float can hold
+            return math.inf
+    return None
+
+
+def has_nonfinite(value: Any) -> bool:
+    """Return whether ``value`` holds a NaN or an infinity."""
+    if isinstance(value, Mapping):
+        return any(map(has_nonfinite, value.values()))
+    middle = typical(value)
+    return isinstance(middle, float) and not math.isfinite(middle)
+
+
+def trend(values: Sequence[float | int]) -> str:
+    """Return ▲, ▼ or ━, by the last three values; nothing for a single one, and for integers, which are counts."""
+    recent = values[-3:]
+    if len(recent) < 2 or isinstance(recent[-1], int):
+        return ""
+    before, change = recent[0], recent[-1] - recent[0]
+    if math.isnan(change):
+        return ""
+    is_flat = change == 0 if before == 0 else abs(change) / abs(before) < _LEAST_CHANGE
+    return _FLAT if is_flat else UP if change > 0 else DOWN
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return hook and metric of ``"hook/metric"``."""
+    hook, slash, metric = key.partition("/")
+    return (hook, metric) if slash else ("–", key)
+
+
+def printable(text: str, encoding: str | None) -> str:
+    """Return ``text`` in characters of ``encoding``; others are replaced or escaped."""
+    try:
+        text.encode(encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        text = "".join(_ASCII.get(character, character) for character in text)
+        return text.encode("ascii", "backslashreplace").decode("ascii")
+    return text
+
+
+# -- which metrics, in which columns ------------------------------------------------------------------------------
+
+
+class MetricChoice:
+    """Chooses a few of many metrics.
+
+    Recipe: ``MetricChoice(["val_acc", "norms/*"]).choose({"eval/val_acc": 0.9, "norms/total_norm": 1.5})`` is both.
+
+    Args:
+        asked: What the user wants to see: ``"hook/metric"``, the metric's name alone, or a pattern with ``*``. If it is
+            empty: loss and accuracies, then what is declared, then the first number of every other hook; eight at most.
+        declared: The metrics that the experiment declares, as ``"hook/metric"``.
+    """
+
+    def __init__(self, asked: Sequence[str] = (), declared: Iterable[str] = ()) -> None:
+        self.asked = tuple(asked)
+        self.declared = tuple(declared)
+        self._matched: set[str] = set()
+
+    def choose(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Return the names of the metrics to show, in the order of showing."""
+        if self.asked:
+            return self._matching(metrics)
+        numbers = [key for key, value in metrics.items() if key.count("/") <= 1 and typical(value) is not None]
+        wanted = [key for key in (*_ALWAYS_FIRST, *self.declared) if key in numbers]
+        hooks = {*_EVALUATION, *(split_key(key)[0] for key in wanted)}
+        first_of_hook: dict[str, str] = {}
+        for key in numbers:
+            first_of_hook.setdefault(split_key(key)[0], key)
+        wanted += [key for hook, key in first_of_hook.items() if hook not in hooks]
+        return _without_twins(wanted)[:_MAX_NUMBERS]
+
+    def may_stay(self, shown: Sequence[str], metrics: Mapping[str, Any]) -> bool:
+        """Return whether a full line of ``shown`` metrics may stay although there are others now.
+
+        So the columns stay the same when hooks that need a second firing begin to return metrics.
+        """
+        first = _without_twins([key for key in _ALWAYS_FIRST if key in metrics])
+        is_full = not self.asked and len(shown) >= _MAX_NUMBERS
+        return is_full and all(key in metrics for key in shown) and all(key in shown for key in first)
+
+    def unmatched(self) -> list[str]:
+        """Return the patterns of ``asked`` that no metric has matched."""
+        return [pattern for pattern in self.asked if pattern not in self._matched]
+
+    def _matching(self, metrics: Mapping[str, Any]) -> list[str]:
+        found: list[str] = []
+        for pattern in self.asked:
+            keys = [key for key in metrics if fnmatchcase(key, pattern) or fnmatchcase(split_key(key)[1], pattern)]
+            keys.sort(key=lambda key: split_key(key)[0] not in _EVALUATION)  # stable
+            if keys:
+                self._matched.add(pattern)
+            found += keys
+        return _without_twins(found)
+
+
+def _without_twins(keys: Sequence[str]) -> list[str]:
+    """Return each key once; of what both hooks of the evaluation report, the first."""
+    found: dict[str, str] = {}
+    for key in keys:
+        hook, metric = split_key(key)
+        found.setdefault(metric if hook in _EVALUATION else key, key)
+    return list(found.values())
+
+
+class SnapshotLines:
+    """One line per snapshot: numbers in columns, under their names when these change.
+
+    Recipe: ``SnapshotLines(MetricChoice()).lines({"eval/val_acc": 0.5}, record)`` is the names and a line below.
+    """
+
+    def __init__(self, choice: MetricChoice) -> None:
+        self._choice = choice
+        self._columns: tuple[str, ...] = ()
+        self._num_rows = 0
+
+    def clear(self) -> None:
+        """Have the names printed again, as another run begins."""
+        self._columns, self._num_rows = (), 0
+
+    def lines(self, metrics: Mapping[str, Any], record: Record) -> list[str]:
+        """Return the line of a snapshot, after the names of its columns if they have changed."""
+        chosen = self._choice.choose(metrics)
+        if not chosen:
+            return []
+        places = _places(record)
+        columns = self._columns
+        shown = [key for key in columns if key not in places]
+        if self._choice.may_stay(shown, metrics):
+            chosen = shown
+        if not {*places, *chosen} <= set(columns):
+            columns = (*places, *chosen)
+        is_new = columns != self._columns or self._num_rows >= _ROWS
+        self._columns, self._num_rows = columns, 1 if is_new else self._num_rows + 1
+        values = {key: _format_short(metrics.get(key)) for key in columns} | places
+        names = {key: _column_title(key, columns) for key in columns}
+        widths = {key: max(len(names[key]), len(key) if key in places else _WIDTH) for key in columns}
+        rows = [names, values] if is_new else [values]
+        return ["  ".join(row[key].rjust(widths[key]) for key in columns) for row in rows]
+
+
+def _places(record: Record) -> dict[str, str]:
+    """Return the epoch and step of ``record``; in the step loop, where they are the same, the step alone."""
+    if record.step is None:
+        return {"epoch": str(record.epoch)}
+    step = {" step": str(record.step)}
+    return step if record.epoch == record.step else {"epoch": str(record.epoch), **step}
+
+
+def _column_title(key: str, columns: tuple[str, ...]) -> str:
+    """Return the metric's own name; the whole key where two hooks have a metric of that name."""
+    name = split_key(key)[1]
+    return name if sum(split_key(other)[1] == name for other in columns) == 1 else key
