@@ -657,7 +657,7 @@ def test_001_function_backward_post_hook(function):
 def test_001_function_hook_types():
     """§2 and §3: one type for what goes before, one for what comes after, of functions and of modules."""
     for name in ("FunctionPreHook", "FunctionPostHook", "ModulePreHook", "ModulePostHook"):
-        assert hasattr(hl, name)
+        assert hasattr(hl.hook_types, name)
 
 
 def test_001_function_call_flow(function):
