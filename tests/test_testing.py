@@ -309,7 +309,7 @@ class Shadows(Plain):
     ("hook", "check", "text"),
     [
         (NoPoints, "points", "never fires"),
-        (WrongPoint, "points", "Did you mean POST_EPOCH"),
+        (WrongPoint, "points", "Did you mean 'POST_EPOCH'"),
         (WrongLoop, "points", "entry for 'epochs'"),
         (SlashedName, "name", "'a/b'"),
         (NoCompute, "signature", "define compute"),

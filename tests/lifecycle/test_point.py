@@ -46,7 +46,7 @@ def test_a_point_may_be_given_by_name(given, point):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [("POST_EPOC", "Did you mean POST_EPOCH"), ("noon", "There are PRE_EPOCH, "), (7, "point 7")]
+    ("given", "words"), [("POST_EPOC", "Did you mean 'POST_EPOCH'"), ("noon", "There are PRE_EPOCH, "), (7, "point 7")]
 )
 def test_an_unknown_point_is_named_with_those_there_are(given, words):
     """Asked, found, next."""

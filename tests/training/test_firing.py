@@ -53,7 +53,7 @@ def test_a_point_may_be_given_by_name():
     """And a wrong one is an error, not silence."""
     manager = HookManager(hooks=[observer("a", returns={"x": 1})])
     assert manager.fire("POST_EPOCH", context()) == {"a/x": 1}
-    with pytest.raises(OptionError, match="Did you mean POST_EPOCH"):
+    with pytest.raises(OptionError, match="Did you mean 'POST_EPOCH'"):
         manager.fire("POST_EPOC", context())
 
 

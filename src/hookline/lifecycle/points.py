@@ -1,15 +1,15 @@
 """Name the points of a run at which hooks fire.
 
-Declared by hooks (``hook_points``), fired by the loops, or by a loop of the user's own, through a `HookManager`.
+Hooks declare points in ``hook_points``; the loops, or a user's own, fire them through a `HookManager`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 from hookline.errors import OptionError
+from hookline.messages import did_you_mean
 
 __all__ = ["HookPoint", "checked_points"]
 
@@ -69,8 +69,7 @@ class HookPoint(enum.Enum):
         if isinstance(point, str) and point.upper() in cls.__members__:
             return cls[point.upper()]
         names = list(cls.__members__)
-        near = get_close_matches(str(point).upper(), names, n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        meant = did_you_mean(str(point).upper(), names)
         raise OptionError(f"Unknown hook point {point!r}.{meant} There are {', '.join(names)}.")
 
 

@@ -1,6 +1,6 @@
 """Show a hook the state of the run: one frozen object per firing.
 
-Made by the loops (or by hand) when a hook is due, handed to ``compute`` and ``intervene``.
+The loops (or users) make a `RunDataContext` when a hook is due; ``compute`` and ``intervene`` read it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Say what the run is doing (train, eval, intervention), and decide which passes ``during=`` counts.
 
-Set by the loops and by whoever runs interventions, asked by trackers, which count training unless told otherwise.
+The loops and interventions enter `in_phase`; watches, trackers and captures ask `During` at each firing. Where nothing
+says what the run is doing, a forward that began in training mode with gradients on is training.
 """
 
 from __future__ import annotations

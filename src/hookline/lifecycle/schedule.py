@@ -1,15 +1,15 @@
 """Define the steps at which something is due.
 
-Asked by ``watch`` and, for hooks at the beginning and end of steps, by whatever fires them.
+``watch`` and `PointHooks` ask a `StepSchedule` at each step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Final
 
 from hookline.errors import OptionError
+from hookline.messages import suggest
 
 __all__ = ["StepSchedule"]
 
@@ -41,8 +41,7 @@ class StepSchedule:
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
-            near = get_close_matches(str(self.mode), _MODES, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else "."
+            meant = suggest(self.mode, _MODES) or "."
             raise OptionError(
                 f"Unknown schedule mode {self.mode!r}: it is one of {', '.join(map(repr, _MODES))}{meant}"
             )

@@ -1,6 +1,6 @@
 """Time parts of a run: each hook, and sections that hooks mark themselves.
 
-Given to hooks as ``ctx.profiler``, read by whoever wants to know; costs nothing when it is off.
+Hooks get it as ``ctx.profiler``, users read ``manager.profiler``; it costs nothing when it is off.
 """
 
 from __future__ import annotations

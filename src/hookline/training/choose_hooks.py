@@ -1,6 +1,6 @@
 """Choose the hooks of a manager: by name, as objects or classes, and trackers and watches made into hooks.
 
-Takes what the user gave to `HookManager`, hands back hooks by name, checked.
+`HookManager` calls it with what the user gave; it calls `HookRegistry` for names.
 """
 
 from __future__ import annotations

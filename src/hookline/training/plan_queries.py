@@ -1,7 +1,7 @@
 """Answer what a loop may ask before it computes or allocates anything: is there a hook that needs it?
 
-The read-only part of `HookManager`: it reads the plan and the current step. ``epoch`` (in the step loop, the step)
-leaves out hooks whose window does not have it; without it, a hook counts that may fire at some time.
+The loops ask; this base class of `HookManager` reads the plan and the current step. ``epoch`` (in the step loop, the
+step) leaves out hooks whose window does not have it; without it, a hook counts that may fire at some time.
 """
 
 from __future__ import annotations

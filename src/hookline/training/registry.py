@@ -1,7 +1,7 @@
 """Find hooks over time by name.
 
-Takes classes from whoever defines hooks (a decorator, entry points of other packages, paths of built-in ones), hands
-them to `HookManager` and to listings. Classes are kept; a hook is made when it is selected.
+Users and packages register classes (by decorator, entry point or path); `HookManager` and the command line look them
+up. A hook is made when it is selected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Define what a hook over time is: it declares when it is due and what it needs, and is called at those points.
 
-Written by users and by ``analyses``, found by name through `HookRegistry`, called by a `HookManager`. An observer has
-``compute(ctx)``; an intervention has ``intervene(run_ctx, model_ctx)`` as well, and may do to model and optimizer what
-it likes: everything is put back.
+Users and ``analyses`` derive from these classes, `HookManager` calls them. An observer has ``compute(ctx)``; an
+intervention has ``intervene(run_ctx, model_ctx)`` as well, and may change model and optimizer: everything is put back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Choose where the checkpoints of a run are, and how often there is one.
 
-Made by the user, handed to a loop; `Saving` gives it trees to write and asks it for the newest that is whole.
+Users make a `Checkpoints` and give it to a loop; `Saving` has it write trees and read the newest.
 """
 
 from __future__ import annotations

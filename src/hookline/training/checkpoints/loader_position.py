@@ -1,7 +1,7 @@
 """Save how far a pass over the data has come, and get there again.
 
-Told by `Saving` when a pass begins; hands it plain values. A loader is brought back to where it was by its own
-``state_dict()``, or by iterating it again from the streams that the pass began with and passing over what was used.
+`Saving` calls it when a pass begins, and to save and load. A loader gets back to where it was by its own
+``state_dict()``, or by iterating it again from the streams that the pass began with and skipping what was used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.errors import ResumeError
 from hookline.guard.loaders import datasets_of, generators_of_loader, samplers_of
 from hookline.guard.rng import RandomStates
+from hookline.training.checkpoints.model_state import has_state
 from hookline.training.checkpoints.random_streams import generator_states, set_generators, set_streams, streams
 from hookline.training.checkpoints.user_state import UserState
 from hookline.training.loops.experiment_adapter import ExperimentAdapter
@@ -125,11 +126,6 @@ class LoaderPosition:
 
 
 _END: Final = object()
-
-
-def has_state(loader: Any) -> bool:
-    """Return whether a loader can save its position itself."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_warm(loader: Any) -> bool:

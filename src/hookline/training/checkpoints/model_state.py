@@ -1,6 +1,6 @@
 """Save model, optimizer, scheduler, scaler and random streams, and load them again.
 
-Takes them from a run, hands plain dictionaries to `Saving`; checks that what was saved fits before anything is loaded.
+`Saving` and `UserState` call it; it checks that what was saved fits before anything is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hookline.training.loops.gradient_retention import GradientRetention
     from hookline.training.manager import HookManager
 
-__all__ = ["CoreState", "ModelState", "check_state", "load_state", "scalars_of", "state_of"]
+__all__ = ["CoreState", "ModelState", "check_state", "has_state", "load_state", "scalars_of", "state_of"]
 
 _AROUND = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Wrappers that add nothing of their own; a run may be compiled before it is killed, and not when it goes on."""
@@ -159,11 +159,16 @@ def _listed(items: list[str], most: int = 5) -> str:
 # -- optimizers, schedulers, scalers -----------------------------------------------------------------------------
 
 
+def has_state(thing: Any) -> bool:
+    """Return whether it can save and load its own state."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def state_of(thing: Any, name: str) -> Any:
     """Return the state of an optimizer, scheduler or scaler; None of None."""
     if thing is None:
         return None
-    if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
+    if not has_state(thing):
         raise CheckpointError(
             f"A checkpoint holds the state of {name}, and {type_name(thing)} has no state_dict() and load_state_dict()."
             " Give it both, or leave checkpoints= out."

@@ -1,8 +1,7 @@
 """Save random streams, and set them again.
 
-Takes where they stand from torch, NumPy, Python and the generators of a run; hands plain values to `Saving`, and puts
-the streams back there. Among them are two that hooks draw from: the stream that NumPy is lent while hooks fire, and
-the count of shuffles that interventions have had.
+The other files of this folder call it. The streams are those of torch, NumPy, Python and the generators of a run, and
+two of hooks: the stream that NumPy uses while hooks fire, and the count of shuffles that interventions have made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare the settings of a run with those that a checkpoint was saved with. `Saving` calls it."""
+"""Compare the settings of a run with those of its checkpoint; `Saving` calls `differences`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Save a run as it goes, and go on from what was saved.
 
-Takes a `Run` and `Checkpoints` from a loop, is told when steps and epochs are over, and says whether to stop there.
-Puts everything that decides how the run goes on into one tree, and back.
+A `Run` with `Checkpoints` calls it after steps, passes and epochs. It collects the states of model, experiment,
+loader, hooks and streams in one tree, which `Checkpoints` writes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Save what an experiment has of its own, and load it again.
 
-Takes the experiment from a run: other optimizers, modules, schedulers, generators, whatever has a ``state_dict()``, and
-those plain attributes (counters, lists, tensors) that are not what they were when the run began. Hands plain values to
-`Saving`. An experiment that has ``state_dict()`` and ``load_state_dict()`` itself is asked instead.
+`Saving` calls it. Saved are other optimizers, modules, schedulers, generators, whatever has a ``state_dict()``, and
+plain attributes (counters, lists, tensors) that have changed since the run began. An experiment that has
+``state_dict()`` and ``load_state_dict()`` itself is asked instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hookline.messages import caller_stacklevel
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.sink import MetricSink
 from hookline.training.checkpoints.checkpoint_file import Tensors, tree_as_json
-from hookline.training.checkpoints.model_state import ModelState, check_state, load_state, state_of
+from hookline.training.checkpoints.model_state import ModelState, check_state, has_state, load_state, state_of
 from hookline.training.checkpoints.random_streams import generator_states, set_generators
 from hookline.training.loops.experiment_adapter import ExperimentAdapter
 from hookline.training.loops.extra_state import ExtraState
@@ -53,7 +53,7 @@ class UserState:
     def __init__(self, adapter: ExperimentAdapter) -> None:
         self._adapter = adapter
         self._experiment = adapter.experiment
-        self._asked = _has_state(self._experiment)
+        self._asked = has_state(self._experiment)
         self._warned: set[str] = set()
         self._marks = {} if self._asked else {name: _mark(value) for name, value in self._attributes()}
         """What each attribute was when the run began."""
@@ -175,16 +175,12 @@ class UserState:
                 vars(live).update(value)
 
 
-def _has_state(thing: Any) -> bool:
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def _stateful(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield what has a state in a value, and its place: itself, or items of lists, tuples and dictionaries."""
     if isinstance(value, DataLoader):  # to ask one that can tell its state would start it
         for number, generator in enumerate(generators_of_loader(value)):
             yield f"{place} generator {number}", generator
-    elif isinstance(value, rng.GENERATOR_TYPES) or (_has_state(value) and not isinstance(value, type)):
+    elif isinstance(value, rng.GENERATOR_TYPES) or (has_state(value) and not isinstance(value, type)):
         yield place, value
     elif isinstance(value, (list, tuple, dict)) and len(value) <= _LARGEST:
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -259,7 +255,7 @@ def _is_object(value: Any) -> bool:
     """Return whether it is an instance with attributes (a dataclass, a namespace) that nothing else saves."""
     if isinstance(value, (*_OTHERS, *_CONTAINERS, tuple)) or not hasattr(value, "__dict__") or callable(value):
         return False
-    return not _has_state(value) and not type(value).__module__.startswith("hookline.")
+    return not has_state(value) and not type(value).__module__.startswith("hookline.")
 
 
 def _mark(value: Any, depth: int = 0) -> Any:

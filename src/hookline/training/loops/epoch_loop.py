@@ -1,6 +1,6 @@
 """Train by epochs: call an experiment's methods, and fire hooks in between.
 
-Takes an `Experiment` and a `HookManager`; the order is the one that `HookPoint` draws.
+Users and the command line call it; it moves a `Run` on, in the order that `HookPoint` shows.
 """
 
 from __future__ import annotations

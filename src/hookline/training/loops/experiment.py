@@ -1,6 +1,6 @@
 """Define what an experiment supplies to the loops: model, data, loss, evaluation.
 
-Comes from the user; `epoch_loop` and `step_loop` ask it for one building block after the other.
+Users make or derive one; the loops read it through an `ExperimentAdapter`.
 """
 
 from __future__ import annotations

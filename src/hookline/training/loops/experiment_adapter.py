@@ -1,6 +1,6 @@
 """Give the loops one spelling of an experiment, whatever kind of object it is.
 
-Takes an `Experiment`, or anything with some of its attributes and methods; hands the loops one spelling of each.
+The loops and checkpoints read the experiment through it: an `Experiment`, or any object with some of its attributes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find what an experiment has besides its model that belongs to the run, and put its attributes back.
 
-A step of one's own may use two optimizers, average the weights into a second model, count tokens, draw from a
-generator; interventions train by that step. `Contexts` has the guard look after what is found here, and puts the plain
-attributes back when a firing is over.
+A user's own step may use two optimizers, average the weights into a second model, count tokens, draw from a
+generator; interventions train by that step. `Contexts` gives the guard what `ExtraState` finds, and puts the plain
+attributes back after a firing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keep what a hook that will be due needs: mean gradients, those of the step before, the state before the epoch.
 
-Asks a `HookManager` what is needed when, and takes what lies in ``.grad``; `Run` moves it on, `Contexts` shows it.
+`Run` calls it at each step; it asks the `HookManager` what is needed, and copies ``.grad``. `Contexts` reads it.
 """
 
 from __future__ import annotations

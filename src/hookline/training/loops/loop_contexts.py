@@ -1,6 +1,6 @@
 """Make what hooks are shown of a run and what interventions work with, when one is due.
 
-Takes where the run is from `Run`, gradients from `GradientRetention`; hands contexts to the `HookManager`.
+`Run.fire` calls `Contexts`, which reads the `Run` and `GradientRetention`, and calls `HookManager.fire`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Show how far a loop is: a bar on a terminal and in a notebook, a line now and then elsewhere.
 
-Asked for by ``progress=True`` of the loops, which say when a step is over. Reads the loss and the newest evaluation of
-a `Run` when it draws, ten times a second at most; changes nothing of it.
+The loops enter `shown_progress` for ``progress=True``; a `Run` says when a step is over. Reads the loss and the newest
+evaluation when it draws, ten times a second at most.
 """
 
 from __future__ import annotations

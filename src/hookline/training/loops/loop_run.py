@@ -1,6 +1,7 @@
 """Run training on behalf of a loop: count steps, fire hooks, hand metrics on, save.
 
-Takes building blocks and a `HookManager` from a loop, which moves it on; `Contexts` shows hooks where it is.
+`epoch_loop` and `step_loop` call its methods in order; it calls `HookManager`, `Contexts`, `GradientRetention` and
+`Saving`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Train by steps, for runs whose data have no epochs, or whose epochs do not matter.
 
-Takes an `Experiment` and a `HookManager`; fires POST_STEP and SNAPSHOT, with schedules and flushing as in the epoch
-loop.
+Users and the command line call it; it moves a `Run` on, which fires POST_STEP and SNAPSHOT.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hold Ctrl-C and termination back until the end of the step.
 
-Entered by a loop that has checkpoints, asked after every step; the handlers that were there come back at its end.
+`Saving` enters it around a run and looks after every step whether a signal came.
 """
 
 from __future__ import annotations
