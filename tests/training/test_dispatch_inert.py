@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from contextlib import contextmanager
@@ -37,6 +38,12 @@ def run(step):
     left["python"] = torch.tensor([random.random() for _ in range(8)], dtype=torch.float64)
     left["numpy"] = torch.from_numpy(np.random.randn(8))
     return left
+
+
+@functools.cache
+def plain_run():
+    """What the run without hooks leaves."""
+    return run(plain_step)
 
 
 def draw(number):
@@ -86,7 +93,7 @@ def hooks(**attributes):
 def test_ten_observers_that_draw_random_numbers_leave_the_run_as_it_is():
     """torch, NumPy and Python, before and after each step."""
     sink = MemorySink()
-    assert differences(run(plain_step), run(observed(HookManager(hooks=hooks(), sinks=[sink])))) == []
+    assert differences(plain_run(), run(observed(HookManager(hooks=hooks(), sinks=[sink])))) == []
     assert len(sink.series("hook9/norm")) == 48
 
 
@@ -94,7 +101,7 @@ def test_ten_observers_that_draw_random_numbers_leave_the_run_as_it_is():
 def test_each_of_them_would_be_noticed(number):
     """The negative control: a hook that wrongly calls itself pure changes the run."""
     (liar,) = [hook for hook in hooks(pure=True) if hook.name == f"hook{number}"]
-    assert differences(run(plain_step), run(observed(HookManager(hooks=[liar])))) != []
+    assert differences(plain_run(), run(observed(HookManager(hooks=[liar])))) != []
 
 
 def test_streams_are_not_touched_for_hooks_that_are_pure(monkeypatch):
@@ -170,7 +177,7 @@ def intervened(manager, make_guard):
 def test_interventions_between_forward_and_backward_and_after_leave_the_run_as_it_is():
     """Though they train, perturb, draw and raise."""
     manager = HookManager(hooks=[intervention("wreck", PRE_STEP, POST_STEP, do=wreck)], on_error="warn")
-    assert differences(run(plain_step), run(intervened(manager, Guard))) == []
+    assert differences(plain_run(), run(intervened(manager, Guard))) == []
     assert manager.fired["wreck"] == 48
     assert manager.hook_errors == {"wreck": 16}
 
@@ -178,7 +185,7 @@ def test_interventions_between_forward_and_backward_and_after_leave_the_run_as_i
 def test_the_same_interventions_without_a_guard_would_be_noticed():
     """The negative control; after the backward alone, since before it torch itself objects."""
     manager = HookManager(hooks=[intervention("wreck", POST_STEP, do=wreck)], on_error="warn")
-    changed = differences(run(plain_step), run(intervened(manager, lambda model: NoGuard())))
+    changed = differences(plain_run(), run(intervened(manager, lambda model: NoGuard())))
     assert "weight 0.weight" in changed
 
 

@@ -96,21 +96,6 @@ def test_a_hook_belongs_to_the_manager_that_was_made_last():
     assert hook.manager is again
 
 
-@pytest.mark.parametrize(
-    "thing", [3, "path", lambda ctx: {}, nn.Linear(1, 1), None], ids=["number", "name", "function", "module", "nothing"]
-)
-def test_what_is_no_hook_is_refused(thing):
-    """With what may be given."""
-    with pytest.raises(OptionError, match="hooks= takes TrainingHook objects or classes, trackers and watches; got"):
-        HookManager(hooks=[thing])
-
-
-def test_a_hook_that_is_not_in_a_list_is_refused():
-    """Rather than failing somewhere inside."""
-    with pytest.raises(OptionError, match="put a PathLength into one"):
-        HookManager(hooks=PathLength())
-
-
 def test_a_hook_that_cannot_be_called_is_refused_when_the_manager_is_made():
     """Not at the end of the first epoch."""
 

@@ -171,8 +171,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("loop", ["epoch", "step"])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.product(1, name=list(LOADERS), loop=["epoch", "step"])
 def test_data_go_on_where_they_were(name, loop, tmp_path):
     """In the middle of a pass, right after its last step, and in the next one."""
     make_experiment = with_loader(LOADERS[name])
@@ -204,8 +203,7 @@ def test_workers_that_persist_are_started_without_a_draw(tmp_path):
     assert differences(left_by(expected), left_by(experiment)) == []
 
 
-@pytest.mark.parametrize("loop", ["epoch", "step"])
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 0.1}], ids=["accumulate", "clip"])
+@pytest.mark.product(1, options={"accumulate": {"accumulate": 2}, "clip": {"clip_norm": 0.1}}, loop=["epoch", "step"])
 def test_settings_of_the_step_make_no_difference(options, loop, tmp_path):
     """With two batches to a step, a pass of five has three steps."""
     make_experiment = with_loader(LOADERS["shuffled by the stream of the run"], **options)

@@ -1,4 +1,4 @@
-"""The examples of the source document, as they stand there, with only import lines and placeholders changed."""
+"""OrderedLearning's examples of hooks run as they stand there, with only import lines and placeholders changed."""
 
 from __future__ import annotations
 
