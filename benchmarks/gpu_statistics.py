@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.observe.watch.columns import Layout
-from hookline.observe.watch.stat_kernel import Item, Kernel, Tuning, readable
-from hookline.observe.watch.stat_rows import State
+from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.stat_kernel import Kernel, KernelInput, Tuning, readable
+from hookline.observe.watch.stat_rows import DeviceRows
 
 __all__ = ["gpu_compiled", "gpu_eager", "gpu_kernel"]
 
@@ -138,11 +138,11 @@ def many_small(setting: Setting) -> Iterator[Row]:
 
 def _taking(setting: Setting, some: list[Tensor], tuning: Tuning | None = None) -> Callable[[], None]:
     layout = Layout.of(None)
-    state = State(layout, setting.device)
+    state = DeviceRows(layout, setting.device)
     if setting.device.type != "cuda":
         return lambda: [x.sum() for x in some] and None
     kernel = Kernel(layout, setting.device, tuning)
-    items = [Item(readable(x), state.new_row()) for x in some]
+    items = [KernelInput(readable(x), state.new_row()) for x in some]
     return lambda: kernel.take(items)
 
 

@@ -59,7 +59,7 @@ def test_paths_in_options_are_listed(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("activation_stats", {"stats": ["meen"]}, "Did you mean 'mean'"),
+        ("activation_stats", {"stats": ["meen"]}, "did you mean 'mean'"),
         ("activation_stats", {"stats": 3}, "stats is a list of names"),
         ("activation_stats", {"every": 0}, "every is a whole number from 1 on, got 0"),
         ("activation_stats", {"every": True}, "every is a whole number"),

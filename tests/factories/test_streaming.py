@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hookline.factories import activation_stats, nan_alarm
 from hookline.factories import streaming_stats as streaming
-from hookline.observe.watch.stats_engine import Engine
+from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.sites import _torch
 
 STATS = ["mean", "std", "norm", "min", "max", "absmax", "zero_fraction", "over:1", "nonfinite", "nan", "inf"]
@@ -26,13 +26,13 @@ class Batches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        real = Engine.take_all
+        real = StatsEngine.take_all
 
-        def take_all(engine: Engine, tensors: Any) -> None:
+        def take_all(engine: StatsEngine, tensors: Any) -> None:
             self.sizes.append(len(tensors))
             real(engine, tensors)
 
-        monkeypatch.setattr(Engine, "take_all", take_all)
+        monkeypatch.setattr(StatsEngine, "take_all", take_all)
 
 
 @pytest.fixture

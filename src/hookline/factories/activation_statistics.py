@@ -19,10 +19,8 @@ from hookline.factories.factory_hook import ByModule, Observer, checked_options,
 from hookline.factories.output_rows import shown, without_padding
 from hookline.factories.request_filter import PHASES, OfPhase
 from hookline.factories.streaming_stats import Place, Streaming
-from hookline.observe.watch.columns import Layout
-from hookline.observe.watch.stat_metrics import as_metrics
+from hookline.observe.watch.stat_columns import Layout, as_metrics, table_of
 from hookline.observe.watch.watch_hooks import give_up
-from hookline.observe.watch.watch_table import table_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

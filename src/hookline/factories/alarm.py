@@ -18,7 +18,7 @@ from hookline.errors import NonFiniteError
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, whole
 from hookline.factories.output_rows import shape_of, shown, without_padding
 from hookline.factories.streaming_stats import Place, Streaming
-from hookline.observe.watch.columns import Layout
+from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.watch_hooks import give_up
 from hookline.sites import _torch
 
@@ -162,7 +162,7 @@ class NanAlarm(Observer):
             return
         self._next = now + _PAUSE
         self._streaming.flush_copies()
-        for device in list(self._streaming.engine.states):
+        for device in list(self._streaming.engine.device_rows):
             asked = self._asked.get(device)
             if device.type != "cuda" or (asked is not None and not asked.has_come()):
                 continue

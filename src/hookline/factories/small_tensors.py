@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.observe.watch.cpu_stats import add, measure, reduce
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stats_engine import Engine, Watched
+    from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
 
 __all__ = ["Small"]
 
@@ -52,7 +52,7 @@ class Small:
         """Whether it is time to reduce them."""
         return len(self._kept) >= _COUNT
 
-    def reduce(self, engine: Engine, place: Watched) -> None:
+    def reduce(self, engine: StatsEngine, place: WatchedPlace) -> None:
         """Add what is kept to the place's row."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         while True:

@@ -18,9 +18,8 @@ from hookline.errors import OptionError
 from hookline.factories.engine_batch import last_tokens
 from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text
 from hookline.factories.request_filter import PHASES, chosen_tokens, request_names, running, say_unknown
-from hookline.observe.patch.edits import steer as steer_edit
-from hookline.observe.patch.main_tensor_edit import main_output, rebuilt
-from hookline.observe.patch.misfits import misfit, place_of, shape_of
+from hookline.observe.patch.edited_tensor import main_output, misfit, place_of, rebuilt, shape_of
+from hookline.observe.patch.given_edits import steer as steer_edit
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
 from hookline.sites.site import Site

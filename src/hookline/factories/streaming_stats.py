@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from hookline.factories.small_tensors import Small
-from hookline.observe.watch.pending_tensors import Note, Pending, limit_of
-from hookline.observe.watch.stats_engine import Engine, Watched
+from hookline.observe.watch.pending_tensors import Note, PendingTensors, limit_of
+from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.columns import Layout
-    from hookline.observe.watch.stat_rows import Row
+    from hookline.observe.watch.stat_columns import Layout
+    from hookline.observe.watch.stat_rows import StatRow
 
 __all__ = ["Place", "Streaming"]
 
@@ -44,9 +44,9 @@ class Place:
 
     __slots__ = ("small", "turns", "watched")
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: StatsEngine, name: str) -> None:
         self.watched = engine.place(name, "")
-        self.turns: tuple[Watched, ...] = ()
+        self.turns: tuple[WatchedPlace, ...] = ()
         """Where copies go, by forward; none before the first copy."""
         self.small = Small()
 
@@ -55,7 +55,7 @@ class Place:
         """The module's."""
         return self.watched.name
 
-    def rows(self, device: torch.device) -> list[Row]:
+    def rows(self, device: torch.device) -> list[StatRow]:
         """All rows of the module on a device."""
         return [place.rows[device] for place in (self.watched, *self.turns) if device in place.rows]
 
@@ -68,7 +68,7 @@ class Streaming:
     """
 
     def __init__(self, layout: Layout, *, keeps: bool = True, keeps_small: bool = True) -> None:
-        self.engine = Engine(layout)
+        self.engine = StatsEngine(layout)
         self._keeps = keeps and not layout.by_unit
         self._keeps_small = self._keeps and keeps_small
         self._held: dict[torch.device, _Held] = {}
@@ -158,7 +158,7 @@ class Streaming:
         with self.engine.lock:
             return self.engine.to_metrics()
 
-    def _joined(self, place: Place, cells: dict[Watched, dict[str, float]]) -> dict[str, float]:
+    def _joined(self, place: Place, cells: dict[WatchedPlace, dict[str, float]]) -> dict[str, float]:
         """All rows of a place as one."""
         found = dict(cells[place.watched])
         for turn in place.turns:
@@ -178,10 +178,10 @@ class Streaming:
             self.engine.reset()
 
 
-class _Held(Pending):
+class _Held(PendingTensors):
     """The copies on one device."""
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
+    def __init__(self, engine: StatsEngine, device: torch.device) -> None:
         def reduce(notes: Sequence[Note]) -> None:
             engine.take_all(notes)
 

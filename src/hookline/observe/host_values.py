@@ -1,14 +1,13 @@
-"""The tensors that trackers take in, and the way back to plain numbers.
+"""Bring tensors to the host in as few transfers as possible, and check which tensors trackers can count.
 
-Takes whatever hooks were shown, hands trackers a tensor they can count or nothing; at the end fetches all their results
-at once.
+Called by ``watch``, trackers, analyses and the hook manager wherever results that lie on devices become numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,15 +16,49 @@ from torch import Tensor
 
 from hookline.sites import _torch
 
-__all__ = ["countable", "fetch", "outside_inference", "unit_axis"]
+__all__ = ["countable", "fetch", "on_host", "outside_inference", "unit_axis"]
+
+
+def fetch(tensors: Iterable[Tensor]) -> list[list[Any]]:
+    """Return the numbers of each tensor, flat, by one transfer for all that share a device and a dtype."""
+    given = list(tensors)
+    found: list[list[Any]] = [[] for _ in given]
+    for members in _grouped(given):
+        numbers, start = torch.cat([given[index].reshape(-1) for index in members]).tolist(), 0
+        for index in members:
+            end = start + given[index].numel()
+            found[index], start = numbers[start:end], end
+    return found
+
+
+def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return each tensor in the memory of the host, by one transfer for all that share a device and a dtype.
+
+    Those that are on the host already are returned as they are.
+    """
+    found = list(tensors)
+    for members in _grouped(found):
+        if found[members[0]].device.type != "cpu":
+            flat = torch.cat([found[index].reshape(-1) for index in members]).cpu()
+            sizes = [found[index].numel() for index in members]
+            for index, part in zip(members, torch.split(flat, sizes), strict=True):
+                found[index] = part.reshape(found[index].shape)
+    return found
+
+
+def _grouped(tensors: list[Tensor]) -> list[list[int]]:
+    """Return the positions of the tensors, in groups of one device and dtype."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        groups[tensor.device, tensor.dtype].append(index)
+    return list(groups.values())
 
 
 def countable(value: Any) -> Tensor | None:
-    """The tensor without its history, or None for what trackers pass over.
+    """Return the tensor without its history, or None for what trackers pass over.
 
-    Those are: what is no tensor, whole and complex numbers, sparse and nested tensors, tensors without a memory (meta,
-    fake), and all tensors while a transform of ``torch.func`` is at work. A distributed tensor stands for its local
-    part.
+    They pass over: what is no tensor, whole and complex numbers, sparse and nested tensors, tensors without memory
+    (meta, fake), and all tensors inside a transform of ``torch.func``. A distributed tensor stands for its local part.
     """
     if not isinstance(value, Tensor) or value.is_nested:
         return None
@@ -35,14 +68,14 @@ def countable(value: Any) -> Tensor | None:
     if tensor.is_meta or _torch.in_transform():
         return None
     tensor = tensor.detach()
-    return tensor.float() if tensor.itemsize == 1 else tensor  # 8-bit floats know no comparison
+    return tensor.float() if tensor.itemsize == 1 else tensor  # 8-bit floats have no comparison
 
 
 def unit_axis(tensor: Tensor, unit_dim: int | None) -> int | None:
-    """The dimension whose entries are the units; None if the tensor has no such dimension.
+    """Return the dimension whose entries are the units; None if the tensor has no such dimension.
 
-    Unless told otherwise: the last of (B, F) and (B, T, F), the channels of (N, C, H, W) and (N, C, D, H, W). One
-    dimension alone is one sample of that many units, whatever ``unit_dim`` says.
+    By default it is the last of (B, F) and (B, T, F), and the channels of (N, C, H, W) and (N, C, D, H, W). A tensor of
+    one dimension is one sample of that many units, whatever ``unit_dim`` says.
     """
     dims = tensor.dim()
     if dims < 2:
@@ -53,27 +86,5 @@ def unit_axis(tensor: Tensor, unit_dim: int | None) -> int | None:
 
 
 def outside_inference() -> AbstractContextManager[Any]:
-    """What is made in the block can be changed later; a tensor made in inference mode could be changed only there."""
+    """Leave inference mode for a block: a tensor made in inference mode could be changed only there."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-
-
-def fetch(tensors: Iterable[Tensor]) -> list[list[Any]]:
-    """The numbers of each tensor, with one transfer for all that share a device and a type."""
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(flat):
-        groups[tensor.device, tensor.dtype].append(index)
-    found: list[list[Any]] = [[] for _ in flat]
-    for members in groups.values():
-        numbers = torch.cat([flat[index] for index in members]).tolist()
-        for index, part in zip(members, _parts(numbers, [flat[index].numel() for index in members]), strict=True):
-            found[index] = part
-    return found
-
-
-def _parts(numbers: list[Any], lengths: Sequence[int]) -> list[list[Any]]:
-    parts, start = [], 0
-    for length in lengths:
-        parts.append(numbers[start : start + length])
-        start += length
-    return parts

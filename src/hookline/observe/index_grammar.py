@@ -1,6 +1,6 @@
-"""What goes between the brackets of a tensor: ``index=``, one grammar for captures and patches.
+"""Check ``index=``, the part of a tensor to capture or patch, as between the brackets of a tensor.
 
-Takes what a user wrote, hands back numbers, slices, ``...`` and tensors, or the error that says what cannot be one.
+``capture`` and edits call it with what a user wrote.
 
     >>> plain_item(range(3), "range(0, 3)")
     tensor([0, 1, 2])
@@ -21,7 +21,7 @@ __all__ = ["plain_item", "text_of"]
 
 
 def plain_item(item: Any, text: str) -> Any:
-    """One item between the brackets, lists and arrays as tensors; an error for whatever cannot be one."""
+    """Return one item between the brackets, with lists and arrays as tensors; raise for what cannot be one."""
     if isinstance(item, list | np.ndarray | range):
         item = _places(list(item) if isinstance(item, range) else item, text)
         item = item.long() if item.numel() == 0 else item  # an empty list is one of places
@@ -64,7 +64,7 @@ def _plain_slice(item: slice, text: str) -> slice:
 
 
 def text_of(given: Any) -> str:
-    """The index as a user would write it, without the numbers of tensors."""
+    """Return the index as a user would write it, without the numbers of tensors."""
     if isinstance(given, tuple):
         return "(" + ", ".join(map(text_of, given)) + ("," if len(given) == 1 else "") + ")"
     if isinstance(given, slice):

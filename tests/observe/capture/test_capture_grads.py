@@ -228,7 +228,7 @@ def test_calls_that_raise_in_the_middle_of_others_do_not_mix_them_up():
     assert all(torch.equal(call.output, x() * 4) for call in calls)
     scales = [4.0, 2.0, 1.0] * 3
     assert all(torch.equal(call.inputs[0], x() * scale) for call, scale in zip(calls, scales, strict=True))
-    assert not any(cache._recorder._here.open.values())
+    assert not any(cache._recorder._open.by_module.values())
 
 
 def test_clear_lets_the_memory_go():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.errors import CaptureError
 from hookline.lifecycle.run_phase import in_phase
-from hookline.observe.capture.stored_value import Store
+from hookline.observe.capture.stored_value import ValueStore
 
 X = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
 
@@ -419,7 +419,7 @@ def test_a_container_that_contains_itself_ends():
 
     loop: list[Any] = [X]
     loop.append(loop)
-    kept = Store(clone=True).keep((loop, Stubborn(a=X)), "output").value
+    kept = ValueStore(clone=True).keep((loop, Stubborn(a=X)), "output").value
     assert torch.equal(kept[0][0], X)
     assert type(kept[1]) is dict
     assert kept[1]["a"] is not X

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 import hookline as hl
-from hookline.observe.patch.main_tensor_edit import rebuilt
+from hookline.observe.patch.edited_tensor import rebuilt
 from hookline.sites.main_tensor import main_tensor
 
 Pair = namedtuple("Pair", "note hidden")

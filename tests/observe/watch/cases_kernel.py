@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hookline.observe.watch import row_sums as by_rows
+from hookline.observe.watch import graph_stats as by_rows
 from hookline.observe.watch import stat_kernel as kernels
-from hookline.observe.watch.columns import Layout
-from hookline.observe.watch.pending_tensors import Pending
-from hookline.observe.watch.stat_kernel import Item, Kernel, Parts, Tuning, readable
-from hookline.observe.watch.stat_rows import Row, State
-from hookline.observe.watch.stat_vector import add_up, as_columns
-from hookline.observe.watch.stats_engine import Engine
+from hookline.observe.watch.graph_stats import add_up, as_columns
+from hookline.observe.watch.pending_tensors import PendingTensors
+from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, Tuning, readable
+from hookline.observe.watch.stat_rows import DeviceRows, StatRow
+from hookline.observe.watch.stats_engine import StatsEngine
 
 # numpy, which the interpreter computes with, warns of NaN and Inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -30,8 +30,8 @@ SMALL = Tuning(threads=4, least_tiles=1, most_programs=3, merged=2)
 """Tiles of 128 numbers of 16 bits, so that a few hundred numbers meet full tiles, rests, and several programs."""
 
 
-def _rows(layout: Layout, count: int) -> tuple[State, list[Row]]:
-    state = State(layout, CPU)
+def _rows(layout: Layout, count: int) -> tuple[DeviceRows, list[StatRow]]:
+    state = DeviceRows(layout, CPU)
     return state, [state.new_row() for _ in range(count)]
 
 
@@ -75,7 +75,7 @@ def test_every_column_is_that_of_float64(some: list[Tensor], name: str, scale: f
     layout = LAYOUTS[name]
     state, rows = _rows(layout, len(some))
     divisor = None if scale is None else torch.tensor(scale)
-    _kernel(layout).take([Item(readable(x), row, divisor) for x, row in zip(some, rows, strict=True)])
+    _kernel(layout).take([KernelInput(readable(x), row, divisor) for x, row in zip(some, rows, strict=True)])
     for x, found in zip(some, state.read(), strict=True):
         assert_close(found, x, layout, scale or 1.0)
 
@@ -86,7 +86,7 @@ def test_the_variance_survives_a_mean_far_from_zero(far: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(2000) + far
     state, (row,) = _rows(LAYOUTS["moments"], 1)
-    _kernel(LAYOUTS["moments"]).take([Item(readable(x), row)])
+    _kernel(LAYOUTS["moments"]).take([KernelInput(readable(x), row)])
     _, count, total, squares = state.read()[0][:4]
     variance = squares / count - (total / count) ** 2
     assert variance == pytest.approx(x.double().var(correction=0).item(), rel=1e-3)
@@ -100,7 +100,7 @@ def test_together_and_alone_give_the_same_bits() -> None:
     some = [torch.randn(300).bfloat16(), torch.randn(777), torch.randn(500).half()[1:], torch.randn(40)]
     layout = LAYOUTS["all"]
     state, rows = _rows(layout, 2 * len(some))
-    items = [Item(readable(x), row) for x, row in zip(some * 2, rows, strict=True)]
+    items = [KernelInput(readable(x), row) for x, row in zip(some * 2, rows, strict=True)]
     kernel = _kernel(layout)
     kernel.take(items[:4])
     for item in items[4:]:
@@ -116,8 +116,8 @@ def test_a_row_that_comes_several_times_counts_each() -> None:
     row.added[layout.names.index("zeros")] = 2.0**25 + 1
     first, second = torch.tensor([0.0, 1.0, -3.0]), torch.tensor([0.0, 0.0, 5.0])
     kernel = _kernel(layout)
-    kernel.take([Item(first, row), Item(first, other), Item(second, row)])
-    kernel.take([Item(first, row)])
+    kernel.take([KernelInput(first, row), KernelInput(first, other), KernelInput(second, row)])
+    kernel.take([KernelInput(first, row)])
     cells = dict(zip(layout.names, state.read()[0], strict=True))
     assert (cells["fires"], cells["count"]) == (3, 9)
     assert cells["sum"] == pytest.approx(1, rel=1e-6)
@@ -140,7 +140,7 @@ def test_a_tensor_that_several_places_saw_is_read_once(monkeypatch: pytest.Monke
         launch(name, key, grid, told)
 
     monkeypatch.setattr(kernel, "_launch", spy)
-    kernel.take([Item(each, row) for each, row in zip([x, x, x.view(-1), y], rows, strict=True)])
+    kernel.take([KernelInput(each, row) for each, row in zip([x, x, x.view(-1), y], rows, strict=True)])
     each = SMALL.division(500, 4)[0]
     assert programs == [("reduce_chunks", 2 * each), ("merge_slots", 4)]
     for x_or_y, found in zip([x, x, x, y], state.read(), strict=True):
@@ -163,7 +163,7 @@ def test_rows_of_compiled_code_add_up_as_by_torch(name: str, count: int, monkeyp
         for scale in (None, torch.tensor(8.0)):
             parts, each = by_rows.find_in(x, layout)
             assert each == x.shape[-1]
-            kernel.take_parts([Parts(parts, each, row, scale)])
+            kernel.take_rows([FoundByRow(parts, each, row, scale)])
             if x.numel():
                 other.take(as_columns(add_up(parts, each, layout), layout, scale))
             else:
@@ -194,10 +194,10 @@ def test_rows_of_many_tensors_add_up_as_those_of_each(monkeypatch: pytest.Monkey
         launch(name, key, grid, told, **options)
 
     monkeypatch.setattr(together, "_launch", spy)
-    together.take_parts([Parts(found, each, rows[at], scale) for found, each, at, scale in items])
+    together.take_rows([FoundByRow(found, each, rows[at], scale) for found, each, at, scale in items])
     assert launches == ["fold_parts", "merge_slots"] * 3  # four, two, and the one whose row comes again
     for found, each, at, scale in items:
-        alone.take_parts([Parts(found, each, rows[6 + at], scale)])
+        alone.take_rows([FoundByRow(found, each, rows[6 + at], scale)])
     cells = state.read()
     assert np.array_equal(cells[:6], cells[6:])
     assert cells[1][0] == 1
@@ -207,9 +207,9 @@ def test_rows_of_many_tensors_add_up_as_those_of_each(monkeypatch: pytest.Monkey
 def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
     """Noted, reduced together by the kernel, and read: as by the CPU's own way, also with in-place changes."""
     layout = LAYOUTS["all"]
-    deferring, plain = Engine(layout), Engine(layout)
+    deferring, plain = StatsEngine(layout), StatsEngine(layout)
     deferring._kernels[CPU] = _kernel(layout)
-    pending = deferring._pending[CPU] = Pending(partial(deferring._take_notes, CPU))
+    pending = deferring._pending[CPU] = PendingTensors(partial(deferring._take_notes, CPU))
     torch.manual_seed(0)
     for step in range(3):
         for name in ("kept", "changed", "kept"):

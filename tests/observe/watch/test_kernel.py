@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.observe.watch import stat_kernel as kernel
-from hookline.observe.watch.columns import Layout
-from hookline.observe.watch.stat_kernel import Item, Tuning
-from hookline.observe.watch.stat_rows import State
-from hookline.observe.watch.stats_engine import Engine
+from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.stat_kernel import KernelInput, Tuning
+from hookline.observe.watch.stat_rows import DeviceRows
+from hookline.observe.watch.stats_engine import StatsEngine
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="needs Triton")
@@ -90,9 +90,7 @@ def test_one_compiled_program_fits_all_arguments(name: str) -> None:
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from hookline.observe.watch import triton_programs as programs
-
-    program = getattr(programs, name)
+    program = kernel._program_named(name)
     bind = create_function_from_signature(program.signature, program.params, make_backend(GPUTarget("cuda", 90, 32)))
     told = [each.annotation_type for each in program.params if not each.is_constexpr]
     constants = [1] * (len(program.params) - len(told))
@@ -108,9 +106,7 @@ def _compiled(name: str, constants: dict[str, Any]) -> str:
     from triton.compiler import ASTSource
     from triton.compiler import compile as build
 
-    from hookline.observe.watch import triton_programs as programs
-
-    program = getattr(programs, name)
+    program = kernel._program_named(name)
     if "ELEMENT" in constants:
         constants = constants | {key: getattr(tl, constants[key]) for key in ("ELEMENT", "WIDE")}
         constants["WIDTH"] = Tuning().width(constants["ELEMENT"].primitive_bitwidth // 8)
@@ -137,9 +133,9 @@ def test_programs_cover_a_tensor_of_any_size(size: int, element_size: int) -> No
 
 def test_no_row_comes_twice_in_one_launch() -> None:
     """Two programs adding to one row at a time would lose one: the second firing of a place has to wait its turn."""
-    state = State(Layout.of(None), torch.device("cpu"))
+    state = DeviceRows(Layout.of(None), torch.device("cpu"))
     a, b = state.new_row(), state.new_row()
-    x, y, z = (Item(torch.ones(1), row) for row in (a, b, a))
+    x, y, z = (KernelInput(torch.ones(1), row) for row in (a, b, a))
     assert [list(batch) for batch in kernel._rounds([x, y, z, z])] == [[x, y], [z], [z]]
     assert [list(batch) for batch in kernel._rounds([x, y])] == [[x, y]]
     assert list(kernel._rounds([])) == []
@@ -149,7 +145,7 @@ def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> 
     """Nothing of the package needs Triton to be imported, and a GPU without it is no place for the kernel."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     kernel._has_triton.cache_clear()
-    engine = Engine(Layout.of(None))
+    engine = StatsEngine(Layout.of(None))
     try:
         assert not kernel.is_available(torch.device("cuda"))
         with pytest.warns(hl.HooklineWarning, match="pip install triton"):

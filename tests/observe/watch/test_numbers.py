@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hookline as hl
-from hookline.observe.watch import row_sums as rows
-from hookline.observe.watch.columns import DEFAULT_STATS, Layout
-from hookline.observe.watch.stat_vector import as_columns, summarize
-from hookline.observe.watch.stats_engine import Engine, Watched
-from hookline.observe.watch.watch_hooks import ModuleHook
+from hookline.observe.watch import graph_stats as rows
+from hookline.observe.watch.graph_stats import as_columns, summarize
+from hookline.observe.watch.stat_columns import DEFAULT_STATS, Layout
+from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
+from hookline.observe.watch.watch_hooks import ModuleStatsHook
 
 ALL = (*DEFAULT_STATS, "nan", "inf", "finite_min", "finite_max", "over:0.5", "over:2")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool]
 WAYS = ["numbers", "vector", "columns"]
 
 
-def take(engine: Engine, place: Watched, tensor: Tensor, way: str) -> None:
+def take(engine: StatsEngine, place: WatchedPlace, tensor: Tensor, way: str) -> None:
     """Show a tensor to a place: by numbers (CPU), by a vector (compiled code) or by columns (other devices)."""
     if way == "numbers":
         engine.take(place, tensor)
@@ -39,7 +39,7 @@ def take(engine: Engine, place: Watched, tensor: Tensor, way: str) -> None:
 
 def taken(tensors: list[Tensor], stats: tuple[str, ...], way: str) -> dict[str, object]:
     """The metrics of one place that was shown these tensors."""
-    engine = Engine(Layout.of(stats))
+    engine = StatsEngine(Layout.of(stats))
     place = engine.place("x", "")
     for tensor in tensors:
         take(engine, place, tensor, way)
@@ -90,7 +90,7 @@ def test_counts_are_exact_past_two_to_the_24(way: str) -> None:
     """Twenty million zeros and one that is none: float32 could not tell."""
     zeros = torch.zeros(20_000_001, dtype=torch.int8)
     zeros[7] = 1
-    engine = Engine(Layout.of(("zero_fraction", "over:0.5")))
+    engine = StatsEngine(Layout.of(("zero_fraction", "over:0.5")))
     place = engine.place("x", "")
     take(engine, place, zeros, way)
     (cells,) = engine.read().values()
@@ -149,7 +149,7 @@ def test_a_norm_alone_still_raises_the_alarm() -> None:
 
 def test_after_an_alarm_the_details_are_there_unasked() -> None:
     """How many NaN and Inf, and what the finite rest spans; before, there is no word of them."""
-    engine = Engine(Layout.of(None))
+    engine = StatsEngine(Layout.of(None))
     place = engine.place("x", "")
     engine.take(place, torch.tensor([1.0, -2.0]))
     assert not {"x/nan", "x/inf"} & engine.to_metrics().keys()
@@ -190,7 +190,7 @@ def test_unusual_tensors_are_counted_by_the_numbers_they_have(kind: str) -> None
 
 def test_rows_never_move_and_the_state_grows_by_blocks() -> None:
     """A thousand places: the memory of the first row is where it was."""
-    engine = Engine(Layout.of(None))
+    engine = StatsEngine(Layout.of(None))
     first = engine.row(engine.place("0", ""), torch.device("cpu"))
     where = first.added.data_ptr()
     for index in range(1000):
@@ -207,7 +207,7 @@ def test_two_threads_on_one_place_lose_nothing() -> None:
     """Eight threads, two hundred tensors each."""
     from concurrent.futures import ThreadPoolExecutor
 
-    engine = Engine(Layout.of(None))
+    engine = StatsEngine(Layout.of(None))
     place = engine.place("x", "")
     engine.take(place, torch.ones(4))
     with ThreadPoolExecutor(8) as pool:
@@ -219,7 +219,7 @@ def test_two_threads_on_one_place_lose_nothing() -> None:
 @pytest.mark.parametrize(
     ("stats", "text"),
     [
-        (["meen"], r"Unknown statistic 'meen'. Did you mean 'mean'\? There are mean, .*over:6"),
+        (["meen"], r"Unknown statistic 'meen'; did you mean 'mean'\? There are mean, .*over:6"),
         ([], r"stats= is empty; leave it out for the default set \(mean,"),
         (["over:x"], "'over:x': write the threshold as a number"),
         (["over:-1"], "'over:-1': the threshold is for magnitudes, so it must be a finite number of at least 0"),
@@ -242,7 +242,7 @@ def test_inductor_finds_the_same(dtype: torch.dtype) -> None:
     numbers = torch.Generator().manual_seed(0)
     for shape, ratio in [((64, 257), 100.0), ((301, 43), -1.0)]:
         shown = [(torch.randn(shape, generator=numbers) + ratio).to(dtype)]
-        engine = Engine(layout)
+        engine = StatsEngine(layout)
         engine.take_vector(engine.place("x", ""), found(shown[0], layout))
         metrics = {name.removeprefix("x/"): value for name, value in engine.to_metrics().items()}
         assert_close(metrics, reference(shown, ALL))
@@ -265,7 +265,7 @@ def test_rows_tell_what_the_whole_does(
         assert each == {(2, 1): 1, (7, 1031): 1, (3, 8200): 1, (5, 3072): 1024, (2, 5, 12, 12): 144}.get(
             shape, shape[-1]
         )
-        engine = Engine(layout)
+        engine = StatsEngine(layout)
         engine.take_found([(engine.place("x", ""), found if each > 1 else [x], each, None)])
         metrics = {name.removeprefix("x/"): value for name, value in engine.to_metrics().items()}
         assert_close(metrics, reference([x], DEFAULT_STATS))
@@ -327,7 +327,7 @@ def _kept_for_backward(*, watched: bool) -> list[tuple[int, str]]:
 
 
 def test_the_compiler_keeps_for_the_backward_what_it_would_have_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watched or not, the same bytes; and the switch that was borrowed for it is back."""
+    """WatchedPlace or not, the same bytes; and the switch that was borrowed for it is back."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
@@ -347,13 +347,13 @@ def test_a_graph_hands_over_all_that_it_found_in_one_call(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
     received: list[tuple[bool, int]] = []
-    receive = ModuleHook.receive
+    receive = ModuleStatsHook.receive
 
-    def spy(self: ModuleHook, items: Any) -> None:
+    def spy(self: ModuleStatsHook, items: Any) -> None:
         received.append((self._is_forward, len(items)))
         receive(self, items)
 
-    monkeypatch.setattr(ModuleHook, "receive", spy)
+    monkeypatch.setattr(ModuleStatsHook, "receive", spy)
     torch.compiler.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), Widened(64), nn.LayerNorm(64), nn.Linear(64, 10))
@@ -442,7 +442,7 @@ def test_rows_of_nothing_are_a_firing_without_numbers(monkeypatch: pytest.Monkey
     """An empty batch, where no kernel adds up."""
     monkeypatch.setattr(rows, "_BY_ROW", frozenset({"cpu"}))
     for stats in (None, ("norm",), ("max",)):
-        engine = Engine(Layout.of(stats))
+        engine = StatsEngine(Layout.of(stats))
         found, each = rows.find_in(torch.ones(0, 64), engine.layout)
         assert each == 64
         place = engine.place("x", "")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
-from hookline.observe.watch.columns import Layout
-from hookline.observe.watch.pending_tensors import Note, Pending
-from hookline.observe.watch.stats_engine import Engine, Watched
-from hookline.observe.watch.watch_hooks import ModuleHook
+from hookline.observe.watch.pending_tensors import Note, PendingTensors
+from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
+from hookline.observe.watch.watch_hooks import ModuleStatsHook
 
 
 class Seen:
@@ -32,11 +32,11 @@ class Seen:
             self.values.setdefault(note.place.name, []).append(note.tensor.detach().clone())
 
 
-def _place(name: str = "a") -> Watched:
-    return Watched(name, "forward")
+def _place(name: str = "a") -> WatchedPlace:
+    return WatchedPlace(name, "forward")
 
 
-def _known(pending: Pending, *places: Watched) -> None:
+def _known(pending: PendingTensors, *places: WatchedPlace) -> None:
     """Have the places seen once, so that they are deferred from now on."""
     for place in places:
         pending.take(place, torch.zeros(1))
@@ -46,7 +46,7 @@ def _known(pending: Pending, *places: Watched) -> None:
 def test_the_first_firing_is_reduced_at_once_and_later_ones_together() -> None:
     """Two places: one by one the first time, in one batch at the flush the second time."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     a, b = _place("a"), _place("b")
     _known(pending, a, b)
     assert seen.batches == [1, 1]
@@ -61,7 +61,7 @@ def test_the_first_firing_is_reduced_at_once_and_later_ones_together() -> None:
 def test_a_place_whose_tensor_is_changed_in_place_is_reduced_at_once_for_good() -> None:
     """An in-place consumer is noticed at the first flush: from the first firing on, no number is wrong."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     place = _place()
     for value in (-1.0, -2.0, -3.0):
         x = torch.tensor([value])
@@ -76,7 +76,7 @@ def test_a_place_whose_tensor_is_changed_in_place_is_reduced_at_once_for_good() 
 def test_until_it_is_known_a_place_is_reduced_at_once() -> None:
     """A module called twice in its first forward is not deferred the second time: nothing was looked at yet."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     place = _place()
     first, second = torch.tensor([-1.0]), torch.tensor([-2.0])
     pending.take(place, first)
@@ -91,7 +91,7 @@ def test_until_it_is_known_a_place_is_reduced_at_once() -> None:
 def test_a_change_that_comes_later_loses_the_firing_and_says_so() -> None:
     """A tensor that is changed in place though the place was clean before: dropped, counted, never a wrong number."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     place = _place()
     _known(pending, place)
     x = torch.tensor([-5.0])
@@ -111,7 +111,7 @@ def test_a_change_that_comes_later_loses_the_firing_and_says_so() -> None:
 def test_without_the_check_a_deferred_tensor_would_be_read_changed() -> None:
     """Negative control: what a reducer would be shown, were versions not looked at."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     place = _place()
     _known(pending, place)
     x = torch.tensor([-5.0])
@@ -124,7 +124,7 @@ def test_without_the_check_a_deferred_tensor_would_be_read_changed() -> None:
 def test_a_scale_that_was_changed_in_place_loses_the_firing_too() -> None:
     """GradScaler updates its scale in place; a gradient must not be divided by the next step's."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     place = _place()
     _known(pending, place)
     scale = torch.tensor(8.0)
@@ -137,7 +137,7 @@ def test_a_scale_that_was_changed_in_place_loses_the_firing_too() -> None:
 def test_tensors_of_inference_mode_are_reduced_at_once() -> None:
     """They have no version to compare."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     place = _place()
     _known(pending, place)
     with torch.inference_mode():
@@ -150,7 +150,7 @@ def test_tensors_of_inference_mode_are_reduced_at_once() -> None:
 def test_no_more_bytes_are_held_than_the_limit() -> None:
     """A tensor that exceeds it has all reduced."""
     seen = Seen()
-    pending = Pending(seen, limit=200)
+    pending = PendingTensors(seen, limit=200)
     a, b = _place("a"), _place("b")
     _known(pending, a, b)
     pending.take(a, torch.ones(20))  # 80 bytes
@@ -163,7 +163,7 @@ def test_no_more_bytes_are_held_than_the_limit() -> None:
 
 def test_a_view_counts_for_all_that_it_holds() -> None:
     """The last of many positions, in a loop that nobody says the end of: the rest of its memory is held, too."""
-    pending = Pending(Seen(), limit=3999)
+    pending = PendingTensors(Seen(), limit=3999)
     place = _place()
     _known(pending, place)
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_places_become_known_though_nobody_says_that_a_pass_is_over(monkeypatch:
     """Evaluating without an end: what is remembered of first firings has a bound, and the oldest is looked at."""
     monkeypatch.setattr("hookline.observe.watch.pending_tensors._MOST_CHECKS", 3)
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     clean, changed = _place("clean"), _place("changed")
     for _ in range(4):
         pending.take(clean, torch.ones(1))
@@ -197,7 +197,7 @@ def test_places_become_known_though_nobody_says_that_a_pass_is_over(monkeypatch:
 def test_a_gradient_that_autograd_would_add_to_is_deferred() -> None:
     """It adds in place only where nobody else has the tensor; so it is held from the first time on."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     place = _place()
     for _ in range(3):
         x = torch.ones(3, requires_grad=True) * 1
@@ -210,7 +210,7 @@ def test_a_gradient_that_autograd_would_add_to_is_deferred() -> None:
 
 def test_the_first_firing_holds_no_memory_beyond_the_limit() -> None:
     """What is kept to see whether a tensor was changed shares its version, not its numbers, beyond the limit."""
-    pending = Pending(Seen(), limit=3999)
+    pending = PendingTensors(Seen(), limit=3999)
     x = torch.ones(1000)
     memory = weakref.ref(x.untyped_storage())
     pending.take(_place(), x)
@@ -222,7 +222,7 @@ def test_the_first_firing_holds_no_memory_beyond_the_limit() -> None:
 def test_the_end_of_a_backward_pass_is_a_moment_to_reduce() -> None:
     """Gradients noted in a backward pass are reduced when it is over, once, without anybody asking."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     places = [_place(name) for name in "ab"]
     _known(pending, *places)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -241,7 +241,7 @@ def test_the_end_of_a_backward_pass_is_a_moment_to_reduce() -> None:
 def test_what_is_forgotten_is_not_reduced() -> None:
     """A reset lets go of what is noted."""
     seen = Seen()
-    pending = Pending(seen)
+    pending = PendingTensors(seen)
     place = _place()
     _known(pending, place)
     pending.take(place, torch.ones(1))
@@ -257,7 +257,7 @@ def test_a_reducer_that_fails_later_costs_its_numbers_and_not_the_run() -> None:
         if len(notes) > 1 or notes[0].tensor.numel() > 1:
             raise RuntimeError("no such kernel")
 
-    pending = Pending(fails)
+    pending = PendingTensors(fails)
     place = _place()
     _known(pending, place)
     x = torch.randn(3, requires_grad=True)
@@ -272,7 +272,7 @@ def test_a_reducer_that_fails_later_costs_its_numbers_and_not_the_run() -> None:
 def test_two_threads_lose_nothing() -> None:
     """One notes while another has it reduced, as with the backward pass of a GPU: every note is reduced once."""
     counted: list[int] = []
-    pending = Pending(lambda notes: counted.append(len(notes)))
+    pending = PendingTensors(lambda notes: counted.append(len(notes)))
     places = [_place(str(number)) for number in range(4)]
     _known(pending, *places)
     counted.clear()
@@ -282,7 +282,7 @@ def test_two_threads_lose_nothing() -> None:
         while not done.is_set():
             pending.flush()
 
-    def note(place: Watched) -> None:
+    def note(place: WatchedPlace) -> None:
         for _ in range(2000):
             pending.take(place, torch.zeros(1))
 
@@ -301,16 +301,16 @@ def test_two_threads_lose_nothing() -> None:
 
 def test_two_threads_that_are_first_note_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one makes what it notes in, another has made it: there is one, which the engine has reduced."""
-    engine = Engine(Layout.of(None))
-    others: list[Pending] = []
+    engine = StatsEngine(Layout.of(None))
+    others: list[PendingTensors] = []
 
-    def make(*args: Any, **options: Any) -> Pending:
+    def make(*args: Any, **options: Any) -> PendingTensors:
         if not others:
-            others.append(Pending(*args, **options))
+            others.append(PendingTensors(*args, **options))
             others[0] = engine._pending.setdefault(torch.device("cpu"), others[0])
-        return Pending(*args, **options)
+        return PendingTensors(*args, **options)
 
-    monkeypatch.setattr("hookline.observe.watch.stats_engine.Pending", make)
+    monkeypatch.setattr("hookline.observe.watch.stats_engine.PendingTensors", make)
     assert engine._pending_on(torch.device("cpu")) is others[0]
     assert list(engine._pending.values()) == others
 
@@ -321,9 +321,9 @@ def test_an_error_on_the_short_way_costs_its_numbers_and_not_the_run() -> None:
     def fails() -> Tensor:
         raise RuntimeError("no scale")
 
-    module, engine = nn.Linear(1, 1), Engine(Layout.of(None))
-    hook = ModuleHook(engine, [("a", module)], "backward", lambda: True, scale=fails)
-    engine.place("a", "backward").deferred = Pending(Seen())
+    module, engine = nn.Linear(1, 1), StatsEngine(Layout.of(None))
+    hook = ModuleStatsHook(engine, [("a", module)], "backward", lambda: True, scale=fails)
+    engine.place("a", "backward").deferred = PendingTensors(Seen())
     with pytest.warns(HooklineWarning, match="no scale"):
         hook.backward(module, (torch.ones(1),))
 
@@ -352,7 +352,7 @@ def test_a_tensor_is_reduced_on_the_stream_that_it_was_seen_on() -> None:
     """Notes of another stream are reduced on that one; each stream that adds to rows waits for the one before."""
     streams = Streams()
     reduced_on: list[tuple[str, int]] = []
-    pending = Pending(lambda notes: reduced_on.extend((note.place.name, streams.current) for note in notes))
+    pending = PendingTensors(lambda notes: reduced_on.extend((note.place.name, streams.current) for note in notes))
     pending._streams = streams  # type: ignore[assignment]
     a, b = _place("a"), _place("b")
     _known(pending, a, b)
@@ -376,8 +376,8 @@ def _train(hold: bool) -> tuple[dict[str, Tensor], Seen]:
     layers = nn.ModuleList([nn.Linear(8, 8), shared, nn.ReLU(inplace=True), shared, nn.LayerNorm(8)])
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
     seen = Seen()
-    pending = Pending(seen)
-    places = {(kind, index): Watched(f"{index}/{kind}", kind) for kind in ("f", "b") for index in range(5)}
+    pending = PendingTensors(seen)
+    places = {(kind, index): WatchedPlace(f"{index}/{kind}", kind) for kind in ("f", "b") for index in range(5)}
     for step in range(6):
         x = torch.randn(4, 8)
         for index, layer in enumerate(layers):
@@ -409,13 +409,13 @@ def test_holding_activations_and_gradients_changes_no_bit_of_training() -> None:
 def test_the_comparison_of_training_runs_notices_a_changed_gradient() -> None:
     """Negative control: a gradient that is edited by one bit's worth makes the runs differ."""
     bare, _ = _train(hold=False)
-    take = Pending.take
+    take = PendingTensors.take
 
-    def edit(self: Pending, place: Watched, tensor: Tensor) -> None:
+    def edit(self: PendingTensors, place: WatchedPlace, tensor: Tensor) -> None:
         take(self, place, tensor)
         tensor.data.mul_(1.001)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pending, "take", edit)
+        patch.setattr(PendingTensors, "take", edit)
         edited, _ = _train(hold=True)
     assert any(not torch.equal(value, edited[name]) for name, value in bare.items())

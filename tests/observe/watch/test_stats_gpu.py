@@ -18,11 +18,10 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.observe.watch import stat_kernel as kernels
-from hookline.observe.watch.columns import Layout
-from hookline.observe.watch.row_sums import find_in
-from hookline.observe.watch.stat_kernel import Item, Kernel, Parts, readable
-from hookline.observe.watch.stat_rows import Row, State
-from hookline.observe.watch.stat_vector import as_columns, summarize
+from hookline.observe.watch.graph_stats import as_columns, find_in, summarize
+from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, readable
+from hookline.observe.watch.stat_rows import DeviceRows, StatRow
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,8 +35,8 @@ pytestmark = [
 DEVICE = torch.device("cuda", 0)
 
 
-def _rows(layout: Layout, count: int) -> tuple[State, list[Row]]:
-    state = State(layout, DEVICE)
+def _rows(layout: Layout, count: int) -> tuple[DeviceRows, list[StatRow]]:
+    state = DeviceRows(layout, DEVICE)
     return state, [state.new_row() for _ in range(count)]
 
 
@@ -67,7 +66,7 @@ def test_the_kernel_finds_the_numbers_of_float64(dtype: torch.dtype) -> None:
     some += [x[1:] for x in some if x.numel() > 1000]
     state, rows = _rows(layout, 2 * len(some))
     kernel = Kernel(layout, DEVICE)
-    items = [Item(readable(x), row) for x, row in zip(some * 2, rows, strict=True)]
+    items = [KernelInput(readable(x), row) for x, row in zip(some * 2, rows, strict=True)]
     kernel.take(items[: len(some)])
     for item in items[len(some) :]:
         kernel.take([item])
@@ -88,14 +87,14 @@ def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> N
     kernel = Kernel(layout, DEVICE)
     for size in (1000, 300_032, 3_000_064):  # rows for one program, and for several
         x = _tensor(torch.bfloat16, size)
-        kernel.take([Item(readable(x), ours, divisor)])
+        kernel.take([KernelInput(readable(x), ours, divisor)])
         by_torch.take(as_columns(summarize(x, layout), layout, divisor))
         parts, each = find_in(x.view(-1, 8 if size == 1000 else 64), layout)
         assert each == (64 if layout.by_row and size > 1000 else 1)
         if each == 1:
-            kernel.take([Item(readable(parts[0]), by_row, divisor)])
+            kernel.take([KernelInput(readable(parts[0]), by_row, divisor)])
         else:
-            kernel.take_parts([Parts(parts, each, by_row, divisor)])
+            kernel.take_rows([FoundByRow(parts, each, by_row, divisor)])
         assert_close(_one(kernel, layout, x, divisor), x.cpu(), layout, scale or 1.0)
     found = state.read()
     assert np.allclose(found[0], found[2], rtol=1e-5)
@@ -105,7 +104,7 @@ def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> N
 
 def _one(kernel: Kernel, layout: Layout, x: Tensor, scale: Any) -> np.ndarray:
     state, (row,) = _rows(layout, 1)
-    kernel.take([Item(readable(x), row, scale)])
+    kernel.take([KernelInput(readable(x), row, scale)])
     return state.read()[0]
 
 
@@ -156,11 +155,11 @@ def test_a_single_tensor_may_be_taken_while_a_graph_is_recorded() -> None:
     state, (row,) = _rows(layout, 1)
     kernel = Kernel(layout, DEVICE)
     x = torch.ones(100_000, device=DEVICE)
-    kernel.take([Item(x, row)])
+    kernel.take([KernelInput(x, row)])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.take([Item(x, row)])
+        kernel.take([KernelInput(x, row)])
     for value in (2.0, 3.0):
         x.fill_(value)
         graph.replay()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.lifecycle.run_phase import in_phase, phase
-from hookline.observe.watch.columns import DEFAULT_STATS
+from hookline.observe.watch.stat_columns import DEFAULT_STATS
 
 
 def make_model() -> nn.Sequential:
@@ -578,7 +578,7 @@ def test_transforms_of_torch_func_go_unwatched_and_undisturbed():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"on": "forwards"}, hl.errors.OptionError, "unknown kind 'forwards'. Did you mean 'forward'"),
+        ({"on": "forwards"}, hl.errors.OptionError, "unknown kind 'forwards'; did you mean 'forward'"),
         ({"on": ()}, hl.errors.OptionError, "no kind"),
         ({"stats": ["median"]}, hl.errors.OptionError, "Unknown statistic 'median'"),
         ({"every": 0}, hl.errors.OptionError, "every="),

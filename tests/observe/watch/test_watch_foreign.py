@@ -121,13 +121,13 @@ def test_training_in_evaluation_mode_counts_and_its_evaluations_do_not() -> None
 def test_parts_without_gradients_in_a_training_forward_count(reentrant: bool) -> None:
     """Frozen parts in evaluation mode, and checkpointed ones: the forward of the model decides, once."""
 
-    class Parts(Net):
+    class FoundByRow(Net):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 x = self.encoder(x)
             return checkpoint(self.head, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]
 
-    model = Parts()
+    model = FoundByRow()
     model.encoder.eval()
     with hl.watch(model, ["encoder", "head"], on="forward") as watch:
         for _ in range(3):

@@ -1,1 +1,1 @@
-"""Capturing what flows through a model, to look at or to put back."""
+"""Keep what flows through a model, to look at or to put back (`hookline.capture`)."""

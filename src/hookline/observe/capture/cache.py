@@ -1,7 +1,7 @@
-"""What a capture has caught, by the names of the modules.
+"""Hold what a capture has recorded, by the names of the modules.
 
-Made by ``capture``, filled by its `Recorder`; written and read by ``files``. Also the handle of the hooks: it comes off
-with ``remove()``, or at the end of a ``with`` block, and what it holds stays.
+``capture`` makes a `Cache` and its recorder fills it; `cache_files` writes and reads it. It is also the handle of the
+hooks: they come off with ``remove()``, or at the end of a ``with`` block, and what it holds stays.
 """
 
 from __future__ import annotations
@@ -9,16 +9,24 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
+import torch
 from torch import Tensor
 
 from hookline.errors import CaptureError, NoMatchError
 from hookline.messages import nearest_names
-from hookline.observe.capture.cache_copies import copied_calls
-from hookline.observe.capture.capture_hooks import Recorder, Stopped
+from hookline.observe.capture.capture_hooks import CaptureRecorder, CaptureStopped
 from hookline.observe.capture.captured_calls import CapturedCall
-from hookline.observe.capture.stored_value import Kept, Store, bytes_of, size_text, tensors_of
+from hookline.observe.capture.stored_value import (
+    StoredValue,
+    ValueStore,
+    bytes_of,
+    each_tensor,
+    size_text,
+    tensors_of,
+)
+from hookline.sites.compiled.value_layout import Unseen
 from hookline.sites.handle import HookHandle
 from hookline.sites.kinds import Kind
 from hookline.sites.modules.call_context import close_context
@@ -33,12 +41,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Cache", "Captured"]
 
-_MAX_ROWS = 60
-_WARN_IN_ORDER = (Kind.FORWARD, Kind.BACKWARD_PRE, Kind.FORWARD_PRE)
+_MAX_ROWS: Final = 60
+_PICKLED: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Unseen)
+_CHANGED: Final = -1
+"""A version that no tensor has: reading a copy of what was overwritten raises, as with the original."""
+_WARN_IN_ORDER: Final = (Kind.FORWARD, Kind.BACKWARD_PRE, Kind.FORWARD_PRE)
 
 
 class Captured:
-    """What was captured of one module: one or more calls.
+    """The calls that were captured of one module.
 
     Recipe: ``cache["layers.3"].output``, or ``.calls[i].output`` where the module was called more than once.
     ``.inputs`` and ``.kwargs`` want ``inputs=True``, ``.grad`` wants ``grads=True``.
@@ -55,7 +66,7 @@ class Captured:
 
     @property
     def output(self) -> Any:
-        """What the module returned, in the structure it returned it in."""
+        """The output of the module, in its structure."""
         return self._only("output").output
 
     @property
@@ -70,7 +81,7 @@ class Captured:
 
     @property
     def grad(self) -> Any:
-        """The gradient of the output, in the structure of the output; None if none came."""
+        """The gradient of the output, in its structure; None if there was none."""
         return self._only("grad").grad
 
     def _only(self, attribute: str) -> CapturedCall:
@@ -106,11 +117,11 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
 
     def __init__(
         self,
-        recorder: Recorder | None = None,
+        recorder: CaptureRecorder | None = None,
         model: Callable[[], nn.Module | None] = lambda: None,
         scope: int | None = None,
     ) -> None:
-        self._recorder = recorder or Recorder(Store(), inputs=False, grads=False, stop=False)
+        self._recorder = recorder or CaptureRecorder(ValueStore(), inputs=False, grads=False, stop=False)
         self._model = model
         self._calls: dict[str, list[CapturedCall]] = {}
         self._sorting = threading.Lock()
@@ -121,7 +132,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         self.handles: dict[Kind, HookHandle] = {}
         """The hooks, one attachment for each kind."""
         self.reasons: dict[str, Callable[[], str]] = {}
-        """For each module that is to be captured, why it was not, for when somebody asks."""
+        """For each module that is to be captured, a function that says why it was not."""
 
     # -- what was captured -------------------------------------------------------------------------------
 
@@ -132,7 +143,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
 
     @property
     def bytes(self) -> int:
-        """How much memory the captured tensors keep; what several of them share counts once."""
+        """The memory that the captured tensors keep; what several of them share counts once."""
         return bytes_of(tensor for calls in [*self._sorted().values()] for tensor in _tensors_in(calls))
 
     def __getitem__(self, name: str) -> Captured:
@@ -178,9 +189,9 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         finally:
             if self.scope is not None:
                 close_context(self.scope)
-            self._recorder.store.settle()
-            self._sorted()  # from here on the calls are the cache's alone
-            self._recorder.let_go()
+            self._recorder.store.wait_for_copies()
+            self._sorted()  # from here on only the cache holds the calls
+            self._recorder.release()
 
     def clear(self) -> None:
         """Forget what was captured; the hooks stay on."""
@@ -189,7 +200,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
             self._calls.clear()
 
     def save(self, path: str | Path) -> Path:
-        """Write everything to a safetensors file, in a folder that is there; the path.
+        """Write everything to a safetensors file, in a folder that is there; return the path.
 
         Tensors, steps, numbers of calls and structures are kept; a ModelOutput or other mapping or dataclass comes back
         as a dict, a named tuple as a tuple, and an object that is none of these as a note of its class.
@@ -211,13 +222,13 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
                 "This cache is closed, and would capture nothing: its hooks came off at the end of its `with` block, "
                 "or it was loaded or copied. What it holds stays readable; for more, open another hl.capture(...)."
             )
-        self._recorder.is_armed = True
+        self._recorder.can_stop = True
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        self._recorder.is_armed = False
+        self._recorder.can_stop = False
         self.remove(quiet=error is not None)
-        return isinstance(error, Stopped) and error.owner is self._recorder
+        return isinstance(error, CaptureStopped) and error.owner is self._recorder
 
     # Copies hold what was captured and have no hooks.
 
@@ -230,30 +241,30 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         if model is not None and any(id(module) in memo for module in model.modules()):
             # It is the model that is copied, and holds the cache. The twin has not run, and has no hooks either.
             return Cache()
-        return _closed_cache(copied_calls(self._sorted(), clone=True), self._reasons_in_words())
+        return _closed_cache(_copied_calls(self._sorted(), clone=True), self._reasons_in_words())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _closed_cache, (copied_calls(self._sorted(), clone=False), self._reasons_in_words())
+        return _closed_cache, (_copied_calls(self._sorted(), clone=False), self._reasons_in_words())
 
     # -- inside ------------------------------------------------------------------------------------------
 
     def _sorted(self) -> dict[str, list[CapturedCall]]:
-        """The calls by module, with all that has come until now."""
+        """Return the calls by module, with the latest from the recorder."""
         if self._recorder.notes:
             with self._sorting:
-                for call in self._recorder.take():
+                for call in self._recorder.take_calls():
                     self._calls.setdefault(call.name, []).append(call)
         return self._calls
 
     def _reasons_in_words(self) -> dict[str, Callable[[], str]]:
-        """Why modules were not captured, as it stands, for a copy."""
+        """Return why modules were not captured, as it is now, for a copy."""
         return {name: functools.partial(str, why()) for name, why in self.reasons.items() if name not in self._calls}
 
     def _why_none(self, name: str) -> str:
         return self.reasons[name]() if name in self.reasons else "the file has no call of it"
 
     def _resolve(self, name: str) -> str:
-        """Another name of a captured module: shared modules have several, wrappers add prefixes."""
+        """Return the name under which a module was captured: shared modules have several, wrappers add prefixes."""
         model = self._model()
         known = {**self.reasons, **self._calls}
         if model is not None and isinstance(name, str):
@@ -274,16 +285,40 @@ def _closed_cache(
     reasons: dict[str, Callable[[], str]],
     model: Callable[[], nn.Module | None] = lambda: None,
 ) -> Cache:
-    """A cache that holds these calls and captures no more."""
+    """Return a cache that holds these calls and captures no more."""
     cache = Cache(model=model)
     cache._calls, cache.reasons, cache._is_closed = calls, reasons, True
     return cache
 
 
+def _copied_calls(calls: dict[str, list[CapturedCall]], *, clone: bool) -> dict[str, list[CapturedCall]]:
+    """Return the same calls without their graphs; with ``clone`` in memory of their own, else fit to be pickled."""
+    copied: dict[int, Tensor] = {}
+
+    def one(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copied:  # what is in two places is one tensor in the copy as well
+            copied[id(tensor)] = tensor.detach().clone() if clone else tensor.detach()
+        return copied[id(tensor)]
+
+    def copy_of(kept: StoredValue) -> StoredValue:
+        changed = [tensor for tensor, version in kept.borrowed if tensor._version != version]
+        other = (lambda leaf: leaf) if clone else _for_pickle
+        value = each_tensor(kept.value, lambda path, tensor: one(tensor), other)
+        return StoredValue(value, tuple((one(tensor), _CHANGED) for tensor in changed))
+
+    return {name: [call.copied(copy_of) for call in of_module] for name, of_module in calls.items()}
+
+
+def _for_pickle(leaf: Any) -> Any:
+    """Return a number or the like as it is; of an object, which may not allow pickling, its class."""
+    kind = type(leaf)
+    return leaf if isinstance(leaf, _PICKLED) else Unseen(f"{kind.__module__}.{kind.__qualname__}")
+
+
 def _tensors_in(calls: list[CapturedCall]) -> Iterator[Tensor]:
     for call in calls:
         for kept in call.kept().values():
-            for one in (kept,) if isinstance(kept, Kept) else kept:
+            for one in (kept,) if isinstance(kept, StoredValue) else kept:
                 yield from tensors_of(one.value)
 
 

@@ -1,8 +1,7 @@
-"""Captured calls as a safetensors file, and back.
+"""Write captured calls to a safetensors file, and read them back; `Cache.save` and `Cache.load` call it.
 
-Takes calls by module from ``cache`` and hands them back to it. The tensors are numbered; the file's metadata holds, as
-JSON, which of them stand where: names, steps, calls, and the structures they were in. Nothing is pickled, and nothing
-that is read is run.
+The tensors are numbered; the file's metadata says as JSON which number belongs where: names, steps, calls, and the
+structures they were in. Nothing is pickled, and nothing that is read is run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from hookline.errors import CaptureError
 from hookline.messages import type_name
 from hookline.observe.capture.captured_calls import NOT_ASKED, CapturedCall
-from hookline.observe.capture.stored_value import Kept, tensors_of
+from hookline.observe.capture.stored_value import StoredValue, tensors_of
 from hookline.sites.compiled.value_layout import Unseen
 
 __all__ = ["read", "write"]
@@ -29,17 +28,17 @@ __all__ = ["read", "write"]
 _KEY: Final = "hookline.capture"
 _VERSION: Final = 1
 _IN_PAIRS: Final = (torch.complex128, torch.complex32)
-"""Types that the format does not know, kept as pairs of real numbers."""
+"""Dtypes that the format does not have, kept as pairs of real numbers."""
 _PLAIN: Final = (str, int, float, bool, type(None))
 Calls: TypeAlias = dict[str, list[CapturedCall]]
 
 
 def write(path: str | Path, calls: Calls) -> Path:
-    """Write the calls of each module; the path."""
+    """Write the calls of each module; return the path."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path, tensors = Path(path), _Tensors()
+    path, tensors = Path(path), _FileTensors()
     if not path.parent.is_dir():
         raise CaptureError(f"{path} cannot be written: there is no folder {path.parent}. Make it before, os.makedirs.")
     if path.is_dir():
@@ -49,7 +48,7 @@ def write(path: str | Path, calls: Calls) -> Path:
         for name, of_module in calls.items()
     ]
     about = json.dumps({"version": _VERSION, "sites": sites})
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")  # so that whoever reads finds a whole file, or none
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")  # so that a reader never finds half a file
     try:
         save_file(tensors.numbered, beside, metadata={_KEY: about, "format": "pt"})
         beside.replace(path)
@@ -61,7 +60,7 @@ def write(path: str | Path, calls: Calls) -> Path:
 
 
 def read(path: str | Path) -> Calls:
-    """The calls of each module."""
+    """Return the calls of each module."""
     from safetensors import SafetensorError, safe_open
 
     if Path(path).is_dir():
@@ -84,7 +83,7 @@ def read(path: str | Path) -> Calls:
         raise CaptureError(f"{path} is damaged: its metadata does not fit its tensors ({error!r}).") from error
 
 
-class _Tensors:
+class _FileTensors:
     """The tensors of a file, each once, in memory of its own, as the format wants them."""
 
     def __init__(self) -> None:
@@ -92,7 +91,7 @@ class _Tensors:
         self._numbers: dict[int, str] = {}
 
     def add(self, tensor: Tensor, what: str) -> str:
-        """The number of a tensor."""
+        """Return the number of a tensor."""
         number = self._numbers.get(id(tensor))
         if number is None:
             number = self._numbers[id(tensor)] = str(len(self._numbers))
@@ -106,8 +105,8 @@ class _Tensors:
         if not _has_place_for(tensor.dtype):
             name = str(tensor.dtype).removeprefix("torch.")
             raise CaptureError(f"The {what} is of {name}, which a safetensors file cannot hold; use index= to convert.")
-        # A copy where it is part of a larger memory, or not in order; two tensors on one memory are not let in. Numbers
-        # that are conjugate, or negative, by a note of torch's have to be so in memory.
+        # Always a copy: the format takes neither two tensors on one memory, nor parts of a larger one, nor numbers
+        # that torch only marks as conjugate or negative.
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         return torch.view_as_real(plain) if tensor.dtype in _IN_PAIRS else plain
 
@@ -123,7 +122,7 @@ def _has_place_for(dtype: torch.dtype) -> bool:
     return True
 
 
-def _call_as_json(call: CapturedCall, tensors: _Tensors) -> dict[str, Any]:
+def _call_as_json(call: CapturedCall, tensors: _FileTensors) -> dict[str, Any]:
     about: dict[str, Any] = {"step": call.step, "call": call.call}
     about["output"] = _as_json(call.output, tensors, f"output of {call.name!r}")
     if "inputs" in call.kept():
@@ -134,8 +133,8 @@ def _call_as_json(call: CapturedCall, tensors: _Tensors) -> dict[str, Any]:
     return about
 
 
-def _as_json(value: Any, tensors: _Tensors, what: str, above: tuple[int, ...] = ()) -> Any:
-    """A structure as a list that says what it is: ["tensor", "3"], ["tuple", …], ["value", 1.5], …"""
+def _as_json(value: Any, tensors: _FileTensors, what: str, above: tuple[int, ...] = ()) -> Any:
+    """Return a structure as a list that begins with its kind: ["tensor", "3"], ["tuple", …], ["value", 1.5], …"""
     if isinstance(value, Tensor):
         return ["complex" if value.dtype in _IN_PAIRS else "tensor", tensors.add(value, what)]
     if isinstance(value, _PLAIN):
@@ -153,7 +152,7 @@ def _as_json(value: Any, tensors: _Tensors, what: str, above: tuple[int, ...] = 
     return _object_as_json(value)
 
 
-def _mapping_as_json(value: Mapping[Any, Any], tensors: _Tensors, what: str, above: tuple[int, ...]) -> Any:
+def _mapping_as_json(value: Mapping[Any, Any], tensors: _FileTensors, what: str, above: tuple[int, ...]) -> Any:
     odd = [key for key in value if not _is_key(key)]
     if odd and tensors_of(value):
         raise CaptureError(
@@ -178,13 +177,13 @@ def _object_as_json(value: Any) -> Any:
 
 
 def _call_of_json(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> CapturedCall:
-    def opened(key: str) -> Kept:
-        return Kept(_of_json(about[key], tensors)) if key in about else NOT_ASKED
+    def stored(key: str) -> StoredValue:
+        return StoredValue(_of_json(about[key], tensors)) if key in about else NOT_ASKED
 
-    call = CapturedCall(name, about["step"], about["call"], opened("output"), takes_grads="grads" in about)
-    call.add_inputs(opened("inputs"), opened("kwargs"))
+    call = CapturedCall(name, about["step"], about["call"], stored("output"), takes_grads="grads" in about)
+    call.add_inputs(stored("inputs"), stored("kwargs"))
     for grad in about.get("grads", ()):
-        call.add_grad(Kept(_of_json(grad, tensors)))
+        call.add_grad(StoredValue(_of_json(grad, tensors)))
     return call
 
 

@@ -1,25 +1,22 @@
-"""Keeping what flows through a model: outputs, inputs, gradients, by the names of the modules.
+"""Keep what flows through a model: outputs, inputs and gradients, by the names of the modules.
 
-Takes a model and targets from the user, puts the hooks of a `Recorder` on them, hands out a `Cache`.
+Users call `capture`. It checks the options, puts the hooks of a `CaptureRecorder` on modules, and returns a `Cache`.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
+from hookline.errors import OptionError
 from hookline.lifecycle.run_phase import PHASES, checked_phases
 from hookline.observe.capture.cache import Cache
-from hookline.observe.capture.capture_hooks import Recorder
-from hookline.observe.capture.capture_options import (
-    check_flags,
-    check_scope,
-    parse_device,
-    parse_dtype,
-    parse_index,
-    parse_limit,
-)
-from hookline.observe.capture.stored_value import Store
+from hookline.observe.capture.capture_hooks import CaptureRecorder
+from hookline.observe.capture.stored_value import ValueStore
+from hookline.observe.index_grammar import plain_item, text_of
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.kinds import Kind
 from hookline.sites.modules.call_context import open_context
@@ -29,13 +26,17 @@ from hookline.sites.select import Named, check_model, choose
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import torch
     from torch import nn
 
     from hookline.hook_types import Hook, Scope, Target
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["capture"]
+
+_UNITS: Final = {"": 1, "b": 1}
+_UNITS.update({f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)})
+_UNITS.update({f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)})
+_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def capture(
@@ -106,17 +107,18 @@ def capture(
             forward, for an ``index`` that does not fit and for what goes over the ``limit``.
     """
     check_model(model, targets)
-    check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
-    check_scope(scope)
-    store = Store(
-        index=parse_index(index),
+    _check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
+    if scope not in ("context", "process"):
+        raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
+    store = ValueStore(
+        index=_parse_index(index),
         detach=detach,
-        dtype=parse_dtype(dtype),
-        device=parse_device(device),
+        dtype=_parse_dtype(dtype),
+        device=_parse_device(device),
         clone=clone,
-        limit=parse_limit(limit),
+        limit=_parse_limit(limit),
     )
-    recorder = Recorder(store, inputs=inputs, grads=grads, stop=stop, during=checked_phases(during))
+    recorder = CaptureRecorder(store, inputs=inputs, grads=grads, stop=stop, during=checked_phases(during))
     chosen = choose(model, targets, exclude, strict=strict)
     cache = Cache(recorder, weakref.ref(model), open_context() if scope == "context" else None)
     try:
@@ -127,10 +129,10 @@ def capture(
     return cache
 
 
-def _requests(recorder: Recorder) -> dict[Kind, Attachment]:
-    """What to attach, on nothing yet, in the order to do it."""
+def _requests(recorder: CaptureRecorder) -> dict[Kind, Attachment]:
+    """Return what to attach, by kind, in the order to do it."""
     found = {}
-    if recorder.in_full:
+    if recorder.opens_calls:
         found[Kind.FORWARD_PRE] = _request(_begin, Kind.FORWARD_PRE, with_kwargs=True)
         found[Kind.FORWARD_PRE].reads = "ak" if recorder.takes_inputs else ""
     if recorder.takes_grads:
@@ -145,34 +147,34 @@ def _request(hook: Hook, kind: Kind, *, with_kwargs: bool = False) -> Attachment
 
 
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Stands for the pre-hook that each module has of its own."""
+    """Stand for the pre-hook that each module has of its own."""
 
 
 def _end(module: nn.Module, args: Any, output: Any) -> None:
-    """Stands for the forward hook that each module has of its own."""
+    """Stand for the forward hook that each module has of its own."""
 
 
-def _attach(cache: Cache, recorder: Recorder, model: nn.Module, chosen: list[Named]) -> None:
-    """One attachment for each kind of hook; each module gets a hook of its own, which knows its name."""
+def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: list[Named]) -> None:
+    """Attach once for each kind of hook; each module gets a hook of its own, with its name."""
     for name, module in chosen:
         recorder.expect(name, module)
     for kind, attachment in _requests(recorder).items():
-        is_plain = kind is Kind.FORWARD and not recorder.in_full
-        attachment.context = None if is_plain else cache.scope  # a plain hook asks by itself
+        is_plain = kind is Kind.FORWARD and not recorder.opens_calls
+        attachment.context = None if is_plain else cache.scope  # a plain hook checks it by itself
         cache.handles[kind] = attach_to_modules(attachment, model, chosen)
         for entry in attachment.entries:
             if is_plain:
-                entry.hook = recorder.noting(entry, cache.scope)
+                entry.hook = recorder.output_hook(entry, cache.scope)
             elif kind is Kind.FORWARD:
-                entry.hook = recorder.closing(entry)
+                entry.hook = recorder.end_hook(entry)
             elif kind is Kind.FORWARD_PRE:
-                entry.hook = recorder.opening(entry)
+                entry.hook = recorder.begin_hook(entry)
             if kind is Kind.FORWARD:
                 cache.reasons[entry.name] = _reason(entry, recorder)
 
 
-def _reason(entry: HookAtSite, recorder: Recorder) -> Callable[[], str]:
-    """Why nothing was captured, in words, when somebody asks."""
+def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> Callable[[], str]:
+    """Return a function that says why nothing was captured."""
 
     def why() -> str:
         attachment = entry.attachment
@@ -188,3 +190,76 @@ def _reason(entry: HookAtSite, recorder: Recorder) -> Callable[[], str]:
         return likely_cause(entry, attachment)
 
     return why
+
+
+# -- options -------------------------------------------------------------------------------------------------
+
+
+def _parse_limit(limit: Any) -> int | None:
+    """Return a number of bytes, or a text such as "2GB", as bytes."""
+    if limit is None:
+        return None
+    if isinstance(limit, str):
+        found = _SIZE.fullmatch(limit)
+        if found is None or found[2].lower() not in _UNITS:
+            raise OptionError(f"limit= is a number of bytes or a text such as '500MB' or '2GiB', got {limit!r}.")
+        limit = int(float(found[1]) * _UNITS[found[2].lower()])
+    if not isinstance(limit, int) or isinstance(limit, bool):
+        raise OptionError(f"limit= is a number of bytes or a text such as '500MB' or '2GiB', got {limit!r}.")
+    if limit < 1:
+        raise OptionError(f"limit= must be at least 1 byte, got {limit}; leave it out for no limit.")
+    return limit
+
+
+def _parse_device(device: Any) -> torch.device | None:
+    """Return a device that this process has; raise for others."""
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        first = str(error).splitlines()[0]
+        raise OptionError(f"device= is a device such as 'cpu' or 'cuda:0', got {device!r} ({first}).") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"device={device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices.")
+    return found
+
+
+def _parse_dtype(dtype: Any) -> torch.dtype | None:
+    """Return a dtype of real numbers to keep floating-point tensors in."""
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptionError(
+            f"dtype= is a floating-point type such as torch.bfloat16 or 'float16', got {dtype!r}; tensors of other "
+            "types are kept as they are."
+        )
+    return found
+
+
+def _parse_index(index: Any) -> Any:
+    """Return what can index a tensor, with lists and arrays as tensors; or a function, as it is."""
+    if index is None or callable(index):
+        return index
+    parts = index if isinstance(index, tuple) else (index,)
+    try:
+        # A new dimension is no place to edit, but may be kept: None is for captures alone.
+        found = tuple([None if part is None else plain_item(part, text_of(index)) for part in parts])
+    except OptionError as error:
+        raise OptionError(
+            f"{error} A function from tensor to tensor will do as well; the last token of (B, T, D), say, is "
+            "index=(slice(None), -1)."
+        ) from None
+    return found if isinstance(index, tuple) else found[0]
+
+
+def _check_flags(**flags: Any) -> None:
+    """Raise for an option that is neither True nor False, and for two that exclude each other."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise OptionError(f"{name}= is True or False, got {value!r}.")
+    if flags.get("stop") and flags.get("grads"):
+        raise OptionError(
+            "stop=True ends the forward before there is a loss, so no gradient would come: drop stop= or grads=."
+        )

@@ -1,10 +1,10 @@
-"""The hooks of a capture: they note what comes by, and leave putting it in order for when it is read.
+"""Record the calls of captured modules; sorting them is left for when they are read.
 
-Takes options and a `Store` from ``capture``, calls from the ports, hands `CapturedCall`s to the ``cache``.
+``capture`` puts the hooks of a `CaptureRecorder` on modules, and the cache takes `CapturedCall`s from it.
 
 Without inputs and gradients there is one hook per module, which adds one tuple to one list. With them a call is opened
-before the forward (which may change its inputs in place), closed after it, and found again by its gradients through
-step and number.
+before the forward (which may change its inputs in place), closed after it, and found by its gradients through step and
+number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hookline.errors import OptionError
 from hookline.lifecycle.run_phase import PHASES, Phases, told_phase
 from hookline.observe.capture.captured_calls import CapturedCall
-from hookline.observe.capture.stored_value import Kept, NoNumbers, Store, each_tensor
+from hookline.observe.capture.stored_value import NoNumbers, StoredValue, ValueStore, each_tensor
 from hookline.sites import _torch
 from hookline.sites.modules.call_context import open_contexts
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hookline.sites.modules.forward_counter import ForwardCounter
     from hookline.sites.site import Site
 
-__all__ = ["Recorder", "Stopped"]
+__all__ = ["CaptureRecorder", "CaptureStopped"]
 
 _Note: TypeAlias = tuple[str, Any, int, int]
 """Name, output, its version, and the step."""
@@ -43,61 +43,61 @@ _NO_NUMBERS: Final = (
 )
 
 
-class Stopped(BaseException):
-    """Ends a forward whose last target is captured; no Exception, so that a model which catches those lets it pass."""
+class CaptureStopped(BaseException):
+    """Ends a forward whose last target is captured; no Exception, since a model may catch those."""
 
     def __init__(self, owner: object) -> None:
         super().__init__("hookline.capture(..., stop=True) has captured its last target; this ends its `with` block.")
         self.owner = owner
 
 
-class _Here(threading.local):
-    """What is under way in this thread."""
+class _OpenCalls(threading.local):
+    """The calls that are under way in this thread."""
 
     def __init__(self) -> None:
-        self.open: dict[str, list[CapturedCall]] = defaultdict(list)
-        """Calls that have begun, by module, the innermost last; what one that raised has left goes at the next."""
+        self.by_module: dict[str, list[CapturedCall]] = defaultdict(list)
+        """The innermost call last; a call that raised is dropped at the next one."""
 
 
-class Recorder:
-    """Notes calls, in the order they end."""
+class CaptureRecorder:
+    """Records calls, in the order they end."""
 
     def __init__(
-        self, store: Store, *, inputs: bool, grads: bool, stop: bool, during: Phases = frozenset(PHASES)
+        self, store: ValueStore, *, inputs: bool, grads: bool, stop: bool, during: Phases = frozenset(PHASES)
     ) -> None:
         self.store = store
         self.takes_inputs = inputs
         self.takes_grads = grads
         self.stops = stop
         self.during = None if during == frozenset(PHASES) else during
-        """The phases of a run whose calls are kept; None for all, so that nobody needs to ask."""
+        """The phases of a run whose calls are kept; None for all."""
         self.left_out: dict[str, str] = {}
-        """For each module of which a call came and was not kept, why."""
-        self.is_armed = False
-        """Whether there is a ``with`` block for `Stopped` to leave."""
+        """For each module of which a call was not kept, why."""
+        self.can_stop = False
+        """Whether there is a ``with`` block for `CaptureStopped` to leave."""
         self.notes: list[_Note | CapturedCall] = []
-        """What has come, oldest first; shared by all threads that it is captured for."""
+        """Calls that were not read yet, oldest first; shared by all threads."""
         self._ahead: set[str] = set()
         self._targets: set[str] = set()
-        self._here = _Here()
+        self._open = _OpenCalls()
         self._awaiting: dict[_Key, list[CapturedCall]] = {}
         self._without_graph: dict[str, list[CapturedCall]] = defaultdict(list)
         self._counts: dict[tuple[str, int], int] = {}
         """How many calls of each module were noted in each step."""
 
     @property
-    def in_full(self) -> bool:
+    def opens_calls(self) -> bool:
         """Whether calls are opened and closed, and not just noted at their end."""
         return self.takes_inputs or self.takes_grads
 
     def expect(self, name: str, module: nn.Module) -> None:
-        """A target; the last one to come may stop the forward."""
+        """Add a target; the last one to be called may stop the forward."""
         if not isinstance(module, _NEVER_CALLED):
             self._targets.add(name)
             self._ahead.add(name)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all calls."""
         self.notes.clear()
         self.left_out.clear()
         self._awaiting.clear()
@@ -106,18 +106,18 @@ class Recorder:
         self._ahead = set(self._targets)
         self.store.clear()
 
-    def let_go(self) -> None:
-        """Hold on to no call any more, once nothing comes: gradients that come later have no hook left to go to.
+    def release(self) -> None:
+        """Hold no call any more, once the hooks are off.
 
-        Graph nodes hold the hook of gradients, which leads here, and calls hold outputs, which hold graph nodes. That
-        circle goes through C++, where the garbage collector does not see it, so it has to be cut.
+        Graph nodes hold the hook of gradients, which leads here, and calls hold outputs, which hold graph nodes. The
+        garbage collector does not see that circle, since it goes through C++, so it has to be cut.
         """
         self._awaiting.clear()
         self._without_graph.clear()
-        self._here = _Here()  # that of every thread
+        self._open = _OpenCalls()  # that of every thread
 
-    def take(self) -> list[CapturedCall]:
-        """What has come since the last time, oldest first."""
+    def take_calls(self) -> list[CapturedCall]:
+        """Return the calls since the last time, oldest first."""
         count = len(self.notes)
         fresh, self.notes[:count] = self.notes[:count], []
         return [note if isinstance(note, CapturedCall) else self._call_of(note) for note in fresh]
@@ -126,19 +126,19 @@ class Recorder:
         name, output, version, step = note
         number = self._counts.get((name, step), 0)
         self._counts[name, step] = number + 1
-        kept = output if isinstance(output, Kept) else Kept(output, ((output, version),))
-        return CapturedCall(name, step, number, kept, settle=self.store.settle)
+        kept = output if isinstance(output, StoredValue) else StoredValue(output, ((output, version),))
+        return CapturedCall(name, step, number, kept, wait=self.store.wait_for_copies)
 
     # -- without inputs and gradients --------------------------------------------------------------------
 
-    def noting(self, entry: HookAtSite, scope: int | None) -> Hook:
-        """The forward hook of one module.
+    def output_hook(self, entry: HookAtSite, scope: int | None) -> Hook:
+        """Return the forward hook of one module.
 
-        It finds out whose call it is by itself, and leaves counting calls for later: together 1 to 2 of the 8 to 10 µs
-        that it adds to a call in a tiny GPT-2 (benchmarks/capturing.py).
+        It checks the context by itself, and leaves counting calls for later: together 1 to 2 of the 8 to 10 µs that it
+        adds to a call in a tiny GPT-2 (benchmarks/capturing.py).
         """
-        name, root, append = entry.name, entry.counter, self.notes.append
-        here = root.here
+        name, counter, append = entry.name, entry.counter, self.notes.append
+        here = counter.here
         task, keep = _torch.graph_task_id, self._keep_and_stop
         plain = self.store.is_plain and not self.stops
         during, is_wrapped = self.during, _torch.is_wrapped
@@ -148,7 +148,7 @@ class Recorder:
                 return
             if task() != -1 and _torch.in_recomputation():
                 return  # it was noted the first time
-            if during is not None and (now := _phase_of(root)) not in during:
+            if during is not None and (now := _phase_of(counter)) not in during:
                 self._leave_out_for_phase(name, now)
                 return
             if plain and type(output) is Tensor and not is_wrapped(output):
@@ -181,14 +181,14 @@ class Recorder:
         if self._ahead:
             return
         self._ahead = set(self._targets)
-        if not self.is_armed:
+        if not self.can_stop:
             raise OptionError("stop=True ends the forward by leaving a `with` block: with hl.capture(..., stop=True):")
-        raise Stopped(self)
+        raise CaptureStopped(self)
 
     # -- with inputs or gradients ------------------------------------------------------------------------
 
-    def opening(self, entry: HookAtSite) -> Hook:
-        """The forward pre-hook of one module."""
+    def begin_hook(self, entry: HookAtSite) -> Hook:
+        """Return the forward pre-hook of one module."""
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if _torch.in_recomputation():
@@ -199,15 +199,15 @@ class Recorder:
         return begin
 
     def _begin(self, entry: HookAtSite, module: nn.Module, args: Any, kwargs: Any) -> None:
-        name, here = entry.name, self._here
+        name = entry.name
         step, number = entry.counter.moment(entry)
-        call = CapturedCall(name, step, number, takes_grads=self.takes_grads, settle=self.store.settle)
+        call = CapturedCall(name, step, number, takes_grads=self.takes_grads, wait=self.store.wait_for_copies)
         if self.during is not None and (now := _phase_of(entry.counter)) not in self.during:
             call.is_left_out = True
             self._leave_out_for_phase(name, now)
         elif self.takes_inputs:
             self._keep_inputs(call, args, kwargs)
-        under_way = here.open[name]
+        under_way = self._open.by_module[name]
         if under_way:
             del under_way[_alive(module, under_way) - 1 :]
         under_way.append(call)
@@ -220,14 +220,14 @@ class Recorder:
     def _keep_inputs(self, call: CapturedCall, args: Any, kwargs: Any) -> None:
         what = f"input of {call.name!r}"
         try:
-            named = self.store.keep(dict(kwargs), what) if kwargs else Kept({})
+            named = self.store.keep(dict(kwargs), what) if kwargs else StoredValue({})
             call.add_inputs(self.store.keep(tuple(args), what), named)
         except NoNumbers:
             call.is_left_out = True
             self.left_out[call.name] = _NO_NUMBERS
 
     def _begin_again(self, entry: HookAtSite) -> None:
-        """Checkpointing repeats a call. If there was no graph the first time, gradients come to this one instead."""
+        """Note a call that checkpointing repeats: if there was no graph the first time, it gets the gradients."""
         name = entry.name
         unclaimed = [call for call in self._without_graph.get(name, ()) if not (call.has_grads or call.is_left_out)]
         if not unclaimed or not torch.is_grad_enabled():
@@ -235,13 +235,13 @@ class Recorder:
         waiting = self._awaiting.setdefault((name, *entry.counter.moment((entry, "grad"))), [])
         waiting.extend(call for call in unclaimed if call not in waiting)
 
-    def closing(self, entry: HookAtSite) -> Hook:
-        """The forward hook of one module."""
+    def end_hook(self, entry: HookAtSite) -> Hook:
+        """Return the forward hook of one module."""
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if _torch.in_recomputation():
                 return
-            begun = self._here.open[entry.name]
+            begun = self._open.by_module[entry.name]
             if len(begun) > 1:
                 del begun[_alive(module, begun) :]
             if begun:
@@ -263,7 +263,7 @@ class Recorder:
             self._stop_after(call.name)
 
     def take_grads(self, module: nn.Module, grads: Grads, *, site: Site) -> None:
-        """The hook of all modules for the gradients of their outputs."""
+        """Take the gradients of a module's output; one hook for all modules."""
         waiting = self._awaiting.get((site.name, site.step, site.call), ())
         if len(waiting) != 1:
             for call in waiting:
@@ -278,11 +278,11 @@ class Recorder:
             call.add_grad(self.store.keep(shaped, f"gradient of {site.name!r}"))
 
 
-def _phase_of(root: ForwardCounter) -> str:
+def _phase_of(counter: ForwardCounter) -> str:
     """Return what the run is doing: what a loop says, or else what the model's mode and gradients tell."""
-    return told_phase() or ("train" if all(root.mode()) else "eval")
+    return told_phase() or ("train" if all(counter.mode()) else "eval")
 
 
 def _alive(module: nn.Module, begun: list[CapturedCall]) -> int:
-    """How many calls of a module are under way, the one that begins or ends included; a call that raised is not."""
-    return _torch.times_running(module) or len(begun) + 1  # compiled code shows none, and none raises half way
+    """Return how many calls of a module are under way, with the one that begins or ends; a raised one is not."""
+    return _torch.times_running(module) or len(begun) + 1  # compiled code shows none, and raises in none

@@ -1,6 +1,7 @@
-"""One captured call of one module: what went in, what came out, the gradients that came back.
+"""Hold one captured call of one module: its inputs, its output, and the gradients of that.
 
-Filled by the ``recorder``, kept by ``cache``. Reading checks that nobody has changed a borrowed tensor since.
+The recorder of a capture fills it, and the cache keeps it. Reading a value checks that nobody has changed a tensor that
+is shared with the model since.
 """
 
 from __future__ import annotations
@@ -8,17 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import CaptureError
-from hookline.observe.capture.stored_value import Kept
+from hookline.observe.capture.stored_value import StoredValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
 __all__ = ["NOT_ASKED", "CapturedCall"]
 
-NOT_ASKED: Final = Kept("not asked for")
-"""Stands for inputs where ``inputs=`` was not given."""
+NOT_ASKED: Final = StoredValue("not asked for")
+"""Stands for inputs if ``inputs=`` was not given."""
 
 
 def _nothing() -> None:
@@ -36,13 +35,13 @@ class CapturedCall:
         "_grads",
         "_kwargs",
         "_output",
-        "_settle",
-        "_takes_grads",
+        "_wait",
         "call",
         "is_left_out",
         "mixed",
         "name",
         "step",
+        "takes_grads",
     )
 
     def __init__(
@@ -50,33 +49,31 @@ class CapturedCall:
         name: str,
         step: int,
         call: int,
-        output: Kept = NOT_ASKED,
+        output: StoredValue = NOT_ASKED,
         *,
-        args: Kept = NOT_ASKED,
-        kwargs: Kept = NOT_ASKED,
         takes_grads: bool = False,
-        settle: Callable[[], None] = _nothing,
+        wait: Callable[[], None] = _nothing,
     ) -> None:
         self.name = name
         """The name of the module."""
         self.step = step
-        """Which forward of the model since the capture began: of ``generate``, which token."""
+        """The number of the forward of the model since the capture began: of ``generate``, of the token."""
         self.call = call
-        """Which call of the module within that forward."""
+        """The number of the call of the module within that forward."""
         self.mixed = False
-        """Whether a gradient came that may be of another call."""
+        """Whether a gradient may be that of another call."""
         self.is_left_out = False
-        """Whether it is followed to its end, and then not kept."""
+        """Whether it is not to be kept when it ends."""
         self._output = output
-        self._args = args
-        self._kwargs = kwargs
-        self._takes_grads = takes_grads
-        self._grads: tuple[Kept, ...] = ()
-        self._settle = settle
+        self._args = self._kwargs = NOT_ASKED
+        self._grads: tuple[StoredValue, ...] = ()
+        self.takes_grads = takes_grads
+        """Whether gradients were asked for."""
+        self._wait = wait
 
     @property
     def output(self) -> Any:
-        """What the module returned, in the structure it returned it in."""
+        """The output of the module, in its structure."""
         return self._open(self._output, "output")
 
     @property
@@ -93,7 +90,7 @@ class CapturedCall:
 
     @property
     def grad(self) -> Any:
-        """The gradient of the output, in its structure; None if no backward pass came by."""
+        """The gradient of the output, in its structure; None if there was no backward pass."""
         grads = self.grads
         if len(grads) > 1:
             raise CaptureError(
@@ -103,8 +100,8 @@ class CapturedCall:
 
     @property
     def grads(self) -> tuple[Any, ...]:
-        """The gradients of the output, one for each backward pass that came by."""
-        if not self._takes_grads:
+        """The gradients of the output, one for each backward pass."""
+        if not self.takes_grads:
             raise CaptureError(f"The gradients of {self.name!r} were not captured: hl.capture(..., grads=True).")
         if self.mixed:
             raise CaptureError(
@@ -114,63 +111,59 @@ class CapturedCall:
             )
         return tuple(self._open(grad, "gradient") for grad in self._grads)
 
-    def kept(self) -> dict[str, Kept | tuple[Kept, ...]]:
-        """Everything there is, unopened: for saving, and for counting bytes."""
-        found: dict[str, Kept | tuple[Kept, ...]] = {"output": self._output, "grads": self._grads}
+    def kept(self) -> dict[str, StoredValue | tuple[StoredValue, ...]]:
+        """Return everything it holds, unchecked: for copies, and for counting bytes."""
+        found: dict[str, StoredValue | tuple[StoredValue, ...]] = {"output": self._output, "grads": self._grads}
         if self._args is not NOT_ASKED:
             found |= {"inputs": self._args, "kwargs": self._kwargs}
         return found
 
     @property
-    def takes_grads(self) -> bool:
-        """Whether gradients were asked for."""
-        return self._takes_grads
-
-    @property
-    def kept_output(self) -> Kept:
-        """The output, unopened."""
+    def kept_output(self) -> StoredValue:
+        """The output, unchecked."""
         return self._output
 
     @property
     def has_grads(self) -> bool:
-        """Whether a gradient has come."""
+        """Whether there is a gradient."""
         return bool(self._grads) or self.mixed
 
-    def add_inputs(self, args: Kept, kwargs: Kept) -> None:
-        """The call has begun."""
+    def add_inputs(self, args: StoredValue, kwargs: StoredValue) -> None:
+        """Set the inputs, when the call begins."""
         self._args, self._kwargs = args, kwargs
 
-    def add_output(self, output: Kept) -> None:
-        """The call has ended."""
+    def add_output(self, output: StoredValue) -> None:
+        """Set the output, when the call ends."""
         self._output = output
 
-    def add_grad(self, grad: Kept) -> None:
-        """A backward pass came by."""
+    def add_grad(self, grad: StoredValue) -> None:
+        """Add the gradient of one backward pass."""
         self._grads += (grad,)
 
-    def copied(self, copy_of: Callable[[Kept], Kept]) -> CapturedCall:
-        """The same call with copies of what it holds."""
-        self._settle()
-        twin = CapturedCall(self.name, self.step, self.call, copy_of(self._output), takes_grads=self._takes_grads)
-        twin.mixed = self.mixed
-        if self._args is not NOT_ASKED:
-            twin.add_inputs(copy_of(self._args), copy_of(self._kwargs))
-        for grad in self._grads:
-            twin.add_grad(copy_of(grad))
-        return twin
+    def copied(self, copy_of: Callable[[StoredValue], StoredValue]) -> CapturedCall:
+        """Return the same call with copies of what it holds."""
+        self._wait()
+        kept = {key: copy_of(value) if isinstance(value, StoredValue) else tuple(map(copy_of, value))
+                for key, value in self.kept().items()}  # fmt: skip
+        return _call_with(self.name, self.step, self.call, self.mixed, self.takes_grads, kept)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _call_with, (self.name, self.step, self.call, self.mixed, self._takes_grads, self.kept())
+        return _call_with, (self.name, self.step, self.call, self.mixed, self.takes_grads, self.kept())
 
-    def _asked(self, kept: Kept) -> Kept:
+    def _asked(self, kept: StoredValue) -> StoredValue:
         if kept is NOT_ASKED:
             raise CaptureError(f"The inputs of {self.name!r} were not captured: hl.capture(..., inputs=True).")
         return kept
 
-    def _open(self, kept: Kept, what: str) -> Any:
-        self._settle()
-        if any(tensor._version != version for tensor, version in kept.borrowed):
-            raise _changed(self.name, what, [tensor for tensor, version in kept.borrowed if tensor._version != version])
+    def _open(self, kept: StoredValue, what: str) -> Any:
+        self._wait()
+        for tensor, version in kept.borrowed:
+            if tensor._version != version:
+                as_by = ", as nn.ReLU(inplace=True) does" if what != "gradient" else ""
+                raise CaptureError(
+                    f"The {what} of {self.name!r}, shape {tuple(tensor.shape)}, was changed in place after it was "
+                    f"captured{as_by}: what is there now is not what flowed. Capture with clone=True."
+                )
         return kept.value
 
     def __repr__(self) -> str:
@@ -178,7 +171,7 @@ class CapturedCall:
 
 
 def _call_with(name: str, step: int, call: int, mixed: bool, takes_grads: bool, kept: dict[str, Any]) -> CapturedCall:
-    """A call out of a pickle: NOT_ASKED is known by being the one, so it stays at home."""
+    """Return a call with what `CapturedCall.kept` gave; NOT_ASKED is compared by ``is``, so no pickle holds it."""
     found = CapturedCall(name, step, call, kept["output"], takes_grads=takes_grads)
     found.mixed = mixed
     if "inputs" in kept:
@@ -186,11 +179,3 @@ def _call_with(name: str, step: int, call: int, mixed: bool, takes_grads: bool, 
     for grad in kept["grads"]:
         found.add_grad(grad)
     return found
-
-
-def _changed(name: str, what: str, tensors: list[Tensor]) -> CaptureError:
-    as_by = ", as nn.ReLU(inplace=True) does" if what != "gradient" else ""
-    return CaptureError(
-        f"The {what} of {name!r}, shape {tuple(tensors[0].shape)}, was changed in place after it was captured{as_by}: "
-        "what is there now is not what flowed. Capture with clone=True."
-    )

@@ -1,16 +1,15 @@
-"""How one captured value is kept: cut, cast, moved and copied as asked, with a note of what others could still change.
+"""Store captured values: cut, cast, move and copy their tensors as asked, and note the version of shared ones.
 
-Takes options from ``capture`` and values from the ``recorder``, hands back `Kept`, which ``calls`` opens.
+The recorder of a capture calls `ValueStore.keep`; `CapturedCall` reads the `StoredValue` it gives.
 
     >>> import torch
-    >>> Store(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output of 'a'").value
+    >>> ValueStore(index=(slice(None), -1)).keep({"x": torch.arange(6).reshape(2, 3)}, "output of 'a'").value
     {'x': tensor([2, 5])}
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -20,25 +19,26 @@ from torch import Tensor
 
 from hookline.errors import CaptureError
 from hookline.sites import _torch
+from hookline.sites.tree import children, leaves
 
-__all__ = ["Kept", "NoNumbers", "Store", "bytes_of", "each_tensor", "memory_of", "size_text", "tensors_of"]
+__all__ = ["NoNumbers", "StoredValue", "ValueStore", "bytes_of", "each_tensor", "size_text", "tensors_of"]
 
 
 class NoNumbers(Exception):
-    """A tensor came that holds none: inside of a transform, or while a model is traced or exported."""
+    """A tensor holds no numbers: inside of a transform, or while a model is traced or exported."""
 
 
-class Kept(NamedTuple):
-    """A value as it was kept."""
+class StoredValue(NamedTuple):
+    """A value as it was stored."""
 
     value: Any
-    """The structure as the module had it; lists and dicts are copies, since others may go on filling theirs."""
+    """The structure as the module had it; lists and dicts are copies, since the model may go on filling its own."""
     borrowed: tuple[tuple[Tensor, int], ...] = ()
-    """Tensors that are not ours alone, each with the version it had."""
+    """Tensors whose memory is shared with the model, each with the version it had."""
 
 
-class Store:
-    """What is done with every tensor on its way into the cache."""
+class ValueStore:
+    """Prepares every tensor for the cache by the options of ``capture``."""
 
     def __init__(
         self,
@@ -58,22 +58,22 @@ class Store:
         self._limit = limit
         self._used = 0
         self._charged: dict[int, int] = {}
-        """Of memory that is borrowed and counts already, where it is and how much: a block's output is the next one's
-        input. Going by ids would not do: a tensor that is kept detached dies, and the next one gets its id."""
+        """Address and size of shared memory that counts already: a block's output is the next one's input. Ids would be
+        wrong: a tensor that is kept detached dies, and the next one gets its id."""
         self._streams: set[Any] = set()
-        """CUDA streams that may still be copying into memory of ours."""
+        """CUDA streams that may still be copying into pinned memory."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether values are kept just as they come."""
+        """Whether values are kept unchanged."""
         asked = (self._index, self._dtype, self._device, self._limit)
         return not (self._detach or self._clone) and all(option is None for option in asked)
 
-    def keep(self, value: Any, what: str) -> Kept:
-        """Keep a value of any structure; ``what`` it is, for errors. Raises `NoNumbers`."""
+    def keep(self, value: Any, what: str) -> StoredValue:
+        """Return a value of any structure as it is to be kept; ``what`` names it in errors. Raise `NoNumbers`."""
         if isinstance(value, Tensor):
             piece, version = self._keep_tensor(value, what)
-            return Kept(piece, () if version is None else ((piece, version),))
+            return StoredValue(piece, () if version is None else ((piece, version),))
         borrowed: list[tuple[Tensor, int]] = []
 
         def keep_one(path: str, tensor: Tensor) -> Tensor:
@@ -82,32 +82,32 @@ class Store:
                 borrowed.append((piece, version))
             return piece
 
-        return Kept(each_tensor(value, keep_one), tuple(borrowed))
+        return StoredValue(each_tensor(value, keep_one), tuple(borrowed))
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for copies that are under way; after it every kept tensor can be read."""
         while self._streams:
             self._streams.pop().synchronize()
 
     def clear(self) -> None:
-        """Nothing is kept any more."""
-        self.settle()
+        """Count nothing as kept any more."""
+        self.wait_for_copies()
         self._used = 0
         self._charged.clear()
 
     # -- one tensor --------------------------------------------------------------------------------------
 
     def _keep_tensor(self, tensor: Tensor, what: str) -> tuple[Tensor, int | None]:
-        """The tensor to keep, and its version if its memory is not ours alone."""
+        """Return the tensor to keep, and its version if its memory is shared with the model."""
         if not _torch.has_numbers(tensor):
             raise NoNumbers
-        piece, mine = tensor, False
+        piece, is_own = tensor, False
         # Inference mode keeps no count of changes, so there only a copy is safe from them.
         copies = self._clone or tensor.is_inference()
         if self._index is not None and tensor.dim():
             piece = self._cut(tensor, what)
-            mine = not _share_memory(piece, tensor)
-            copies = not mine  # a copy of the part lets the whole go
+            is_own = not _share_memory(piece, tensor)
+            copies = not is_own  # a copy of the part frees the whole
         dtype = self._dtype if self._dtype is not None and piece.is_floating_point() else piece.dtype
         if self._limit is not None:
             self._charge(piece, dtype, what, borrows=not copies and piece is tensor)
@@ -118,10 +118,10 @@ class Store:
             return kept, None
         if copies:
             return piece.clone(), None
-        return piece, None if mine else piece._version
+        return piece, None if is_own else piece._version
 
     def _cut(self, tensor: Tensor, what: str) -> Tensor:
-        """The part that was asked for."""
+        """Return the part that ``index=`` asks for."""
         index = self._index
         try:
             piece = index(tensor) if callable(index) else tensor[index]
@@ -143,8 +143,8 @@ class Store:
             return piece
         if not (piece.is_cuda and device.type == "cpu"):
             return piece.to(device)
-        # Into pinned memory the copy runs while the host goes on. It stands in the stream of whoever made the tensor,
-        # so what that does to the memory afterwards, a reuse by the allocator included, comes after it.
+        # Into pinned memory the copy runs while the host goes on. It is in the stream that made the tensor, so whatever
+        # is done to that memory afterwards, a reuse by the allocator included, comes after it.
         pinned = torch.empty_like(piece, device=device, pin_memory=True, requires_grad=False)
         pinned.copy_(piece, non_blocking=True)
         self._streams.add(torch.cuda.current_stream(piece.device))
@@ -154,8 +154,8 @@ class Store:
         """Count the bytes that are about to be kept, or raise before they are."""
         assert self._limit is not None
         moves = dtype is not piece.dtype or self._device not in (None, piece.device)
-        place = memory_of(piece) if borrows and not moves else None
-        # What is borrowed keeps the whole memory that it is a view of.
+        place = _memory_of(piece) if borrows and not moves else None
+        # A shared tensor keeps the whole memory that it is a view of.
         size = piece.numel() * dtype.itemsize if place is None else place[1] - self._charged.get(place[0], 0)
         if size > 0 and self._used + size > self._limit:
             raise CaptureError(
@@ -171,8 +171,8 @@ class Store:
                 self._charged[place[0]] = place[1]
 
 
-def memory_of(tensor: Tensor) -> tuple[int, int] | None:
-    """Where the memory of a tensor is, and how many bytes; None for kinds of tensor that have none of their own."""
+def _memory_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Return address and size of a tensor's memory; None for kinds of tensor that have none of their own."""
     try:
         storage = tensor.untyped_storage()
         place, size = storage.data_ptr(), storage.nbytes()
@@ -182,10 +182,10 @@ def memory_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """How much memory some tensors take together; what several of them share counts once."""
+    """Return how much memory some tensors take together; what several of them share counts once."""
     sizes: dict[tuple[str, int], int] = {}
     for tensor in tensors:
-        place = memory_of(tensor)
+        place = _memory_of(tensor)
         key = ("tensor", id(tensor)) if place is None else (str(tensor.device), place[0])
         sizes[key] = tensor.numel() * tensor.element_size() if place is None else place[1]
     return sum(sizes.values())
@@ -205,7 +205,7 @@ def _shown(index: Any) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes in words: ``1.5 MB``."""
     units = ["GB", "MB", "kB", "B"]
     while size >= 1000 and len(units) > 1:
         size /= 1000
@@ -227,43 +227,31 @@ def each_tensor(
     path: str = "",
     above: tuple[int, ...] = (),
 ) -> Any:
-    """The same structure, in containers of its own, with ``change(path, tensor)`` for every tensor.
+    """Return the same structure, in containers of its own, with ``change(path, tensor)`` for every tensor.
 
-    Unlike ``tree.replace`` it leaves the lists and dicts of others alone. What is neither tensor nor container becomes
-    ``other(leaf)``; a container of a kind that cannot be rebuilt, a plain tuple, list or dict.
+    Unlike ``tree.replace`` it does not change lists and dicts in place. A leaf that is no tensor becomes
+    ``other(leaf)``; a container of a type that cannot be rebuilt, a plain tuple, list or dict.
     """
     if isinstance(value, Tensor):
         return change(path, value)
+    parts = children(value)
+    if parts is None:
+        return other(value)
     if id(value) in above:
         return value  # it contains itself
-
-    def below(key: Any, item: Any) -> Any:
-        return each_tensor(item, change, other, f"{path}.{key}" if path else str(key), (*above, id(value)))
-
+    within = (*above, id(value))
+    items = {key: each_tensor(item, change, other, f"{path}.{key}" if path else str(key), within)
+             for key, item in parts}  # fmt: skip
     if isinstance(value, tuple):
-        items = [below(index, item) for index, item in enumerate(value)]
-        unchanged = all(new is old for new, old in zip(items, value, strict=True))
-        return value if unchanged else _tuple_like(value, items)
+        return value if all(items[key] is item for key, item in parts) else _tuple_like(value, list(items.values()))
     if isinstance(value, list):
-        return [below(index, item) for index, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        return _mapping_like(value, {key: below(key, item) for key, item in value.items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return _record_like(value, {name: below(name, getattr(value, name)) for name in fields})
-    return other(value)
+        return list(items.values())
+    return _mapping_like(value, items) if isinstance(value, Mapping) else _record_like(value, items)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor in a structure, in order."""
-    found: list[Tensor] = []
-
-    def note(path: str, tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    each_tensor(value, note)
-    return found
+    """Return every tensor in a structure, in order."""
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
@@ -276,7 +264,7 @@ def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    # A copy of a dict has items of its own. Of other mappings it may share what is inside, and with it the run.
+    # A copy of a dict has items of its own. A copy of another mapping may share them with the model.
     if type(value) is dict or not isinstance(value, dict | UserDict):
         return items
     try:
@@ -289,6 +277,7 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _record_like(value: Any, items: dict[str, Any]) -> Any:
+    items = {key: item for key, item in items.items() if hasattr(value, key)}
     try:
         twin = copy.copy(value)
         for key, item in items.items() if twin is not value else ():

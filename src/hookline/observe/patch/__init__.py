@@ -1,1 +1,1 @@
-"""Changing what flows through a model, for as long as a block lasts."""
+"""Change what flows through a model, for as long as a block lasts (`hookline.patch`)."""

@@ -1,26 +1,31 @@
-"""What all edits share: a name, the part of the activation they are for, and the way they are applied to it.
+"""Define what all edits share: a name, the part of the activation they change, and how they are applied to it.
 
-`edits` and `function` say what becomes of that part; `hooks` calls ``apply`` with the main tensor of a site.
+`given_edits`, `recorded_edits` and functions of users (`patch`) say what becomes of that part; the hooks of ``patch``
+call ``apply`` with the main tensor of a site.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from hookline.observe.patch.edit_index import Index, IndexLike
-from hookline.observe.patch.misfits import misfit, place_of, shape_of
+from hookline.observe.patch.edit_index import EditIndex, GivenTensor, IndexLike
+from hookline.observe.patch.edited_tensor import misfit, place_of, shape_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from hookline.sites.modules.forward_counter import ForwardCounter
     from hookline.sites.site import Site
 
-__all__ = ["Edit", "broadcasts", "dtype_name"]
+__all__ = ["BROADCAST", "Edit", "broadcasts"]
+
+BROADCAST: Final = "Give a tensor of that shape, or of one that broadcasts to it."
+_REAL: Final = "Give a real tensor: torch.view_as_real, or .abs()."
+_WHOLE: Final = "Choose a site behind the embedding, or use ablate(), replace() or a function."
 
 
 class Edit:
@@ -37,41 +42,41 @@ class Edit:
 
     def __init__(self, word: str, index: IndexLike | None = None) -> None:
         self.word = word
-        """What it is called in reports and errors."""
-        self.index = None if index is None else Index.parse(index)
-        """The part of the activation that it is for; None for all of it."""
+        """Its name in reports and errors."""
+        self.index = None if index is None else EditIndex.parse(index)
+        """The part of the activation that it changes; None for all of it."""
 
     def __repr__(self) -> str:
         options = [self.options(), "" if self.index is None else f"index={self.index}"]
         return f"{self.word}({', '.join(filter(None, options))})"
 
     def for_part(self, index: IndexLike | None) -> Edit:
-        """The same edit for a part of the activation, unless it has one of its own."""
+        """Return the same edit for a part of the activation, unless it has one of its own."""
         if index is None or self.index is not None:
             return self
         twin = copy.copy(self)
-        twin.index = Index.parse(index)
+        twin.index = EditIndex.parse(index)
         return twin
 
     def bound(self, names: Mapping[str, Sequence[str]], *, inputs: bool) -> Edit:
-        """The edit with all that it needs for the sites of these names, each with every name its module has."""
+        """Return the edit with all that it needs for the sites of ``names``, each with every name its module has."""
         return self
 
-    def attached(self, root: ForwardCounter) -> None:
-        """Take note of what counts the calls of the sites that the edit was put on."""
+    def attached(self, counter: ForwardCounter) -> None:
+        """Keep what counts the forwards of the model that the edit was put on."""
 
     def apply(self, x: Tensor, site: Site) -> Tensor:
-        """The activation, edited."""
+        """Return the activation, edited."""
         if self.index is None:
             return self.change(x, x, site)
         return self.index.put(x, self.change(self.index.part(x, place_of(site)), x, site))
 
     def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
-        """What the part of the activation ``x`` becomes."""
+        """Return what the part of the activation ``x`` becomes."""
         raise NotImplementedError
 
     def options(self) -> str:
-        """What it was made with, as a user would write it."""
+        """Return its options as a user would write them."""
         return ""
 
     def misfit(self, what: str, part: Tensor, x: Tensor, site: Site, remedy: str) -> NoReturn:
@@ -84,14 +89,20 @@ class Edit:
     def check_real(self, x: Tensor, site: Site) -> None:
         """Raise unless fractions can be put into the activation."""
         if not (x.is_floating_point() or x.is_complex()):
-            misfit(f"{self.word}() is for real numbers", place_of(site), f"is of {dtype_name(x.dtype)}", _WHOLE)
+            misfit(f"{self.word}() is for real numbers", place_of(site), f"is of {_dtype_name(x.dtype)}", _WHOLE)
 
-
-_WHOLE = "Choose a site behind the embedding, or use ablate(), replace() or a function."
+    def converted(self, given: GivenTensor, x: Tensor, site: Site) -> Tensor:
+        """Return a given tensor in the dtype of ``x``, unless that would cut something off its numbers."""
+        tensor = given.tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            self.check_real(x, site)
+        if tensor.is_complex() and not x.is_complex():
+            misfit(f"{self.word}() was given complex numbers", place_of(site), f"is of {_dtype_name(x.dtype)}", _REAL)
+        return given.like(x)
 
 
 def broadcasts(value: Tensor, part: Tensor) -> bool:
-    """Whether one tensor fits into the other, without making it larger."""
+    """Return whether ``value`` broadcasts to ``part``, without making it larger."""
     if value.dim() > part.dim():
         return False
     offset = part.dim() - value.dim()
@@ -99,6 +110,5 @@ def broadcasts(value: Tensor, part: Tensor) -> bool:
 
 
 @_torch.constant_while_tracing
-def dtype_name(dtype: torch.dtype) -> str:
-    """``int64``."""
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

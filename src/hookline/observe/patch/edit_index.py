@@ -1,10 +1,9 @@
-"""Which part of an activation an edit is for: ``index=``, checked when it is given, applied out of place.
+"""Hold what a user gives to an edit: tensors for any device and dtype, and ``index=``, the part to edit.
 
-Takes what a user would write between brackets; an `Edit` asks it for the part of a tensor, and for the tensor with
-another part in its place.
+An `Edit` asks an `EditIndex` for the part of an activation, and for the activation with another part in its place.
 
     >>> import torch
-    >>> last = Index.parse((slice(None), -1))
+    >>> last = EditIndex.parse((slice(None), -1))
     >>> last.put(torch.zeros(2, 3), torch.ones(2))
     tensor([[0., 0., 1.],
             [0., 0., 1.]])
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.observe.index_grammar import plain_item, text_of
-from hookline.observe.patch.fit import Held
-from hookline.observe.patch.misfits import misfit, shape_of
+from hookline.observe.patch.edited_tensor import misfit, shape_of
+from hookline.sites import _torch
 
-__all__ = ["Index", "IndexLike"]
+__all__ = ["EditIndex", "GivenTensor", "IndexLike", "as_tensor"]
 
 # Between brackets torch would read a number that comes as a tensor, and wait for it.
 _INDEX: Final[Callable[..., Tensor]] = torch.ops.aten.index.Tensor
@@ -32,10 +31,64 @@ _INDEX_PUT: Final[Callable[..., Tensor]] = torch.ops.aten.index_put_.default
 
 IndexLike: TypeAlias = "int | slice | EllipsisType | Tensor | list[Any] | tuple[Any, ...]"
 """What goes between the brackets of a tensor, but for None: numbers, slices, ``...``, masks, lists of places."""
+_SHORTER: Final = "Leave dimensions out of index=, or give the edit to a site with more of them."
+_INSIDE: Final = "Count from the end (-1 is the last), or give an index that is inside."
+_MASKED: Final = "A mask has the sizes of the dimensions that it stands for; give places (a list) where they change."
 
 
-class Index:
-    """What stands between the brackets, one item per dimension."""
+class GivenTensor:
+    """A given tensor, converted once for each device and dtype, and at each use where a gradient has to flow."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        """As it was given; training it, or changing it in place, has an effect."""
+        self.converted: dict[tuple[torch.device, torch.dtype], tuple[int, Tensor]] = {}
+        """For each device and dtype that was asked for: which version of the tensor was converted, and the result."""
+
+    def like(self, x: Tensor) -> Tensor:
+        """Return the tensor on the device and in the dtype of ``x``."""
+        return self._as(x, x.dtype)
+
+    def on(self, x: Tensor) -> Tensor:
+        """Return the tensor on the device of ``x``."""
+        return self._as(x, self.tensor.dtype)
+
+    def _as(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        tensor = self.tensor
+        if tensor.dtype == dtype and tensor.device == x.device:
+            return tensor
+        # In a compiled graph the conversion is part of it, and fused with what follows. That of a tensor that takes
+        # gradients is recorded by autograd.
+        if torch.compiler.is_compiling() or tensor.requires_grad or not _is_lasting(x):
+            return tensor.to(device=x.device, dtype=dtype)
+        version = tensor._version
+        kept = self.converted.get((x.device, dtype))
+        if kept is None or kept[0] != version:
+            with torch.inference_mode(False):  # what is made here may serve in training later
+                kept = version, tensor.to(device=x.device, dtype=dtype)
+            self.converted[(x.device, dtype)] = kept
+        return kept[1]
+
+
+def _is_lasting(x: Tensor) -> bool:
+    """Return whether what is made beside ``x`` may be kept: not with fake tensors, transforms, or CUDA graphs."""
+    ordinary = type(x) is Tensor or isinstance(x, torch.nn.Parameter)
+    return ordinary and not _torch.in_transform() and not _torch.capturing()
+
+
+def as_tensor(value: Any, what: str) -> Tensor:
+    """Return a given tensor, number, list or array as a tensor that can be used in training."""
+    with torch.inference_mode(False):
+        if isinstance(value, Tensor):
+            return value.clone() if value.is_inference() else value
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise OptionError(f"{what} has to be a tensor, or numbers to make one of, got {value!r}.") from error
+
+
+class EditIndex:
+    """An index as between the brackets of a tensor, one item per dimension."""
 
     def __init__(self, text: str, items: list[Any], masks: list[tuple[int, tuple[int, ...]]]) -> None:
         self.text = text
@@ -44,28 +97,27 @@ class Index:
         """Numbers, slices, ``...``, and places held as tensors."""
         self.masks = masks
         """For each mask, the dimension it begins at and the shape that the activation has to have from there."""
-        self.makes = "".join(map(_make, items))
-        """What each item is: n for a number, p for places, s for a slice, "." for ``...``."""
-        self.num_dims = len(self.makes.replace(".", ""))
-        """How many dimensions it speaks of."""
+        self.letters = "".join(map(_letter, items))
+        """A letter for each item: n for a number, p for places, s for a slice, "." for ``...``."""
+        self.num_dims = len(self.letters.replace(".", ""))
+        """The number of dimensions it has items for."""
         # What follows is for the compiler: to it a number is a constant, and each position would need another graph.
-        self.has_numbers = "n" in self.makes and "p" not in self.makes
+        self.has_numbers = "n" in self.letters and "p" not in self.letters
         """Whether numbers can be looked up as tensors."""
-        self.slices = tuple(slice(None) if make == "n" else item for make, item in zip(self.makes, items, strict=True))
+        lettered = list(zip(self.letters, items, strict=True))
+        self.slices = tuple(slice(None) if letter == "n" else item for letter, item in lettered)
         """The index without its numbers."""
-        self.numbers = [
-            Held(torch.tensor(item)) if make == "n" else None for make, item in zip(self.makes, items, strict=True)
-        ]
-        """The numbers as tensors, where the items are some."""
+        self.numbers = [GivenTensor(torch.tensor(item)) if letter == "n" else None for letter, item in lettered]
+        """The numbers as tensors; None for other items."""
 
     @classmethod
-    def parse(cls, given: Any) -> Index:
-        """The index that was meant, or an error that says what cannot be one."""
+    def parse(cls, given: Any) -> EditIndex:
+        """Return the index for ``given``; raise if it cannot be one."""
         with torch.inference_mode(False):  # what is kept may serve in training later
             return cls._parse(given, text_of(given))
 
     @classmethod
-    def _parse(cls, given: Any, text: str) -> Index:
+    def _parse(cls, given: Any, text: str) -> EditIndex:
         items: list[Any] = []
         masks: list[tuple[int, tuple[int, ...]]] = []
         for one in given if isinstance(given, tuple) else (given,):
@@ -78,15 +130,15 @@ class Index:
                 # The places of a mask are known now. Left to the call, they would be a size that depends on data,
                 # which costs a wait on a GPU, and which no compiled graph can hold.
                 masks.append((len(items), tuple(item.shape)))
-                items += [Held(places) for places in item.nonzero(as_tuple=True)]
+                items += [GivenTensor(places) for places in item.nonzero(as_tuple=True)]
             else:
-                items.append(Held(item))
+                items.append(GivenTensor(item))
         if items.count(Ellipsis) > 1:
             raise OptionError(f"index={text} has more than one '...'.")
         return cls(text, items, masks)
 
     def part(self, x: Tensor, where: str) -> Tensor:
-        """That part of the tensor, which is the one at ``where``."""
+        """Return that part of the tensor, which is the one at ``where``."""
         self._check(x, where)
         if self.has_numbers and torch.compiler.is_compiling():
             return _INDEX(x[self.slices], self._numbers_on(x))
@@ -96,7 +148,7 @@ class Index:
             misfit(f"index={self.text} is outside ({error})", where, f"has shape {shape_of(x)}", _INSIDE)
 
     def put(self, x: Tensor, part: Tensor) -> Tensor:
-        """A copy of the tensor with something else in that part; the rest, and its gradients, are untouched."""
+        """Return a copy of the tensor with another part; the rest, and its gradients, are untouched."""
         new = x.clone()
         if self.has_numbers and torch.compiler.is_compiling():
             _INDEX_PUT(new[self.slices], self._numbers_on(x), part)
@@ -105,13 +157,14 @@ class Index:
         return new
 
     def _on(self, x: Tensor) -> tuple[Any, ...]:
-        return tuple([item.on(x) if make == "p" else item for make, item in zip(self.makes, self.items, strict=True)])
+        lettered = zip(self.letters, self.items, strict=True)
+        return tuple([item.on(x) if letter == "p" else item for letter, item in lettered])
 
     def _numbers_on(self, x: Tensor) -> list[Tensor | None]:
-        """For each dimension of ``x`` its number, if it has one."""
+        """Return for each dimension of ``x`` its number, if it has one."""
         found: list[Tensor | None] = []
-        for make, number in zip(self.makes, self.numbers, strict=True):
-            if make == ".":
+        for letter, number in zip(self.letters, self.numbers, strict=True):
+            if letter == ".":
                 found += [None] * (x.dim() - self.num_dims)
             else:
                 found.append(None if number is None else number.on(x))
@@ -120,50 +173,45 @@ class Index:
     def _check(self, x: Tensor, where: str) -> None:
         """Raise unless the tensor has such a part.
 
-        What is in tensors is not looked at, which would wait for a GPU, nor numbers and slices in compiled code: there
-        a number outside of the activation is torch's own error, and a slice that takes nothing changes nothing.
+        Contents of tensors are not checked, which would wait for a GPU, nor numbers and slices in compiled code:
+        there a number outside of the activation is torch's own error, and an empty slice changes nothing.
         """
         if self.num_dims > x.dim():
             misfit(
                 f"index={self.text} speaks of {self.num_dims} dimensions", where, f"has shape {shape_of(x)}", _SHORTER
             )
         dim = 0
-        for place, make in enumerate(self.makes):
-            if make == ".":
+        for place, letter in enumerate(self.letters):
+            if letter == ".":
                 dim = x.dim() - (self.num_dims - dim)
                 continue
-            if not torch.compiler.is_compiling() and _is_outside(self.items[place], make, x.shape[dim]):
+            if not torch.compiler.is_compiling() and _is_outside(self.items[place], letter, x.shape[dim]):
                 misfit(f"index={self.text} is outside of dimension {dim}", where, f"has shape {shape_of(x)}", _INSIDE)
             dim += 1
         for start, shape in self.masks:
             for offset, size in enumerate(shape):
                 if x.shape[start + offset] != size:
-                    misfit(f"index={self.text} has a mask of shape {shape}", where, f"has shape {shape_of(x)}", _MASK)
+                    misfit(f"index={self.text} has a mask of shape {shape}", where, f"has shape {shape_of(x)}", _MASKED)
 
     def __repr__(self) -> str:
         return self.text
 
 
-_SHORTER = "Leave dimensions out of index=, or give the edit to a site with more of them."
-_INSIDE = "Count from the end (-1 is the last), or give an index that is inside."
-_MASK = "A mask has the sizes of the dimensions that it stands for; give places (a list) where they change."
-
-
-def _is_outside(item: Any, make: str, size: int) -> bool:
-    """Whether a number, or all of a slice, is outside of a dimension.
+def _is_outside(item: Any, letter: str, size: int) -> bool:
+    """Return whether a number, or all of a slice, is outside of a dimension.
 
     A slice that is empty in every dimension, such as ``0:0``, is meant to be so; a mask or a list may be empty as well.
     One with an open end takes what there is, which may be nothing: ``1:`` in the one-token steps of ``generate``.
     """
-    if make == "n":
+    if letter == "n":
         return not -size <= item < size
-    if make != "s" or not size or item.start is None or item.stop is None or range(*item.indices(size)):
+    if letter != "s" or not size or item.start is None or item.stop is None or range(*item.indices(size)):
         return False
     large = size + abs(item.start or 0) + abs(item.stop or 0) + 1
     return bool(range(*item.indices(large)))
 
 
-def _make(item: Any) -> str:
-    if isinstance(item, Held):
+def _letter(item: Any) -> str:
+    if isinstance(item, GivenTensor):
         return "p"
     return "." if item is Ellipsis else "s" if isinstance(item, slice) else "n"

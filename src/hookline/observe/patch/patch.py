@@ -1,30 +1,37 @@
-"""Editing activations for as long as a block lasts.
+"""Edit activations for as long as a block lasts.
 
-Takes a model and a mapping from targets to edits from the user, binds each edit to its sites, and puts them on as hooks
-of `hookline.sites`, all or none.
+Users call `patch` with a mapping from targets to edits or functions. It binds each edit to its sites, and attaches them
+as hooks by `hookline.sites`, all or none.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import KindError, OptionError, TargetError
+from torch import Tensor
+
+from hookline.errors import HookSignatureError, KindError, OptionError, TargetError
 from hookline.messages import type_name
-from hookline.observe.patch.function_edit import as_edit
-from hookline.observe.patch.patch_hooks import EditInput, EditOutput
+from hookline.observe.patch.edit import Edit
+from hookline.observe.patch.edited_tensor import main_input, main_output, misfit, place_of, rebuilt, shape_of
+from hookline.observe.patch.given_edits import ablate, replace, scale, steer
+from hookline.observe.patch.recorded_edits import mean_ablate, swap
+from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
-from hookline.sites.select import Named, check_model, choose, named_modules
+from hookline.sites.select import Named, check_model, choose, describe, named_modules
+from hookline.sites.signature import hook_name
 from hookline.tables import OFF, ON
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from hookline.hook_types import Scope, Target
-    from hookline.observe.patch.edit import Edit
     from hookline.observe.patch.edit_index import IndexLike
+    from hookline.sites.site import Site
 
 __all__ = ["Patch", "patch"]
 
@@ -90,7 +97,7 @@ def patch(
         raise OptionError(f"patch() takes a mapping, such as {{'layers.3': ablate()}}, got {type_name(edits)}.")
     if not edits:
         raise TargetError("patch() was given no edits: write what to do where, {'layers.3': ablate()}.")
-    wanted = [(target, as_edit(edit, target).for_part(index)) for target, edit in edits.items()]
+    wanted = [(target, _as_edit(edit, target).for_part(index)) for target, edit in edits.items()]
     placed = [
         (_bound(model, edit, chosen, kind), chosen)
         for target, edit in wanted
@@ -99,7 +106,7 @@ def patch(
     found = Patch()
     try:
         for edit, chosen in placed:
-            hook = EditInput(edit) if kind is Kind.FORWARD_PRE else EditOutput(edit)
+            hook = _EditInput(edit) if kind is Kind.FORWARD_PRE else _EditOutput(edit)
             inputs = kind is Kind.FORWARD_PRE
             request = new_attachment(hook, kind, with_kwargs=inputs, name=name or edit.word, scope=scope)
             found.add(attach_to_modules(request, model, chosen))
@@ -143,8 +150,98 @@ def _checked_kind(on: str | Kind) -> Kind:
 
 
 def _bound(model: nn.Module, edit: Edit, chosen: list[Named], kind: Kind) -> Edit:
-    """The edit with what it needs for these sites; a cache may know a shared module by another of its names."""
+    """Return the edit with what it needs for these sites; a cache may have a shared module under another name."""
     spellings: dict[int, list[str]] = {id(module): [name] for name, module in chosen}
     for name, module in named_modules(model):
         spellings.get(id(module), []).append(name)
     return edit.bound({name: spellings[id(module)] for name, module in chosen}, inputs=kind is Kind.FORWARD_PRE)
+
+
+class _EditOutput:
+    """The forward hook of an edit."""
+
+    def __init__(self, edit: Edit) -> None:
+        self.edit = edit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any, *, site: Site) -> Any:
+        """Return the output with the edited tensor."""
+        main = main_output(output, place_of(site))
+        return rebuilt(output, main, self.edit.apply(main, site), place_of(site))
+
+
+class _EditInput:
+    """The forward pre-hook of an edit."""
+
+    def __init__(self, edit: Edit) -> None:
+        self.edit = edit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site) -> Any:
+        """Return the arguments with the edited tensor."""
+        where = place_of(site)
+        main = main_input(args, kwargs, where)
+        new = self.edit.apply(main, site)
+        return rebuilt(args, main, new, where), rebuilt(kwargs, main, new, where)
+
+
+# -- functions as edits --------------------------------------------------------------------------------------
+
+_MAKERS: Final = (ablate, mean_ablate, replace, scale, steer, swap)
+_RETURN: Final = "Return the new tensor, or the one that was given to leave it as it is."
+_SAME: Final = "Return a tensor of the shape that was given, or use hookline.attach, whose hooks may return anything."
+
+
+def _as_edit(given: Any, target: Any) -> Edit:
+    """Return an edit as it is, a function as an edit; raise for anything else."""
+    if isinstance(given, Edit):
+        return given
+    if isinstance(given, Tensor):
+        raise HookSignatureError(f"The edit for {describe(target)} is a tensor: write replace(tensor).")
+    if not callable(given):
+        raise HookSignatureError(
+            f"The edit for {describe(target)} is {type_name(given)}: give an edit (ablate(), scale(0.5), …), or a "
+            "function of the activation."
+        )
+    if any(given is maker for maker in _MAKERS):
+        raise HookSignatureError(f"The edit for {describe(target)} was not made: write {given.__name__}(…).")
+    if isinstance(given, type):
+        raise HookSignatureError(f"The edit for {describe(target)} is the class {given.__name__}: make one of it.")
+    return _FunctionEdit(given, target)
+
+
+class _FunctionEdit(Edit):
+    def __init__(self, function: Callable[..., Any], target: Any) -> None:
+        super().__init__(hook_name(function))
+        self.function = function
+        self.wants_site = _check_function(function, target)
+
+    def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
+        new = self.function(part, site=site) if self.wants_site else self.function(part)
+        if not isinstance(new, Tensor):
+            misfit(f"{self.word} returned {_kind_of(type(new))}", place_of(site), "is a tensor", _RETURN)
+        if new.shape != part.shape:
+            self.misfit(f"returned a tensor of shape {shape_of(new)}", part, x, site, _SAME)
+        return new.to(device=part.device, dtype=part.dtype)  # the next layer computes in what it was given before
+
+
+@_torch.constant_while_tracing
+def _kind_of(cls: type) -> str:
+    return cls.__name__ if cls is type(None) else f"a {cls.__name__}"
+
+
+def _check_function(function: Any, target: Any) -> bool:
+    """Return whether ``function`` declares ``site``; raise unless it can be called with an activation."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False  # some built-ins have none
+    site = signature.parameters.get("site")
+    wants_site = site is not None and site.kind is inspect.Parameter.KEYWORD_ONLY
+    try:
+        signature.bind("output", **({"site": None} if wants_site else {}))
+    except TypeError as error:
+        raise HookSignatureError(
+            f"{hook_name(function)}{signature} cannot be the edit for {describe(target)}: it is called as "
+            f"edit(activation), with site= where it declares a keyword-only site ({error}). A hook of module, args and "
+            "output goes to hookline.attach."
+        ) from None
+    return wants_site

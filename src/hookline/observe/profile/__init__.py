@@ -1,1 +1,1 @@
-"""Measure where the time of a step goes."""
+"""Measure where the time of a step goes (`hookline.profile`)."""

@@ -1,20 +1,21 @@
-"""Where the time of a step goes: forward and backward, by module and by function.
+"""Measure where the time of a step goes: forward and backward, by module and by function.
 
-Puts the hooks of a `Recorder` on every site, and hands out what it has noted as a table, as metrics, or as a trace
-that chrome://tracing and ui.perfetto.dev show.
+Users call `profile`. It puts the hooks of a `ProfileRecorder` on every site, and shows what they recorded as a table,
+as metrics, or as a trace for chrome://tracing and ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hookline.errors import OptionError
-from hookline.observe.profile.backward_times import stretches_of
-from hookline.observe.profile.chrome_trace import write_trace
-from hookline.observe.profile.clock import CpuClock, clock_for
-from hookline.observe.profile.profile_hooks import Recorder
-from hookline.observe.profile.profile_rows import Measured, ProfileRow, rows_of, table_of
+from hookline.observe.profile.profile_hooks import CpuClock, ProfileRecorder, clock_for
+from hookline.observe.profile.profile_rows import Measured, ProfileRow, Span, rows_of, stretches_of, table_of
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
@@ -58,7 +59,7 @@ def profile(
     per site; they count as own time of whatever is around it.
 
     A backward pass is told apart by when gradients come to a site's outputs and leave for its inputs. A site none of
-    whose inputs takes a gradient (an embedding) counts as being at it until the next one has its turn, and what
+    whose inputs takes a gradient (an embedding) counts as being at it until the next one begins, and what
     becomes of parameters before a module uses them may count for the module around it. A forward that activation
     checkpointing repeats is no call; its time is backward time of the modules that are repeated. A call that raises is
     counted for the model as a whole alone. In compiled code the hooks keep the compiler from joining what is on either
@@ -79,7 +80,7 @@ def profile(
     model = unwrap(model)
     chosen = [named for named in select(model, target, exclude=exclude) if named[1] is not model]
     places = [] if functions is None else find_places(functions)
-    found = Profile(Recorder(clock_for(model), max_spans, takes_backward=backward))
+    found = Profile(ProfileRecorder(clock_for(model), max_spans, takes_backward=backward))
     try:
         found._attach(model, chosen, places)
     except BaseException:
@@ -96,7 +97,7 @@ class Profile(ShownAsTable):
     or ``prof.save_trace("trace.json")``.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ProfileRecorder) -> None:
         self._recorder = recorder
         self._clock = recorder.clock
         self._handles = HandleSet()
@@ -151,7 +152,7 @@ class Profile(ShownAsTable):
         return self._recorder.dropped
 
     def to_metrics(self) -> dict[str, float]:
-        """The same as numbers: ``"layers.0/forward_ms"`` and so on, and ``"forward_ms"`` for the model as a whole."""
+        """Return the rows as numbers: ``"layers.0/forward_ms"`` and so on, ``"forward_ms"`` for the whole model."""
         metrics: dict[str, float] = {}
         for row in self.rows:
             prefix = f"{row.name}/" if row.name else ""
@@ -159,8 +160,8 @@ class Profile(ShownAsTable):
         return metrics
 
     def save_trace(self, path: str | Path) -> Path:
-        """Write every call as an event for chrome://tracing or ui.perfetto.dev; the path."""
-        return write_trace(Path(path), self._measured())
+        """Write every call as an event for chrome://tracing or ui.perfetto.dev; return the path."""
+        return _write_trace(Path(path), self._measured())
 
     def _table(self) -> Table:
         return table_of(self.rows, self._clock.name, self.wall_ms, self.dropped)
@@ -187,7 +188,7 @@ class Profile(ShownAsTable):
         for kind, hook in modules.items():
             self._handles.add(attach_to_modules(self._request(MODULE, kind, hook), model, whole + chosen))
         self._handles.add(attach_to_modules(self._request(MODULE, Kind.FORWARD, recorder.leave_module), model, chosen))
-        # However the model's own call ends, with it has ended whatever was under way in it.
+        # However the model's own call ends, all calls within it have ended, too.
         always = self._request(MODULE, Kind.FORWARD, recorder.leave_module, always_call=True)
         self._handles.add(attach_to_modules(always, model, whole))
         for kind, hook in functions.items() if places else ():
@@ -201,9 +202,73 @@ class Profile(ShownAsTable):
 
 
 def _nothing_measured() -> Profile:
-    found = Profile(Recorder(CpuClock(), 1, takes_backward=False))
+    found = Profile(ProfileRecorder(CpuClock(), 1, takes_backward=False))
     found.remove()
     return found
 
 
 _NOTHING = ProfileRow("", "", 0, 0.0, 0.0, 0.0, 0.0, 0, None)
+
+
+# -- the trace -----------------------------------------------------------------------------------------------
+
+
+def _write_trace(path: Path, measured: Measured) -> Path:
+    """Write the Trace Event Format to ``path`` in one step, so that a reader never finds half a file."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"Cannot write the trace {str(path)!r}: there is no folder {str(path.parent)!r}.")
+    if path.is_dir():
+        raise IsADirectoryError(f"Cannot write the trace {str(path)!r}: that is a folder; add a file name.")
+    text = json.dumps({"traceEvents": list(_events(measured)), "displayTimeUnit": "ms"})
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+class _TraceRows:
+    """The rows of the trace, one per thread and direction, by number, as the format wants it."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[str, int], int] = {}
+
+    def number(self, direction: str, thread: int) -> int:
+        """Return the row for ``direction`` in ``thread``."""
+        return self.numbers.setdefault((direction, thread), len(self.numbers) + 1)
+
+    def labels(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that label the rows."""
+        threads = list(dict.fromkeys(thread for _, thread in self.numbers))
+        for (direction, thread), number in self.numbers.items():
+            label = direction if len(threads) == 1 else f"{direction}, thread {threads.index(thread) + 1}"
+            for key, value in (("thread_name", {"name": label}), ("thread_sort_index", {"sort_index": number})):
+                yield {"name": key, "ph": "M", "ts": 0, "pid": os.getpid(), "tid": number, "args": value}
+
+
+def _events(measured: Measured) -> Iterator[dict[str, Any]]:
+    rows = _TraceRows()
+    for span, (start, end) in measured.forwards.items():
+        yield _event(span, "forward", start, end, rows.number("forward", span.thread))
+    for visit, start, end, _ in measured.backwards:
+        category = "recompute" if visit.repeats else "backward"
+        yield _event(visit.span, category, start, end, rows.number("backward", visit.thread))
+    yield from rows.labels()
+
+
+def _event(span: Span, category: str, start: float, end: float, row: int) -> dict[str, Any]:
+    details = {"step": span.step, "call": span.call, "type": span.kind, "output_bytes": span.output_bytes}
+    if span.where is not None:
+        details["module"] = span.where
+    return {
+        "name": span.name or "(the model)",
+        "cat": category,
+        "ph": "X",
+        "ts": 1e6 * start,
+        "dur": 1e6 * (end - start),
+        "pid": os.getpid(),
+        "tid": row,
+        "args": details,
+    }

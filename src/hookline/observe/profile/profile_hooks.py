@@ -1,53 +1,138 @@
-"""The hooks of a profile: which call began and ended when.
+"""Mark when calls of modules and functions begin and end, without making CPU or GPU wait.
 
-Takes hook calls from modules and functions, hands spans (calls) and visits (of backward passes at calls) to `Profile`.
+`Profile` puts the hooks of a `ProfileRecorder` on sites, and reads its spans (calls) and visits (of backward passes at
+calls). On a GPU a mark is an event in the stream, so it has the time of the device, not that of Python.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.observe.profile.profile_rows import Span, Visit
 from hookline.sites import _torch, tree
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
-    from hookline.observe.profile.clock import Clock
     from hookline.sites.functions.function_site import FunctionSite
     from hookline.sites.site import Site
 
-__all__ = ["Recorder"]
+__all__ = ["CpuClock", "CudaClock", "ProfileClock", "ProfileRecorder", "clock_for"]
 
 _Key: TypeAlias = tuple[str, int, int]
 """Name, step, and number of the call, as gradient hooks know it."""
 
 
-class _Here(threading.local):
-    """What is under way in this thread."""
+class ProfileClock(Protocol):
+    """Marks moments now, and gives their times later."""
+
+    name: str
+    """What it measures, for the report."""
+
+    def mark(self) -> Any:
+        """Mark this moment."""
+
+    def settle(self) -> None:
+        """Wait until the device has passed all marks."""
+
+    def since(self, began: Any) -> Callable[[Any], float]:
+        """Return a function that gives the seconds from ``began`` to any other mark, after `settle`."""
+
+    def allocated(self) -> int | None:
+        """Return the bytes in use on the device now; None if they are not counted."""
+
+
+class CpuClock:
+    """The time of the machine."""
+
+    name = "CPU"
+    mark = staticmethod(time.perf_counter_ns)  # straight to C: it is called four times per call of a module
+
+    def settle(self) -> None:
+        """Do nothing: every mark is passed at once."""
+
+    def since(self, began: int) -> Callable[[int], float]:
+        """Return a function that gives the seconds from ``began`` to any other mark."""
+        return lambda mark: (mark - began) * 1e-9
+
+    def allocated(self) -> int | None:
+        """Return None: the process's allocator keeps no count."""
+        return None
+
+
+class CudaClock:
+    """The time of a GPU's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = torch.cuda.get_device_name(device)
+
+    def mark(self) -> torch.cuda.Event:
+        """Mark the moment the device gets here."""
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+    def since(self, began: torch.cuda.Event) -> Callable[[torch.cuda.Event], float]:
+        """Return a function that gives the seconds from ``began`` to any other mark."""
+        base, offset = began, 0.0
+
+        def seconds(mark: torch.cuda.Event) -> float:
+            nonlocal base, offset
+            milliseconds: float = base.elapsed_time(mark)
+            moment = offset + milliseconds * 1e-3
+            if abs(milliseconds) > 1000:  # torch gives 32 bits: count on from here, or minutes cost the microseconds
+                base, offset = mark, moment
+            return moment
+
+        return seconds
+
+    def allocated(self) -> int | None:
+        """Return what the caching allocator has given out."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)  # memory_allocated() makes a flat copy of it first
+        bytes_now: int = stats["allocated_bytes"]["all"]["current"] if stats else 0
+        return bytes_now
+
+
+def clock_for(model: nn.Module) -> ProfileClock:
+    """Return the clock of the device that the model is on."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cuda":
+            return CudaClock(tensor.device)
+    return CpuClock()
+
+
+class _ThreadCalls(threading.local):
+    """The calls that are under way in this thread."""
 
     def __init__(self) -> None:
         self.stack: list[Span] = []
         """The calls that have begun and not ended; one that raised goes when the call around it ends."""
         self.counts: dict[str, int] = {}
-        """How often each module was called with gradients on in this step: so do gradient hooks count calls."""
+        """How often each module was called with gradients on in this step, as gradient hooks count calls."""
         self.step = -1
         """The step that ``counts`` is of; calls of a part begin steps too, where the model itself is not called."""
         self.repeats: list[Visit] = []
-        """The same as ``stack`` for calls that are repeated in a backward pass."""
+        """The same as ``stack`` for calls that activation checkpointing repeats in a backward pass."""
         self.visited: Span | None = None
         """The call that a backward pass came to last."""
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
+        """Begin a forward of the whole model."""
         if not any(span.name == "" for span in self.stack):
             self.stack.clear()  # parts of it were called by themselves, and raised
 
     def count(self, name: str, step: int) -> int:
-        """Which call of that module in `step` this is, of those with gradients on."""
+        """Return the number of this call of a module in `step`, among those with gradients on."""
         if step != self.step:
             self.step = step
             self.counts.clear()
@@ -56,27 +141,27 @@ class _Here(threading.local):
         return number
 
 
-class Recorder:
+class ProfileRecorder:
     """Notes marks of the clock, and leaves all arithmetic for later."""
 
-    def __init__(self, clock: Clock, max_spans: int, *, takes_backward: bool) -> None:
+    def __init__(self, clock: ProfileClock, max_spans: int, *, takes_backward: bool) -> None:
         self.clock = clock
         self.takes_backward = takes_backward
         self._max_spans = max_spans
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Drop all that was recorded."""
         self.spans: list[Span] = []
         self.visits: list[Visit] = []
         self.dropped = 0
-        self._here = _Here()
+        self._here = _ThreadCalls()
         self._calls: dict[_Key, Span] = {}
 
     # -- in the forward ----------------------------------------------------------------------------------
 
     def enter_module(self, module: Any, args: Any, *, site: Site) -> None:
-        """A module is about to be called."""
+        """Mark the begin of a module's call."""
         if site.recompute:
             self._enter_repeat(site)
             return
@@ -87,23 +172,23 @@ class Recorder:
         self._enter(here, Span(site.name, site.type, site.step, site.call), number)
 
     def leave_module(self, module: Any, args: Any, output: Any, *, site: Site) -> None:
-        """A module has returned; the model as a whole may have raised as well."""
+        """Mark the end of a module's call; the model as a whole may have raised as well."""
         if site.recompute:
             self._leave_repeat(site.name)
         else:
             self._leave(site.name, output)
 
     def enter_function(self, fn: FunctionSite, inputs: Grads) -> None:
-        """A function is about to be called."""
+        """Mark the begin of a function's call."""
         if not fn.in_backward:
             self._enter(self._here, Span(fn.name, "function", fn.step, fn.call, fn.module), fn.call)
 
     def leave_function(self, fn: FunctionSite, inputs: Grads, outputs: Grads) -> None:
-        """A function has returned."""
+        """Mark the end of a function's call."""
         if not fn.in_backward:
             self._leave(fn.name, outputs)
 
-    def _enter(self, here: _Here, span: Span, number: int) -> None:
+    def _enter(self, here: _ThreadCalls, span: Span, number: int) -> None:
         span.parent = here.stack[-1] if here.stack else None
         here.stack.append(span)
         if len(self.spans) >= self._max_spans:
@@ -137,7 +222,7 @@ class Recorder:
     # -- in the backward ---------------------------------------------------------------------------------
 
     def enter_backward(self, subject: Any, grad_outputs: Grads, *, site: Site) -> None:
-        """The gradients of the outputs are there."""
+        """Mark that the gradients of a call's outputs are there."""
         span = self._find(site)
         if span is not None:
             now = self.clock.mark() if site.began is None else site.began
@@ -146,7 +231,7 @@ class Recorder:
             self._here.visited = span
 
     def leave_backward(self, subject: Any, grad_inputs: Grads, grad_outputs: Grads, *, site: Site) -> None:
-        """A backward pass has come past the call, perhaps some time ago."""
+        """Mark that a backward pass has come past a call, perhaps some time ago."""
         span = self._find(site)
         if span is None or span.visit is None:
             return

@@ -1,18 +1,26 @@
-"""The calls that a profile has measured, added up and laid out as a table.
+"""Add up the calls that a profile has recorded, per module and function, and lay them out as a table.
 
-Takes spans and visits from ``profile``, and what ``backward`` makes of the visits; hands rows and a table back.
+`Profile` calls it with the spans and visits of its recorder.
+
+Autograd runs what a forward has made in the reverse order, so a backward pass goes through the calls as the forward
+did, last one first. That tells what the marks do not. A call none of whose inputs takes a gradient (an embedding, say)
+sees no gradient leave; it is over when another call begins, or the call around it is over. A call that sends its
+gradient before all calls within it are over is over with the last of them. Each moment is one call's own, so own times
+are never negative, and add up to the whole whatever the marks say.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hookline.tables import Table
 
-__all__ = ["Measured", "ProfileRow", "Span", "Stretch", "Visit", "rows_of", "table_of"]
+__all__ = ["Measured", "ProfileRow", "Span", "Stretch", "Visit", "rows_of", "stretches_of", "table_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,14 +38,14 @@ class Span:
     thread: int = 0
     start: Any = None
     end: Any = None
-    """Marks of the clock; there is no end if the call was cut short."""
+    """Marks of the clock; there is no end if the call raised."""
     visit: Visit | None = None
-    """The backward pass that came by last."""
+    """Its latest backward pass."""
     output_bytes: int = 0
     allocated: int | None = None
 
     def above(self) -> Iterator[Span]:
-        """The calls around it, the nearest first."""
+        """Yield the calls around it, the nearest first."""
         around = self.parent
         while around is not None:
             yield around
@@ -50,7 +58,7 @@ class Visit:
 
     span: Span
     task: int
-    """Which pass it is."""
+    """The number of the pass."""
     thread: int
     start: Any
     """The mark when the first gradient of an output was there."""
@@ -69,11 +77,11 @@ class Stretch(NamedTuple):
     start: float
     end: float
     own: float
-    """How much of that time belongs to no visit within it."""
+    """The part of that time that belongs to no visit within it."""
 
 
 class Measured(NamedTuple):
-    """Everything that is over, in seconds since the profile began."""
+    """All calls and visits that are over, in seconds since the profile began."""
 
     forwards: dict[Span, tuple[float, float]]
     """Start and end of every call, in the order they began in."""
@@ -82,14 +90,14 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """What one module or function has taken, all its calls together."""
+    """The times and sizes of one module or function, all its calls together."""
 
     name: str
     """Dotted name of the module, empty for the model; or full name of the function."""
     kind: str
     """Its class; "function" for a function."""
     calls: int
-    """How often it was called."""
+    """The number of its calls."""
     forward_ms: float
     """Time in its forwards; a call that it makes of itself is part of the one around it."""
     forward_own_ms: float
@@ -101,52 +109,133 @@ class ProfileRow:
     output_bytes: int
     """Size of the tensors it has returned."""
     allocated_bytes: int | None
-    """By how much its forwards have raised what is allocated on the GPU; None elsewhere."""
+    """The bytes its forwards have added to what is allocated on the GPU; None elsewhere."""
 
     def numbers(self) -> dict[str, float]:
-        """Everything that can be drawn as a curve."""
-        numbers = {
-            "calls": float(self.calls),
-            "forward_ms": self.forward_ms,
-            "forward_own_ms": self.forward_own_ms,
-            "backward_ms": self.backward_ms,
-            "backward_own_ms": self.backward_own_ms,
-            "output_bytes": float(self.output_bytes),
-        }
-        if self.allocated_bytes is not None:
-            numbers["allocated_bytes"] = float(self.allocated_bytes)
-        return numbers
+        """Return all its numbers by name."""
+        given = dataclasses.asdict(self).items()
+        return {key: float(value) for key, value in given if key not in ("name", "kind") and value is not None}
 
 
-class _Sum:
+class _TimedVisit:
+    """A visit on the time line of its thread."""
+
+    def __init__(self, visit: Visit, when: Callable[[Any], float]) -> None:
+        self.visit = visit
+        self.depth = sum(1 for _ in visit.span.above())
+        self.start = when(visit.start)
+        self.known = visit.end is not None
+        """Whether the end is exact, and not just an upper bound."""
+        last = visit.end if self.known else visit.seen
+        self.end = math.inf if last is None else when(last)
+        self.opened = self.closed = math.nan
+        self.own = 0.0
+
+    def is_around(self, span: Span) -> bool:
+        """Return whether ``span`` was called within the call of this visit."""
+        return any(around is self.visit.span for around in span.above())
+
+
+def stretches_of(visits: Sequence[Visit], when: Callable[[Any], float]) -> list[Stretch]:
+    """Return the visits on their time lines, one line per thread; ``when`` gives the seconds of a mark."""
+    threads: dict[int, list[_TimedVisit]] = defaultdict(list)
+    for visit in visits:
+        threads[visit.thread].append(_TimedVisit(visit, when))
+    stretches: list[Stretch] = []
+    for items in threads.values():
+        _end_all(items)
+        _widen(items)
+        stretches += _sweep(items)
+    return stretches
+
+
+def _end_all(items: list[_TimedVisit]) -> None:
+    """End visits without any end, since their pass was cut short, with what is known of that pass."""
+    last: dict[int, float] = defaultdict(float)
+    for item in items:
+        known = item.end if math.isfinite(item.end) else item.start
+        last[item.visit.task] = max(last[item.visit.task], item.start, known)
+    for item in items:
+        item.end = min(item.end, last[item.visit.task])
+
+
+def _widen(items: list[_TimedVisit]) -> None:
+    """Extend every visit to the end of those within it."""
+    visits = [item for item in items if not item.visit.repeats and item.known]
+    found = {(item.visit.task, item.visit.span): item for item in visits}
+    for item in sorted(visits, key=lambda item: -item.depth):  # the innermost first
+        for span in item.visit.span.above():
+            around = found.get((item.visit.task, span))
+            if around is not None:
+                around.end = max(around.end, item.end)
+                break
+
+
+def _sweep(items: list[_TimedVisit]) -> Iterator[Stretch]:
+    """Go along the time line with a stack of visits that are under way; the time belongs to its top."""
+    items = [item for item in items if item.end > item.start]
+    # At one moment: ends before beginnings, the inner end first, the outer beginning first.
+    events = [(item.end, 0, -item.depth, item) for item in items]
+    events += [(item.start, 1, item.depth, item) for item in items]
+    events.sort(key=lambda event: event[:3])
+    stack: list[_TimedVisit] = []
+    last = 0.0
+    for moment, begins, _, item in events:
+        if stack:
+            stack[-1].own += moment - last
+        if begins:
+            _end_others(stack, item, moment)
+            item.opened = moment
+            stack.append(item)
+        elif item in stack:
+            while stack[-1] is not item:
+                stack.pop().closed = moment
+            stack.pop().closed = moment
+        last = moment
+    for item in items:
+        yield Stretch(item.visit, item.opened, item.closed, item.own)
+
+
+def _end_others(stack: list[_TimedVisit], item: _TimedVisit, moment: float) -> None:
+    """End the visits that ``item`` is not part of, but for those whose forward is repeated meanwhile."""
+    repeats = item.visit.repeats
+    while stack:
+        top = stack[-1]
+        if (repeats and not top.visit.repeats) or (top.visit.repeats == repeats and top.is_around(item.visit.span)):
+            return
+        stack.pop().closed = moment
+
+
+class _SiteTotals:
     """The spans of one site, added up."""
 
     def __init__(self, first: Span) -> None:
         self.first = first
-        self.calls = 0
-        self.times = (0.0, 0.0, 0.0, 0.0)
-        self.output_bytes = 0
+        self.calls = self.output_bytes = 0
+        self.ms = [0.0, 0.0, 0.0, 0.0]
         self.allocated: int | None = None
 
     def add(self, span: Span, *seconds: float, nested: bool) -> None:
-        """One more call, with its four times; of a call within another one of the site, only its own are new."""
+        """Add a call with its four times; of a call within another one of the site, only its own times are new."""
         self.calls += 1
-        forward, own, backward, backward_own = seconds
-        new = (0.0, own, 0.0, backward_own) if nested else (forward, own, backward, backward_own)
-        a, b, c, d = (so_far + 1e3 * more for so_far, more in zip(self.times, new, strict=True))
-        self.times = a, b, c, d
+        for index, more in enumerate(seconds):
+            if index % 2 or not nested:
+                self.ms[index] += 1e3 * more
         self.output_bytes += span.output_bytes
         if span.allocated is not None:
             self.allocated = (self.allocated or 0) + (0 if nested else span.allocated)
 
     def row(self) -> ProfileRow:
-        """What they come to."""
-        first = self.first
-        return ProfileRow(first.name, first.kind, self.calls, *self.times, self.output_bytes, self.allocated)
+        """Return the totals."""
+        forward, forward_own, backward, backward_own = self.ms
+        return ProfileRow(
+            self.first.name, self.first.kind, self.calls, forward, forward_own, backward, backward_own,
+            self.output_bytes, self.allocated,
+        )  # fmt: skip
 
 
 def rows_of(measured: Measured) -> tuple[ProfileRow, ...]:
-    """One row per site, in the order of their first calls."""
+    """Return one row per site, in the order of their first calls."""
     forwards = measured.forwards
     forward = {span: end - start for span, (start, end) in forwards.items()}
     forward_own = dict(forward)
@@ -160,21 +249,21 @@ def rows_of(measured: Measured) -> tuple[ProfileRow, ...]:
         if around is not None:
             forward_own[around] -= forward[span]
             backward[around] += backward[span]
-    sums: dict[tuple[str, str], _Sum] = {}
+    sums: dict[tuple[str, str], _SiteTotals] = {}
     for span in forwards:
-        total = sums.setdefault((span.name, span.kind), _Sum(span))
+        total = sums.setdefault((span.name, span.kind), _SiteTotals(span))
         times = forward[span], forward_own[span], backward[span], backward_own[span]
         total.add(span, *times, nested=_is_nested(span, forwards))
     return tuple(each.row() for each in sums.values())
 
 
 def _is_nested(span: Span, forwards: dict[Span, Any]) -> bool:
-    """Whether it is part of another call of the same site, as in a model that calls itself."""
+    """Return whether it is part of another call of the same site, as in a model that calls itself."""
     return any((around.name, around.kind) == (span.name, span.kind) for around in span.above() if around in forwards)
 
 
 def _around(span: Span, forwards: dict[Span, Any]) -> Span | None:
-    """The nearest call around it that is measured: one that was cut short is not."""
+    """Return the nearest call around it that is measured: one that raised is not."""
     return next((around for around in span.above() if around in forwards), None)
 
 

@@ -1,10 +1,10 @@
-"""Statistics of a tensor in memory of the CPU, as plain numbers.
+"""Find statistics of a tensor on the CPU, as plain numbers, and add them to a row.
 
-Takes any tensor of real numbers, and adds what it found to a row of the state.
+The engine calls it for every firing on a CPU; ``activation_stats`` calls it for small tensors.
 
-The tensor is gone through in blocks that fit the cache: five reductions of torch read each block five times, but only
-the first time from memory (4 Mi float32 on one core: 2.4 ms, against 4.3 in one go and 1.4 for a copy). Sums of blocks
-are added up in float64. torch counts zeros four times slower than it adds; comparing in numpy is as fast as adding.
+A tensor is read in blocks that fit the cache: five reductions of torch read each block five times, but only the first
+time from memory (4 Mi float32 on one core: 2.4 ms, against 4.3 in one go and 1.4 for a copy). Sums of blocks are added
+up in float64. torch counts zeros four times slower than it adds; comparing in numpy is as fast as adding.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hookline.observe.watch.columns import Layout
-    from hookline.observe.watch.stat_rows import Row
+    from hookline.observe.watch.stat_columns import Layout
+    from hookline.observe.watch.stat_rows import StatRow
 
 __all__ = ["Numbers", "add", "flat_view", "measure", "reduce"]
 
@@ -40,7 +40,7 @@ _LOCK: Final = threading.Lock()
 
 
 class Numbers(NamedTuple):
-    """What was found in a tensor, or in a part of it."""
+    """The statistics of a tensor, or of a part of it."""
 
     size: int = 0
     sum: float = 0.0
@@ -57,7 +57,7 @@ class Numbers(NamedTuple):
     over: tuple[int, ...] = ()
 
     def repeated(self, times: int) -> Numbers:
-        """The same numbers so many times over."""
+        """Return the statistics of the same numbers, ``times`` over."""
         return self._replace(
             size=self.size * times,
             sum=self.sum * times,
@@ -69,7 +69,7 @@ class Numbers(NamedTuple):
         )
 
     def joined(self, other: Numbers) -> Numbers:
-        """Both parts together."""
+        """Return the statistics of both parts together."""
         return Numbers(
             self.size + other.size,
             self.sum + other.sum,
@@ -86,7 +86,7 @@ class Numbers(NamedTuple):
         )
 
 
-def measure(tensor: Tensor, layout: Layout, row: Row, factor: float = 1.0) -> Numbers:
+def measure(tensor: Tensor, layout: Layout, row: StatRow, factor: float = 1.0) -> Numbers:
     """Add the statistics of ``tensor``, its numbers multiplied by a positive ``factor``, to a row on the CPU."""
     found = reduce(tensor, layout, 1.0 / factor)
     add(found, row, layout, factor)
@@ -94,14 +94,14 @@ def measure(tensor: Tensor, layout: Layout, row: Row, factor: float = 1.0) -> Nu
 
 
 def reduce(tensor: Tensor, layout: Layout, unit: float = 1.0) -> Numbers:
-    """The statistics of a tensor that is on the CPU; thresholds are in multiples of ``unit``."""
+    """Return the statistics of a tensor that is on the CPU; thresholds are in multiples of ``unit``."""
     tensor, times = _once(tensor.detach())
     found = _reduce(flat_view(tensor), layout, unit)
     return found if times == 1 else found.repeated(times)
 
 
 def _once(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor that repeats itself, as the gradient of a sum does, without repetitions; and how many there are."""
+    """Return a tensor that repeats itself, as the gradient of a sum does, without repetitions, and their number."""
     times = 1
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -137,7 +137,7 @@ def _of_block(block: Tensor, layout: Layout, unit: float) -> Numbers:
 
 
 def _moments(block: Tensor, count: int, low: float, high: float, known: bool) -> tuple[float, float]:
-    """Sum and sum of squares."""
+    """Return sum and sum of squares."""
     if known and low == high:  # all the same
         return count * low, count * low * low
     total, squares = block.sum().item(), torch.dot(block, block).item()
@@ -169,7 +169,7 @@ def _count_over(block: Tensor, threshold: float) -> int:
 
 
 def _details(block: Tensor) -> tuple[int, int, float, float]:
-    """NaN, Inf, and the extremes of the rest."""
+    """Return the counts of NaN and Inf, and the extremes of the rest."""
     finite = block[block.isfinite()]
     nan = int(block.isnan().sum())
     rest = finite.numel()
@@ -177,7 +177,7 @@ def _details(block: Tensor) -> tuple[int, int, float, float]:
     return nan, block.numel() - rest - nan, low, high
 
 
-def add(found: Numbers, row: Row, layout: Layout, factor: float) -> None:
+def add(found: Numbers, row: StatRow, layout: Layout, factor: float) -> None:
     """Add what was found to a row on the CPU."""
     cells, at = row.cells, row.start
     assert cells is not None
@@ -220,7 +220,7 @@ def _as_float(flat: Tensor) -> Tensor:
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """All numbers in a row, in whichever order they lie in memory."""
+    """Return all numbers in one dimension, in the order they have in memory."""
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
@@ -237,7 +237,7 @@ _SCRATCH: Final = _Scratch()
 
 
 def _scratch(count: int) -> NDArray[np.bool_]:
-    """Room for as many flags; a new array for each block would be page faults for the most part."""
+    """Return an array of ``count`` flags; a new one for each block would mostly be page faults."""
     if _SCRATCH.flags.size < count:
         _SCRATCH.flags = np.empty(max(count, _BLOCK), dtype=np.bool_)
     return _SCRATCH.flags[:count]

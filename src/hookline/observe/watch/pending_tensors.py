@@ -1,15 +1,14 @@
-"""Tensors that were seen and are reduced later, many in one go.
+"""Hold tensors that were seen on a GPU, and have many of them reduced at once.
 
-Takes tensors with the places they were seen at, from the engine, and hands them to a reducer together: at the end of a
-forward, of a backward pass, or when numbers are asked for. A launch for each tensor takes the host longer than many a
-layer does; a note takes 2 µs. This is for devices that work behind the host: a CPU has the tensor in its cache at once,
-and not later.
+The engine gives it tensors with their places; it calls the engine back at the end of a forward or backward pass, or
+when numbers are asked for. A launch for each tensor takes the host longer than many a layer does; a note takes 2 µs. A
+CPU has the tensor in its cache at once, and not later, so nothing is held there.
 
-A tensor may be changed in place before its turn comes, and then its numbers would be wrong. So whoever sees a place for
-the first time has the tensor reduced at once, and looks later whether it was changed (its version tells). Where it was,
-tensors are reduced at once for good. Where it was not, later ones are noted, with their version: should one be changed
-after all, its firing is lost and said to be, and the place is reduced at once from then on. What changes a tensor
-without torch noticing (``.data``, a kernel of your own) is not noticed here.
+A tensor may be changed in place before it is reduced, and then its numbers would be wrong. So the first tensor of a
+place is reduced at once, and its version is compared later. Where it was changed, tensors are always reduced at once.
+Where it was not, later ones are noted, with their version: should one be changed after all, its firing is lost and
+reported as such, and the place is reduced at once from then on. What changes a tensor without torch noticing
+(``.data``, a kernel of your own) is not noticed here.
 
 Holding a tensor changes nothing that is computed. Autograd adds up gradients in place only where nobody else has them,
 and otherwise makes a new one of the same numbers.
@@ -31,9 +30,9 @@ from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stats_engine import Watched
+    from hookline.observe.watch.stats_engine import WatchedPlace
 
-__all__ = ["Note", "Pending", "limit_of"]
+__all__ = ["Note", "PendingTensors", "limit_of"]
 
 _CPU: Final = torch.device("cpu")
 _SHARE: Final = 64
@@ -45,7 +44,7 @@ _T = TypeVar("_T")
 
 
 def limit_of(device: torch.device) -> int:
-    """How many bytes are held at most, beside the tensor that exceeds them: one part in 64 of the device's memory.
+    """Return how many bytes are held, beside the tensor that exceeds them: one part in 64 of the device's memory.
 
     On an H200 that is 2.2 GiB; with 256 MiB, a step of GPT-2 had 26 batches to reduce, not 5. What a forward has made
     is mostly kept for the backward pass anyway: the peak was the same.
@@ -58,28 +57,28 @@ def limit_of(device: torch.device) -> int:
 class Note(NamedTuple):
     """A tensor that was seen at a place."""
 
-    place: Watched
+    place: WatchedPlace
     tensor: Tensor
     scale: Any = None
-    """What its numbers are to be divided by."""
+    """Divide its numbers by this."""
 
 
-_Kept: TypeAlias = "tuple[int, Watched, Tensor, Any, int, int]"
-"""What is noted: the stream, the place, the tensor, its scale, and the versions of both."""
+_Kept: TypeAlias = "tuple[int, WatchedPlace, Tensor, Any, int, int]"
+"""Stream, place, tensor, its scale, and the versions of both."""
 
 
 class _Streams:
-    """The streams of a device, by number; of a device that has none, here."""
+    """The streams of a device, by number; this class is for a device that has none."""
 
     now: Callable[[], int] = staticmethod(lambda: 0)
-    """Tells the one that work is put on."""
+    """Return the current stream."""
 
     def on(self, number: int) -> AbstractContextManager[Any]:
-        """Puts work on that one."""
+        """Return a block whose work is put on stream ``number``."""
         return nullcontext()
 
     def join(self, number: int) -> None:
-        """Has the current one wait for that one."""
+        """Make the current stream wait for stream ``number``."""
 
 
 class _CudaStreams(_Streams):
@@ -102,11 +101,11 @@ class _CudaStreams(_Streams):
         )
 
 
-class Pending:
-    """What was noted of the tensors of one device, and is still to be reduced.
+class PendingTensors:
+    """The tensors of one device that are still to be reduced.
 
-    Threads may share it (the backward pass of a GPU runs in one of its own): notes are put in at one end of a queue and
-    taken out at the other, each by one step that no other thread can divide.
+    Threads may share it (the backward pass of a GPU runs in one of its own): notes enter a queue at one end and leave
+    it at the other, each by one step that no other thread can divide.
     """
 
     def __init__(
@@ -124,27 +123,27 @@ class Pending:
         self._bytes = 0
         self._task = -1
         self._last: int | None = None
-        """The stream that rows were last added to on."""
-        self._stays: dict[Watched, bool] = {}
-        """For each place that is known: whether what is seen there stays as it is until the pass is over."""
-        self._checks: deque[tuple[Watched, Tensor, int]] = deque()
+        """The stream that last added to rows."""
+        self._stays: dict[WatchedPlace, bool] = {}
+        """For each place that is known: whether its tensors stay unchanged until the pass is over."""
+        self._checks: deque[tuple[WatchedPlace, Tensor, int]] = deque()
         self._checked = 0
         """The bytes of tensors that were seen for the first time."""
-        self.lost: dict[Watched, int] = {}
+        self.lost: dict[WatchedPlace, int] = {}
         """How many firings were not reduced because their tensor was changed first."""
 
     def __len__(self) -> int:
         return len(self._notes)
 
-    def take(self, place: Watched, tensor: Tensor, scale: Any = None) -> None:
+    def take(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
         """Reduce a tensor, now or later."""
         if not (self._stays.get(place) and self.note(place, tensor, scale)):
             self._take_at_once(place, tensor, scale)
 
-    def note(self, place: Watched, tensor: Tensor, scale: Any = None) -> bool:
-        """Keep a tensor for later; False if that cannot be done.
+    def note(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> bool:
+        """Keep a tensor for later; return False if that cannot be done.
 
-        In one piece: a call costs a microsecond here, in the middle of a model, where nothing is in the CPU's cache.
+        One function without helpers: a call costs a microsecond here, where nothing is in the CPU's cache.
         """
         if (
             type(tensor) is not Tensor
@@ -169,7 +168,7 @@ class Pending:
         return True
 
     def flush(self) -> None:
-        """Reduce all that is noted, and see which tensors were changed in place: a pass is over, or numbers are due."""
+        """Reduce all notes, and compare versions: a pass is over, or numbers are asked for."""
         if _torch.capturing():  # it would become part of the graph, and be done at each replay
             return
         self.reduce_noted()
@@ -179,7 +178,7 @@ class Pending:
             self._judge(*check)
 
     def reduce_noted(self) -> None:
-        """Reduce all that is noted."""
+        """Reduce all notes."""
         self._bytes = 0
         by_stream: dict[int, list[Note]] = {}
         for stream, place, tensor, scale, version, scale_version in _taken(self._notes):
@@ -193,14 +192,14 @@ class Pending:
                 self._hand_over(notes)
 
     def forget(self) -> None:
-        """Let go of what is noted."""
+        """Drop all notes."""
         self._notes.clear()
         self._bytes = 0
 
     def _hand_over(self, notes: list[Note]) -> None:
         try:
             self._reduce(notes)
-        except Exception as error:  # whoever only watches must not lose the run to it
+        except Exception as error:  # a watch must not end the run
             for note in notes:
                 note.place.silent = f"{type(error).__name__}: {error}"
             warnings.warn(
@@ -211,38 +210,38 @@ class Pending:
             )
 
     def _follow(self) -> None:
-        """What is put on the current stream from now on comes after what was added to rows before, on any."""
+        """Make the current stream wait for the one that last added to rows."""
         now = self._streams.now()
-        if now != self._last and not _torch.capturing():  # whoever records a graph has waited
+        if now != self._last and not _torch.capturing():  # who records a graph has waited
             if self._last is not None:
                 self._streams.join(self._last)
             self._last = now
 
-    def _take_at_once(self, place: Watched, tensor: Tensor, scale: Any) -> None:
+    def _take_at_once(self, place: WatchedPlace, tensor: Tensor, scale: Any) -> None:
         self._follow()
         self._reduce([Note(place, tensor, scale)])
         if place in self._stays or tensor.is_inference():
             return
-        # Autograd adds to a gradient in place if nobody else has it. Later somebody has: it is held this time, too.
+        # Autograd adds to a gradient in place if nobody else holds it. Later ones are held, so this one is, too.
         self._checked += tensor.untyped_storage().nbytes()
         counter = tensor if self._checked <= self._limit else _without_numbers(tensor)
         self._checks.append((place, counter, counter._version))
-        if len(self._checks) > _MOST_CHECKS:  # nobody says that a pass is over
+        if len(self._checks) > _MOST_CHECKS:  # no pass has ended for long
             self._judge(*self._checks.popleft())
         self._await_end()
 
-    def _judge(self, place: Watched, counter: Tensor, version: int) -> None:
-        """See whether a tensor was changed in place since it was first seen."""
+    def _judge(self, place: WatchedPlace, counter: Tensor, version: int) -> None:
+        """Decide by the version of the first tensor whether later ones of its place may wait."""
         stays = self._stays[place] = self._stays.get(place, True) and counter._version == version
         place.deferred = self if stays else None
 
     def _await_end(self) -> None:
-        """Have all reduced at the end of the backward pass, if one is running."""
+        """Flush at the end of the backward pass, if one is running."""
         task = self._task = _torch.graph_task_id()
         if task != -1:
             _torch.queue_end_of_backward(self.flush)
 
-    def _lose(self, place: Watched) -> None:
+    def _lose(self, place: WatchedPlace) -> None:
         self._stays[place] = False
         place.deferred = None
         count = self.lost[place] = self.lost.get(place, 0) + 1
@@ -250,7 +249,7 @@ class Pending:
 
 
 def _taken(queue: deque[_T]) -> Iterator[_T]:
-    """All that is in a queue, which is empty then."""
+    """Empty a queue, and yield what was in it."""
     while True:
         try:
             yield queue.popleft()
@@ -259,7 +258,7 @@ def _taken(queue: deque[_T]) -> Iterator[_T]:
 
 
 def _without_numbers(tensor: Tensor) -> Tensor:
-    """A tensor that has the version of another one, and none of its memory."""
+    """Return a tensor that shares the version of ``tensor``, and none of its memory."""
     with torch.no_grad():
         counter = tensor.detach()
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

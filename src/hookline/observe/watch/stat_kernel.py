@@ -1,12 +1,11 @@
-"""The statistics of many tensors on a GPU in two launches.
+"""Add the statistics of many tensors on a GPU to their rows, in two launches.
 
-Takes flat tensors with the rows they belong to, from the engine or from `pending`, and adds their statistics to the
-rows: `programs.reduce_chunks` reads each tensor once, `programs.merge_slots` adds what it found to the rows. Nothing
-waits for the device and nothing comes back from it; one small table goes up through pinned memory, and for a single
-tensor not even that, so a single one may be taken while a CUDA graph is recorded.
+The engine calls it. `triton_reduce` reads each tensor once, `triton_merge` adds what it found to rows. Nothing waits
+for the device and nothing comes back from it; one small table goes up through pinned memory, and for a single tensor
+not even that, so a single one may be taken while a CUDA graph is recorded.
 
-Into how many chunks a tensor is divided depends on its size alone: its numbers are the same to the last bit whichever
-tensors it is taken together with, and in every run.
+The number of chunks of a tensor depends on its size alone: its numbers are the same to the last bit whichever tensors
+it is taken together with, and in every run.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from hookline.observe.watch.cpu_stats import flat_view
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.columns import Layout
-    from hookline.observe.watch.stat_rows import Row
+    from hookline.observe.watch.stat_columns import Layout
+    from hookline.observe.watch.stat_rows import StatRow
 
-__all__ = ["Item", "Kernel", "Parts", "Tuning", "is_available", "readable"]
+__all__ = ["FoundByRow", "Kernel", "KernelInput", "Tuning", "is_available", "readable"]
 
 _JOBS: Final = 256
 """How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""
@@ -44,30 +43,30 @@ _FOLDING_WARPS: Final = 16
 """Rows that one program adds up, at a time, and by how many warps; more rows are divided among several."""
 
 
-class Item(NamedTuple):
-    """A tensor, and where its statistics go."""
+class KernelInput(NamedTuple):
+    """A tensor, and the row its statistics go to."""
 
     flat: Tensor
-    """Contiguous, of a type that is read: what `readable` gives."""
-    row: Row
+    """As `readable` gives it: contiguous, of a dtype that is read."""
+    row: StatRow
     scale: Any = None
-    """What to divide the numbers by: a tensor of one number, unread, or a number."""
+    """Divide the numbers by this: a tensor of one number, unread, or a number."""
 
 
-class Parts(NamedTuple):
-    """What a compiled graph has found in a tensor by rows, and where that goes."""
+class FoundByRow(NamedTuple):
+    """Statistics that a compiled graph has found in a tensor by row, and the row they go to."""
 
     found: list[Tensor]
-    """As `rows.find_in` gives it."""
+    """As `find_in` gives it."""
     each: int
-    """How long a row is."""
-    row: Row
+    """The length of a row."""
+    row: StatRow
     scale: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How work is divided. What is best differs by device; none of it changes a number by more than rounding."""
+    """The division of work, by device; none of it changes a number by more than rounding."""
 
     warps: int = 4
     """Per program."""
@@ -81,11 +80,11 @@ class Tuning:
     """How many slots a merging program takes at a time."""
 
     def width(self, element_size: int) -> int:
-        """How many numbers a program reads by one instruction."""
+        """Return how many numbers a program reads by one instruction."""
         return max(self.threads * _ALIGNMENT // element_size, 32)
 
     def division(self, size: int, element_size: int) -> tuple[int, int]:
-        """For a tensor of that many numbers: how many programs, and how many tiles for each."""
+        """Return how many programs read a tensor of ``size`` numbers, and how many tiles each."""
         num_tiles = -(-size // (4 * self.width(element_size)))
         tiles = max(self.least_tiles, -(-num_tiles // self.most_programs))
         return -(-num_tiles // tiles), tiles
@@ -109,7 +108,7 @@ class Kernel:
         self._ready: dict[Any, Any] = {}
         """Compiled programs by all that they were compiled for: launching one takes a third of finding it."""
 
-    def take(self, items: Sequence[Item]) -> None:
+    def take(self, items: Sequence[KernelInput]) -> None:
         """Add the statistics of each tensor to its row, on the current stream."""
         with self._on_device():
             for batch in _rounds(items):
@@ -121,8 +120,8 @@ class Kernel:
                 else:
                     self._take_many(batch)
 
-    def take_parts(self, items: Sequence[Parts]) -> None:
-        """Add what `rows.find_in` has found by rows, at once: a graph soon uses its memory again."""
+    def take_rows(self, items: Sequence[FoundByRow]) -> None:
+        """Add what `find_in` has found by row, at once: a graph soon uses its memory again."""
         with self._on_device():
             for batch in _rounds(items):
                 for some in _parts(batch, 1 if _torch.capturing() else _JOBS):
@@ -131,7 +130,7 @@ class Kernel:
                     else:
                         self._fold_many(some)
 
-    def _fold_one(self, item: Parts) -> None:
+    def _fold_one(self, item: FoundByRow) -> None:
         held, addresses, count = self._addresses(item.found)
         divisor = self._scale(item.scale)
         at, row = 0 if divisor is None else divisor.data_ptr(), item.row.added.data_ptr()
@@ -142,8 +141,8 @@ class Kernel:
         self._merge(1, (0, 0, row, count * item.each, programs, at, slots.data_ptr(), programs), single=True)
         del held
 
-    def _fold_many(self, items: Sequence[Parts]) -> None:
-        """As `_take_many`: what each program has to do, what is to be merged, and where that goes, in one table."""
+    def _fold_many(self, items: Sequence[FoundByRow]) -> None:
+        """Take several in one launch; one table says what each program does, what is merged, and into which row."""
         divisors: dict[int, Tensor] = {}
         folds: list[int] = []
         jobs: list[int] = []
@@ -168,14 +167,14 @@ class Kernel:
         self._merge(len(items), (table, table + len(jobs) * 8, 0, 0, 0, 0, slots.data_ptr(), slot), single=False)
 
     def _addresses(self, found: Sequence[Tensor]) -> tuple[list[Tensor], list[int], int]:
-        """Where sums, squares, lows, highs and zeros are, 0 for what there is not; how many; and what holds them."""
+        """Return what holds the parts; the addresses of sums, squares, lows, highs, zeros, 0 for none; their number."""
         layout = self._layout
         held = [part if part.is_contiguous() else part.contiguous() for part in found]
         parts = iter(held)
         wanted = (layout.moments, layout.moments, layout.extremes, layout.extremes, layout.zeros)
         return held, [next(parts).data_ptr() if is_there else 0 for is_there in wanted], found[0].numel()
 
-    def _take_one(self, item: Item) -> None:
+    def _take_one(self, item: KernelInput) -> None:
         flat, row, scale = item
         divisor = self._scale(scale)
         address, size, at = flat.data_ptr(), flat.numel(), 0 if divisor is None else divisor.data_ptr()
@@ -186,7 +185,7 @@ class Kernel:
         merged = (0, 0, row.added.data_ptr(), size, programs, at, slots.data_ptr(), programs)
         self._merge(1, merged, single=True)
 
-    def _take_many(self, items: Sequence[Item]) -> None:
+    def _take_many(self, items: Sequence[KernelInput]) -> None:
         divisors: dict[int, Tensor] = {}
         groups: dict[_Group, dict[_Job, list[int]]] = {}
         for flat, row, scale in items:
@@ -258,13 +257,13 @@ class Kernel:
             self._ready[name, key] = compiled, constants
 
     def _program(self, name: str, key: Any) -> tuple[Any, tuple[Any, ...]]:
-        """A program, and the constants it is to be compiled with."""
-        programs = _programs()
+        """Return a program, and the constants to compile it with."""
+        program = _program_named(name)
         if name == "merge_slots":
-            return programs.merge_slots, (key, self._tuning.merged)
+            return program, (key, self._tuning.merged)
         if name == "fold_parts":
             flags = (self._layout.moments, self._layout.extremes, self._layout.zeros)
-            return programs.fold_parts, (*flags, key, _JOBS, _FOLDED_AT_A_TIME, _FOLDED)
+            return program, (*flags, key, _JOBS, _FOLDED_AT_A_TIME, _FOLDED)
         (dtype, aligned), single, first, overs = key
         element, wide = _types()[dtype]
         layout = self._layout
@@ -272,7 +271,7 @@ class Kernel:
         width = self._tuning.width(dtype.itemsize)
         pairs = _pairs(self._device) if aligned and dtype in _HALVES else 0
         constants = (element, wide, aligned, pairs, single, moments, extremes, zeros, overs, first, _JOBS, width)
-        return programs.reduce_chunks, constants
+        return program, constants
 
     # -- memory ------------------------------------------------------------------------------------------
 
@@ -281,7 +280,7 @@ class Kernel:
         return torch.empty(self._layout.width * max(programs, 1), dtype=torch.float64, device=self._device)
 
     def _upload(self, numbers: list[int]) -> Tensor:
-        """Numbers on the device, without waiting; torch keeps the pinned memory until the copy is through."""
+        """Copy numbers to the device without waiting; torch keeps the pinned memory until the copy is through."""
         pin = self._device.type == "cuda"
         pinned = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=pin)
         pinned.numpy()[:] = numbers  # 50 µs for 1,500; torch.tensor(numbers) takes 300
@@ -302,7 +301,7 @@ class Kernel:
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether there is a kernel for the device: an NVIDIA or AMD GPU, and Triton, which torch brings along."""
+    """Return whether there is a kernel for the device: an NVIDIA or AMD GPU, and Triton, which torch installs."""
     return device.type == "cuda" and _has_triton()
 
 
@@ -312,7 +311,7 @@ def _has_triton() -> bool:
 
 
 def _pairs(device: torch.device) -> int:
-    """How numbers of 16 bits are read: 1 two at a time, 2 and compared so, by instructions of Hopper and later.
+    """Return how numbers of 16 bits are read: 1 two at a time, 2 also compared so, by instructions since Hopper.
 
     Comparing them in pairs leaves 6.6 instructions for each, of 9.3.
     """
@@ -321,7 +320,7 @@ def _pairs(device: torch.device) -> int:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The numbers of any tensor, one after the other, in a type that is read; copied only if there is no other way."""
+    """Return the numbers of any tensor as one contiguous tensor of a dtype that is read; copy only if needed."""
     dtype = tensor.dtype
     if dtype in _READ and tensor.is_contiguous() and not tensor.is_neg():
         return tensor  # where it lies and how many there are is all that counts
@@ -353,7 +352,7 @@ _READ: Final = frozenset(
 
 @functools.cache
 def _types() -> dict[torch.dtype, tuple[Any, Any]]:
-    """For each type of number: what it is called in Triton, and in which one it is added up."""
+    """Return for each dtype its name in Triton, and the dtype it is added up in."""
     tl: Any = importlib.import_module("triton.language")
     narrow = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16)
     return {dtype: (getattr(tl, str(dtype).removeprefix("torch.")), tl.float32 if dtype in narrow else tl.float64)
@@ -361,24 +360,25 @@ def _types() -> dict[torch.dtype, tuple[Any, Any]]:
 
 
 @functools.cache
-def _programs() -> Any:
-    return importlib.import_module("hookline.observe.watch.triton_programs")
+def _program_named(name: str) -> Any:
+    module = "triton_reduce" if name == "reduce_chunks" else "triton_merge"
+    return getattr(importlib.import_module(f"hookline.observe.watch.{module}"), name)
 
 
-_Either = TypeVar("_Either", Item, Parts)
+_Either = TypeVar("_Either", KernelInput, FoundByRow)
 
 
 def _rounds(items: Sequence[_Either]) -> Iterable[Sequence[_Either]]:
-    """Batches in which no row comes twice: two programs must not add to the same one at a time."""
+    """Return batches in which no row comes twice: two programs must not add to the same one at a time."""
     if len({id(item.row) for item in items}) == len(items):
         return [items] if items else []
     seen: dict[int, int] = {}
     rounds: list[list[_Either]] = []
     for item in items:
-        turn = seen[id(item.row)] = seen.get(id(item.row), -1) + 1
-        if turn == len(rounds):
+        number = seen[id(item.row)] = seen.get(id(item.row), -1) + 1
+        if number == len(rounds):
             rounds.append([])
-        rounds[turn].append(item)
+        rounds[number].append(item)
     return rounds
 
 

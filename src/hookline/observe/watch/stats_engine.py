@@ -1,8 +1,8 @@
-"""The engine of streaming statistics: places to watch, and the state their numbers are added up in.
+"""Add up the statistics of tensors, by place, and read them as metrics.
 
-Takes tensors, or vectors that compiled code has made of them, and hands out metrics, after one transfer per device.
-Which way a tensor is reduced depends on where it is: `reduce` on the CPU; on a GPU `kernel`, for many at a time, which
-`pending` collects; `vector` elsewhere, and where there is no Triton.
+`Watch` and its hooks call it with tensors, or with what compiled code has found in them. It chooses the reducer by the
+device: `cpu_stats` on the CPU; on a GPU `stat_kernel`, for the many tensors that `pending_tensors` collects;
+`graph_stats` on other devices and where there is no Triton.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,100 +19,111 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel, type_name
+from hookline.observe.host_values import fetch
 from hookline.observe.watch.cpu_stats import add, measure
-from hookline.observe.watch.pending_tensors import Note, Pending
-from hookline.observe.watch.stat_kernel import Item, Kernel, Parts, is_available, readable
-from hookline.observe.watch.stat_metrics import as_metrics
-from hookline.observe.watch.stat_rows import Row, State
-from hookline.observe.watch.stat_vector import add_up, as_columns, as_numbers, summarize
-from hookline.observe.watch.unit_stats import Bins, Units, read_all
+from hookline.observe.watch.graph_stats import add_up, as_columns, as_numbers, summarize
+from hookline.observe.watch.pending_tensors import Note, PendingTensors
+from hookline.observe.watch.stat_columns import as_metrics
+from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, is_available, readable
+from hookline.observe.watch.stat_rows import AliveUnits, DeviceRows, ExponentBins, StatRow
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hookline.observe.watch.columns import Layout
+    from hookline.observe.watch.stat_columns import Layout
 
-__all__ = ["Engine", "Watched"]
+__all__ = ["StatsEngine", "WatchedPlace"]
 
 _CPU: Final = torch.device("cpu")
+_READ_ON_HOST: Final = ("cpu", "mps")
+"""Devices whose tensors are reduced on the CPU; Apple's GPU has no float64 to add up in."""
+_AT_ONCE: Final = ("param", "param_grad")
+"""Kinds that the next step changes in place."""
+_BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind for kind in (AliveUnits, ExponentBins)}
 
 
-class Watched:
-    """One place that is watched, and one kind of what goes through it."""
+class WatchedPlace:
+    """One place in a model, and one kind of what flows through it."""
 
     __slots__ = ("at_once", "beside", "deferred", "kind", "name", "rows", "silent", "unread")
 
-    def __init__(self, name: str, kind: str, beside: tuple[Units | Bins, ...] = ()) -> None:
+    def __init__(self, name: str, kind: str, beside: tuple[AliveUnits | ExponentBins, ...] = ()) -> None:
         self.name = name
         """Dotted name in the model."""
         self.kind = kind
         """``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``, or nothing for a value of the user's own."""
         self.at_once = kind in _AT_ONCE
-        """Whether it is changed by the next step, and so reduced before."""
-        self.deferred: Pending | None = None
-        """Where tensors may be noted for later, once it is known that they stay as they are."""
-        self.rows: dict[torch.device, Row] = {}
+        """Whether its tensors have to be reduced at once."""
+        self.deferred: PendingTensors | None = None
+        """Where its tensors may wait, once it is known that nothing changes them in place."""
+        self.rows: dict[torch.device, StatRow] = {}
         self.beside = beside
-        """What is kept per unit."""
+        """The statistics that are kept per unit."""
         self.silent = ""
         """Why something was not measured here, if that is so."""
         self.unread = ""
-        """Why what came by first had no numbers; of no account once something had."""
+        """Why the first tensor had no numbers; of no account once another had."""
 
     @property
     def prefix(self) -> str:
-        """What its metrics begin with."""
+        """The beginning of the names of its metrics."""
         return "".join(f"{part}/" for part in (self.name, self.kind) if part)
 
     @property
     def label(self) -> str:
-        """What it is called in reports."""
+        """Its name in reports."""
         return self.prefix.rstrip("/")
 
+    def empty(self) -> None:
+        """Forget its numbers."""
+        for row in self.rows.values():
+            row.empty()
+        self.forget_beside()
+
     def forget_beside(self) -> None:
-        """Nothing is kept per unit any more."""
-        for kept in self.beside:
-            kept.kept = None
+        """Forget what is kept per unit."""
+        for statistic in self.beside:
+            statistic.kept = None
 
 
-class Engine:
+class StatsEngine:
     """Streaming statistics of any number of places."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.states: dict[torch.device, State] = {}
-        self.places: dict[tuple[str, str], Watched] = {}
+        self.places: dict[tuple[str, str], WatchedPlace] = {}
         self.limit: int | None = None
-        """How many bytes of tensors on a GPU may be held until they are reduced; None for a share of its memory."""
+        """How many bytes of tensors on a GPU may wait to be reduced; None for a share of its memory."""
+        self.device_rows: dict[torch.device, DeviceRows] = {}
         self._kernels: dict[torch.device, Kernel | None] = {}
-        self._pending: dict[torch.device, Pending] = {}
+        self._pending: dict[torch.device, PendingTensors] = {}
         self.lock = threading.RLock()
         """Held while rows and places are handed out, and while what is kept per unit changes."""
 
-    def place(self, name: str, kind: str) -> Watched:
-        """The place of that name; a new one, the first time."""
+    def place(self, name: str, kind: str) -> WatchedPlace:
+        """Return the place of that name; make it the first time."""
         found = self.places.get((name, kind))
         if found is None:
-            beside = tuple(_BESIDE[each]() for each in self.layout.by_unit)
-            found = self.places.setdefault((name, kind), Watched(name, kind, beside))
+            beside = tuple([_BY_UNIT[each]() for each in self.layout.by_unit])
+            found = self.places.setdefault((name, kind), WatchedPlace(name, kind, beside))
         return found
 
-    def row(self, place: Watched, device: torch.device) -> Row:
-        """The row of a place on a device."""
+    def row(self, place: WatchedPlace, device: torch.device) -> StatRow:
+        """Return the row of a place on a device; make it the first time."""
         row = place.rows.get(device)
-        return self._new_row(place, device) if row is None else row
-
-    def _new_row(self, place: Watched, device: torch.device) -> Row:
-        with self.lock:
-            row = place.rows.get(device)  # another thread may have been here meanwhile
-            if row is None:
-                if device not in self.states:
-                    self.states[device] = State(self.layout, device)
-                row = place.rows[device] = self.states[device].new_row()
+        if row is not None:
             return row
+        with self.lock:
+            if device not in place.rows:  # another thread may have made it meanwhile
+                if device not in self.device_rows:
+                    self.device_rows[device] = DeviceRows(self.layout, device)
+                place.rows[device] = self.device_rows[device].new_row()
+            return place.rows[device]
 
-    def take(self, place: Watched, tensor: Tensor, scale: Any = None) -> None:
+    # -- taking tensors ----------------------------------------------------------------------------------
+
+    def take(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
         """Add the statistics of a tensor; its numbers are divided by ``scale`` first, which may be a tensor."""
         deferred = place.deferred
         if deferred is not None and deferred.note(place, tensor, scale):
@@ -132,16 +143,8 @@ class Engine:
         else:
             self._pending_on(device).take(place, local, scale)
 
-    def _pending_on(self, device: torch.device) -> Pending:
-        found = self._pending.get(device)
-        if found is None:
-            made = Pending(partial(self._take_notes, device), device, limit=self.limit)
-            # In one step: what another thread notes in one that is replaced here would never be asked for.
-            found = self._pending.setdefault(device, made)
-        return found
-
-    def take_all(self, tensors: Iterable[tuple[Watched, Tensor, Any]]) -> None:
-        """As `take`, for several that are there now; those on a GPU in one go."""
+    def take_all(self, tensors: Iterable[tuple[WatchedPlace, Tensor, Any]]) -> None:
+        """Add the statistics of several tensors, each with its place and scale; those on a GPU in one launch."""
         notes: dict[torch.device, list[Note]] = {}
         for place, tensor, scale in tensors:
             local = _numbers_of(tensor)
@@ -152,15 +155,59 @@ class Engine:
         for device, some in notes.items():
             self._take_notes(device, some)
 
+    def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int, Any]]) -> None:
+        """Add what compiled code has found, as `find_in` gives it: a vector, the tensor itself, or rows of it."""
+        by_row: dict[torch.device, list[tuple[WatchedPlace, FoundByRow]]] = {}
+        for place, found, each, scale in items:
+            device = found[0].device
+            if each == 1:
+                self._take_notes(device, [Note(place, found[0], scale)])
+            elif each == 0:
+                self.take_vector(place, found[0], scale)
+            else:
+                parts = FoundByRow(found, each, self.row(place, device), scale)
+                by_row.setdefault(device, []).append((place, parts))
+        for device, some in by_row.items():
+            self._take_rows(device, some)
+
+    def take_vector(self, place: WatchedPlace, vector: Tensor, scale: Any = None) -> None:
+        """Add what `summarize` has found; thresholds were then not divided by the scale."""
+        row = self.row(place, vector.device)
+        layout = self.layout if vector.numel() == len(self.layout.found) else self.layout.closer
+        if vector.device.type == "cpu":
+            add(as_numbers(vector, layout), row, layout, _factor(scale))
+            return
+        with torch.no_grad():
+            row.take(as_columns(vector, layout, scale))
+
+    def take_beside(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
+        """Add a tensor to what is kept per unit."""
+        local = _numbers_of(tensor) if place.beside else None
+        if local is not None:
+            with torch.no_grad(), self.lock:
+                numbers = local.detach() if scale is None else local.detach() * _factor(scale)
+                for statistic in place.beside:
+                    statistic.take(numbers)
+
     def flush(self) -> None:
-        """See to it that all that was taken is in the state: a forward or a backward pass is over, or a step."""
+        """Reduce all tensors that wait: a forward or backward pass is over, or a step."""
         for pending in self._pending.values():
             pending.flush()
+
+    # -- on a GPU ----------------------------------------------------------------------------------------
+
+    def _pending_on(self, device: torch.device) -> PendingTensors:
+        found = self._pending.get(device)
+        if found is None:
+            made = PendingTensors(partial(self._take_notes, device), device, limit=self.limit)
+            # In one step: what another thread notes in one that is replaced here would never be asked for.
+            found = self._pending.setdefault(device, made)
+        return found
 
     def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
         kernel = self._kernel(device)
         if kernel is not None:
-            items = [Item(readable(note.tensor), self.row(note.place, device), note.scale) for note in notes]
+            items = [KernelInput(readable(note.tensor), self.row(note.place, device), note.scale) for note in notes]
             try:
                 kernel.take(items)
                 return
@@ -169,6 +216,18 @@ class Engine:
         with torch.no_grad():
             for note in notes:
                 self.take_vector(note.place, summarize(note.tensor, self.layout), note.scale)
+
+    def _take_rows(self, device: torch.device, items: Sequence[tuple[WatchedPlace, FoundByRow]]) -> None:
+        kernel = self._kernel(device)
+        if kernel is not None:
+            try:
+                kernel.take_rows([parts for _, parts in items])
+                return
+            except Exception as error:
+                self._give_up_kernel(device, error)
+        with torch.no_grad():
+            for place, (found, each, _, scale) in items:
+                self.take_vector(place, add_up(found, each, self.layout), scale)
 
     def _kernel(self, device: torch.device) -> Kernel | None:
         if device not in self._kernels:
@@ -187,85 +246,25 @@ class Engine:
             stacklevel=caller_stacklevel(),
         )
 
-    def take_found(self, items: Iterable[tuple[Watched, list[Tensor], int, Any]]) -> None:
-        """Add what compiled code has found, as `find_in` gives it: a vector, the tensor itself, or rows of it."""
-        by_row: dict[torch.device, list[tuple[Watched, Parts]]] = {}
-        for place, found, each, scale in items:
-            device = found[0].device
-            if each == 1:
-                self._take_notes(device, [Note(place, found[0], scale)])
-            elif each == 0:
-                self.take_vector(place, found[0], scale)
-            else:
-                parts = Parts(found, each, self.row(place, device), scale)
-                by_row.setdefault(device, []).append((place, parts))
-        for device, some in by_row.items():
-            self._take_parts(device, some)
+    # -- reading, forgetting, saving ---------------------------------------------------------------------
 
-    def _take_parts(self, device: torch.device, items: Sequence[tuple[Watched, Parts]]) -> None:
-        kernel = self._kernel(device)
-        if kernel is not None:
-            try:
-                kernel.take_parts([parts for _, parts in items])
-                return
-            except Exception as error:
-                self._give_up_kernel(device, error)
-        with torch.no_grad():
-            for place, (found, each, _, scale) in items:
-                self.take_vector(place, add_up(found, each, self.layout), scale)
-
-    def take_vector(self, place: Watched, vector: Tensor, scale: Any = None) -> None:
-        """Add what `summarize` has found; thresholds were then not divided by the scale."""
-        row = self.row(place, vector.device)
-        layout = self.layout if vector.numel() == len(self.layout.found) else self.layout.closer
-        if vector.device.type == "cpu":
-            add(as_numbers(vector, layout), row, layout, _factor(scale))
-            return
-        with torch.no_grad():
-            row.take(as_columns(vector, layout, scale))
-
-    def take_beside(self, place: Watched, tensor: Tensor, scale: Any = None) -> None:
-        """Add to what is kept per unit."""
-        local = _numbers_of(tensor) if place.beside else None
-        if local is not None:
-            with torch.no_grad(), self.lock:
-                numbers = local.detach() if scale is None else local.detach() * _factor(scale)
-                for kept in place.beside:
-                    kept.take(numbers)
-
-    def empty(self, place: Watched) -> None:
-        """Forget the numbers of one place."""
-        for device, row in place.rows.items():
-            self.states[device].empty(row)
-        place.forget_beside()
-
-    def reset(self) -> None:
-        """Forget the numbers; rows stay where they are."""
-        for pending in self._pending.values():
-            pending.forget()
-        for state in self.states.values():
-            state.reset()
-        for place in self.places.values():
-            place.forget_beside()
-
-    def read(self) -> dict[Watched, dict[str, float]]:
-        """The columns of every place: one transfer per device."""
+    def read(self) -> dict[WatchedPlace, dict[str, float]]:
+        """Return the columns of every place, by one transfer per device."""
         self.flush()
-        numbers = {device: state.read() for device, state in self.states.items()}
+        numbers = {device: rows.read() for device, rows in self.device_rows.items()}
         return {place: self._joined(place, numbers) for place in self.places.values()}
 
     def to_metrics(self) -> dict[str, Any]:
-        """Every statistic, by ``"name/kind/statistic"``."""
+        """Return every statistic, by ``"name/kind/statistic"``."""
         metrics: dict[str, Any] = {}
         beside = self._read_beside()
         for place, cells in self.read().items():
-            prefix = place.prefix
-            metrics |= {prefix + name: value for name, value in as_metrics(cells, self.layout).items()}
-            metrics |= {prefix + name: value for name, value in beside.get(place, {}).items()}
+            for name, value in (as_metrics(cells, self.layout) | beside.get(place, {})).items():
+                metrics[place.prefix + name] = value
         return metrics
 
-    def _joined(self, place: Watched, numbers: dict[torch.device, NDArray[Any]]) -> dict[str, float]:
-        """The rows of a place on all devices, as one."""
+    def _joined(self, place: WatchedPlace, numbers: dict[torch.device, NDArray[Any]]) -> dict[str, float]:
+        """Merge the rows of a place on all devices."""
         rows = [numbers[device][row.number].tolist() for device, row in place.rows.items()]
         if not rows:
             return dict.fromkeys(self.layout.names, 0.0)
@@ -274,25 +273,54 @@ class Engine:
         joined = [sum(column) for column in columns[:added]] + [_largest(column) for column in columns[added:]]
         return dict(zip(self.layout.names, joined, strict=True))
 
-    def _read_beside(self) -> dict[Watched, dict[str, Any]]:
+    def _read_beside(self) -> dict[WatchedPlace, dict[str, Any]]:
         kept = [
             (place, one, one.kept) for place in self.places.values() for one in place.beside if one.kept is not None
         ]
-        found: dict[Watched, dict[str, Any]] = {}
-        for (place, one, _), values in zip(kept, read_all(tensor for _, _, tensor in kept), strict=True):
+        found: dict[WatchedPlace, dict[str, Any]] = {}
+        for (place, one, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
             found.setdefault(place, {})[one.name] = one.as_metric(values)
         return found
 
+    def reset(self) -> None:
+        """Forget all numbers; rows stay where they are."""
+        for pending in self._pending.values():
+            pending.forget()
+        for rows in self.device_rows.values():
+            rows.reset()
+        for place in self.places.values():
+            place.forget_beside()
 
-_READ_ON_HOST: Final = ("cpu", "mps")
-"""Where tensors are reduced on the CPU; Apple's GPU has no float64 to add up in."""
-_AT_ONCE: Final = ("param", "param_grad")
-"""Kinds that are changed in place by the next step."""
-_BESIDE: Final[dict[str, type[Units | Bins]]] = {Units.name: Units, Bins.name: Bins}
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the rows of each place, and what is kept per unit, for a checkpoint."""
+        self.flush()
+        return [
+            {
+                "name": place.name,
+                "kind": place.kind,
+                "rows": {str(device): torch.cat([row.added, row.kept]) for device, row in place.rows.items()},
+                "beside": [None if one.kept is None else one.kept.clone() for one in place.beside],
+            }
+            for place in self.places.values()
+        ]
+
+    def load_state_dict(self, saved: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from what `state_dict` gave; rows of other statistics than are asked for now are passed over."""
+        self.reset()
+        for state in saved:
+            place = self.place(state["name"], state["kind"])
+            for device, values in state["rows"].items():
+                row = self.row(place, torch.device(device))
+                count = row.added.numel()
+                if values.numel() == count + row.kept.numel():
+                    row.added.copy_(values[:count])
+                    row.kept.copy_(values[count:])
+            for one, kept in zip(place.beside, state["beside"], strict=False):
+                one.kept = kept
 
 
 def _numbers_of(tensor: Tensor) -> Tensor | None:
-    """What there are numbers of: this process's part, and of a sparse or nested tensor those that it has."""
+    """Return this process's part of ``tensor``, or the values of a sparse or nested one; None if it has no numbers."""
     if tensor.is_nested:
         tensor = tensor.values()
     local: Tensor | None = _torch.local_tensor(tensor)
@@ -305,7 +333,7 @@ def _numbers_of(tensor: Tensor) -> Tensor | None:
 
 
 def _factor(scale: Any) -> float:
-    """What to multiply by, to divide by a scale; a scale of zero has left nothing to see."""
+    """Return the factor that divides by ``scale``; 1 for a scale of zero, which has left nothing to see."""
     return 1.0 if scale is None or not float(scale) else 1.0 / float(scale)
 
 

@@ -1,46 +1,45 @@
-"""Streaming statistics of a model: what goes through its modules, its gradients, its parameters.
+"""Keep streaming statistics of a model: of what its modules return, of gradients, of parameters.
 
-Puts the hooks of `stats.hooks` on modules and has parameters read at steps; hands out metrics when asked.
+Users call `watch`. It puts the hooks of `watch_hooks` on modules, counts steps by `watch_steps`, and reads metrics from
+the `StatsEngine`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from hookline.errors import OptionError
+from hookline.errors import NoMatchError, OptionError
+
 from hookline.lifecycle.run_phase import During, checked_phases
 from hookline.lifecycle.schedule import StepSchedule
-from hookline.observe.watch.backward_end import Passes
-from hookline.observe.watch.columns import Layout
-from hookline.observe.watch.counted_passes import Counts
-from hookline.observe.watch.parameter_stats import Parameters
-from hookline.observe.watch.saved_stats import counted, load_counted
-from hookline.observe.watch.stats_engine import Engine
-from hookline.observe.watch.watch_hooks import MODULE_KINDS, ModuleHook
-from hookline.observe.watch.watch_options import check_scaler, checked_kinds, chosen_modules
-from hookline.observe.watch.watch_steps import ByForward, ByHand, ByOptimizer
-from hookline.observe.watch.watch_table import table_of
+from hookline.messages import type_name
+from hookline.observe.watch.stat_columns import Layout, table_of
+from hookline.observe.watch.stats_engine import StatsEngine
+from hookline.observe.watch.watch_hooks import MODULE_KINDS, ModuleStatsHook, ParameterReader, checked_kinds
+from hookline.observe.watch.watch_steps import BackwardPasses, CountingRules, ForwardSteps, ManualSteps, OptimizerSteps
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
-from hookline.sites.select import Named, check_model
+from hookline.sites.select import Named, check_model, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import select_parameters
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
     from hookline.hook_types import Target
 
 __all__ = ["Watch", "watch"]
+
+_layout_of = functools.cache(Layout.of)
 
 
 def watch(
@@ -101,8 +100,9 @@ def watch(
     """
     check_model(model, target)
     kinds = checked_kinds(on)
-    check_scaler(scaler)
-    layout = Layout.of(stats if stats is None or isinstance(stats, str) else tuple(stats))
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
+        raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
+    layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
     found = Watch(unwrap(model), layout, StepSchedule.of(every), checked_phases(during), scaler)
     try:
         found._begin(target, exclude, kinds, optimizer, lenient=on is None)
@@ -128,24 +128,22 @@ class Watch(ShownAsTable):
         self._layout = layout
         self._schedule = schedule
         self._scaler = scaler
-        self._engine = Engine(layout)
+        self._engine = StatsEngine(layout)
         self._chosen: list[Named] = []
-        self._hooks: dict[str, ModuleHook] = {}
+        self._hooks: dict[str, ModuleStatsHook] = {}
         self._handles = HandleSet()
-        self._parameters: Parameters | None = None
-        self._passes: Passes | None = None
-        self._counts = Counts(model, During(during, self._forget), ByHand(schedule))
+        self._parameters: ParameterReader | None = None
+        self._passes: BackwardPasses | None = None
+        self._counts = CountingRules(model, During(during, self._forget), ManualSteps(schedule))
         self._is_on = False
         self._looks_closer = False
         self._removed = False
 
-    # -- what was counted --------------------------------------------------------------------------------
-
     def to_metrics(self, *, reset: bool = False) -> dict[str, Any]:
-        """Every statistic by ``"name/kind/statistic"``, of what was seen since the last reset; one transfer."""
+        """Return every statistic since the last reset, by ``"name/kind/statistic"``; one transfer."""
         with self._engine.lock:
             if self._parameters is not None:
-                self._parameters.read_values(self._engine)
+                self._parameters.read_values()
             metrics = self._engine.to_metrics()
             if reset:
                 self.reset()
@@ -160,19 +158,19 @@ class Watch(ShownAsTable):
         """Count a tensor of your own under a name: ``watch.update("loss", loss)``."""
         if not isinstance(tensor, Tensor):
             raise OptionError(f"update({name!r}, ...) takes a tensor, got {type(tensor).__name__}.")
-        if self._counts.told():
+        if self._counts.counts_now():
             place = self._engine.place(name, "")
             self._engine.take(place, tensor)
             self._engine.take_beside(place, tensor)
 
     @property
     def steps(self) -> int:
-        """How many steps there have been."""
+        """The number of steps that are over."""
         return self._counts.steps.count
 
     @property
     def step_is(self) -> str:
-        """What counts as a step, in words."""
+        """The definition of a step, in words."""
         return self._counts.steps.what
 
     def report(self) -> dict[str, Any]:
@@ -200,40 +198,40 @@ class Watch(ShownAsTable):
     # -- going on and coming off -------------------------------------------------------------------------
 
     def step(self) -> None:
-        """A step is over; call it after the backward pass, before gradients are set to zero."""
+        """End a step; call it after the backward pass, before gradients are set to zero."""
         steps = self._counts.steps
-        if isinstance(steps, ByOptimizer):
+        if isinstance(steps, OptimizerSteps):
             raise OptionError("The optimizer makes the steps of this watch; call step(), or give optimizer=, not both.")
-        if isinstance(steps, ByForward):
+        if isinstance(steps, ForwardSteps):
             self._count_by_hand()
         self._counts.during.note_step()
-        if self._parameters is not None and self._counts.told():
-            self._parameters.read_gradients(self._engine, None)
+        if self._parameters is not None and self._counts.counts_now():
+            self._parameters.read_gradients(None)
         self._advance()
 
     def _count_by_hand(self) -> None:
-        """The first step is over, by the user's count: what was read at the end of backward passes is read anew."""
+        """Count steps by the user's calls from now on; what was read at the end of backward passes is read anew."""
         if self._scaler is not None and self._parameters is not None and self._parameters.wants_gradients:
             raise OptionError(
                 "watch.step() cannot tell whether the scaler has unscaled the gradients of parameters yet; give "
                 "optimizer= to watch(), or leave 'param_grad' out of on=."
             )
         self._counts.steps.remove()
-        self._counts.steps = ByHand(self._schedule)
+        self._counts.steps = ManualSteps(self._schedule)
         if self._parameters is not None:
-            self._parameters.forget_gradients(self._engine)
+            self._parameters.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know: all that was counted, and which step it is in."""
-        by_hand = isinstance(self._counts.steps, ByHand)
-        told = {"steps": self._counts.steps.state_dict(), "during": self._counts.during.state_dict()}
-        return {"counted": counted(self._engine), "by_hand": by_hand, **told}
+        """Return what a resumed run has to know: all that was counted, and the step it is in."""
+        by_hand = isinstance(self._counts.steps, ManualSteps)
+        steps, during = self._counts.steps.state_dict(), self._counts.during.state_dict()
+        return {"counted": self._engine.state_dict(), "by_hand": by_hand, "steps": steps, "during": during}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
-        if state["by_hand"] and isinstance(self._counts.steps, ByForward):
+        if state["by_hand"] and isinstance(self._counts.steps, ForwardSteps):
             self._count_by_hand()  # or the first step from now on would begin the count anew
-        load_counted(self._engine, state["counted"])
+        self._engine.load_state_dict(state["counted"])
         self._counts.steps.load_state_dict(state["steps"])
         if "during" in state:
             self._counts.during.load_state_dict(state["during"])
@@ -241,7 +239,7 @@ class Watch(ShownAsTable):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For as long as the block lasts, nothing is counted: ``with watch.paused(): evaluate()``."""
+        """Count nothing for as long as the block lasts: ``with watch.paused(): evaluate()``."""
         self._counts.paused += 1
         try:
             yield
@@ -255,14 +253,14 @@ class Watch(ShownAsTable):
         self._removed = True
         self._counts.steps.remove()
         if self._passes is not None:
-            self._passes.let_go()
+            self._passes.unhook_parameters()
         # That one module of many was never called is in the report; that none was is worth a warning.
-        excused = self._counts.goes_by_parts() or not self._counts.steps.is_due
+        excused = self._counts.counts_parts() or not self._counts.steps.is_due
         seen = excused or any(report.fired for report in self._handles.report())
         self._handles.remove(quiet=quiet or seen)
         self._engine.flush()
         if not quiet:
-            self._counts.warn_if_nothing_did()
+            self._counts.warn_if_nothing_counted()
 
     def __enter__(self) -> Self:
         return self
@@ -271,7 +269,7 @@ class Watch(ShownAsTable):
         self.remove(quiet=exc_info[0] is not None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As with handles: a copied or unpickled model carries no hooks, so a watch that it keeps has nothing to say.
+        # As with handles: a copied or unpickled model carries no hooks, so a watch that it keeps has counted nothing.
         return _nothing_watched, ()
 
     # -- hooks -------------------------------------------------------------------------------------------
@@ -279,22 +277,31 @@ class Watch(ShownAsTable):
     def _begin(self, target: Target, exclude: Target, kinds: list[str], optimizer: Any, *, lenient: bool) -> None:
         modules = [kind for kind in kinds if kind in MODULE_KINDS]
         if modules:
-            self._chosen = chosen_modules(self._model, target, exclude, lenient=lenient)
+            self._chosen = self._choose_modules(target, exclude, lenient=lenient)
             modules = modules if self._chosen else []
+        counts = self._counts
         for kind in modules:
-            scale, due = (self._scale, self._counts.backward) if kind == "backward" else (None, self._counts.forward)
-            self._hooks[kind] = ModuleHook(self._engine, self._chosen, kind, due, scale)
+            scale, is_due = (self._scale, counts.counts_backward) if kind == "backward" else (None, counts.take_output)
+            self._hooks[kind] = ModuleStatsHook(self._engine, self._chosen, kind, is_due, scale)
         if set(kinds) - set(MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, required=not modules)
-        counts = self._counts
         if optimizer is not None:
-            counts.steps = ByOptimizer(self._schedule, optimizer, self._before_step, self._advance)
+            counts.steps = OptimizerSteps(self._schedule, optimizer, self._before_step, self._advance)
         else:
-            counts.steps = ByForward(self._schedule, self._model, counts.wanted, self._advance, self._started)
-            counts.find_root()
+            over, started = self._advance, self._start_steps
+            counts.steps = ForwardSteps(self._schedule, self._model, counts.counts_forward, over, started)
+            counts.find_counter()
             if self._passes is not None and not self._hooks:
-                self._passes.hold_parameters()  # nothing else would show that the model's own forward is not called
-        self._turn(self._counts.needs_hooks())
+                self._passes.hook_parameters()  # nothing else would show that the model's own forward is not called
+        self._turn(counts.needs_hooks())
+
+    def _choose_modules(self, target: Target, exclude: Target, *, lenient: bool) -> list[Named]:
+        try:
+            return without_scripted(select(self._model, target, exclude=exclude), target)
+        except NoMatchError:
+            if not lenient:
+                raise
+            return []  # parameters may answer to it
 
     def _choose_parameters(self, target: Target, exclude: Target, kinds: list[str], *, required: bool) -> None:
         try:
@@ -305,12 +312,12 @@ class Watch(ShownAsTable):
             return  # modules without parameters are watched all the same
         values = chosen if "param" in kinds else []
         gradients = chosen if "param_grad" in kinds else []
-        self._parameters = Parameters(self._engine, values, gradients)
+        self._parameters = ParameterReader(self._engine, values, gradients)
         if gradients:
-            self._passes = Passes(self._model, gradients, self._pass_is_over)
+            self._passes = BackwardPasses(self._model, gradients, self._end_pass)
 
     def _turn(self, on: bool) -> None:
-        """Have the hooks on or off."""
+        """Put the hooks on, or take them off."""
         if on is self._is_on:
             return
         self._is_on = on
@@ -328,30 +335,32 @@ class Watch(ShownAsTable):
             if self._layout.by_unit:
                 more = self._counts.request(getattr(hook, beside), as_kind, f"{self.name} by unit")
                 self._handles.add(attach_to_modules(more, self._model, self._chosen))
-        self._counts.find_root()
-        if self._passes is not None and isinstance(self._counts.steps, ByForward):
-            request = self._counts.request(self._passes.begins, Kind.BACKWARD_PRE, self.name)
+        self._counts.find_counter()
+        if self._passes is not None and isinstance(self._counts.steps, ForwardSteps):
+            request = self._counts.request(self._passes.begin, Kind.BACKWARD_PRE, self.name)
             self._handles.add(attach_to_modules(request, self._model, [("", self._model)]))
 
-    def _pass_is_over(self) -> None:
-        """A backward pass is over: gradients of parameters are as final as they get without an optimizer."""
+    def _end_pass(self) -> None:
+        """Read the gradients of parameters: at the end of a pass they are as final as they get without an optimizer."""
         steps = self._counts.steps
-        if self._parameters is None or self._removed or not isinstance(steps, ByForward):
+        if self._parameters is None or self._removed or not isinstance(steps, ForwardSteps):
             return
-        if self._counts.backward():
-            self._parameters.read_gradients(self._engine, self._scale())
-        if not self._hooks and not steps.has_begun:  # the model itself is not called, and there are no calls to go by
+        if self._counts.counts_backward():
+            self._parameters.read_gradients(self._scale())
+        if not self._hooks and not steps.has_begun:  # the model itself is not called, and no module is hooked
             steps.what = "one backward pass, since the model's own forward is not called"
             self._advance()
 
-    def _started(self) -> None:
-        """The first step has begun: it is known by now whose forwards the steps are."""
-        if self._passes is not None:
-            (self._passes.let_go if self._counts.root.stand_in is None else self._passes.hold_parameters)()
+    def _start_steps(self) -> None:
+        """Begin the first step; it is known by now which module's forwards are the steps."""
+        if self._passes is not None and self._counts.counter.stand_in is None:
+            self._passes.unhook_parameters()
+        elif self._passes is not None:
+            self._passes.hook_parameters()
         self._turn(self._counts.needs_hooks())
 
     def _advance(self) -> None:
-        """A step is over: the hooks are on for the next one if it is due."""
+        """End a step; the hooks are on for the next one if it is due."""
         self._engine.flush()
         self._counts.steps.advance()
         if not self._removed:
@@ -359,16 +368,16 @@ class Watch(ShownAsTable):
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self._counts.during.note_step()
-        if self._parameters is not None and self._counts.told():
+        if self._parameters is not None and self._counts.counts_now():
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
-            self._parameters.read_gradients(self._engine, scale, of=optimizer)
+            self._parameters.read_gradients(scale, of=optimizer)
 
     def _look_closer(self, metrics: dict[str, Any]) -> None:
-        """Where compiled code has come by something that is not finite, have it count NaN and Inf from now on."""
+        """Count NaN and Inf in compiled code from now on, if it has found something that is not finite."""
         if self._layout.details or self._looks_closer:
             return
-        alarmed = [name for name, value in metrics.items() if name.endswith("/nonfinite") and value]
-        if any(f"{name.rpartition('/')[0]}/nan" not in metrics for name in alarmed):
+        nonfinite = [name for name, value in metrics.items() if name.endswith("/nonfinite") and value]
+        if any(f"{name.rpartition('/')[0]}/nan" not in metrics for name in nonfinite):
             self._looks_closer = True
             for hook in self._hooks.values():
                 hook.look_closer()
@@ -377,11 +386,11 @@ class Watch(ShownAsTable):
                 self._turn(True)
 
     def _forget(self) -> None:
-        """Training begins: what was counted until now was something else."""
+        """Drop what was counted: training begins, and it was something else."""
         self._engine.flush()
         for place in list(self._engine.places.values()):
             if place.kind not in ("", "param"):
-                self._engine.empty(place)
+                place.empty()
         self._counts.steps.restart()
 
     def _scale(self) -> Tensor | None:
@@ -389,6 +398,4 @@ class Watch(ShownAsTable):
 
 
 def _nothing_watched() -> Watch:
-    from torch.nn import Identity
-
-    return Watch(Identity(), Layout.of(None), StepSchedule(), frozenset({"train"}), None)
+    return Watch(nn.Identity(), Layout.of(None), StepSchedule(), frozenset({"train"}), None)

@@ -1,92 +1,113 @@
-"""What ``watch`` puts on modules: hooks that hand what they are shown to the engine.
+"""Give the tensors of modules and parameters to the statistics engine.
 
-One hook object serves all modules of a kind. In compiled code it leaves a summary of the tensor in the graph instead of
-being called there.
+`Watch` puts a `ModuleStatsHook` on modules, one for all modules of a kind, and calls a `ParameterReader` at steps. In
+compiled code a hook leaves a summary of the tensor in the graph instead of being called.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from hookline.errors import HooklineWarning
-from hookline.messages import caller_stacklevel, type_name
-from hookline.observe.watch.row_sums import find_in
+from hookline.errors import HooklineWarning, OptionError
+from hookline.messages import caller_stacklevel, suggest, type_name
+from hookline.observe.watch.graph_stats import find_in
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import Summary
 from hookline.sites.kinds import Kind
 from hookline.sites.main_tensor import main_of, main_tensor
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.columns import Layout
-    from hookline.observe.watch.stats_engine import Engine, Watched
+    from torch.optim import Optimizer
+
+    from hookline.observe.watch.stat_columns import Layout
+    from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
     from hookline.sites.hook_at_site import Found
+    from hookline.sites.tensors.parameter_hooks import NamedParameter
 
-__all__ = ["MODULE_KINDS", "ModuleHook", "give_up"]
+__all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "checked_kinds", "give_up"]
 
+_KINDS: Final = ("forward", "backward", "param", "param_grad")
 MODULE_KINDS: Final[dict[str, tuple[Kind, str, str]]] = {
     "forward": (Kind.FORWARD, "forward", "beside"),
     "backward": (Kind.BACKWARD_PRE, "backward", "beside_backward"),
 }
-"""For each kind: what to attach as, the method of the hook, and the method for what is kept per unit."""
+"""For each kind: the kind of hook, its method, and its method for what is kept per unit."""
 
 
-class ModuleHook(Summary):
-    """Adds up the statistics of what modules give out, or of the gradients of that."""
+def checked_kinds(on: str | Iterable[str] | None) -> list[str]:
+    """Return the kinds that `on` names; all of them for None."""
+    kinds = list(dict.fromkeys(_KINDS if on is None else [on] if isinstance(on, str) else on))
+    unknown = [kind for kind in kinds if kind not in _KINDS]
+    if unknown or not kinds:
+        got = f"unknown kind {unknown[0]!r}{suggest(unknown[0], _KINDS) or '.'}" if unknown else "no kind."
+        raise OptionError(f"watch(on=...): {got} There are {', '.join(map(repr, _KINDS))}.")
+    return kinds
+
+
+class ModuleStatsHook(Summary):
+    """Adds up the statistics of what modules return, or of the gradients of that."""
 
     def __init__(
-        self, engine: Engine, sites: list[tuple[str, nn.Module]], kind: str, due: Callable[[], bool], scale: Any = None
+        self,
+        engine: StatsEngine,
+        sites: list[tuple[str, nn.Module]],
+        kind: str,
+        is_due: Callable[[], bool],
+        scale: Callable[[], Tensor | None] | None = None,
     ) -> None:
         self._engine = engine
-        self._due = due
-        self._scale: Callable[[], Tensor | None] = scale or (lambda: None)
+        self._is_due = is_due
+        self._scale = scale or (lambda: None)
         self._is_forward = kind == "forward"
         self._places = {id(module): engine.place(name, kind) for name, module in sites}
         """By the identity of modules that carry the hook, which live as long as it is on them."""
-        self._last = next((id(module) for name, module in sites if not name), None)
-        """The model itself, if it carries the hook: with what it gives out, a forward is over."""
-        self._set(engine.layout)
+        self._model = next((id(module) for name, module in sites if not name), None)
+        """The model itself, if it carries the hook: when it returns, a forward is over."""
+        self._use(engine.layout)
 
-    def _set(self, layout: Layout) -> None:
+    def _use(self, layout: Layout) -> None:
         self.make = _maker(layout)
         self.number = zlib.crc32(repr(layout).encode())
 
     def look_closer(self) -> None:
-        """Have compiled code count NaN and Inf as well, once it is compiled anew."""
-        self._set(self._engine.layout.closer)
+        """Count NaN and Inf in compiled code as well, once it is compiled anew."""
+        self._use(self._engine.layout.closer)
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A module has given this out."""
+        """Take the output of a module."""
         # A forward that activation checkpointing repeats was counted the first time.
-        if self._due() and not _torch.in_recomputation():
+        if self._is_due() and not _torch.in_recomputation():
             if not (type(output) is Tensor and self._note(module, output)):
                 self._take(module, output, self._engine.take)
-            if id(module) == self._last:
+            if id(module) == self._model:
                 self._engine.flush()
 
     def backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
-        """The gradients of what it has given out are there."""
-        if self._due() and not (len(grads) == 1 and self._note(module, grads[0])):
+        """Take the gradients of a module's output."""
+        if self._is_due() and not (len(grads) == 1 and self._note(module, grads[0])):
             self._take(module, grads, self._engine.take)
 
     def beside(self, module: nn.Module, args: Any, output: Any) -> None:
-        """As `forward`, for what is kept per unit."""
-        if self._due() and not _torch.in_recomputation():
+        """Take the output of a module for what is kept per unit."""
+        if self._is_due() and not _torch.in_recomputation():
             self._take(module, output, self._engine.take_beside)
 
     def beside_backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
-        """As `backward`, for what is kept per unit."""
-        if self._due():
+        """Take the gradients of a module's output for what is kept per unit."""
+        if self._is_due():
             self._take(module, grads, self._engine.take_beside)
 
     def receive(self, items: Sequence[tuple[Any, list[Tensor], int]]) -> None:
-        """Compiled code has made summaries."""
-        if not self._due() or (self._is_forward and _torch.in_recomputation()):
+        """Take the summaries that compiled code has made."""
+        if not self._is_due() or (self._is_forward and _torch.in_recomputation()):
             return
         places, scale = self._places, self._scale()
         known = [(places[id(module)], found, each, scale) for module, found, each in items if id(module) in places]
@@ -97,43 +118,35 @@ class ModuleHook(Summary):
                 give_up(place, found[0], error)
 
     def _note(self, module: nn.Module, tensor: Any) -> bool:
-        """The short way, for what nearly every firing is: a tensor on a GPU, at a place that is known."""
+        """Note the tensor for later, as most firings on a GPU allow; return False if that cannot be done."""
         place = self._places.get(id(module))
         if place is None or place.deferred is None:
             return False
         try:
             return place.deferred.note(place, tensor, self._scale())
-        except Exception as error:  # as in `_take`
+        except Exception as error:  # a watch must not end the run
             give_up(place, tensor, error)
             return True
 
-    def _take(self, module: nn.Module, value: Any, take: Callable[[Watched, Tensor, Any], None]) -> None:
+    def _take(self, module: nn.Module, value: Any, take: Callable[[WatchedPlace, Tensor, Any], None]) -> None:
         place = self._places.get(id(module))
         if place is None:  # a copy of a module takes its hooks along, and goes unwatched
             return
         tensor = value if isinstance(value, Tensor) else main_tensor(value)
         if tensor is None:
-            if self._is_forward:  # of gradients, none may have come
-                self._say_empty(place, value)
+            if self._is_forward and not place.silent:  # of gradients, none may have come
+                place.silent = f"there is no tensor in its output, {type_name(value)}"
+                text = f"{place.label!r} cannot be watched: {place.silent}. Watch a module inside it, or leave it out "
+                warnings.warn(f"{text}(exclude=).", HooklineWarning, stacklevel=caller_stacklevel())
             return
         try:
             take(place, tensor, self._scale())
-        except Exception as error:  # whoever only watches must not lose the run to it
+        except Exception as error:  # a watch must not end the run
             give_up(place, tensor, error)
 
-    def _say_empty(self, place: Watched, value: Any) -> None:
-        if not place.silent:
-            place.silent = f"there is no tensor in its output, {type_name(value)}"
-            warnings.warn(
-                f"{place.label!r} cannot be watched: {place.silent}. Watch a module inside it, or leave "
-                "it out (exclude=).",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
-            )
 
-
-def give_up(place: Watched, tensor: Tensor, error: Exception) -> None:
-    """Say once that a place cannot be measured; the run goes on."""
+def give_up(place: WatchedPlace, tensor: Tensor, error: Exception) -> None:
+    """Warn once that a place cannot be measured; the run goes on."""
     if not place.silent:
         place.silent = f"{type(error).__name__}: {error}"
         warnings.warn(
@@ -146,10 +159,80 @@ def give_up(place: Watched, tensor: Tensor, error: Exception) -> None:
 
 @functools.cache
 def _maker(layout: Layout) -> Callable[[list[Tensor]], Found | None]:
-    """What makes the summary of the main one of several tensors; the same for the same layout, so that code fits."""
+    """Return what summarizes the main one of several tensors; one per layout, so that compiled code can be reused."""
 
     def make(tensors: list[Tensor]) -> Found | None:
         main = main_of(tensors)
         return None if main is None else find_in(main, layout)
 
     return make
+
+
+class _ParameterSlot:
+    """A parameter by its module and name: FSDP2 or ``load_state_dict(assign=True)`` may put another one there."""
+
+    __slots__ = ("_key", "_module", "place")
+
+    def __init__(self, item: NamedParameter, place: WatchedPlace) -> None:
+        self._module = weakref.ref(item.module)
+        self._key = item.name.rpartition(".")[2]
+        self.place = place
+
+    def current(self) -> Tensor | None:
+        module = self._module()
+        if module is None or self._key not in module._parameters:
+            return None
+        found = module._parameters[self._key]  # those of a ScriptModule have no get()
+        return None if found is None or is_lazy(found) else found
+
+
+class ParameterReader:
+    """Reads the parameters of one watch, and their gradients, when asked."""
+
+    def __init__(self, engine: StatsEngine, values: list[NamedParameter], gradients: list[NamedParameter]) -> None:
+        self._engine = engine
+        self._values = [_ParameterSlot(item, engine.place(item.name, "param")) for item in values]
+        self._gradients = [_ParameterSlot(item, engine.place(item.name, "param_grad")) for item in gradients]
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether gradients are to be read."""
+        return bool(self._gradients)
+
+    def read_values(self) -> None:
+        """Take the parameters as they are now, in the place of those taken before."""
+        found: list[tuple[WatchedPlace, Tensor, Any]] = []
+        with self._engine.lock:
+            for slot in self._values:
+                value = slot.current()
+                if value is not None:
+                    slot.place.empty()
+                    found.append((slot.place, value, None))
+            self._take_all(found)
+
+    def read_gradients(self, scale: Any, of: Optimizer | None = None) -> None:
+        """Add the gradients as they are now; of the parameters of one optimizer alone, if given."""
+        own = None if of is None else {id(each) for group in of.param_groups for each in group["params"]}
+        found: list[tuple[WatchedPlace, Tensor, Any]] = []
+        for slot in self._gradients:
+            value = slot.current()
+            if value is not None and value.grad is not None and (own is None or id(value) in own):
+                found.append((slot.place, value.grad, scale))
+        self._take_all(found)
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients that were read."""
+        for slot in self._gradients:
+            slot.place.empty()
+
+    def _take_all(self, items: list[tuple[WatchedPlace, Tensor, Any]]) -> None:
+        """Take those on a GPU together, others one by one; one that cannot be read costs neither run nor rest."""
+        apart = [[item] for item in items if item[1].device.type in ("cpu", "meta")]
+        together = [item for item in items if item[1].device.type not in ("cpu", "meta")]
+        for some in [together, *apart] if together else apart:
+            try:
+                self._engine.take_all(some)
+                for place, tensor, scale in some:
+                    self._engine.take_beside(place, tensor, scale)
+            except Exception as error:
+                give_up(some[0][0], some[0][1], error)

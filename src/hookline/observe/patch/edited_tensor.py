@@ -1,33 +1,57 @@
-"""The main tensor of what a module takes or returns, and the same structure around another one.
+"""Find the tensor that an edit changes, put another one in its place, and raise where an edit does not fit.
 
-Takes arguments and outputs of any make from `hooks`. Containers on the way to the tensor are copied, never changed: a
-module may keep the dict it returns, and its caller the one it passes. Everything here can be traced by the compiler.
+The hooks of ``patch`` and the edits call it, eager or traced by the compiler. Containers on the way to the tensor are
+copied, never changed: a module may keep the dict it returns, and its caller the one it passes.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import OrderedDict
 from collections.abc import MutableMapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from hookline.observe.patch.misfits import misfit
+from hookline.errors import HookReturnError
 from hookline.sites import _torch
+from hookline.sites.kinds import Kind
 from hookline.sites.main_tensor import main_tensor
 from hookline.sites.tree import children, inside, rebuilt_tuple
 
-__all__ = ["find_main_input", "main_input", "main_output", "rebuilt"]
+if TYPE_CHECKING:
+    from hookline.sites.site import Site
 
-_USUAL_INPUT = "hidden_states"
-"""What transformers call the input of a block. A mask, which is a tensor of real numbers too, may be written before."""
+__all__ = ["find_main_input", "main_input", "main_output", "misfit", "place_of", "rebuilt", "shape_of"]
+
+_USUAL_INPUT: Final = "hidden_states"
+"""The name that transformers give the input of a block. A mask, also a tensor of real numbers, may come before it."""
+_ATTACH: Final = "Choose a module with tensors there, or write a hook that knows the structure (hookline.attach)."
+
+
+@_torch.constant_while_tracing  # so that the compiler passes on the message, and not just that something was raised
+def misfit(what: str, where: str, found: str, remedy: str) -> NoReturn:
+    """Raise: ``what`` does not fit the activation at ``where``, which is as ``found``."""
+    raise HookReturnError(f"{what}, but {where} {found}. {remedy}")
+
+
+def place_of(site: Site) -> str:
+    """Return the activation that is edited, in words."""
+    side = "input" if site.kind is Kind.FORWARD_PRE else "output"
+    return f"the {side} of {site.name!r}" if site.name else f"the {side} of the model"
+
+
+def shape_of(x: Tensor) -> str:
+    """Return the shape in words; in compiled code, ask for sizes that the graph keeps open."""
+    sizes = [str(operator.index(size)) for size in x.shape]
+    return f"({', '.join(sizes)}{',' if x.dim() == 1 else ''})"
 
 
 def main_output(output: Any, where: str) -> Tensor:
-    """The main tensor of an output, or an error if it has none."""
+    """Return the main tensor of an output; raise if it has none."""
     main = main_tensor(output)
     if main is None:
         misfit("An edit changes a tensor", where, _found(type(output)), _ATTACH)
@@ -35,7 +59,7 @@ def main_output(output: Any, where: str) -> Tensor:
 
 
 def main_input(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Tensor:
-    """The main tensor of some arguments, or an error if they have none."""
+    """Return the main tensor of the arguments; raise if they have none."""
     main = find_main_input(args, kwargs)
     if main is None:
         misfit("An edit changes a tensor", where, "has none in it", _ATTACH)
@@ -43,14 +67,11 @@ def main_input(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Ten
 
 
 def find_main_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The main tensor of the positional arguments, else ``hidden_states``, else that of the keyword arguments."""
+    """Return the main tensor of the positional arguments, else ``hidden_states``, else that of the keyword ones."""
     main = main_tensor(args)
     if main is None and _USUAL_INPUT in kwargs:
         main = main_tensor(kwargs[_USUAL_INPUT])
     return main_tensor(kwargs) if main is None else main
-
-
-_ATTACH = "Choose a module with tensors there, or write a hook that knows the structure (hookline.attach)."
 
 
 @_torch.constant_while_tracing
@@ -59,12 +80,12 @@ def _found(cls: type) -> str:
 
 
 def rebuilt(value: Any, old: Tensor, new: Tensor, where: str) -> Any:
-    """The same structure with ``new`` wherever ``old`` stood; what holds no ``old`` is handed on as it is."""
+    """Return the same structure with ``new`` for every ``old``; containers that hold no ``old`` are not copied."""
     return _rebuilt(value, old, new, where, ())[0]
 
 
 def _rebuilt(value: Any, old: Tensor, new: Tensor, where: str, above: tuple[int, ...]) -> tuple[Any, bool]:
-    """The structure, and whether it is another one, which the compiler cannot always tell by ``is``.
+    """Return the structure, and whether it is another one, which the compiler cannot always tell by ``is``.
 
     ``above`` are the containers it is in: one that contains itself ends there.
     """
@@ -82,7 +103,7 @@ def _rebuilt(value: Any, old: Tensor, new: Tensor, where: str, above: tuple[int,
 
 
 def _with_parts(value: Any, items: dict[Any, Any], where: str) -> Any:
-    """A container of the same make with these items."""
+    """Return a container of the same type with these items."""
     if isinstance(value, tuple | list):
         return _sequence_of(value, list(items.values()))
     if type(value) is dict:
@@ -119,10 +140,6 @@ def _copied_with(value: Any, items: dict[Any, Any], where: str) -> Any:
             else:
                 object.__setattr__(twin, key, item)  # frozen dataclasses too
     except Exception as error:  # whatever the methods of somebody's class may raise
-        _cannot_rebuild(type(value), where, error)
+        found = f"has a {type(value).__name__}, of which none can be made ({error})"
+        misfit("An edit puts its tensor into a copy of what is around it", where, found, _ATTACH)
     return twin
-
-
-def _cannot_rebuild(kind: type, where: str, error: Exception) -> NoReturn:
-    found = f"has a {kind.__name__}, of which none can be made ({error})"
-    misfit("An edit puts its tensor into a copy of what is around it", where, found, _ATTACH)

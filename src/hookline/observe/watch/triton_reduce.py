@@ -1,8 +1,7 @@
-"""What runs on the GPU: programs in Triton, which `kernel` launches and nobody else imports.
+"""Reduce tensors on the GPU: a program in Triton, which `stat_kernel` launches and nothing else imports.
 
-``reduce_chunks`` goes through tensors once and leaves one column of partial results per program; ``merge_slots`` adds
-these to rows. No program writes where another one does, so the numbers are the same in every run. ``fold_parts`` adds
-up what a compiled graph has found.
+``reduce_chunks`` reads tensors once and leaves one column of partial results per program, which `triton_merge` adds to
+rows. No program writes where another one does, so the numbers are the same in every run.
 
 Numbers go in by address: all arguments are 64 bits wide, and none is specialized on, so that one compiled program fits
 every call. A thread reads 16 bytes at a time, and spends 6.6 instructions on each number of 16 bits (machine code for
@@ -17,48 +16,46 @@ are chunks whose squares are too large or too small for float32.
 import triton
 import triton.language as tl
 
-__all__ = ["fold_parts", "merge_slots", "reduce_chunks"]
+__all__ = ["FIELDS", "INF", "higher", "is_finite", "lower", "reduce_chunks"]
 
-_INF = tl.constexpr(float("inf"))
+INF = tl.constexpr(float("inf"))
 _TINY = tl.constexpr(1e-30)
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""
-_FIELDS = tl.constexpr(6)
+FIELDS = tl.constexpr(6)
 """Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0."""
-_FOLD_FIELDS = tl.constexpr(7)
-"""Of a job of ``fold_parts``: first program, addresses of sums, squares, lows, highs and zeros, number of rows."""
 _SAMPLE = tl.constexpr(32)
 """How many numbers the centre is the mean of: as many as a warp has threads, so that no warp waits for another."""
 
 
 @triton.jit
-def _lower(one, other):
+def lower(one, other):
     return tl.minimum(one, other, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _higher(one, other):
+def higher(one, other):
     return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _is_finite(value):
-    return tl.abs(value) < _INF
+def is_finite(value):
+    return tl.abs(value) < INF
 
 
 @triton.jit
 def _joined(sum1, squares1, low1, high1, zeros1, sum2, squares2, low2, high2, zeros2):
-    """All at once: a reduction across threads is mostly waiting (12 barriers fewer than one by one)."""
-    return sum1 + sum2, squares1 + squares2, _lower(low1, low2), _higher(high1, high2), zeros1 + zeros2
+    """Join all at once: a reduction across threads is mostly waiting (12 barriers fewer than one by one)."""
+    return sum1 + sum2, squares1 + squares2, lower(low1, low2), higher(high1, high2), zeros1 + zeros2
 
 
 @triton.jit
 def _centre(numbers, left, WIDE: tl.constexpr):
-    """The mean of the first few numbers, to take sums about; 0 if that is not finite."""
+    """Return the mean of the first few numbers, to take sums about; 0 if that is not finite."""
     lanes = tl.arange(0, _SAMPLE)
     share = 1.0 / tl.minimum(left, _SAMPLE).to(WIDE)
     some = tl.load(numbers + lanes, mask=lanes < left, other=0).to(WIDE)
     mean = tl.sum(some * share, 0)
-    return tl.where(_is_finite(mean), mean, 0.0)
+    return tl.where(is_finite(mean), mean, 0.0)
 
 
 @triton.jit
@@ -74,8 +71,8 @@ def _fold(
         sum_ += about
         squares += about * about
     if EXTREMES:
-        low = _lower(low, tl.where(inside, x, _INF) if MASKED else x)
-        high = _higher(high, tl.where(inside, x, -_INF) if MASKED else x)
+        low = lower(low, tl.where(inside, x, INF) if MASKED else x)
+        high = higher(high, tl.where(inside, x, -INF) if MASKED else x)
     if ZEROS:
         zeros += ((x == 0.0) & inside).to(tl.int32) if MASKED else (x == 0.0).to(tl.int32)
     if OVER > 0:  # what is masked is 0, and no limit is lower
@@ -127,31 +124,31 @@ def _higher_pair(one, other, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _filled(pair):
-    """For each half, 1 unless it is a zero of either sign."""
+    """Return 1 for each half, unless it is a zero of either sign."""
     return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [pair & 0x7FFF7FFF, 0x00010001], tl.int32,
                                      True, 1)  # fmt: skip
 
 
 @triton.jit
 def _look_again(numbers, left, WIDTH: tl.constexpr):
-    """Everything there is to say of a chunk that has something unusual in it, in float64."""
+    """Return all statistics of a chunk that has something unusual in it, in float64."""
     lanes = tl.arange(0, WIDTH)
     sum_ = tl.zeros([WIDTH], tl.float64)
     squares = tl.zeros([WIDTH], tl.float64)
     nan = tl.zeros([WIDTH], tl.int32)
     inf = tl.zeros([WIDTH], tl.int32)
-    low = tl.full([WIDTH], _INF, tl.float64)
-    high = tl.full([WIDTH], -_INF, tl.float64)
+    low = tl.full([WIDTH], INF, tl.float64)
+    high = tl.full([WIDTH], -INF, tl.float64)
     for at in range(0, left, WIDTH):
         inside = at + lanes < left
         x = tl.load(numbers + at + lanes, mask=inside, other=0).to(tl.float64)
-        finite = _is_finite(x)
+        finite = is_finite(x)
         sum_ += x
         squares += x * x
         nan += (x != x).to(tl.int32)
-        inf += (tl.abs(x) == _INF).to(tl.int32)
-        low = tl.minimum(low, tl.where(inside & finite, x, _INF))
-        high = tl.maximum(high, tl.where(inside & finite, x, -_INF))
+        inf += (tl.abs(x) == INF).to(tl.int32)
+        low = tl.minimum(low, tl.where(inside & finite, x, INF))
+        high = tl.maximum(high, tl.where(inside & finite, x, -INF))
     return tl.sum(sum_, 0), tl.sum(squares, 0), tl.sum(nan, 0), tl.sum(inf, 0), tl.min(low, 0), tl.max(high, 0)
 
 
@@ -197,8 +194,8 @@ def reduce_chunks(
     else:
         table = jobs.to(tl.pointer_type(tl.int64))
         places = tl.arange(0, JOBS)
-        firsts = tl.load(table + places * _FIELDS, mask=places < num_jobs, other=1 << 62)
-        job = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * _FIELDS
+        firsts = tl.load(table + places * FIELDS, mask=places < num_jobs, other=1 << 62)
+        job = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * FIELDS
         address = tl.load(job + 2)
         size = tl.load(job + 3)
         tiles = tl.load(job + 4)
@@ -214,8 +211,8 @@ def reduce_chunks(
     lanes = tl.arange(0, LANES)
     sum_ = tl.zeros([LANES], WIDE)
     squares = tl.zeros([LANES], WIDE)
-    low = tl.full([LANES], _INF, WIDE)
-    high = tl.full([LANES], -_INF, WIDE)
+    low = tl.full([LANES], INF, WIDE)
+    high = tl.full([LANES], -INF, WIDE)
     zeros = tl.zeros([LANES], tl.int32)
     over0 = tl.zeros([LANES], tl.int32)
     over1 = tl.zeros([LANES], tl.int32)
@@ -268,8 +265,8 @@ def reduce_chunks(
                 )  # fmt: skip
             words += 4 * LANES
         if PAIRS == 2:
-            low = _lower(_first_of(low_pair, ELEMENT), _second_of(low_pair, ELEMENT))
-            high = _higher(_first_of(high_pair, ELEMENT), _second_of(high_pair, ELEMENT))
+            low = lower(_first_of(low_pair, ELEMENT), _second_of(low_pair, ELEMENT))
+            high = higher(_first_of(high_pair, ELEMENT), _second_of(high_pair, ELEMENT))
             if ZEROS:  # 16 bits each: a chunk has less than 2^16 pairs per lane
                 zeros = left // (4 * WIDTH) * 8 - (filled & 0xFFFF) - ((filled >> 16) & 0xFFFF)
         place = words.to(tl.pointer_type(ELEMENT))
@@ -304,12 +301,12 @@ def reduce_chunks(
         about, spread, least, most, num_zeros = tl.reduce((sum_, squares, low, high, zeros), 0, _joined)
         unusual = False
         if EXTREMES:
-            unusual = (_is_finite(least) & _is_finite(most)) == 0
+            unusual = (is_finite(least) & is_finite(most)) == 0
             if MOMENTS:
-                unusual = unusual | ((_is_finite(about) & _is_finite(spread)) == 0)
+                unusual = unusual | ((is_finite(about) & is_finite(spread)) == 0)
                 unusual = unusual | ((spread < _TINY) & (least != most))
         elif MOMENTS:
-            unusual = (_is_finite(about) & _is_finite(spread)) == 0
+            unusual = (is_finite(about) & is_finite(spread)) == 0
             unusual = unusual | ((spread < _TINY) & ((spread != 0.0) | (about != 0.0)))
         # From here in float64: what was taken about the centre, about zero.
         about = about.to(tl.float64)
@@ -327,8 +324,8 @@ def reduce_chunks(
             total = tl.full((), 0.0, tl.float64)
             power = tl.full((), 0.0, tl.float64)
         if not EXTREMES:
-            finite_least = tl.full((), _INF, tl.float64)
-            finite_most = tl.full((), -_INF, tl.float64)
+            finite_least = tl.full((), INF, tl.float64)
+            finite_most = tl.full((), -INF, tl.float64)
         tl.store(column + 2 * num_slots, total)
         tl.store(column + 3 * num_slots, power)
         tl.store(column + 4 * num_slots, num_zeros.to(tl.float64))
@@ -340,159 +337,3 @@ def reduce_chunks(
         tl.store(kept + num_slots, most.to(tl.float64))
         tl.store(kept + 2 * num_slots, -finite_least)
         tl.store(kept + 3 * num_slots, finite_most)
-
-
-@triton.jit
-def _factor(scale):
-    """What to multiply by, to divide by the scale at an address, if any; one of zero has left nothing to see."""
-    factor = tl.full((), 1.0, tl.float64)
-    if scale != 0:
-        divisor = tl.load(scale.to(tl.pointer_type(tl.float32))).to(tl.float64)
-        factor = tl.where(divisor == 0.0, 1.0, 1.0 / divisor)
-    return factor
-
-
-@triton.jit(do_not_specialize=range(9))
-def merge_slots(
-    jobs: tl.int64,
-    uses: tl.int64,
-    row: tl.int64,
-    size: tl.int64,
-    count: tl.int64,
-    scale: tl.int64,
-    slots: tl.int64,
-    num_slots: tl.int64,
-    num_added: tl.int64,
-    SINGLE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Add one column of the slots of one job to one row."""
-    use = tl.program_id(0)
-    number = tl.program_id(1)
-    first = tl.full((), 0, tl.int64)
-    if not SINGLE:
-        entry = uses.to(tl.pointer_type(tl.int64)) + 2 * use
-        row = tl.load(entry)
-        job = jobs.to(tl.pointer_type(tl.int64)) + tl.load(entry + 1) * _FIELDS
-        first = tl.load(job)
-        count = tl.load(job + 1)
-        size = tl.load(job + 3)
-        scale = tl.load(job + 5)
-    cell = row.to(tl.pointer_type(tl.float64)) + number
-    before = tl.load(cell)
-    if number == 0:
-        tl.store(cell, before + 1.0)  # fires
-    elif number == 1:
-        tl.store(cell, before + size.to(tl.float64))
-    else:
-        factor = _factor(scale)
-        if number == 3:
-            factor = factor * factor  # the sum of squares
-        lanes = tl.arange(0, WIDTH)
-        column = slots.to(tl.pointer_type(tl.float64)) + number * num_slots + first
-        if number < num_added:
-            sums = tl.zeros([WIDTH], tl.float64)
-            for at in range(0, count, WIDTH):
-                sums += tl.load(column + at + lanes, mask=at + lanes < count, other=0.0)
-            found = tl.sum(sums, 0)
-            if number == 5:
-                found = tl.where(found > 0, 1.0, 0.0).to(tl.float64)  # one firing, however many of its chunks
-            if (number == 2) | (number == 3):
-                found = found * factor
-            tl.store(cell, before + found)
-        else:
-            most = tl.full([WIDTH], -_INF, tl.float64)
-            for at in range(0, count, WIDTH):
-                most = _higher(most, tl.load(column + at + lanes, mask=at + lanes < count, other=-_INF))
-            tl.store(cell, _higher(before, tl.reduce(most, 0, _higher) * factor))
-
-
-@triton.jit(do_not_specialize=range(11))
-def fold_parts(
-    jobs: tl.int64,
-    num_jobs: tl.int64,
-    sums: tl.int64,
-    squares: tl.int64,
-    lows: tl.int64,
-    highs: tl.int64,
-    zeros: tl.int64,
-    count: tl.int64,
-    slots: tl.int64,
-    num_slots: tl.int64,
-    num_added: tl.int64,
-    MOMENTS: tl.constexpr,
-    EXTREMES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    JOBS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHARE: tl.constexpr,
-):
-    """Add up what `rows.find_in` has found: each program a SHARE of one tensor's rows, into its slot.
-
-    Of several tensors, ``jobs`` tells which program begins which; of a SINGLE one, the arguments do. Sums, extremes and
-    zeros are for three programs, since waiting for memory is all they do. What is not finite is only seen here, not
-    counted; the next graph that is compiled hands over the tensor itself.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    begin = program * SHARE
-    if not SINGLE:
-        table = jobs.to(tl.pointer_type(tl.int64))
-        places = tl.arange(0, JOBS)
-        firsts = tl.load(table + places * _FOLD_FIELDS, mask=places < num_jobs, other=1 << 62)
-        job = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * _FOLD_FIELDS
-        sums = tl.load(job + 1)
-        squares = tl.load(job + 2)
-        lows = tl.load(job + 3)
-        highs = tl.load(job + 4)
-        zeros = tl.load(job + 5)
-        count = tl.load(job + 6)
-        begin = (program - tl.load(job)) * SHARE
-    end = tl.minimum(begin + SHARE, count)
-    lanes = tl.arange(0, WIDTH)
-    column = slots.to(tl.pointer_type(tl.float64)) + program
-    if part == 0:
-        total = tl.zeros([WIDTH], tl.float64)
-        power = tl.zeros([WIDTH], tl.float64)
-        if MOMENTS:
-            for at in range(begin, end, WIDTH):
-                inside = at + lanes < end
-                total += tl.load(sums.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
-                power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
-        sum_ = tl.sum(total, 0)
-        spread = tl.sum(power, 0)
-        tl.store(column + 2 * num_slots, sum_)
-        tl.store(column + 3 * num_slots, spread)
-        if not EXTREMES:
-            finite = _is_finite(sum_) & _is_finite(spread)
-            tl.store(column + 5 * num_slots, tl.where(finite, 0.0, 1.0).to(tl.float64))
-    elif part == 1:
-        least = tl.full([WIDTH], _INF, tl.float32)
-        most = tl.full([WIDTH], -_INF, tl.float32)
-        if EXTREMES:
-            for at in range(begin, end, WIDTH):
-                inside = at + lanes < end
-                low = tl.load(lows.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=_INF)
-                high = tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-_INF)
-                least = _lower(least, low)
-                most = _higher(most, high)
-        low_ = -tl.reduce(least, 0, _lower).to(tl.float64)
-        high_ = tl.reduce(most, 0, _higher).to(tl.float64)
-        finite = _is_finite(low_) & _is_finite(high_)
-        if EXTREMES:
-            tl.store(column + 5 * num_slots, tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64))
-        kept = column + num_added * num_slots
-        tl.store(kept, low_)
-        tl.store(kept + num_slots, high_)
-        # Of a place with something else than numbers, the rest was not looked at.
-        tl.store(kept + 2 * num_slots, tl.where(finite, low_, -_INF).to(tl.float64))
-        tl.store(kept + 3 * num_slots, tl.where(finite, high_, -_INF).to(tl.float64))
-    else:
-        none = tl.zeros([WIDTH], tl.int64)
-        if ZEROS:
-            for at in range(begin, end, WIDTH):
-                none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
-        tl.store(column + 4 * num_slots, tl.sum(none, 0).to(tl.float64))
-        tl.store(column + 6 * num_slots, tl.full((), 0.0, tl.float64))
-        tl.store(column + 7 * num_slots, tl.full((), 0.0, tl.float64))

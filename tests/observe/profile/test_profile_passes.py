@@ -1,0 +1,244 @@
+"""A profile of several passes, of passes that raise, of any tree of modules, and on the real clock."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from helpers_profile import (
+    STOPWATCH,
+    Calls,
+    Learned,
+    Spend,
+    Stopwatch,
+    Work,
+    calls,
+    check_nesting,
+    leaf,
+    own,
+    profiled,
+    run,
+    times,
+    trace_of,
+)
+from torch import Tensor, nn
+
+import hookline as hl
+
+# -- errors on the way -------------------------------------------------------------------------------------
+
+
+def test_a_forward_that_raises_spoils_nothing_after_it(stopwatch: Stopwatch) -> None:
+    """What the failed call took until then counts for the model, and the steps after it are as ever."""
+
+    def risky(self: Any, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.fails:
+            STOPWATCH.advance(7)
+            raise RuntimeError("on purpose")
+        return x
+
+    model = nn.Sequential(nn.Linear(3, 3), Calls(risky, a=Work(1, 2)), Work(3, 4))
+    with hl.profile(model, functions=Spend) as prof:
+        for model[1].fails in (False, True, True, False):
+            try:
+                run(model)
+            except RuntimeError:
+                assert prof._recorder._here.stack == []
+                stopwatch.advance(1000)
+    assert times(prof)[""] == (4 + 8 + 8 + 4, 14, 12, 0)
+    assert times(prof)["1"] == (2, 0, 4, 0)
+    assert times(prof)["2"] == (6, 0, 8, 0)
+    assert calls(prof) == {"": 4, "0": 4, "1": 2, "1.a": 4, "2": 2, f"{__name__}.Spend": 6}
+    assert sum(row.forward_own_ms for row in prof.rows) == pytest.approx(prof.total.forward_ms, rel=1e-6)
+
+
+def test_an_error_that_the_model_catches_leaves_the_sum_right(stopwatch: Stopwatch) -> None:
+    """What a cut-short child had called is the model's, not lost: own times still add up to the whole."""
+
+    def fail(self: Any, x: Tensor) -> Tensor:
+        self.inner(x)
+        raise RuntimeError("on purpose")
+
+    def fallback(self: Any, x: Tensor) -> Tensor:
+        try:
+            return self.first(x)
+        except RuntimeError:
+            return self.second(x)
+
+    model = Calls(fallback, first=Calls(fail, inner=Work(1, 2)), second=Work(3, 4))
+    with hl.profile(model) as prof:
+        run(model, leaf())
+        run(model, leaf())
+    assert times(prof) == {"": (8, 0, 8, 0), "first.inner": (2, 2, 0, 0), "second": (6, 6, 8, 8)}
+
+
+def test_a_backward_that_raises_spoils_nothing_after_it(stopwatch: Stopwatch) -> None:
+    """Of a pass that is cut short counts what has told its end; what is done before the next one does not."""
+
+    def stop(grad: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2), Work(3, 4))
+    with hl.profile(model) as prof:
+        handle = model[0].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            run(model)
+        handle.remove()
+        stopwatch.advance(1000)
+        run(model)
+    assert own(prof) == {"": (0, 0), "0": (0, 0), "1": (2, 2), "2": (6, 8)}
+
+
+def test_a_part_called_by_itself_is_measured_by_itself(stopwatch: Stopwatch) -> None:
+    """Before, after and, raising, between forwards of the model: its time is its own and not the model's."""
+    model = nn.Sequential(nn.Linear(3, 3), Calls(lambda self, x: self.a(x), a=Work(1, 2)))
+    with hl.profile(model) as prof:
+        run(model[1], leaf())
+        with pytest.raises(TypeError):
+            model[1].a(1, 2)
+        run(model)
+        assert prof._recorder._here.stack == []
+        run(model[1], leaf())
+    assert times(prof) == {"": (1, 0, 2, 0), "0": (0, 0, 0, 0), "1": (3, 0, 6, 0), "1.a": (3, 3, 6, 6)}
+
+
+def test_a_model_that_calls_itself_is_measured_at_each_depth(stopwatch: Stopwatch) -> None:
+    """Of a recursive model each call counts, and own times are those of one call each."""
+
+    def recurse(self: Any, x: Tensor) -> Tensor:
+        self.depth += 1
+        x = self.a(x)
+        return self.b(self(x) if self.depth % 3 else x)
+
+    model = Calls(recurse, a=Work(1, 2), b=Work(3, 4))
+    model.depth = 0
+    prof = profiled(model, leaf())
+    assert calls(prof) == {"": 3, "a": 3, "b": 3}
+    assert own(prof) == {"": (0, 0), "a": (3, 6), "b": (9, 12)}
+    assert times(prof)[""] == (12, 0, 18, 0)  # a call within a call is part of it, and not time twice over
+    assert prof.total.forward_ms == pytest.approx(12, abs=1e-3)
+
+
+# -- any model ---------------------------------------------------------------------------------------------
+
+
+def ends_unnoticed(module: nn.Module) -> bool:
+    """Whether the last thing in its backward pass sends no gradient to an input."""
+    if isinstance(module, Tree):
+        return module.shape == "residual" and ends_unnoticed(module.order[0])
+    return isinstance(module, Learned)
+
+
+class Tree(nn.Module):
+    """Children called one after the other, side by side, or along a residual stream, some of them twice.
+
+    It costs something itself, before those children that tell when they end.
+    """
+
+    def __init__(self, chance: random.Random, depth: int) -> None:
+        super().__init__()
+        self.shape = chance.choice(["chain", "branches", "residual", "pair"])
+        kinds = [Work, Work, Learned] if depth == 0 else [Work, Learned, Tree, Tree]
+        for index in range(chance.randint(1, 4)):
+            kind = chance.choice(kinds)
+            costs = chance.randint(1, 9), chance.randint(1, 9)
+            self.add_module(f"c{index}", Tree(chance, depth - 1) if kind is Tree else kind(*costs))
+        self.order = [*self.children(), *chance.sample([*self.children()], k=chance.randint(0, 1))]
+        self.own = [(0, 0), *((chance.randint(1, 9), chance.randint(1, 9)) for _ in self.order[1:])]
+        for index, child in enumerate(self.order):
+            if ends_unnoticed(child):
+                self.own[index] = (0, 0)
+        self.costs = tuple(map(sum, zip(*self.own, strict=True)))
+
+    def one(self, child: nn.Module, x: Tensor, costs: tuple[int, int] = (0, 0)) -> Tensor:
+        if any(costs):
+            x = Spend.apply(x, *costs)
+        out = child() if isinstance(child, Learned) else child(x)
+        return out if isinstance(out, Tensor) else out[0] + out[1]
+
+    def forward(self, x: Tensor) -> Any:
+        children = zip(self.order, self.own, strict=True)
+        if self.shape == "branches":
+            return sum((self.one(child, x, costs) for child, costs in children), x.view(3))
+        for child, costs in children:
+            x = x + self.one(child, x, costs) if self.shape == "residual" else x * 0.5 + self.one(child, x, costs)
+        return (x.sin(), {"more": x.cos()}["more"]) if self.shape == "pair" else x
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_in_any_tree_of_modules_every_one_has_the_time_it_costs(stopwatch: Stopwatch, seed: int, tmp_path: Any) -> None:
+    """Forty random models, two steps each: own times are the costs, wherever in the graph they are."""
+    tree = Tree(random.Random(seed), depth=3)
+    model = Calls(lambda self, x: tree.one(tree, self.stem(x)), stem=nn.Linear(3, 3), tree=tree)
+    prof = profiled(model, steps=2)
+    rows = {row.name: row for row in prof.rows}
+    for name, module in model.named_modules():
+        forward, backward = getattr(module, "costs", (0, 0))
+        assert own(prof)[name] == (forward * rows[name].calls, backward * rows[name].calls), f"{name} of {model}"
+    for way in ("forward", "backward"):
+        total = sum(getattr(row, f"{way}_own_ms") for row in prof.rows)
+        assert total == pytest.approx(getattr(prof.total, f"{way}_ms"), rel=1e-6)
+    check_nesting([event for event in trace_of(prof, tmp_path) if event["ph"] == "X"])
+
+
+# -- on the real clock -------------------------------------------------------------------------------------
+
+
+class Sleep(torch.autograd.Function):
+    """Sleeps so many milliseconds each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
+        ctx.backward_ms = backward_ms
+        time.sleep(1e-3 * forward_ms)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(1e-3 * ctx.backward_ms)
+        return grad + 0, None, None
+
+
+def test_on_the_real_clock_sleep_takes_as_long_as_it_does() -> None:
+    """Sleeping each way, in branches on one input: each has no less than its sleep, and the sum is the model's."""
+    parts = {"a": (5, 40), "b": (10, 30), "c": (40, 5)}
+
+    def branches(self: Any, x: Tensor) -> Tensor:
+        return sum(getattr(self, name)(x) for name in parts)
+
+    def sleeper(costs: tuple[int, int]) -> nn.Module:
+        return Calls(lambda self, x: Sleep.apply(x, *costs))
+
+    model = nn.Sequential(nn.Linear(3, 3), Calls(branches, **{name: sleeper(costs) for name, costs in parts.items()}))
+    prof = profiled(model)
+    rows = {row.name: row for row in prof.rows}
+    for name, (forward, backward) in parts.items():
+        assert forward <= rows[f"1.{name}"].forward_own_ms
+        assert backward <= rows[f"1.{name}"].backward_own_ms
+    # Since they add up, too much for one would be too little for another, or less than nothing for a parent.
+    assert sum(row.backward_own_ms for row in prof.rows) == pytest.approx(prof.total.backward_ms, rel=1e-6)
+    assert min(row.backward_own_ms for row in prof.rows) >= 0
+    assert 55 + 75 <= prof.total.forward_ms + prof.total.backward_ms <= prof.wall_ms
+
+
+def test_on_the_real_clock_sums_are_those_of_the_step() -> None:
+    """A transformer with functions: own times are not negative, add up to the model, which is most of the wall."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(16, 64, 128)
+    model(x).sum().backward()
+    with hl.profile(model, functions=["torch.nn.functional.*", "aten.*mm*"]) as prof:
+        for _ in range(3):
+            model(x).sum().backward()
+    total = prof.total
+    rows = prof.rows
+    assert sum(row.forward_own_ms for row in rows) == pytest.approx(total.forward_ms, rel=1e-6)
+    assert sum(row.backward_own_ms for row in rows) == pytest.approx(total.backward_ms, rel=1e-6)
+    assert min(row.forward_own_ms for row in rows) >= 0
+    assert min(row.backward_own_ms for row in rows) >= 0
+    assert 0.7 * prof.wall_ms <= total.forward_ms + total.backward_ms <= prof.wall_ms

@@ -1,0 +1,341 @@
+"""Whose time it is in a profile, against costs that are known.
+
+The clock stands still but for what `Work` spends on purpose, so every time in the report has one right value.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_profile import (
+    STOPWATCH,
+    Calls,
+    Learned,
+    Spend,
+    Stopwatch,
+    Work,
+    calls,
+    leaf,
+    own,
+    profiled,
+    run,
+    times,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import hookline as hl
+
+
+def test_nested_modules_have_totals_and_own_times(stopwatch: Stopwatch) -> None:
+    """A parent's total holds its children's, its own time holds none of it."""
+
+    def both(self: Any, x: Tensor) -> Tensor:
+        return Spend.apply(self.b(Spend.apply(self.a(x), 1, 2)), 3, 4)
+
+    model = nn.Sequential(nn.Linear(3, 3), Calls(both, a=Work(10, 20), b=Work(30, 40)), Work(5, 6))
+    prof = profiled(model)
+    assert times(prof) == {
+        "": (49, 0, 72, 0),
+        "0": (0, 0, 0, 0),
+        "1": (44, 4, 66, 6),
+        "1.a": (10, 10, 20, 20),
+        "1.b": (30, 30, 40, 40),
+        "2": (5, 5, 6, 6),
+    }
+    assert prof.total == prof.rows[0]
+
+
+def test_branches_that_share_an_input_have_their_own_backward_times(stopwatch: Stopwatch) -> None:
+    """A branch is done when its gradient has left, not when the hook fires, which waits for the other branches."""
+
+    def attend(self: Any, x: Tensor) -> Tensor:
+        q = self.q(Spend.apply(x, 100, 1000))
+        k = self.k(x)
+        return Spend.apply(x, 200, 2000) + q * k + self.v(x)
+
+    branches = Calls(attend, q=Work(1, 10), k=Work(2, 20), v=Work(3, 40))
+    model = nn.Sequential(nn.Linear(3, 3), branches, Work(4, 80))
+    fired: dict[str, int] = {}
+
+    def note(module: Any, grad_input: Any, grad_output: Any, *, site: hl.Site) -> None:
+        fired[site.name] = stopwatch.mark()
+
+    with hl.profile(model) as prof, hl.attach(model, "*", note, on="backward", observe=True):
+        run(model)
+    assert own(prof) == {
+        "": (0, 0),
+        "0": (0, 0),
+        "1": (300, 3000),
+        "1.q": (1, 10),
+        "1.k": (2, 20),
+        "1.v": (3, 40),
+        "2": (4, 80),
+    }
+    # What makes this a test: v was done two seconds before its hook fired, together with k's.
+    assert fired["1.v"] == pytest.approx(fired["1.k"], abs=1e4)
+
+
+def test_residual_blocks_have_their_own_backward_times(stopwatch: Stopwatch) -> None:
+    """Residual streams around norms and blocks, with reshaped, in-place and returned inputs between them."""
+
+    def block(self: Any, x: Tensor) -> Tensor:
+        x = x + self.a(self.norm(x))
+        return F.relu(x + self.b(x.view(3, 1)).view(3), inplace=True)
+
+    blocks = [Calls(block, norm=nn.LayerNorm(3), a=Work(1, 2), b=Work(3, 4), same=nn.Identity()) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(3, 3), *blocks, nn.Dropout(0.0), nn.Identity())
+    prof = profiled(model)
+    for name, (forward, backward) in own(prof).items():
+        expected = {"a": (1, 2), "b": (3, 4)}.get(name.rpartition(".")[2], (0, 0))
+        assert (forward, backward) == expected, name
+
+
+def test_a_reused_module_counts_each_call(stopwatch: Stopwatch) -> None:
+    """Two calls in one forward are two calls, and both backwards are there."""
+    model = Calls(lambda self, x: self.one(self.other(self.one(x))), one=Work(1, 2), other=Work(10, 20))
+    prof = profiled(model, leaf())
+    assert calls(prof) == {"": 1, "one": 2, "other": 1}
+    assert own(prof) == {"": (0, 0), "one": (2, 4), "other": (10, 20)}
+
+
+def test_a_module_without_a_gradient_to_send_ends_with_its_turn(stopwatch: Stopwatch) -> None:
+    """Nothing leaves an embedding for its input, but the backward of what was before it is not its own."""
+    blocks = [Calls(lambda self, x: self.b(x + self.a()), a=Learned(1, 2), b=Work(3, 4)) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(3, 3), *blocks)
+    prof = profiled(model)
+    for index in (1, 2, 3):
+        assert times(prof)[f"{index}"] == (4, 0, 6, 0)
+        assert times(prof)[f"{index}.a"] == (1, 1, 2, 2)
+        assert times(prof)[f"{index}.b"] == (3, 3, 4, 4)
+    assert times(prof)[""] == (12, 0, 18, 0)
+
+
+def test_a_module_that_makes_its_weight_first_has_that_in_its_total(stopwatch: Stopwatch) -> None:
+    """The last gradient for an input leaves before what the weight was made of has its turn."""
+    hyper = Calls(lambda self, x: Spend.apply(x * self.make(), 1, 2), make=Learned(10, 20))
+    model = nn.Sequential(nn.Linear(3, 3), hyper)
+    prof = profiled(model)
+    assert times(prof) == {"": (11, 0, 22, 0), "0": (0, 0, 0, 0), "1": (11, 1, 22, 2), "1.make": (10, 10, 20, 20)}
+
+
+def test_a_module_that_sends_its_gradient_early_is_at_it_until_all_within_it_is_over(stopwatch: Stopwatch) -> None:
+    """The same, with a child that has an end of its own, and work between the two."""
+    hyper = Calls(lambda self, x: x * Spend.apply(self.make(self.weight), 1, 2), make=Work(10, 20))
+    hyper.weight = nn.Parameter(torch.ones(3))
+    model = nn.Sequential(nn.Linear(3, 3), hyper)
+    prof = profiled(model)
+    assert times(prof) == {"": (11, 0, 22, 0), "0": (0, 0, 0, 0), "1": (11, 1, 22, 2), "1.make": (10, 10, 20, 20)}
+
+
+@pytest.mark.parametrize("used", ["both", "first", "second"])
+def test_a_module_with_two_outputs_has_its_time_whichever_is_used(stopwatch: Stopwatch, used: str) -> None:
+    """Its pre-hook waits for gradients that may never come; the time is its own all the same."""
+
+    def two(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return Spend.apply(x, 1, 2), Spend.apply(x, 4, 8)
+
+    def use(self: Any, x: Tensor) -> Tensor:
+        first, second = self.two(self.before(x))
+        return self.after({"both": first + second, "first": first, "second": second}[used])
+
+    model = Calls(use, before=Work(16, 32), two=Calls(two), after=Work(64, 128))
+    prof = profiled(model, leaf())
+    backward = {"both": 10, "first": 2, "second": 8}[used]
+    assert own(prof) == {"": (0, 0), "before": (16, 32), "two": (5, backward), "after": (64, 128)}
+    with hl.profile(model.two) as prof:
+        run(model, leaf())
+    assert times(prof) == {"": (5, 5, backward, backward)}
+
+
+def test_a_module_with_two_outputs_begins_with_the_first_thing_in_it(stopwatch: Stopwatch) -> None:
+    """Its pre-hook fires when most of it is over; what it does between its children is its own all the same."""
+
+    def two(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        a = self.a(x)
+        early = a + 1
+        b = Spend.apply(self.b(Spend.apply(a * 2, 100, 1000)), 200, 2000)
+        return early, self.c(b)
+
+    inner = Calls(two, a=Work(1, 2), b=Work(3, 4), c=Work(5, 6))
+    model = Calls(lambda self, x: sum(self.two(self.before(x))), before=Work(7, 8), two=inner)
+    prof = profiled(model, leaf())
+    assert times(prof)["two"] == (309, 300, 3012, 3000)
+    assert times(prof)[""] == (316, 0, 3020, 0)
+
+
+def test_a_model_that_returns_a_dict_of_inner_values_is_measured_whole(stopwatch: Stopwatch) -> None:
+    """A loss on early and late outputs: the model's backward began with the first of them."""
+
+    def deep(self: Any, x: Tensor) -> dict[str, Any]:
+        early = self.a(x)
+        late = self.c(self.b(early))
+        return {"early": early * 2, "late": [late], "loss": (early + late).sum(), "text": "none"}
+
+    model = Calls(deep, a=Work(1, 2), b=Work(3, 4), c=Work(5, 6))
+    with hl.profile(model) as prof:
+        output = model(leaf())
+        (output["loss"] + output["early"].sum()).backward()
+    assert times(prof)[""] == (9, 0, 12, 0)
+    assert prof.total.output_bytes == 4 * (3 + 3 + 1)
+
+
+def test_functions_are_measured_within_their_modules(stopwatch: Stopwatch) -> None:
+    """Of a function, one row for all modules; what it takes is not the module's own."""
+
+    def mixed(self: Any, x: Tensor) -> Tensor:
+        STOPWATCH.advance(100)
+        return self.a(Spend.apply(x, 1, 2))
+
+    model = nn.Sequential(Calls(mixed, a=Work(3, 4)), Work(5, 6))
+    prof = profiled(model, leaf(), functions=Spend)
+    name = f"{__name__}.Spend"
+    rows = {row.name: row for row in prof.rows}
+    assert (rows[name].kind, rows[name].calls, rows["0"].kind) == ("function", 3, "Calls")
+    assert own(prof) == {"": (0, 0), "0": (100, 0), "0.a": (0, 0), "1": (0, 0), name: (9, 12)}
+    assert times(prof)["0"] == (104, 100, 6, 0)
+
+
+def test_functions_of_torch_and_operators_are_counted_by_call() -> None:
+    """Globs over torch.nn.functional, an operator, both inside each other and each with its output's size."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False))
+    prof = profiled(model, torch.ones(5, 4), steps=2, functions=["torch.nn.functional.*", "aten.mm"])
+    rows = {row.name: row for row in prof.rows}
+    assert rows["torch.nn.functional.linear"].calls == rows["aten.mm.default"].calls == 4
+    assert rows["torch.nn.functional.relu"].calls == 2
+    assert rows["aten.mm.default"].output_bytes == rows["torch.nn.functional.linear"].output_bytes == 2 * 4 * (40 + 10)
+    assert rows["torch.nn.functional.linear"].forward_ms > rows["aten.mm.default"].forward_ms > 0
+    assert rows["0"].forward_own_ms < rows["0"].forward_ms
+    assert all(row.backward_ms > 0 for row in prof.rows)
+
+
+# -- several passes ----------------------------------------------------------------------------------------
+
+
+def test_steps_add_up(stopwatch: Stopwatch) -> None:
+    """Three steps are three times one step; what is done between them belongs to nobody."""
+    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2), Work(3, 4))
+    with hl.profile(model) as prof:
+        for _ in range(3):
+            run(model)
+            stopwatch.advance(1000)
+    assert times(prof) == {"": (12, 0, 18, 0), "0": (0, 0, 0, 0), "1": (3, 3, 6, 6), "2": (9, 9, 12, 12)}
+    assert calls(prof) == {"": 3, "0": 3, "1": 3, "2": 3}
+    assert prof.wall_ms == pytest.approx(3030, abs=0.01)
+
+
+def test_two_forwards_and_one_backward_share_it(stopwatch: Stopwatch) -> None:
+    """As in a GAN's discriminator: neither call has the other's backward, though both hooks fire at the end."""
+    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2))
+    with hl.profile(model) as prof:
+        (model(torch.ones(3)).sum() + model(torch.ones(3)).sum()).backward()
+    assert times(prof) == {"": (2, 0, 4, 0), "0": (0, 0, 0, 0), "1": (2, 2, 4, 4)}
+
+
+def test_micro_batches_and_their_backwards_may_be_interleaved(stopwatch: Stopwatch) -> None:
+    """Forward, forward, backward of the first, backward of the second."""
+    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2))
+    with hl.profile(model) as prof:
+        first, second = model(torch.ones(3)).sum(), model(torch.ones(3)).sum()
+        first.backward()
+        stopwatch.advance(50)
+        second.backward()
+    assert times(prof) == {"": (2, 0, 4, 0), "0": (0, 0, 0, 0), "1": (2, 2, 4, 4)}
+
+
+def test_two_backwards_through_one_forward_both_count(stopwatch: Stopwatch) -> None:
+    """With retain_graph the backward time doubles and the calls do not; a pass that ends half-way adds its half."""
+    scale = Calls(lambda self, x: Spend.apply(x * self.weight, 5, 6))
+    scale.weight = nn.Parameter(torch.ones(3))
+    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2), scale, Work(3, 4))
+    with hl.profile(model) as prof:
+        loss = model(torch.ones(3)).sum()
+        loss.backward(retain_graph=True)
+        stopwatch.advance(50)
+        loss.backward(retain_graph=True)
+        assert times(prof)[""] == (9, 0, 24, 0)
+        stopwatch.advance(50)
+        torch.autograd.grad(loss, scale.weight)
+    assert calls(prof)[""] == 1
+    assert times(prof) == {
+        "": (9, 0, 34, 0),
+        "0": (0, 0, 0, 0),
+        "1": (1, 1, 4, 4),
+        "2": (5, 5, 18, 18),
+        "3": (3, 3, 12, 12),
+    }
+
+
+def test_without_gradients_there_is_no_backward(stopwatch: Stopwatch) -> None:
+    """Under no_grad and inference_mode, and with gradients but without a backward, only forwards are there."""
+    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2)).eval()
+    with hl.profile(model) as prof:
+        with torch.no_grad():
+            model(torch.ones(3))
+        with torch.inference_mode():
+            model(torch.ones(3))
+        model(torch.ones(3))
+    assert times(prof) == {"": (3, 0, 0, 0), "0": (0, 0, 0, 0), "1": (3, 3, 0, 0)}
+
+
+def test_calls_without_gradients_before_one_with_them_are_told_apart(stopwatch: Stopwatch) -> None:
+    """A shared part runs without gradients under one module and with them under another, whose backward it is."""
+    shared = Work(1, 2)
+
+    def both(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            start = self.trial(x)
+        return self.final(x + start)
+
+    model = Calls(both, trial=nn.Sequential(shared), final=nn.Sequential(shared))
+    prof = profiled(model, leaf())
+    assert times(prof) == {"": (2, 0, 2, 0), "trial": (1, 0, 0, 0), "trial.0": (2, 2, 2, 2), "final": (1, 0, 2, 0)}
+
+
+@pytest.mark.parametrize("way", ["reentrant", "to the end", "until it has all"])
+def test_what_checkpointing_repeats_is_backward_time_and_no_call(stopwatch: Stopwatch, way: str) -> None:
+    """The forward counts once; once more it is backward time, of the modules it is spent in."""
+
+    def repeated(self: Any, x: Tensor) -> Tensor:
+        for part in (self.a, self.b):
+            with set_checkpoint_early_stop(way == "until it has all"):
+                x = checkpoint(part, x, use_reentrant=way == "reentrant")
+        return x
+
+    def part() -> nn.Module:
+        return nn.Sequential(Work(1, 2), nn.Linear(3, 3), Work(4, 8))
+
+    model = nn.Sequential(nn.Linear(3, 3), Calls(repeated, a=part(), b=part()), Work(16, 32))
+    prof = profiled(model, steps=2)
+    assert set(calls(prof).values()) == {2}
+    found = own(prof)
+    assert found["2"] == (32, 64)
+    for name in ("1.a", "1.b"):
+        assert found[f"{name}.0"] == (2, 4 + 2)
+        assert found[f"{name}.2"] == (8, 16 + 8)
+    assert times(prof)["1"] == (20, 0, 60, 0)
+    assert times(prof)[""] == (52, 0, 124, 0)
+
+
+def test_threads_on_one_model_are_measured_apart(stopwatch: Stopwatch) -> None:
+    """Four threads at once: every call is there once, with its own time (the stopwatch runs in each thread)."""
+    model = nn.Sequential(nn.Linear(3, 3), Calls(lambda self, x: self.a(x) + self.b(x), a=Work(1, 2), b=Work(3, 4)))
+    start = threading.Barrier(4)
+
+    def train() -> None:
+        start.wait()
+        for _ in range(20):
+            torch.autograd.grad(model(torch.ones(3)).sum(), list(model.parameters()))
+
+    with hl.profile(model) as prof:
+        threads = [threading.Thread(target=train) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert set(calls(prof).values()) == {80}
+    assert own(prof) == {"": (0, 0), "0": (0, 0), "1": (0, 0), "1.a": (80, 160), "1.b": (240, 320)}
