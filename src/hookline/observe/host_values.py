@@ -23,7 +23,7 @@ def fetch(tensors: Iterable[Tensor]) -> list[list[Any]]:
     """Return the numbers of each tensor, flat, by one transfer for all that share a device and a dtype."""
     given = list(tensors)
     found: list[list[Any]] = [[] for _ in given]
-    for members in _grouped(given):
+    for members in _grouped(given, range(len(given))):
         numbers, start = torch.cat([given[index].reshape(-1) for index in members]).tolist(), 0
         for index in members:
             end = start + given[index].numel()
@@ -37,20 +37,19 @@ def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
     Those that are on the host already are returned as they are.
     """
     found = list(tensors)
-    for members in _grouped(found):
-        if found[members[0]].device.type != "cpu":
-            flat = torch.cat([found[index].reshape(-1) for index in members]).cpu()
-            sizes = [found[index].numel() for index in members]
-            for index, part in zip(members, torch.split(flat, sizes), strict=True):
-                found[index] = part.reshape(found[index].shape)
+    for members in _grouped(found, [index for index, tensor in enumerate(found) if tensor.device.type != "cpu"]):
+        flat = torch.cat([found[index].reshape(-1) for index in members]).cpu()
+        sizes = [found[index].numel() for index in members]
+        for index, part in zip(members, torch.split(flat, sizes), strict=True):
+            found[index] = part.reshape(found[index].shape)
     return found
 
 
-def _grouped(tensors: list[Tensor]) -> list[list[int]]:
-    """Return the positions of the tensors, in groups of one device and dtype."""
+def _grouped(tensors: list[Tensor], positions: Iterable[int]) -> list[list[int]]:
+    """Return the positions, in groups of tensors of one device and dtype."""
     groups: dict[Any, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(tensors):
-        groups[tensor.device, tensor.dtype].append(index)
+    for index in positions:
+        groups[tensors[index].device, tensors[index].dtype].append(index)
     return list(groups.values())
 
 

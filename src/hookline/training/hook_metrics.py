@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, Final
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hookline.errors import MetricError
 from hookline.messages import type_name
+from hookline.observe.host_values import on_host
 
 __all__ = ["PLAIN", "add_metrics", "snapshot_metric", "to_host"]
 
@@ -100,7 +101,7 @@ def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
     _visit(metrics.values(), waiting.append)
     if not waiting:
         return dict(metrics)
-    values = iter(_read(waiting))
+    values = (tensor.tolist() for tensor in on_host(waiting))
     return {name: value if type(value) in PLAIN else _filled(value, values) for name, value in metrics.items()}
 
 
@@ -125,19 +126,3 @@ def _filled(value: Any, values: Any) -> Any:
     if isinstance(value, list):
         return [_filled(item, values) for item in value]
     return value
-
-
-def _read(tensors: list[Tensor]) -> list[Any]:
-    found: list[Any] = [None] * len(tensors)
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for number, tensor in enumerate(tensors):
-        if tensor.device.type == "cpu":
-            found[number] = tensor.tolist()
-        else:
-            groups[tensor.device, tensor.dtype].append(number)
-    for numbers in groups.values():
-        flat = torch.cat([tensors[number].reshape(-1) for number in numbers]).cpu()
-        parts = torch.split(flat, [tensors[number].numel() for number in numbers])
-        for number, part in zip(numbers, parts, strict=True):
-            found[number] = part.reshape(tensors[number].shape).tolist()
-    return found

@@ -114,7 +114,7 @@ def test_profiles_at_once_do_not_disturb_each_other(stopwatch: Stopwatch) -> Non
     assert times(inner)[""] == (9, 0, 12, 0)
     assert times(part)[""] == (27, 0, 36, 0)
     assert own(inner)["1.3.0"] == (5, 6)
-    assert own(outer)[f"{__name__}.Spend"] == own(part)[f"{__name__}.Spend"] == (27, 36)
+    assert own(outer)[f"{Spend.__module__}.Spend"] == own(part)[f"{Spend.__module__}.Spend"] == (27, 36)
 
 
 def test_models_without_parameters_or_tensors_can_be_measured(stopwatch: Stopwatch) -> None:

@@ -52,7 +52,7 @@ def test_a_forward_that_raises_spoils_nothing_after_it(stopwatch: Stopwatch) -> 
     assert times(prof)[""] == (4 + 8 + 8 + 4, 14, 12, 0)
     assert times(prof)["1"] == (2, 0, 4, 0)
     assert times(prof)["2"] == (6, 0, 8, 0)
-    assert calls(prof) == {"": 4, "0": 4, "1": 2, "1.a": 4, "2": 2, f"{__name__}.Spend": 6}
+    assert calls(prof) == {"": 4, "0": 4, "1": 2, "1.a": 4, "2": 2, f"{Spend.__module__}.Spend": 6}
     assert sum(row.forward_own_ms for row in prof.rows) == pytest.approx(prof.total.forward_ms, rel=1e-6)
 
 

@@ -193,7 +193,7 @@ def test_functions_are_measured_within_their_modules(stopwatch: Stopwatch) -> No
 
     model = nn.Sequential(Calls(mixed, a=Work(3, 4)), Work(5, 6))
     prof = profiled(model, leaf(), functions=Spend)
-    name = f"{__name__}.Spend"
+    name = f"{Spend.__module__}.Spend"
     rows = {row.name: row for row in prof.rows}
     assert (rows[name].kind, rows[name].calls, rows["0"].kind) == ("function", 3, "Calls")
     assert own(prof) == {"": (0, 0), "0": (100, 0), "0.a": (0, 0), "1": (0, 0), name: (9, 12)}

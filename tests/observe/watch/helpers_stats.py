@@ -1,4 +1,4 @@
-"""What statistics should be: the same in float64, one number at a time."""
+"""What statistics should be, in float64, one number at a time; and the small models whose statistics are taken."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["assert_close", "reference"]
+__all__ = ["Shaped", "assert_close", "batch", "make_model", "of", "reference", "train"]
 
 _COUNTS = ("zero_fraction", "nonfinite", "nan", "inf", "min", "max", "absmax", "finite_min", "finite_max")
 
@@ -69,3 +69,38 @@ def assert_close(found: dict[str, Any], expected: dict[str, float], error: float
             # Where the mean is ten million times the spread, float64 has no more digits for it.
             least = 1e-7 * abs(expected.get("mean", 0.0)) if name == "std" else 1e-300
             assert abs(got - value) <= error * max(abs(value), room) + least, (name, got, value)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch(step: int = 0, rows: int = 5) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
+
+
+def of(metrics: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The statistics of one place."""
+    return {
+        name.removeprefix(f"{prefix}/"): value for name, value in metrics.items() if name.rpartition("/")[0] == prefix
+    }
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step)).square().sum().backward()
+        optimizer.step()
+
+
+class Shaped(nn.Module):
+    """Gives out whatever it is told to make of its input."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.inner(x))

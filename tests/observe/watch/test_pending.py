@@ -36,6 +36,12 @@ def _place(name: str = "a") -> WatchedPlace:
     return WatchedPlace(name, "forward")
 
 
+def _made(*names: str, **options: Any) -> tuple[Any, ...]:
+    """A reducer, tensors that wait for it, and places: one, or those that are named."""
+    seen = Seen()
+    return seen, PendingTensors(seen, **options), *map(_place, names or "a")
+
+
 def _known(pending: PendingTensors, *places: WatchedPlace) -> None:
     """Have the places seen once, so that they are deferred from now on."""
     for place in places:
@@ -45,9 +51,7 @@ def _known(pending: PendingTensors, *places: WatchedPlace) -> None:
 
 def test_the_first_firing_is_reduced_at_once_and_later_ones_together() -> None:
     """Two places: one by one the first time, in one batch at the flush the second time."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    a, b = _place("a"), _place("b")
+    seen, pending, a, b = _made("a", "b")
     _known(pending, a, b)
     assert seen.batches == [1, 1]
     pending.take(a, torch.tensor([1.0]))
@@ -60,9 +64,7 @@ def test_the_first_firing_is_reduced_at_once_and_later_ones_together() -> None:
 
 def test_a_place_whose_tensor_is_changed_in_place_is_reduced_at_once_for_good() -> None:
     """An in-place consumer is noticed at the first flush: from the first firing on, no number is wrong."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    place = _place()
+    seen, pending, place = _made()
     for value in (-1.0, -2.0, -3.0):
         x = torch.tensor([value])
         pending.take(place, x)
@@ -75,9 +77,7 @@ def test_a_place_whose_tensor_is_changed_in_place_is_reduced_at_once_for_good() 
 
 def test_until_it_is_known_a_place_is_reduced_at_once() -> None:
     """A module called twice in its first forward is not deferred the second time: nothing was looked at yet."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    place = _place()
+    seen, pending, place = _made()
     first, second = torch.tensor([-1.0]), torch.tensor([-2.0])
     pending.take(place, first)
     pending.take(place, second)
@@ -90,9 +90,7 @@ def test_until_it_is_known_a_place_is_reduced_at_once() -> None:
 
 def test_a_change_that_comes_later_loses_the_firing_and_says_so() -> None:
     """A tensor that is changed in place though the place was clean before: dropped, counted, never a wrong number."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    place = _place()
+    seen, pending, place = _made()
     _known(pending, place)
     x = torch.tensor([-5.0])
     pending.take(place, x)
@@ -110,9 +108,7 @@ def test_a_change_that_comes_later_loses_the_firing_and_says_so() -> None:
 
 def test_without_the_check_a_deferred_tensor_would_be_read_changed() -> None:
     """Negative control: what a reducer would be shown, were versions not looked at."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    place = _place()
+    seen, pending, place = _made()
     _known(pending, place)
     x = torch.tensor([-5.0])
     pending.take(place, x)
@@ -123,9 +119,7 @@ def test_without_the_check_a_deferred_tensor_would_be_read_changed() -> None:
 
 def test_a_scale_that_was_changed_in_place_loses_the_firing_too() -> None:
     """GradScaler updates its scale in place; a gradient must not be divided by the next step's."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    place = _place()
+    _, pending, place = _made()
     _known(pending, place)
     scale = torch.tensor(8.0)
     pending.take(place, torch.ones(1), scale)
@@ -136,9 +130,7 @@ def test_a_scale_that_was_changed_in_place_loses_the_firing_too() -> None:
 
 def test_tensors_of_inference_mode_are_reduced_at_once() -> None:
     """They have no version to compare."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    place = _place()
+    seen, pending, place = _made()
     _known(pending, place)
     with torch.inference_mode():
         pending.take(place, torch.tensor([3.0]))
@@ -149,9 +141,7 @@ def test_tensors_of_inference_mode_are_reduced_at_once() -> None:
 
 def test_no_more_bytes_are_held_than_the_limit() -> None:
     """A tensor that exceeds it has all reduced."""
-    seen = Seen()
-    pending = PendingTensors(seen, limit=200)
-    a, b = _place("a"), _place("b")
+    seen, pending, a, b = _made("a", "b", limit=200)
     _known(pending, a, b)
     pending.take(a, torch.ones(20))  # 80 bytes
     pending.take(b, torch.ones(20))
@@ -163,8 +153,7 @@ def test_no_more_bytes_are_held_than_the_limit() -> None:
 
 def test_a_view_counts_for_all_that_it_holds() -> None:
     """The last of many positions, in a loop that nobody says the end of: the rest of its memory is held, too."""
-    pending = PendingTensors(Seen(), limit=3999)
-    place = _place()
+    _, pending, place = _made(limit=3999)
     _known(pending, place)
     for _ in range(3):
         pending.take(place, torch.ones(1000)[:1])
@@ -196,9 +185,7 @@ def test_places_become_known_though_nobody_says_that_a_pass_is_over(monkeypatch:
 
 def test_a_gradient_that_autograd_would_add_to_is_deferred() -> None:
     """It adds in place only where nobody else has the tensor; so it is held from the first time on."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    place = _place()
+    seen, pending, place = _made()
     for _ in range(3):
         x = torch.ones(3, requires_grad=True) * 1
         y = x + x.exp()  # the gradient of y goes to x as it is, and that of exp is added to it
@@ -240,9 +227,7 @@ def test_the_end_of_a_backward_pass_is_a_moment_to_reduce() -> None:
 
 def test_what_is_forgotten_is_not_reduced() -> None:
     """A reset lets go of what is noted."""
-    seen = Seen()
-    pending = PendingTensors(seen)
-    place = _place()
+    seen, pending, place = _made()
     _known(pending, place)
     pending.take(place, torch.ones(1))
     pending.forget()

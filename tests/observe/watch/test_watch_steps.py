@@ -1,0 +1,260 @@
+"""What a step of a watch is, which steps and phases count, and that a saved watch goes on where it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_stats import assert_close, batch, make_model, of, reference, train
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.lifecycle.run_phase import in_phase, phase
+from hookline.observe.watch.stat_columns import DEFAULT_STATS
+
+# -- steps ---------------------------------------------------------------------------------------------------
+
+
+def test_with_every_only_due_steps_are_counted_and_other_steps_carry_no_hooks():
+    """Steps 0, 3 and 6 of 8; between them nothing is on the modules."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hl.watch(model, "#", every=3, optimizer=optimizer) as watch:
+        train(model, optimizer, 1)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
+        train(model, optimizer, 7)
+        assert watch.steps == 8
+        fired = watch.report()["fired"]
+    assert {place: count for place, count in fired.items() if not place.endswith("/param")} == {
+        **{f"{name}/{kind}": 3 for name in "012" for kind in ("forward", "backward")},
+        **{f"{name}.{key}/param_grad": 3 for name in "02" for key in ("weight", "bias")},
+    }
+
+
+def test_without_an_optimizer_a_step_is_a_forward_of_the_model():
+    """Forwards in evaluation mode do not count once the model has trained."""
+    model = make_model()
+    with hl.watch(model, "#", on=("forward", "backward"), every=2) as watch:
+        for step in range(5):
+            model(batch(step)).sum().backward()
+            model.eval()
+            with torch.no_grad():
+                model(batch(step))
+            model.train()
+        assert watch.step_is == "one forward of the model"
+    assert watch.report()["fired"]["0/backward"] == 3
+    assert watch.steps == 4
+
+
+def test_a_model_that_only_evaluates_has_steps_too():
+    """Every forward is one."""
+    model = make_model().eval()
+    with hl.watch(model, "0", on="forward", every=2) as watch, torch.no_grad():
+        for step in range(5):
+            model(batch(step))
+    assert watch.report()["fired"] == {"0/forward": 3}
+
+
+def test_steps_can_be_told_by_hand():
+    """However many forwards a step has; gradients of parameters are read once at each."""
+    model = make_model()
+    grads = []
+    with hl.watch(model, "0", on=("forward", "param_grad")) as watch:
+        for step in range(3):
+            model.zero_grad()
+            model(batch(step)).sum().backward()
+            model(batch(step))
+            watch.step()
+            grads.append(model[0].weight.grad.clone())
+    assert watch.step_is == "watch.step()"
+    assert watch.steps == 3
+    assert watch.report()["fired"] == {"0/forward": 6, "0.weight/param_grad": 3, "0.bias/param_grad": 3}
+    assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))
+
+
+def test_steps_are_made_by_one_side_only():
+    """The optimizer, or the user; and with a scaler only the optimizer knows what is unscaled."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.watch(model, optimizer=optimizer) as watch, pytest.raises(hl.errors.OptionError, match="not both"):
+        watch.step()
+    scaler = torch.amp.GradScaler("cpu")
+    with hl.watch(model, scaler=scaler) as watch, pytest.raises(hl.errors.OptionError, match="give optimizer="):
+        watch.step()
+
+
+def test_a_warmup_begins_without_hooks():
+    """They come on when the first step is due."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = hl.StepSchedule("burst", stride=4, burst_length=2, warmup=3)
+    with hl.watch(model, "0", on="forward", every=schedule, optimizer=optimizer) as watch:
+        hl.assert_no_hooks(model)
+        train(model, optimizer, 10)
+    assert watch.report()["fired"] == {"0/forward": 4}  # 4, 5, 8, 9
+
+
+def test_two_optimizers_are_read_each_at_its_own_step():
+    """In the steps that are due, both; a step is over when the last has made its own."""
+    model = make_model()
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2]))
+    grads: dict[str, list[Tensor]] = {"0": [], "2": []}
+    with hl.watch(model, "#", on="param_grad", optimizer=[first, second], every=2) as watch:
+        for step in range(4):
+            model.zero_grad()
+            model(batch(step)).sum().backward()
+            for name, seen in grads.items():
+                seen += [model.get_submodule(name).weight.grad.clone()] if step % 2 == 0 else []
+            first.step()
+            second.step()
+    assert watch.steps == 4
+    for name, seen in grads.items():
+        assert_close(of(watch.to_metrics(), f"{name}.weight/param_grad"), reference(seen, DEFAULT_STATS))
+
+
+def test_a_closure_is_read_after_the_step_that_calls_it():
+    """Its gradients are made in the middle of it."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    grads = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch(len(grads))).square().sum()
+        loss.backward()
+        grads.append(model[0].weight.grad.clone())
+        return loss
+
+    with hl.watch(model, "0.weight", on="param_grad", optimizer=optimizer) as watch:
+        optimizer.step(closure)
+        optimizer.step(closure)
+    assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_without_an_optimizer_a_repeated_forward_is_no_step(reentrant: bool):
+    """Whole model checkpointed, every second step: forwards, gradients and parameters of those steps, once each."""
+    model = make_model()
+    with hl.watch(model, "0", every=2) as watch:
+        for step in range(6):
+            checkpoint(model, batch(step).requires_grad_(), use_reentrant=reentrant).sum().backward()
+    fired = watch.report()["fired"]
+    assert watch.steps == 5
+    assert (fired["0/forward"], fired["0/backward"]) == (3, 3)
+    if not reentrant:  # there the model's own gradients come in the inner pass
+        assert fired["0.weight/param_grad"] == 3
+
+
+def test_reentrant_checkpoints_inside_do_not_have_parameters_read_early():
+    """Once per backward pass, when it is over."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.first, x, use_reentrant=True))
+
+    model = Two()
+    with hl.watch(model, "*", on="param_grad") as watch:
+        for step in range(3):
+            model(batch(step).requires_grad_()).sum().backward()
+    assert set(watch.report()["fired"].values()) == {3}
+
+
+def test_without_an_optimizer_steps_that_are_not_due_carry_no_hooks():
+    """Neither on modules nor on parameters; one hook on the model tells when a step begins."""
+    model = make_model()
+    with hl.watch(model, "#", every=1000):
+        for step in range(3):
+            model(batch(step)).sum().backward()
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        assert len(hl.attached(model)) == 1
+
+
+def test_what_is_not_training_is_left_out_unless_asked_for():
+    """Evaluation and interventions, as the loops tell, and whatever the user pauses for."""
+    model = make_model()
+    everything = {"train", "eval", "intervention"}
+    with hl.watch(model, "0", on="forward") as watch, hl.watch(model, "0", on="forward", during=everything) as whole:
+        model(batch())
+        with in_phase("eval"):
+            model(batch())
+        with in_phase("intervention"):
+            model(batch())
+        with watch.paused():
+            model(batch())
+        model(batch())
+    assert watch.report()["fired"] == {"0/forward": 2}
+    assert whole.report()["fired"] == {"0/forward": 5}
+
+
+def test_phases_left_in_another_order_do_not_stick():
+    """As two threads do it."""
+    one, other = in_phase("eval"), in_phase("intervention")
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert phase() == "intervention"
+    other.__exit__(None, None, None)
+    assert phase() == "train"
+
+
+# -- saved and loaded ----------------------------------------------------------------------------------------
+
+_HOW: dict[str, dict[str, Any]] = {
+    "forwards": {},
+    "every third": {"every": 3},
+    "by unit": {"stats": ("mean", "dead_fraction", "histogram")},
+    "optimizer": {"optimizer": True, "on": ("forward", "backward", "param", "param_grad"), "every": 2},
+}
+
+
+def _made(how: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, hl.Watch]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = {**how, **({"optimizer": optimizer} if "optimizer" in how else {})}
+    return model, optimizer, hl.watch(model, "#", **options)
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", _HOW)
+def test_a_watch_goes_on_from_its_state(name: str) -> None:
+    """In another process, so to say: the metrics are those of the watch that was never saved."""
+    model, optimizer, whole = _made(_HOW[name])
+    _steps(model, optimizer, range(5))
+    state, weights = whole.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+    _steps(model, optimizer, range(5, 11))
+
+    for is_loaded in (True, False):  # False is the negative control
+        model, optimizer, resumed = _made(_HOW[name])
+        model.load_state_dict(weights)
+        if is_loaded:
+            resumed.load_state_dict(state)
+        _steps(model, optimizer, range(5, 11))
+        assert (resumed.to_metrics() == whole.to_metrics()) is is_loaded
+        assert (resumed.steps == whole.steps) is is_loaded
+        resumed.remove()
+    whole.remove()
+
+
+def test_steps_counted_by_hand_stay_so() -> None:
+    """``watch.step()`` was called before, so a forward is none."""
+    _, _, watch = _made({"every": 2})
+    watch.step()
+    watch.step()
+    _, _, resumed = _made({"every": 2})
+    resumed.load_state_dict(watch.state_dict())
+    assert (resumed.steps, resumed.step_is) == (2, watch.step_is)
+    for each in (watch, resumed):
+        each.remove(quiet=True)
