@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor, nn
 
 from hookline.errors import NoMatchError, OptionError
-
 from hookline.lifecycle.run_phase import During, checked_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import type_name
