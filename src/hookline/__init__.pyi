@@ -45,7 +45,7 @@ from hookline.sites.kinds import Kind as Kind
 from hookline.sites.modules.attach_everywhere import attach_everywhere as attach_everywhere
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer as attach_optimizer
 from hookline.sites.receipt import Receipt as Receipt
-from hookline.sites.site import Site as Site
+from hookline.sites.site_info import Site as Site
 from hookline.sites.tensors.gradient_limits import clip_gradients as clip_gradients
 from hookline.sites.tensors.gradient_limits import freeze as freeze
 from hookline.sites.tensors.node_hooks import attach_node as attach_node

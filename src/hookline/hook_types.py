@@ -52,7 +52,7 @@ Predicate: TypeAlias = "Callable[[str, nn.Module], bool]"
 Target: TypeAlias = (
     "str | re.Pattern[str] | type[nn.Module] | tuple[Any, ...] | Sequence[Any] | Predicate | nn.Module | Tensor | None"
 )
-"""What ``attach`` and ``find`` select by, see ``hookline.sites.select``; a parameter with ``on="param_grad"`` alone."""
+"""What ``attach`` and ``find`` select by (``hookline.sites.targets``); a parameter with ``on="param_grad"`` alone."""
 
 Scope: TypeAlias = Literal["process", "context"]
 Sees: TypeAlias = Literal["edited", "raw"]

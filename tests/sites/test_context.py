@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.sites.modules import call_context as context
+from hookline.sites import hook_at_site as context
 
 STEPS = 50
 CALLS = ["forward_pre", "forward", "backward_pre", "backward"]

@@ -412,7 +412,7 @@ def test_watching_a_compiled_model_changes_no_bit_of_a_gpu_run() -> None:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")
 def test_somebody_elses_cuda_graph_is_told_of() -> None:
     """While it is recorded, once; and the hook that never fired says why."""
-    from hookline.sites.modules import forward_counter as root
+    from hookline.sites import hook_at_site as root
 
     root._WarnedCaptured.done = False
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).cuda()

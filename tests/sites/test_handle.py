@@ -513,8 +513,8 @@ def test_a_thousand_cycles_leave_nothing_behind(kind):
     before = cycle(10)
     assert cycle(1000) - before < 20
     # Only this model's entries: dead ones that other tests left are swept whenever the table next grows.
-    assert not {id(module) for module in model.modules()} & set(tables._TABLES)
-    assert not tables._LEFT_BEHIND
+    assert not {id(module) for module in model.modules()} & set(tables._HOOKED)
+    assert not tables.LEFT_BEHIND
     assert_no_trace(model)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, MODULE, NODE, OPTIMIZER, SAVED, TENSOR, Kind
 
 NAMES = [
@@ -200,16 +201,16 @@ def test_an_option_goes_with_its_kinds_and_no_other(name, option):
     """The table of options and kinds, both ways."""
     kind = Kind(name)
     if name in TAKES[option]:
-        kind.check_options(**{option: True})
+        AttachOptions(**{option: True}).check(kind)
     else:
         with pytest.raises(hl.errors.OptionError, match=rf"{option}= does not go with on='{name}'; it goes with"):
-            kind.check_options(**{option: True})
+            AttachOptions(**{option: True}).check(kind)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_option_that_is_off_is_never_refused(name):
     """Passing the default explicitly is no error."""
-    Kind(name).check_options(with_kwargs=False, always_call=False, observe=False)
+    AttachOptions(with_kwargs=False, always_call=False, observe=False).check(Kind(name))
 
 
 @pytest.mark.parametrize("name", NAMES)

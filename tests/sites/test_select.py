@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-from hookline.sites.select import describe, named_modules, select
+from hookline.sites.targets import describe, named_modules, select
 
 
 class Block(nn.Module):
@@ -62,7 +62,7 @@ def test_a_name_that_is_followed_means_what_it_means_among_all_names(monkeypatch
         tried = [name for name, _ in model.named_modules()] + ["head.2.0", "x1.up", "x1.up.x1", "0.module.head"]
         followed = [_tried(model, name) for name in tried]
         with monkeypatch.context() as patch:
-            patch.setattr("hookline.sites.select._by_name", lambda model, target: None)
+            patch.setattr("hookline.sites.targets._by_name", lambda model, target: None)
             assert followed == [_tried(model, name) for name in tried]
 
 

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import hookline as hl
 from hookline.sites.modules.module_hooks import existing_hooks
-from hookline.sites.select import select
+from hookline.sites.targets import select
 from hookline.sites.wrappers import clean_modules, submodule, unwrap
 
 # torch's own, while it compiles a block whose input is not a leaf.

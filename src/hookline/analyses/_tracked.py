@@ -16,7 +16,7 @@ from hookline.lifecycle.run_phase import checked_phases
 from hookline.metta.components import AttachesItself
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
-from hookline.sites.select import select
+from hookline.sites.targets import select
 from hookline.sites.wrappers import clean_modules
 from hookline.training.training_hook import MetricInfo
 

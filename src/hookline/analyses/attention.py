@@ -28,7 +28,7 @@ from hookline.training.training_hook import MetricInfo
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext
     from hookline.sites.handle import HookHandle
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["AttentionHook"]
 

@@ -6,7 +6,7 @@ from hookline.analyses._relus import OnReLUs
 from hookline.analyses._tracked import TRAINING, described
 from hookline.metta.relu import ReLUActivationState
 from hookline.metta.tracker_hooks import ActivationHook
-from hookline.sites.main_tensor import main_tensor
+from hookline.sites.tree import main_tensor
 from hookline.training.training_hook import MetricInfo
 
 __all__ = ["ReLUActivationsHook"]

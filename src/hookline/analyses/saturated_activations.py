@@ -9,7 +9,7 @@ from torch import nn
 from hookline.analyses._tracked import TRAINING, Tracked, described, units_of
 from hookline.metta.saturated import SaturatedActivationState
 from hookline.metta.tracker_hooks import ActivationHook
-from hookline.sites.main_tensor import main_tensor
+from hookline.sites.tree import main_tensor
 from hookline.training.training_hook import MetricInfo
 
 __all__ = ["SaturatedActivationsHook"]

@@ -54,7 +54,7 @@ def command(arguments: Sequence[str]) -> int:
 
 def in_shell(error: NoMatchError, model: str = "EXPERIMENT") -> str:
     """Return the text of an error with the command that lists the modules of ``model``, in place of Python."""
-    from hookline.sites.select import SEE_ALL
+    from hookline.sites.targets import SEE_ALL
 
     return str(error).replace(SEE_ALL, f"See all: hookline find {shlex.quote(model)}")
 

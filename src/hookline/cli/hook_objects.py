@@ -48,7 +48,7 @@ class TrackerChoice:
     def check(self, model: Any) -> list[str]:
         """The names of the modules it would be on; an error says where the file asks for them."""
         from hookline.cli.find_command import in_shell
-        from hookline.sites.select import select
+        from hookline.sites.targets import select
 
         try:
             chosen = select(model, list(self.targets), exclude=list(self.exclude) or None) if self.targets else []

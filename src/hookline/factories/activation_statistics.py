@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.sinks.record_log import LineFile
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["ActivationStats", "activation_stats"]
 

@@ -28,7 +28,7 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["Export", "export"]
 

@@ -18,7 +18,7 @@ from hookline.errors import OptionError
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = [
     "ByModule",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.factories.batch_rows import current_rows
 from hookline.sites import _torch
-from hookline.sites.main_tensor import main_tensor
+from hookline.sites.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.factories.batch_rows import BatchRows

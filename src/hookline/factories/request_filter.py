@@ -25,7 +25,7 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["PHASES", "OfPhase", "Served", "chosen_tokens", "request_names", "running", "say_unknown"]
 

@@ -19,7 +19,7 @@ from hookline.sites.tree import leaves
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["LogShapes", "log_shapes"]
 

@@ -22,7 +22,7 @@ from hookline.observe.patch.edited_tensor import main_output, misfit, place_of, 
 from hookline.observe.patch.given_edits import steer as steer_edit
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
-from hookline.sites.site import Site
+from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from torch import nn

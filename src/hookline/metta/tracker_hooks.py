@@ -23,8 +23,8 @@ from hookline.metta.extract import Extractor
 from hookline.metta.gradient_flow_state import GradientFlowState, ReLUGradientFlowState
 from hookline.metta.pass_turns import begin_turn, is_first_in_backward, is_first_in_forward
 from hookline.metta.tracked_components import ComponentTracker
-from hookline.sites.main_tensor import main_tensor
-from hookline.sites.site import Site
+from hookline.sites.site_info import Site
+from hookline.sites.tree import main_tensor
 
 __all__ = ["ActivationHook", "GradientFlowHook", "ReLUGradientFlowHook", "TrackerHook"]
 

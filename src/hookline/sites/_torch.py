@@ -224,7 +224,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def add_torch_hook(module: nn.Module, attribute: str, torch_hook: Any, *, first: bool) -> int:
+def add_torch_hook(module: nn.Module, attribute: str, first: bool, torch_hook: Any) -> int:
     """Register a forward hook that takes keyword arguments, at either end of its queue; its id.
 
     What ``register_forward_hook`` does, without the handle, which costs more than all the rest together.
@@ -502,7 +502,10 @@ def called_by_us(depth: int) -> bool:
     return frame is not None and frame.f_globals.get("__name__") in _WIRING
 
 
-_WIRING: Final = frozenset({"hookline.sites.gradients.call_gradients", "hookline.sites.gradients.tensor_taps"})
+_WIRING: Final = frozenset(
+    f"hookline.sites.gradients.{name}"
+    for name in ("backward_call", "call_gradients", "gradient_tensors", "tensor_taps")
+)
 
 
 def in_recomputation() -> bool:

@@ -1,41 +1,74 @@
-"""Putting a hook on modules: the one verb of this package.
+"""Attach a hook to modules: the verb ``attach``, and what the other verbs share.
 
-Takes a model, a target and a hook from the user, hands entries to tables and a `HookHandle` back.
+Users call `attach`. It selects modules (``targets``), makes an `Attachment`, puts one `HookAtSite` on each module and
+returns a `HookHandle`.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+import weakref
+from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
+import torch
 from torch import nn
 
-from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
+from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError
+from hookline.sites import _torch
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.compiled.trace_hooks import call_by_name
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import Attachment, HookAtSite, OrderGroup
-from hookline.sites.kinds import MODULE, Kind, SiteType
-from hookline.sites.modules.call_context import close_context, open_context
+from hookline.sites.hook_at_site import (
+    Attachment,
+    AttachOptions,
+    ForwardCounter,
+    HookAtSite,
+    OrderGroup,
+    StandIn,
+    close_context,
+    open_context,
+)
+from hookline.sites.kinds import MODULE, REGISTRATION_KINDS, Kind, SiteType
 from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.modules.registration_hooks import hold_registrations
 from hookline.sites.receipt import parameter_versions
-from hookline.sites.select import Named, check_model, describe, select, without_scripted
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value, what_it_reads
+from hookline.sites.targets import Named, check_model, describe, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
-from hookline.sites.wrappers import unwrap
+from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook, Scope, Sees, Target
 
-__all__ = ["TARGETS", "add_entries", "attach", "attach_to_modules", "is_function", "new_attachment"]
-
 _MISSING: Any = object()
+_PLAIN: Final = AttachOptions()
 TARGETS: Final = str | list | tuple | set | frozenset | re.Pattern | type
-"""What is a target, and cannot be meant for a hook."""
+"""Types of targets, which cannot be meant as a hook."""
 
 
+class AttachKeywords(TypedDict, total=False):
+    """The keyword arguments of `attach`, for its overloads."""
+
+    on: str | Kind
+    prepend: bool
+    with_kwargs: bool
+    always_call: bool
+    observe: bool
+    sees: Sees
+    name: str | None
+    exclude: Target
+    strict: bool
+    profile: bool
+    scope: Scope
+
+
+@overload
+def attach(model: nn.Module, hook: Hook, /, **options: Unpack[AttachKeywords]) -> HookHandle: ...
+@overload
+def attach(model: nn.Module, target: Target, hook: Hook, **options: Unpack[AttachKeywords]) -> HookHandle: ...
+@overload
+def attach(model: nn.Module, target: Target = ..., *, hook: Hook, **options: Unpack[AttachKeywords]) -> HookHandle: ...
 def attach(
     model: nn.Module,
     target: Target | Hook = _MISSING,
@@ -53,7 +86,7 @@ def attach(
     profile: bool = False,
     scope: Scope = "process",
 ) -> HookHandle:
-    """Put a hook on modules of a model.
+    """Attach a hook to modules of a model.
 
     Recipe::
 
@@ -91,9 +124,7 @@ def attach(
     """
     check_model(model, target)
     place, wanted = _sort_out(target, hook)
-    attachment = new_attachment(
-        wanted,
-        Kind.parse(on),
+    options = AttachOptions(
         prepend=prepend,
         with_kwargs=with_kwargs,
         always_call=always_call,
@@ -103,6 +134,7 @@ def attach(
         profile=profile,
         scope=scope,
     )
+    attachment = new_attachment(wanted, on if on is Kind.FORWARD else Kind.parse(on), options)
     try:
         if attachment.kind is Kind.PARAM_GRAD:
             return attach_to_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
@@ -117,7 +149,7 @@ def attach(
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
-    """Target and hook as meant: ``attach(model, hook)`` and ``attach(model, hook=hook)`` have no target."""
+    """Return target and hook as meant: ``attach(model, hook)`` and ``attach(model, hook=hook)`` have no target."""
     if hook is _MISSING:
         target, hook = None, target
         if hook is _MISSING or isinstance(hook, TARGETS | nn.Module):
@@ -129,54 +161,33 @@ def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
 
 
 def is_function(value: Any) -> bool:
-    """Whether it can be called, and is no module or class, so that it may be a hook."""
+    """Return whether ``value`` can be called, and is no module or class, so that it may be a hook."""
     return callable(value) and not isinstance(value, type | nn.Module)
 
 
 def new_attachment(
     hook: Any,
     kind: Kind,
+    options: AttachOptions = _PLAIN,
     *,
-    prepend: bool = False,
-    with_kwargs: bool = False,
-    always_call: bool = False,
-    observe: bool = False,
-    sees: str = "edited",
-    name: str | None = None,
-    profile: bool = False,
-    scope: str = "process",
     site_type: SiteType = MODULE,
     everywhere: bool = False,
 ) -> Attachment:
-    """The attachment that is asked for, on nothing yet, or the error that says what is wrong with it."""
-    kind.check_options(with_kwargs=with_kwargs, always_call=always_call, observe=observe)
-    if sees not in ("edited", "raw"):
-        raise OptionError(f"sees= is 'edited' or 'raw', got {sees!r}.")
-    if sees == "raw" and not observe:
-        raise OptionError("sees='raw' is for observers: add observe=True, or leave sees= out.")
-    if scope not in ("process", "context"):
-        raise OptionError(f"scope= is 'process' or 'context', got {scope!r}.")
-    if scope == "context" and not kind.is_call:
-        raise OptionError(f"scope='context' is about calls: it goes with {_CALLS}, not with {kind.value}.")
+    """Return the attachment that is asked for, on nothing yet; raise if something is wrong with it."""
+    options.check(kind)
     return Attachment(
         hook=hook,
         kind=kind,
+        name=options.name or hook_name(hook),
+        options=options,
+        order_group=options.order_group,
         site_type=site_type,
-        wants_site=check_hook(hook, kind, site_type=site_type, with_kwargs=with_kwargs),
-        name=name or hook_name(hook),
-        order_group=OrderGroup.EDIT if not observe else OrderGroup.RAW if sees == "raw" else OrderGroup.OBSERVE,
-        prepend=prepend,
-        with_kwargs=with_kwargs,
-        always_call=always_call,
-        profile=profile,
+        wants_site=check_hook(hook, kind, site_type=site_type, with_kwargs=options.with_kwargs),
         everywhere=everywhere,
         may_edit=may_return_value(hook),
-        reads=what_it_reads(hook, with_kwargs=with_kwargs),
-        context=open_context() if scope == "context" else None,
+        reads=what_it_reads(hook, with_kwargs=options.with_kwargs),
+        context=open_context() if options.scope == "context" else None,
     )
-
-
-_CALLS = "forward_pre, forward, backward_pre and backward"
 
 
 def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> HookHandle:
@@ -189,18 +200,14 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
         except BaseException:
             handle.remove()
             raise
-        if attachment.kind.is_registration:
+        if attachment.kind in REGISTRATION_KINDS:
             hold_registrations(attachment)
         return handle
 
 
 def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
-    """A hook that edits a forward becomes part of compiled code, under a name that says where it sits."""
-    if (
-        not chosen
-        or attachment.kind not in (Kind.FORWARD_PRE, Kind.FORWARD)
-        or attachment.order_group is not OrderGroup.EDIT
-    ):
+    """Name a hook that edits a forward, and so becomes part of compiled code, after the place where it sits."""
+    if not chosen or attachment.kind not in _FORWARD_KINDS or attachment.order_group is not OrderGroup.EDIT:
         return
     if attachment.may_edit or changes_in_place(attachment.hook):
         first = repr(chosen[0][0])
@@ -208,9 +215,12 @@ def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
         attachment.by_name = call_by_name(f"{attachment.kind.value} hook {attachment.name!r} on {where}")
 
 
+_FORWARD_KINDS: Final = (Kind.FORWARD_PRE, Kind.FORWARD)
+
+
 def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
     """Put an attachment on modules of a model."""
-    counter = counter_of(unwrap(model))
+    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules) else unwrap(model))
     _prepare_for_compiling(attachment, chosen)
     if counter in attachment.counters:
         counter.users -= 1  # it is one user, however often it comes back
@@ -222,3 +232,36 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -
         entry = HookAtSite(attachment, name, module_hooks, counter)
         attachment.entries[entry] = None
         module_hooks.add(entry)
+
+
+def _count_by_part(counter: ForwardCounter) -> None:
+    """Have the outermost part of the model that runs now begin the steps of ``counter``, this call being the first.
+
+    Called when a hook fires and no forward of its model has begun: Lightning calls ``training_step``, others call
+    ``encode``; the modules inside are called, the model is not. Do nothing where the model itself is running, or no
+    part of it is: a hook that came on in the middle of a forward has its first step with the next one."""
+    model = counter.model()
+    if model is None:
+        return
+    names = {id(module): name for name, module, *_ in walk(model)}
+    running = [module for module in _torch.all_running() if id(module) in names]
+    if not running or any(module is model for module in running):
+        return
+    part = unwrap(running[-1])
+
+    def begin_step(called: nn.Module, args: Any) -> None:
+        whole = counter.model()
+        if whole is not None and not _torch.times_running(whole):
+            _begin_by_part(counter)
+
+    handle = attach(part, begin_step, on="forward_pre", observe=True, sees="raw", prepend=True, name="step counter")
+    counter.stand_in = StandIn(names[id(running[-1])], weakref.ref(part), lambda: handle.remove(quiet=True))
+    _begin_by_part(counter)
+
+
+def _begin_by_part(counter: ForwardCounter) -> None:
+    # Gradients may be off around a frozen part, which says nothing of the model: there its mode decides.
+    counter.begin(counter.training_now() or torch.is_grad_enabled(), by_part=True)
+
+
+ForwardCounter.on_uncalled = _count_by_part

@@ -22,9 +22,9 @@ from hookline.sites.modules.registration_hooks import registration_entries_every
 from hookline.sites.modules.torch_hooks import TorchHook, drop_stale
 from hookline.sites.optimizers.optimizer_hooks import optimizer_entries, optimizer_entries_everywhere
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.sites.select import check_model, select
 from hookline.sites.signature import hook_name
-from hookline.sites.site import Site
+from hookline.sites.site_info import Site
+from hookline.sites.targets import check_model, select
 from hookline.sites.tensors.leaf_hooks import LeafHook, parameter_entries
 from hookline.sites.wrappers import walk
 from hookline.tables import ShownAsTable, Table

@@ -12,9 +12,8 @@ from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 
-from hookline.sites.hook_at_site import Attachment, OrderGroup
+from hookline.sites.hook_at_site import Attachment, close_context
 from hookline.sites.kinds import MODULE, Kind
-from hookline.sites.modules.call_context import close_context
 from hookline.sites.modules.module_hooks import LOCK, release_counters, sweep
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.tables import OFF, ON
@@ -201,7 +200,7 @@ def _is_on(handle: RemovableHandle) -> bool:
 
 
 def _removed_handle(name: str, kind: str) -> HookHandle:
-    return HookHandle(Attachment(print, Kind(kind), name, OrderGroup.EDIT, removed=True))
+    return HookHandle(Attachment(print, Kind(kind), name, removed=True))
 
 
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()

@@ -1,89 +1,288 @@
-"""One hook at one site, with what it has done so far.
+"""Keep one hook at one site: what was asked for, what it has done, and in which forward of its model it fires.
 
-Takes its options from the `Attachment` it belongs to, sits in a `HookContainer` (for modules: a `ModuleHooks`), is
-called by the torch_hooks."""
+``attach`` and the other verbs make an `Attachment` and one `HookAtSite` per place; the torch hooks call these. A
+`ForwardCounter` counts the forwards of the model that was attached to.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from abc import ABC, abstractmethod
+import warnings
+import weakref
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
+import torch
+
+from hookline.errors import HooklineWarning, OptionError
 from hookline.sites import _torch
-from hookline.sites.kinds import MODULE
-from hookline.sites.modules.call_context import open_contexts
-from hookline.sites.site import Site
+from hookline.sites.compiled import recompile_guard
+from hookline.sites.kinds import KINDS_OF_OPTION, MODULE
+from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable
 
-    from torch import Tensor
+    from torch import nn
 
     from hookline.hook_types import Hook
+    from hookline.sites.compiled.op_schemas import Summary
     from hookline.sites.kinds import Kind, SiteType
-    from hookline.sites.modules.forward_counter import ForwardCounter
-
-__all__ = ["Attachment", "HookAtSite", "HookContainer", "OrderGroup", "Summary", "next_order"]
 
 next_order = itertools.count().__next__
 """One clock for attachments and calls: a gradient hook takes part in the calls that begin after it was attached."""
 
+# -- contexts: a hook with scope="context" fires for the thread, or asyncio task, that attached it alone ---------
+
+_NUMBERS: Final = itertools.count()
+_LIVE: Final[set[int]] = set()
+_OPEN: Final[ContextVar[frozenset[int]]] = ContextVar("hookline_open_contexts", default=frozenset())
+
+open_contexts: Final = _OPEN.get
+"""Return the numbers of the open contexts. On CUDA the backward has a thread of its own, so ask in the forward.
+
+What the owner starts in a copy of its context (a task, ``asyncio.to_thread``) is the owner's too.
+"""
+
+
+def open_context() -> int:
+    """Open a context here; return its number."""
+    number = next(_NUMBERS)
+    _LIVE.add(number)
+    known = _OPEN.get()
+    _OPEN.set((known if _torch.in_run() else known & _LIVE) | {number})
+    return number
+
+
+def close_context(number: int) -> None:
+    """Forget a context whose hook is off. Copies of it may still have the number, which nobody asks for again.
+
+    While a model runs, this one keeps it too: a firing that is under way still runs the hook.
+    """
+    _LIVE.discard(number)
+    if not _torch.in_run():
+        _OPEN.set(_OPEN.get() - {number})
+
+
+# -- the forwards of a model -------------------------------------------------------------------------------------
+
+
+class _ThreadForward(threading.local):
+    """The forward that this thread is in; two threads on one model count apart."""
+
+    step: int
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.training: bool | None = None
+        """The mode that the model was in when its forward began; None before one has."""
+        self.gradients = True
+        """Whether gradients were on then."""
+        self.by_part = False
+        """Whether a call of a part began this step, because the model's own forward is not called."""
+        self.order = -1
+        """When it began, as `next_order` counts."""
+        self.calls: dict[Any, int] = {}
+        self._repeated: tuple[int, dict[Any, int]] = (-1, {})
+
+    def calls_in(self, task: int) -> dict[Any, int]:
+        """Return the counts of this forward, or own counts for a backward pass ``task`` that repeats parts of it."""
+        if task == -1:
+            return self.calls
+        if self._repeated[0] != task:
+            self._repeated = (task, {})
+        return self._repeated[1]
+
+
+class KeepsPlaces(Protocol):
+    """The hooks of a module, as their counter knows them."""
+
+    def keep_places(self) -> None:
+        """Put our edits before, and our observers after, hooks that others have registered since."""
+
+
+class StandIn(NamedTuple):
+    """The part whose calls begin the steps of a model whose own forward is not called."""
+
+    name: str
+    """Its name in the model."""
+    module: Callable[[], nn.Module | None]
+    """The module, unless it is gone."""
+    remove: Callable[[], None]
+    """Stop its calls from beginning steps."""
+
+
+class ForwardCounter:
+    """Counts the forwards of one model, and the calls in each; lives while a hook is attached through the model."""
+
+    __slots__ = ("_counter", "_forward", "hooked", "leaves", "model", "stand_in", "step", "users")
+
+    on_uncalled: ClassVar[Callable[[ForwardCounter], None]]
+    """Looks for a part that stands in for the model; set by ``attach``, which is above this file."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else lambda: None
+        """The model, unless it is gone."""
+        self.step = -1
+        """The newest forward of any thread."""
+        self.users = 0
+        """How many attachments go through this model."""
+        self.hooked: set[KeepsPlaces] = set()
+        """The hooks of the modules that were attached to through this model."""
+        self.leaves: Callable[[], None] | None = None
+        """Moves hooks on parameters to the ones that replaced them; there while there are such hooks."""
+        self.stand_in: StandIn | None = None
+        self._counter = itertools.count()
+        self._forward = _ThreadForward()
+
+    @property
+    def here(self) -> Any:
+        """The forward of this thread, with its ``step``; for whoever asks too often to call `moment`."""
+        return self._forward
+
+    def begin(self, gradients: bool | None = None, *, by_part: bool = False) -> None:
+        """Begin a forward in this thread, with ``gradients`` on; as they are now, if left out.
+
+        With ``by_part``, a call of a part stands in for it.
+        """
+        if _torch.graph_task_id() != -1:
+            return  # activation checkpointing repeats one
+        current = self._forward
+        current.step = self.step = next(self._counter)
+        current.calls = {}
+        current.by_part = by_part
+        current.order = next_order()
+        current.training = self.training_now()
+        current.gradients = torch.is_grad_enabled() if gradients is None else gradients
+        for hooks in tuple(self.hooked):
+            hooks.keep_places()
+        if self.leaves is not None:
+            self.leaves()
+        recompile_guard.check_compiler()
+        if _torch.capturing():
+            _warn_captured(self.model())
+
+    def mode(self) -> tuple[bool, bool]:
+        """Return whether the forward that is under way began in training mode, and whether gradients were on then.
+
+        Where parts of the model are called without it, its mode decides: gradients may be off for one part alone (a
+        frozen one, or one that is checkpointed).
+        """
+        current, training = self._forward, self.training_now()
+        if current.training is training:
+            return training, current.gradients
+        return training, training or torch.is_grad_enabled()
+
+    def training_now(self) -> bool:
+        """Return whether the model is in training mode at this moment."""
+        model = self.model()
+        return model is None or model.training
+
+    def find_stand_in(self) -> None:
+        """Where a part of the model is called and its own forward is not, have the calls of that part begin steps."""
+        if self.stand_in is None and _torch.graph_task_id() == -1:
+            self.on_uncalled()
+
+    def moment(self, key: Hashable) -> tuple[int, int]:
+        """Count one more call of ``key``; return the step of this thread and how many calls were before it."""
+        current = self._forward
+        if current.step == -1:
+            self.find_stand_in()
+        calls = current.calls_in(_torch.graph_task_id())
+        call = calls.get(key, 0)
+        calls[key] = call + 1
+        return current.step, call
+
+
+NO_MODEL: Final = ForwardCounter()
+"""The counter of hooks that belong to no model; no forward of it ever begins."""
+
+
+def _warn_captured(model: nn.Module | None) -> None:
+    """Warn, once in a process, that a CUDA graph which is being recorded will call no hooks."""
+    if not _WarnedCaptured.done:
+        _WarnedCaptured.done = True
+        warnings.warn(
+            f"A forward of this {type(model).__name__} is being recorded as a CUDA graph: its replays call no hooks. "
+            "Run it without the graph where hooks are to fire, or use torch.compile(mode='reduce-overhead'), which "
+            "makes graphs around them.",
+            HooklineWarning,
+            stacklevel=2,
+        )
+
+
+class _WarnedCaptured:
+    done = False
+
+
+# -- what was asked for, and what became of it -------------------------------------------------------------------
+
 
 class OrderGroup(IntEnum):
-    """When a hook's turn comes among the hooks of its site and kind."""
+    """The order among the hooks of one kind at one site."""
 
     RAW = 0
     """Observers that asked for what there was before any edit."""
     EDIT = 1
     """Hooks whose return value counts, in the order they were attached."""
     OBSERVE = 2
-    """Observers of what downstream will see."""
+    """Observers of the value that goes on."""
 
 
-class Summary(ABC):
-    """What an observer leaves in compiled code in place of itself: small tensors, which the graph makes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachOptions:
+    """The options that the verbs share, as the user gave them; ``attach`` documents each."""
 
-    The compiler joins that with whatever made the tensors; these are all that comes out.
-    """
+    prepend: bool = False
+    with_kwargs: bool = False
+    always_call: bool = False
+    observe: bool = False
+    sees: str = "edited"
+    name: str | None = None
+    profile: bool = False
+    scope: str = "process"
 
-    number: int
-    """Tells summaries that differ apart: in graphs, and in what the compiler keeps on disk."""
+    def check(self, kind: Kind) -> None:
+        """Raise an `OptionError` for an option that is wrong, or does not go with ``kind``."""
+        for option in KINDS_OF_OPTION:
+            if getattr(self, option):
+                kind.check_option(option)
+        if self.sees not in ("edited", "raw"):
+            raise OptionError(f"sees= is 'edited' or 'raw', got {self.sees!r}.")
+        if self.sees == "raw" and not self.observe:
+            raise OptionError("sees='raw' is for observers: add observe=True, or leave sees= out.")
+        if self.scope not in ("process", "context"):
+            raise OptionError(f"scope= is 'process' or 'context', got {self.scope!r}.")
+        if self.scope == "context" and not kind.is_call:
+            calls = "forward_pre, forward, backward_pre and backward"
+            raise OptionError(f"scope='context' is about calls: it goes with {calls}, not with {kind.value}.")
 
-    make: Callable[[list[Tensor]], Found | None]
-    """Gives what is found in the tensors of an output, or in its gradients; None for nothing. It is traced."""
-
-    @abstractmethod
-    def receive(self, items: Sequence[tuple[Any, list[Tensor], int]]) -> None:
-        """The graph has come to it: for each module what was found, and the number of `Found`."""
-
-
-Found: TypeAlias = "tuple[list[Tensor], int]"
-"""What a graph has found, and a number known while it was traced that whoever receives it needs."""
+    @property
+    def order_group(self) -> OrderGroup:
+        """The order group of a hook with these options."""
+        return OrderGroup.EDIT if not self.observe else OrderGroup.RAW if self.sees == "raw" else OrderGroup.OBSERVE
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Attachment:
-    """What one call of ``attach`` asked for, and the entries it made."""
+    """What one call of a verb asked for, and its hooks at sites."""
 
     hook: Hook
     kind: Kind
     name: str
-    order_group: OrderGroup
+    options: AttachOptions = AttachOptions()
+    order_group: OrderGroup = OrderGroup.EDIT
     site_type: SiteType = MODULE
-    """What it is put on."""
     counters: dict[ForwardCounter, None] = field(default_factory=dict)
     """The models it was attached through: one, or for process-wide hooks each model as it is met."""
-    prepend: bool = False
-    with_kwargs: bool = False
-    always_call: bool = False
     wants_site: bool = False
-    profile: bool = False
     everywhere: bool = False
     context: int | None = None
-    """For hooks that are for the calls of one context alone: its number."""
+    """The context whose calls it fires for (``scope="context"``); None for all."""
     may_edit: bool = True
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
     order: int = field(default_factory=next_order)
@@ -91,62 +290,54 @@ class Attachment:
     clock: Callable[[], Any] | None = None
     """For gradient hooks that ask when the call's own part of the backward pass was over (``site.ended``)."""
     by_name: Callable[..., Any] | None = None
-    """What calls the hook in code that is being compiled; set for hooks that become part of it, because they edit."""
+    """Calls the hook in code that is being compiled; set for hooks that become part of it, because they edit."""
     summary: Summary | None = None
-    """For an observer that leaves a summary of what it is shown in compiled code, instead of being called there."""
+    """For an observer that leaves a summary of its values in compiled code, instead of being called there."""
     reads: str = "ako"
-    """Which of arguments, keyword arguments and output the hook looks at: a compiled call shows it no others."""
+    """Which of arguments, keyword arguments and output the hook reads: a compiled call passes it no others."""
     removed: bool = False
     on_remove: Callable[[Attachment], None] | None = None
-    """Told when the hook comes off."""
+    """Called when the hook comes off."""
     retired: int = 0
-    """Firings on modules that are gone, and whose entries were let go."""
+    """Firings on modules that are gone, and whose entries were dropped."""
     versions_before: list[tuple[object, int]] | None = None
-    """For a hook on the model itself: by which it is told later whether the model was trained
-    (`parameter_versions`)."""
+    """For a hook on the model itself: its `parameter_versions`, to find out later whether the model was trained."""
     turns: dict[str, tuple[int, int]] | None = None
-    """For a hook that is called at each firing and runs at some: how often it ran at each site, and in which forward
-    last."""
+    """For a hook that is called at each firing and runs at some: how often it ran at each site, and its last step."""
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sorts the hooks of one site and kind: phase, everywhere first, then registration or its reverse."""
-        return self.order_group, not self.everywhere, -self.order if self.prepend else self.order
+        """Sort key among the hooks of one site and kind: group, everywhere first, then attachment or its reverse."""
+        return self.order_group, not self.everywhere, -self.order if self.options.prepend else self.order
 
     def members(self) -> list[HookAtSite]:
-        """The entries as they are now: one whose module is collected goes, also while somebody looks through them."""
+        """Return the entries as they are now; one goes when its module is collected, at any time."""
         return list(self.entries)
 
-    def let_go(self, entry: HookAtSite) -> None:
-        """The module of that entry is gone: of a process-wide hook only the count is kept."""
+    def drop_entry(self, entry: HookAtSite) -> None:
+        """Drop an entry whose module is gone: of a process-wide hook only the count is kept."""
         if self.everywhere and entry in self.entries:
             del self.entries[entry]
             self.retired += entry.fired
             if entry.counter.model() is None:
                 self.counters.pop(entry.counter, None)
 
-    @property
-    def simple(self) -> bool:
-        """Whether the hook can be called straight, without looking at options."""
-        plain = not (self.with_kwargs or self.wants_site or self.profile or self.always_call)
-        return plain and self.context is None
-
 
 class HookContainer:
-    """What entries sit in; one per place that torch can be made to call us from."""
+    """What hooks at sites sit in; one per place that torch can be made to call us from."""
 
     __slots__ = ()
 
     def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off; nothing happens if it is off already."""
+        """Take a hook off; do nothing if it is off already."""
         raise NotImplementedError
 
     def alive(self) -> bool:
-        """Whether the place is still there."""
+        """Return whether the place is still there."""
         return True
 
     def why_silent(self, entry: HookAtSite) -> str:
-        """The likely reason why a hook never fired though its model ran."""
+        """Return the likely reason why a hook never fired though its model ran."""
         raise NotImplementedError
 
 
@@ -154,32 +345,28 @@ class HookAtSite:
     """One hook on one module, function, tensor, …"""
 
     __slots__ = (
-        "attachment",
-        "container",
-        "counter",
-        "fired",
-        "hook",
-        "last_step",
-        "name",
-        "seconds",
-        "simple",
-        "step_at_attach",
+        *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "seconds"),
+        *("simple", "step_at_attach"),
     )
 
     def __init__(self, attachment: Attachment, name: str, container: Any, counter: ForwardCounter) -> None:
+        options = attachment.options
         self.attachment = attachment
         self.hook = attachment.hook
-        self.simple = attachment.simple
+        self.simple = attachment.context is None and not (
+            attachment.wants_site or options.with_kwargs or options.profile or options.always_call
+        )
+        """Whether the hook can be called straight, without looking at options."""
         self.counter = counter
         self.step_at_attach = counter.step
         self.name = name
-        self.container = container  # a HookContainer; which, its site_type decides
+        self.container = container  # a HookContainer; which, the type of site decides
         self.fired = 0
         self.last_step = -1
         self.seconds = 0.0
 
-    def due(self) -> bool:
-        """Whether the call that is running here is any of the hook's business."""
+    def is_due(self) -> bool:
+        """Return whether the hook fires for the context that this call is made in."""
         context = self.attachment.context
         return context is None or context in open_contexts()
 
@@ -189,19 +376,19 @@ class HookAtSite:
         self.last_step = self.counter.step
 
     def site(self, module: Any) -> Site:
-        """This firing, for a hook that asked to know."""
+        """Return the `Site` of this firing, for a hook that declares one."""
         step, call = self.counter.moment(self)
         training, gradients = self.counter.mode()
         kind, again = self.attachment.kind, _torch.in_recomputation()
         return Site(self.name, module, kind, call, step, again, training=training, gradients=gradients)
 
     def call(self, module: Any, args: tuple[Any, ...], site: Any = None) -> Any:
-        """Run the hook with whatever options it has; ``args`` are those of its kind after the module."""
+        """Run the hook with its options; ``args`` are those of its kind after the module."""
         attachment = self.attachment
         options = {}
         if attachment.wants_site:
             options["site"] = site if site is not None else self.site(module)
-        if not attachment.profile:
+        if not attachment.options.profile:
             return self.hook(module, *args, **options)
         start = time.perf_counter()
         try:

@@ -105,7 +105,7 @@ class Kind(StrEnum):
     @property
     def is_registration(self) -> bool:
         """Whether it fires when something is stored in a module."""
-        return self in (Kind.REGISTER_MODULE, Kind.REGISTER_PARAMETER, Kind.REGISTER_BUFFER)
+        return self in REGISTRATION_KINDS
 
     @property
     def is_call(self) -> bool:
@@ -117,14 +117,11 @@ class Kind(StrEnum):
         """Whether it fires on saving or loading rather than in a run of the model."""
         return self in _STATE
 
-    def check_options(self, **given: bool) -> None:
-        """Raise an `OptionError` for the first option that is switched on and does not go with this kind."""
-        for option, on in given.items():
-            takers = _TAKERS.get(option)
-            if on and takers is not None and self not in takers:
-                raise OptionError(
-                    f"{option}= does not go with on={self.value!r}; it goes with {', '.join(sorted(takers))}."
-                )
+    def check_option(self, option: str) -> None:
+        """Raise an `OptionError` if ``option``, which is switched on, does not go with this kind."""
+        kinds = KINDS_OF_OPTION[option]
+        if self not in kinds:
+            raise OptionError(f"{option}= does not go with on={self.value!r}; it goes with {', '.join(sorted(kinds))}.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,12 +216,14 @@ _SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
 _STATE: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )
+REGISTRATION_KINDS: Final = (Kind.REGISTER_MODULE, Kind.REGISTER_PARAMETER, Kind.REGISTER_BUFFER)
 _EDITING: Final = frozenset(Kind) - _STATE - {Kind.PARAM_GRAD, Kind.STEP_POST, Kind.SAVED_TENSORS}
-_TAKERS: Final[dict[str, frozenset[Kind]]] = {
+KINDS_OF_OPTION: Final[dict[str, frozenset[Kind]]] = {
     "with_kwargs": frozenset({Kind.FORWARD_PRE, Kind.FORWARD}),
     "always_call": frozenset({Kind.FORWARD}),
     "observe": _EDITING,
 }
+"""The kinds that take each option; an option that is not listed goes with all."""
 _LEGACY: Final = frozenset(
     {"legacy_backward", "backward_hook", "register_backward_hook", "non_full_backward", "backward_legacy"}
 )

@@ -163,7 +163,7 @@ def receipt_of(attachment: Attachment) -> Receipt:
         attached=0 if attachment.removed else len(alive),
         fired=fired,
         last_step=max(steps) if steps else None,
-        cost_us=seconds / fired * 1e6 if attachment.profile and fired else None,
+        cost_us=seconds / fired * 1e6 if attachment.options.profile and fired else None,
         sites=sites,
     )
 
@@ -229,7 +229,7 @@ def _has_trained_uncalled(attachment: Attachment, entries: list[HookAtSite]) -> 
 
 
 def _site_receipt(entry: HookAtSite) -> SiteReceipt:
-    profiled = entry.attachment.profile and entry.fired
+    profiled = entry.attachment.options.profile and entry.fired
     turns = entry.attachment.turns
     fired, last_step = (entry.fired, entry.last_step) if turns is None else turns.get(entry.name, (0, -1))
     return SiteReceipt(

@@ -127,3 +127,18 @@ def rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
     if hasattr(value, "__dict__"):
         vars(twin).update(vars(value))
     return twin
+
+
+def main_tensor(value: Any) -> Tensor | None:
+    """The first tensor of real numbers that is more than one number, else the first tensor, else None."""
+    if isinstance(value, Tensor):
+        return value
+    return main_of([leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)])
+
+
+def main_of(tensors: list[Tensor]) -> Tensor | None:
+    """The same, of the tensors in the order they come in the structure."""
+    for tensor in tensors:
+        if tensor.dim() and tensor.is_floating_point():
+            return tensor
+    return tensors[0] if tensors else None

@@ -24,9 +24,10 @@ from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.handle import HandleSet, HookHandle
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, Kind
-from hookline.sites.select import check_model, select, without_scripted
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
+from hookline.sites.targets import check_model, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import clean_modules
 from hookline.specs.copy_config import own_copy
@@ -124,9 +125,7 @@ def _prepare(
     attachment = new_attachment(
         called,
         kind,
-        observe=spec.observe,
-        sees=spec.sees or "edited",
-        name=spec.name or hook_name(hook),
+        AttachOptions(observe=spec.observe, sees=spec.sees or "edited", name=spec.name or hook_name(hook)),
         site_type=site_type,
     )
     attachment.turns = called.calls if isinstance(called, _ScheduledHook) else None

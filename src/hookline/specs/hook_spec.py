@@ -97,7 +97,8 @@ class HookSpec:
             raise OptionError("sees='raw' is for observers: add observe=True, or leave sees out.")
         if self.every is not None and not (kind.is_call or kind is Kind.PARAM_GRAD):
             raise OptionError(f"every counts forwards of the model, and on={self.on!r} does not go by those.")
-        kind.check_options(observe=self.observe)
+        if self.observe:
+            kind.check_option("observe")
 
     @property
     def kind(self) -> tuple[Kind, SiteType]:

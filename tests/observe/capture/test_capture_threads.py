@@ -16,7 +16,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import CaptureError
-from hookline.sites.modules import call_context as context
+from hookline.sites import hook_at_site as context
 
 OPTIONS: dict[str, dict[str, Any]] = {"outputs": {}, "all": {"inputs": True, "grads": True}, "clones": {"clone": True}}
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 import hookline as hl
 from hookline.observe.patch.edited_tensor import rebuilt
-from hookline.sites.main_tensor import main_tensor
+from hookline.sites.tree import main_tensor
 
 Pair = namedtuple("Pair", "note hidden")
 

@@ -28,8 +28,8 @@ from hookline.observe.capture.stored_value import (
 )
 from hookline.sites.compiled.value_layout import Unseen
 from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import close_context
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.call_context import close_context
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, ShownAsTable, Table
 

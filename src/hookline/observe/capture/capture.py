@@ -18,10 +18,10 @@ from hookline.observe.capture.capture_hooks import CaptureRecorder
 from hookline.observe.capture.stored_value import ValueStore
 from hookline.observe.index_grammar import plain_item, text_of
 from hookline.sites.attach import attach_to_modules, new_attachment
+from hookline.sites.hook_at_site import AttachOptions, open_context
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.call_context import open_context
 from hookline.sites.receipt import likely_cause
-from hookline.sites.select import Named, check_model, choose
+from hookline.sites.targets import Named, check_model, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -143,7 +143,7 @@ def _requests(recorder: CaptureRecorder) -> dict[Kind, Attachment]:
 
 
 def _request(hook: Hook, kind: Kind, *, with_kwargs: bool = False) -> Attachment:
-    return new_attachment(hook, kind, observe=True, with_kwargs=with_kwargs, name="capture")
+    return new_attachment(hook, kind, AttachOptions(observe=True, with_kwargs=with_kwargs, name="capture"))
 
 
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:

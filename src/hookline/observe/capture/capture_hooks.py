@@ -22,13 +22,12 @@ from hookline.lifecycle.run_phase import PHASES, Phases, told_phase
 from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import NoNumbers, StoredValue, ValueStore, each_tensor
 from hookline.sites import _torch
-from hookline.sites.modules.call_context import open_contexts
+from hookline.sites.hook_at_site import open_contexts
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads, Hook
-    from hookline.sites.hook_at_site import HookAtSite
-    from hookline.sites.modules.forward_counter import ForwardCounter
-    from hookline.sites.site import Site
+    from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
+    from hookline.sites.site_info import Site
 
 __all__ = ["CaptureRecorder", "CaptureStopped"]
 

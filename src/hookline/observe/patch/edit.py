@@ -18,8 +18,8 @@ from hookline.observe.patch.edited_tensor import misfit, place_of, shape_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.sites.modules.forward_counter import ForwardCounter
-    from hookline.sites.site import Site
+    from hookline.sites.hook_at_site import ForwardCounter
+    from hookline.sites.site_info import Site
 
 __all__ = ["BROADCAST", "Edit", "broadcasts"]
 

@@ -19,11 +19,10 @@ from torch import Tensor
 from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
-from hookline.sites.main_tensor import main_tensor
-from hookline.sites.tree import children, inside, rebuilt_tuple
+from hookline.sites.tree import children, inside, main_tensor, rebuilt_tuple
 
 if TYPE_CHECKING:
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["find_main_input", "main_input", "main_output", "misfit", "place_of", "rebuilt", "shape_of"]
 

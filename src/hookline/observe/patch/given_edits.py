@@ -19,7 +19,7 @@ from hookline.observe.patch.edited_tensor import shape_of
 
 if TYPE_CHECKING:
     from hookline.observe.patch.edit_index import IndexLike
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["ablate", "replace", "scale", "steer"]
 

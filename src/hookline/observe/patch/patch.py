@@ -21,9 +21,10 @@ from hookline.observe.patch.recorded_edits import mean_ablate, swap
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
-from hookline.sites.select import Named, check_model, choose, describe, named_modules
 from hookline.sites.signature import hook_name
+from hookline.sites.targets import Named, check_model, choose, describe, named_modules
 from hookline.tables import OFF, ON
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Scope, Target
     from hookline.observe.patch.edit_index import IndexLike
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["Patch", "patch"]
 
@@ -108,7 +109,7 @@ def patch(
         for edit, chosen in placed:
             hook = _EditInput(edit) if kind is Kind.FORWARD_PRE else _EditOutput(edit)
             inputs = kind is Kind.FORWARD_PRE
-            request = new_attachment(hook, kind, with_kwargs=inputs, name=name or edit.word, scope=scope)
+            request = new_attachment(hook, kind, AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope))
             found.add(attach_to_modules(request, model, chosen))
             edit.attached(next(iter(request.counters)))
     except BaseException:

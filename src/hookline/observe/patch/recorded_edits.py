@@ -20,12 +20,12 @@ from hookline.messages import nearest_names
 from hookline.observe.patch.edit import Edit, broadcasts
 from hookline.observe.patch.edit_index import GivenTensor, as_tensor
 from hookline.observe.patch.edited_tensor import find_main_input, misfit, place_of, shape_of
-from hookline.sites.main_tensor import main_tensor
+from hookline.sites.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.observe.patch.edit_index import IndexLike
-    from hookline.sites.modules.forward_counter import ForwardCounter
-    from hookline.sites.site import Site
+    from hookline.sites.hook_at_site import ForwardCounter
+    from hookline.sites.site_info import Site
 
 __all__ = ["mean_ablate", "swap"]
 

@@ -20,8 +20,9 @@ from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.handle import HandleSet
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
-from hookline.sites.select import Named, select
+from hookline.sites.targets import Named, select
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
@@ -195,7 +196,9 @@ class Profile(ShownAsTable):
             self._handles.add(attach_to_functions(self._request(FUNCTION, kind, hook), places, model))
 
     def _request(self, subject: SiteType, kind: Kind, hook: Any, *, always_call: bool = False) -> Attachment:
-        request = new_attachment(hook, kind, site_type=subject, observe=True, always_call=always_call, name="profile")
+        request = new_attachment(
+            hook, kind, AttachOptions(observe=True, always_call=always_call, name="profile"), site_type=subject
+        )
         if kind is Kind.BACKWARD:
             request.clock = self._clock.mark
         return request

@@ -20,7 +20,7 @@ from hookline.sites import _torch, tree
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.functions.function_site import FunctionSite
-    from hookline.sites.site import Site
+    from hookline.sites.site_info import Site
 
 __all__ = ["CpuClock", "CudaClock", "ProfileClock", "ProfileRecorder", "clock_for"]
 

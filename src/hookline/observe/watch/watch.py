@@ -26,7 +26,7 @@ from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
-from hookline.sites.select import Named, check_model, select, without_scripted
+from hookline.sites.targets import Named, check_model, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import select_parameters
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table

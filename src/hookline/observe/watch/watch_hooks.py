@@ -20,16 +20,16 @@ from hookline.errors import HooklineWarning, OptionError
 from hookline.messages import caller_stacklevel, suggest, type_name
 from hookline.observe.watch.graph_stats import find_in
 from hookline.sites import _torch
-from hookline.sites.hook_at_site import Summary
+from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.kinds import Kind
-from hookline.sites.main_tensor import main_of, main_tensor
+from hookline.sites.tree import main_of, main_tensor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hookline.observe.watch.stat_columns import Layout
     from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
-    from hookline.sites.hook_at_site import Found
+    from hookline.sites.compiled.op_schemas import Found
     from hookline.sites.tensors.parameter_hooks import NamedParameter
 
 __all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "checked_kinds", "give_up"]

@@ -22,8 +22,8 @@ from hookline.messages import caller_stacklevel, type_name
 from hookline.sites import _torch
 from hookline.sites.attach import attach, new_attachment
 from hookline.sites.handle import HandleSet
+from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, ForwardCounter
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.forward_counter import NO_MODEL, ForwardCounter
 from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from hookline.lifecycle.run_phase import During
     from hookline.observe.watch.stats_engine import WatchedPlace
     from hookline.sites.handle import HookHandle
-    from hookline.sites.hook_at_site import Attachment
-    from hookline.sites.modules.forward_counter import StandIn
+    from hookline.sites.hook_at_site import Attachment, StandIn
 
 __all__ = ["BackwardPasses", "CountingRules", "ForwardSteps", "ManualSteps", "OptimizerSteps", "StepCounter"]
 
@@ -238,7 +237,7 @@ class CountingRules:
         A gradient hook that comes on in the middle of a forward waits for the next one, and a step begins in the
         pre-hooks of the forward that is due.
         """
-        request = new_attachment(hook, kind, observe=True, name=name)
+        request = new_attachment(hook, kind, AttachOptions(observe=True, name=name))
         if isinstance(self.steps, ForwardSteps) and self.steps.is_beginning:
             request.order = self.counter.here.order
         return request
@@ -327,7 +326,7 @@ class BackwardPasses:
     def hook_parameters(self) -> None:
         """Notice passes at the parameters from now on; the compiled code of modules stays as it is."""
         if self._handle is None and self._parameters:
-            request = new_attachment(self._take_gradient, Kind.PARAM_GRAD, name="watch")
+            request = new_attachment(self._take_gradient, Kind.PARAM_GRAD, AttachOptions(name="watch"))
             self._handle = attach_to_parameters(request, self._model, self._parameters)
 
     def unhook_parameters(self) -> None:

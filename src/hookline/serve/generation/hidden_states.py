@@ -18,7 +18,7 @@ from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows, current_rows
 from hookline.serve.generation.row_hidden_states import Place, RowStates
 from hookline.sites.attach import attach
-from hookline.sites.main_tensor import main_tensor
+from hookline.sites.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.serve.generation.request_row import Row

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hookline.sites import _torch
-from hookline.sites.modules.call_endings import CallGuard
+from hookline.sites.modules.call_guard import CallGuard
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.modules.torch_hooks import TorchHook
 

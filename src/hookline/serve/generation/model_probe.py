@@ -20,7 +20,7 @@ from hookline.serve.generation.row_batch import Batch
 from hookline.serve.generation.row_hidden_states import Place
 from hookline.serve.generation.sampling import Choice
 from hookline.serve.generation_request import Request
-from hookline.sites.select import select
+from hookline.sites.targets import select
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:

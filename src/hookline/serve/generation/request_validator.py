@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hookline.errors import OptionError
 from hookline.serve.generation.row_hidden_states import Place, RowStates, wanted_states
-from hookline.sites.select import check_model
+from hookline.sites.targets import check_model
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,7 +15,7 @@ import torch
 from hookline.errors import OptionError
 from hookline.messages import nearest_names
 from hookline.serve.generation_request import StatesOfLayer, StatesWanted
-from hookline.sites.select import select
+from hookline.sites.targets import select
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

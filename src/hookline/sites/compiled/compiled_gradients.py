@@ -21,16 +21,16 @@ from torch import Tensor
 
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
+from hookline.sites.gradients.backward_call import end_of
 from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.gradients.gradient_hooks import GradientHooks
-from hookline.sites.gradients.tensor_taps import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hookline.hook_types import Grads
-    from hookline.sites.gradients.call_inputs import CallState
-    from hookline.sites.hook_at_site import Found
+    from hookline.sites.compiled.op_schemas import Found
+    from hookline.sites.gradients.call_gradients import CallState
 
 __all__ = ["GRADIENTS", "What", "plan_of"]
 
@@ -41,13 +41,8 @@ _STANDS_FOR_HOOKS: Final[Any] = (object(),)
 _CALLS: Final = "hookline_calls"
 _SERIAL: Final = "hookline_serial"
 _WIRING: Final = (
-    "gradients.call_gradients",
-    "gradients.call_inputs",
-    "gradients.gradient_hooks",
-    "gradients.gradient_names",
-    "gradients.tensor_taps",
-    "tree",
-    "_torch",
+    *("gradients.backward_call", "gradients.call_gradients", "gradients.gradient_hooks", "gradients.gradient_tensors"),
+    *("gradients.tensor_taps", "tree", "_torch"),
 )
 
 

@@ -18,13 +18,12 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
-from hookline.sites.compiled.table_keys import hooks_with_key
+from hookline.sites.compiled.op_schemas import hooks_with_key
 from hookline.sites.compiled.value_layout import rebuild
-from hookline.sites.gradients.gradient_names import checked
-from hookline.sites.hook_at_site import OrderGroup, next_order
-from hookline.sites.modules.call_context import open_contexts
+from hookline.sites.gradients.gradient_tensors import checked
+from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
 from hookline.sites.modules.torch_hooks import run_one_post, run_one_pre
-from hookline.sites.site import Site
+from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Grads
-    from hookline.sites.hook_at_site import HookAtSite, Summary
-    from hookline.sites.modules.forward_counter import ForwardCounter
+    from hookline.sites.compiled.op_schemas import Summary
+    from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
     from hookline.sites.modules.module_hooks import ModuleHooks
 
 __all__: list[str] = []
@@ -71,7 +70,7 @@ def _token(*args: Any) -> Tensor:
 
 @ops.behind(ops.BEGIN, _token)
 def _begin(key: Tensor, serial: int, gradients: bool) -> Tensor:
-    module_hooks = hooks_with_key(key)
+    module_hooks: ModuleHooks | None = hooks_with_key(key)
     if module_hooks is not None and module_hooks.counter is not None:
         module_hooks.counter.begin(gradients)
     return _token()
@@ -99,10 +98,10 @@ class _Shown:
         torch_hook = module_hooks.torch_hook_named(self.slot)
         return () if torch_hook is None else torch_hook.group(self._steps, self.place)
 
-    def stepper(self, module_hooks: ModuleHooks) -> HookAtSite | None:
+    def hook_at(self, module_hooks: ModuleHooks) -> HookAtSite | None:
         """The hook that edits at this place, or is handed a summary."""
         torch_hook = module_hooks.torch_hook_named(self.slot)
-        return None if torch_hook is None else torch_hook.stepper(self._steps, self.place)
+        return None if torch_hook is None else torch_hook.hook_at(self._steps, self.place)
 
     def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
         """Arguments, keyword arguments, and after the forward the output."""
@@ -123,7 +122,7 @@ def _fire(key: Tensor, what: str, tensors: list[Tensor]) -> None:
 
 @ops.behind(ops.FIRE_WITH, _nothing)
 def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> None:
-    module_hooks = hooks_with_key(key)
+    module_hooks: ModuleHooks | None = hooks_with_key(key)
     shown = _shown(what)
     entries = shown.entries(module_hooks) if module_hooks is not None else ()
     module = module_hooks.module() if module_hooks is not None else None
@@ -180,8 +179,8 @@ def _changed_in_place(entry: HookAtSite) -> HookReturnError:
 
 @ops.behind(ops.COUNT, _nothing)
 def _count(key: Tensor, what: str) -> None:
-    module_hooks = hooks_with_key(key)
-    entry = _shown(what).stepper(module_hooks) if module_hooks is not None else None
+    module_hooks: ModuleHooks | None = hooks_with_key(key)
+    entry = _shown(what).hook_at(module_hooks) if module_hooks is not None else None
     if entry is not None:
         entry.count()
 
@@ -198,7 +197,7 @@ def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int
     begin = 0
     for key, made_for, number, size in zip(keys, _lines(what), numbers, each, strict=True):
         end = begin + number
-        module_hooks = hooks_with_key(key)
+        module_hooks: ModuleHooks | None = hooks_with_key(key)
         module = module_hooks.module() if module_hooks is not None else None
         if module_hooks is not None and module is not None:
             for entry in made_for.entries(module_hooks):
@@ -225,7 +224,7 @@ class _MadeFor:
         """Those that are on by now."""
         if self._shown is None:
             return [entry for entry in module_hooks.backward_pre if _number_of(entry) == self._gradients]
-        entry = self._shown.stepper(module_hooks)
+        entry = self._shown.hook_at(module_hooks)
         return () if entry is None or entry.attachment.removed else (entry,)
 
 
@@ -241,7 +240,7 @@ def _number_of(entry: HookAtSite) -> int | None:
 @ops.behind(ops.NOTE, _token)
 def _note(key: Tensor, serial: int) -> Tensor:
     number = next(_NUMBERS)
-    module_hooks = hooks_with_key(key)
+    module_hooks: ModuleHooks | None = hooks_with_key(key)
     if module_hooks is not None:
         if _torch.graph_task_id() == -1:
             module_hooks.calls_seen += 1
@@ -282,7 +281,7 @@ def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
 
 def _run(key: Tensor, note: Tensor, what: What, tensors: list[Tensor]) -> Grads:
     grads, more = what.spread([tensor.detach().clone() for tensor in tensors])
-    module_hooks = hooks_with_key(key)
+    module_hooks: ModuleHooks | None = hooks_with_key(key)
     module = module_hooks.module() if module_hooks is not None else None
     if module_hooks is None or module is None:
         return grads

@@ -1,53 +1,81 @@
-"""What is left of a hook in a compiled graph: operators that look the hook up when the graph runs.
+"""Define the operators that stand for hooks in a compiled graph, and the keys by which they find the hooks.
 
-The compiler cannot look into them, so the Python behind them may do anything, and it may not drop them, because they
-are declared to have side effects. Each is given the key of a `ModuleHooks`, a tensor and no number, so that twelve
-blocks of one model share one graph; what is in the table counts at that moment, so removal takes effect at once.
+``trace_hooks`` and ``compiled_gradients`` put them into graphs while the compiler traces; ``op_runtime`` runs behind
+them when the graph runs. The compiler cannot look into them, so the Python behind them may do anything, and it may not
+drop them, because they are declared to have side effects. Each is given the key of a `ModuleHooks`; the hooks that are
+on at that moment count, so removal takes effect at once.
 
 ``begin``  a model's forward begins; whether with gradients on, which the graph itself cannot see when it runs
-``fire``   observers of a forward: the structure as a text (`layout`), the tensors beside it (each further argument
-           costs half a microsecond a call, so numbers, which are rare, have an operator of their own)
+``fire``   observers of a forward: the structure as a text (``value_layout``), the tensors beside it (each further
+           argument costs half a microsecond a call, so numbers, which are rare, have an operator of their own)
 ``count``  a hook that edits, and is therefore part of the graph itself, has run
 ``sink``   a summary that the graph has made for a hook, in the forward or the backward
 ``sinks``  many of them in one call: on an H200 each ``sink`` takes 95 µs of the host, next to a launch of 9 µs
-``enter``, ``leave``  the gradients of one call are to be watched (`wiring`); gone from the graph once it is traced
-``note``   notes, in the forward, whose call this is; what it gives back goes with the gradients
-``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in what the one before gave out,
+``enter``, ``leave``  watch the gradients of one call (``compiled_gradients``); gone from the graph once it is traced
+``note``   notes, in the forward, which call this is; its result goes with the gradients
+``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in the result of the one before,
            because without a reason the compiler keeps no order
 
 Two calls with the same arguments would be taken for one, so each has a serial number in its graph.
 
-An operator is shown memory that the compiled program uses again, so hooks are handed copies. A gradient may be edited
-behind an operator because nothing differentiates a compiled backward; ``edit`` refuses where something would.
+An operator gets memory that the compiled program uses again, so hooks get copies. A gradient may be edited behind an
+operator because nothing differentiates a compiled backward; ``edit`` refuses where something would.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hookline.sites import _torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Found: TypeAlias = tuple[list[Tensor], int]
+"""What a graph has found, and a number known while it was traced that the receiver needs."""
 
-__all__ = [
-    "BEGIN",
-    "COUNT",
-    "EDIT",
-    "ENTER",
-    "FIRE",
-    "FIRE_WITH",
-    "GRADS",
-    "LEAVE",
-    "NOTE",
-    "SINK",
-    "SINKS",
-    "behind",
-    "while_tracing",
-]
+
+class Summary(ABC):
+    """What an observer leaves in compiled code in place of itself: small tensors, which the graph makes.
+
+    The compiler fuses that with whatever made the tensors; only these come out.
+    """
+
+    number: int
+    """Different for summaries that differ: in graphs, and in what the compiler keeps on disk."""
+
+    make: Callable[[list[Tensor]], Found | None]
+    """Returns what is found in the tensors of an output, or in its gradients; None for nothing. It is traced."""
+
+    @abstractmethod
+    def receive(self, items: Sequence[tuple[Any, list[Tensor], int]]) -> None:
+        """Take for each module what was found, and the number of `Found`: the graph has run."""
+
+
+# A number would be a constant of the graph, and twelve blocks would need twelve graphs; a tensor is one of its inputs.
+_NUMBERS: Final = itertools.count()
+_BY_KEY: Final[dict[int, weakref.ref[Any]]] = {}
+
+
+def new_key(hooks: Any) -> Tensor:
+    """Return a key for the hooks of a module; good for as long as these live."""
+    number = next(_NUMBERS)
+    _BY_KEY[number] = weakref.ref(hooks, lambda _, by_key=_BY_KEY: by_key.pop(number, None))  # type: ignore[misc]
+    if not torch.is_inference_mode_enabled():
+        return torch.tensor(number, device="cpu")
+    with torch.inference_mode(False):  # the key is an ordinary tensor
+        return torch.tensor(number, device="cpu")
+
+
+def hooks_with_key(key: Tensor) -> Any:
+    """Return the `ModuleHooks` of that key, unless they are gone."""
+    ref = _BY_KEY.get(int(key))
+    return None if ref is None else ref()
+
 
 _LIBRARY: Final[Any] = torch.library.Library("hookline", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS: Final = {
@@ -87,7 +115,7 @@ EDIT: Final = _define("edit")
 
 
 def behind(op: Any, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates what runs behind an operator; ``fake`` says what comes back in a dry run."""
+    """Decorate the function that runs behind ``op``; ``fake`` returns its result in a dry run."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = op.name().partition("::")[2]
@@ -105,7 +133,7 @@ def behind(op: Any, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
 
 
 def while_tracing(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates what an operator does where autograd records: in the dry runs behind the compiler's front."""
+    """Decorate what ``op`` does where autograd records: in the dry runs behind the compiler's front."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = op.name().partition("::")[2]

@@ -1,10 +1,10 @@
-"""What the torch_hooks do while the compiler traces them: leave operators in the graph, and edits as they are.
+"""Leave operators in the graph while the compiler traces a hook of ours, and editing hooks as they are.
 
-Everything here is traced, so it reads as little as possible: each thing it reads becomes a guard. A torch_hook says in
-its ``recipe`` what is to happen, in order: "w" for hooks that only watch, which one operator runs all together, "e" for
-a hook that edits, whose own code becomes part of the graph, "s" for one that is handed a summary, which the graph
-makes; what those that watch look at; the plan for gradients (`wiring`); and whether the model is to be told of its
-forward."""
+The torch hooks of a module call `run_pre` and `run_post`. Everything in there is traced, so it reads as little as
+possible: each attribute it reads becomes a guard. `CompiledSteps` says in its ``recipe`` what is to happen, in order:
+"w" for hooks that only watch, which one operator runs all together, "e" for a hook that edits, whose own code becomes
+part of the graph, "s" for one that receives a summary, which the graph makes; then what the observers read, the plan
+for gradients (`plan_of`), and whether the model counts its forwards here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import functools
 import threading
 import warnings
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from hookline.errors import HooklineWarning, OptionError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.value_layout import Parts, collect, describe, substitute
-from hookline.sites.site import Site
+from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +29,99 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.sites.hook_at_site import HookAtSite
-    from hookline.sites.modules.torch_hooks import TorchHook
 
-__all__ = ["call_by_name", "run_post", "run_pre"]
+_Steps: TypeAlias = "tuple[HookAtSite | None, ...]"
+"""The steps of compiled code: run an editing hook, make a summary for a hook, or (None) run a group of observers."""
+_Groups: TypeAlias = "tuple[tuple[HookAtSite, ...], ...]"
+"""For each step, the hooks of the group."""
+NO_STEPS: Final[tuple[_Steps, _Groups, str]] = ((), (), "")
+_ONE_GROUP: Final[_Steps] = (None,)
+
+
+class CompiledSteps:
+    """The hooks at one end of a queue, as compiled code comes to them; base of what torch calls."""
+
+    __slots__ = (
+        *("__weakref__", "_before", "entries", "groups", "hook_id", "key", "module_hooks", "plan", "reads", "recipe"),
+        *("steps", "ticks"),
+    )
+
+    slot: ClassVar[str] = ""
+    """Its name in compiled graphs."""
+    entries: tuple[HookAtSite, ...]
+    key: Tensor | None
+    plan: str
+    """What compiled calls have to know of the gradient hooks."""
+    ticks: str
+    """Whether each call is counted here as a forward of the model: "t"."""
+    reads: str
+    recipe: str
+    steps: _Steps
+    groups: _Groups
+    _before: tuple[str, _Steps, _Groups] | None
+
+    def prepare(self) -> None:
+        """Divide the hooks into the steps of compiled code."""
+        entries = self.entries
+        if not entries:
+            self.steps, self.groups, self.reads = NO_STEPS
+        elif len(entries) == 1 and _is_called(entries[0]):
+            self.steps, self.groups, self.reads = _ONE_GROUP, (entries,), entries[0].attachment.reads
+        else:
+            self.steps, self.groups = _in_steps(entries)
+            watching = [entry for group in self.groups for entry in group]
+            self.reads = "".join(sorted(set().union(*[entry.attachment.reads for entry in watching])))
+        self.write_recipe()
+
+    def write_recipe(self) -> None:
+        """Write in one text what a compiled call does here: every single attribute that it reads becomes a guard."""
+        if self.key is None:
+            return
+        steps = "".join(
+            ["w" if step is None else "e" if step.attachment.summary is None else "s" for step in self.steps]
+        )
+        self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}"
+
+    def group(self, steps: str, place: int) -> tuple[HookAtSite, ...]:
+        """Return the observers at one step of a compiled call that has those ``steps``."""
+        _, groups, live = self._as_compiled(steps)
+        return groups[place] if live else tuple(entry for entry in groups[place] if not entry.attachment.removed)
+
+    def hook_at(self, steps: str, place: int) -> HookAtSite | None:
+        """Return the hook at that step which edits, or receives a summary."""
+        return self._as_compiled(steps)[0][place]
+
+    def _as_compiled(self, steps: str) -> tuple[_Steps, _Groups, bool]:
+        """Return the steps and groups that the running call was compiled for, and whether these are the current ones.
+
+        Its own hooks may have changed them.
+        """
+        if self.recipe.startswith(f"{steps}/"):
+            self._before = None
+            return self.steps, self.groups, True
+        if self._before is not None and self._before[0].startswith(f"{steps}/"):
+            return self._before[1], self._before[2], False
+        return (None,) * len(steps), ((),) * len(steps), False
+
+
+def _is_called(entry: HookAtSite) -> bool:
+    """Return whether compiled code has an operator call the hook."""
+    return entry.attachment.by_name is None and entry.attachment.summary is None
+
+
+def _in_steps(entries: tuple[HookAtSite, ...]) -> tuple[_Steps, _Groups]:
+    steps: list[HookAtSite | None] = []
+    groups: list[list[HookAtSite]] = []
+    for entry in entries:
+        if not _is_called(entry):
+            steps.append(entry)
+            groups.append([])
+        elif steps and steps[-1] is None:
+            groups[-1].append(entry)
+        else:
+            steps.append(None)
+            groups.append([entry])
+    return tuple(steps), tuple(map(tuple, groups))
 
 
 @_torch.constant_while_tracing
@@ -71,64 +161,62 @@ class _Said:
     vectorized = False
 
 
-def run_pre(torch_hook: TorchHook, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def run_pre(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The pre-hooks of a torch_hook; the arguments to go on with, if they are others."""
-    if (
-        torch_hook.key is None
-    ):  # we were not told that something is being compiled; at its next forward the counter sees it
+    if hook.key is None:  # we were not told that something is being compiled; at its next forward the counter sees it
         return None
     changed = False
-    steps, reads, plan, ticks = torch_hook.recipe.split("/")
+    steps, reads, plan, ticks = hook.recipe.split("/")
     if ticks and not _without_operators():
-        ops.BEGIN(torch_hook.key, _serial(), torch.is_grad_enabled())
+        ops.BEGIN(hook.key, _serial(), torch.is_grad_enabled())
     for place, step in enumerate(steps):
         if step == "w":
-            _fire(torch_hook, steps, place, reads, args, kwargs, ())
+            _fire(hook, steps, place, reads, args, kwargs, ())
             continue
-        entry = torch_hook.steps[place]
+        entry = hook.steps[place]
         assert entry is not None
         if step == "s":
-            _summarize(torch_hook, steps, place, entry, args)
+            _summarize(hook, steps, place, entry, args)
             continue
         result = _edit(
-            torch_hook, steps, place, entry, module, (args, kwargs) if entry.attachment.with_kwargs else (args,)
+            hook, steps, place, entry, module, (args, kwargs) if entry.attachment.options.with_kwargs else (args,)
         )
         if result is not None:
             changed = True
-            if entry.attachment.with_kwargs:
+            if entry.attachment.options.with_kwargs:
                 args, kwargs = result
             else:
                 args = result if isinstance(result, tuple) else (result,)
     if plan and torch.is_grad_enabled() and not _without_operators():
-        return _enter_gradients(torch_hook, plan, args, kwargs)
+        return _enter_gradients(hook, plan, args, kwargs)
     return (args, kwargs) if changed else None
 
 
-def run_post(torch_hook: TorchHook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def run_post(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """The forward hooks of a torch_hook; the output to go on with."""
-    if torch_hook.key is None:
+    if hook.key is None:
         return output
-    steps, reads, plan, _ = torch_hook.recipe.split("/")
+    steps, reads, plan, _ = hook.recipe.split("/")
     for place, step in enumerate(steps):
         if step == "w":
-            _fire(torch_hook, steps, place, reads, args, kwargs, (output,))
+            _fire(hook, steps, place, reads, args, kwargs, (output,))
             continue
-        entry = torch_hook.steps[place]
+        entry = hook.steps[place]
         assert entry is not None
         if step == "s":
-            _summarize(torch_hook, steps, place, entry, output)
+            _summarize(hook, steps, place, entry, output)
             continue
-        more = (args, kwargs, output) if entry.attachment.with_kwargs else (args, output)
-        result = _edit(torch_hook, steps, place, entry, module, more)
+        more = (args, kwargs, output) if entry.attachment.options.with_kwargs else (args, output)
+        result = _edit(hook, steps, place, entry, module, more)
         if result is not None:
             output = result
     if plan and torch.is_grad_enabled() and not _without_operators():
-        return _leave_gradients(torch_hook, plan, output)
+        return _leave_gradients(hook, plan, output)
     return output
 
 
 def _fire(
-    torch_hook: TorchHook, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]
+    hook: CompiledSteps, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]
 ) -> None:
     if _without_operators():
         return
@@ -137,14 +225,14 @@ def _fire(
     text += describe(kwargs, parts) if "k" in reads else "{}"
     if output:
         text += describe(output[0], parts) if "o" in reads else "N"
-    what = f"{_serial()}|{torch_hook.slot}|{steps}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
+    what = f"{_serial()}|{hook.slot}|{steps}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
     if parts.numbers or parts.reals:
-        ops.FIRE_WITH(torch_hook.key, what, parts.tensors, parts.numbers, parts.reals)
+        ops.FIRE_WITH(hook.key, what, parts.tensors, parts.numbers, parts.reals)
     else:
-        ops.FIRE(torch_hook.key, what, parts.tensors)
+        ops.FIRE(hook.key, what, parts.tensors)
 
 
-def _summarize(torch_hook: TorchHook, steps: str, place: int, entry: HookAtSite, value: Any) -> None:
+def _summarize(hook: CompiledSteps, steps: str, place: int, entry: HookAtSite, value: Any) -> None:
     if _without_operators():
         return
     tensors: list[Tensor] = []
@@ -153,14 +241,14 @@ def _summarize(torch_hook: TorchHook, steps: str, place: int, entry: HookAtSite,
     assert summary is not None
     found = summary.make(tensors)
     if found is not None:
-        ops.SINK(torch_hook.key, f"{_serial()}|{torch_hook.slot}|{steps}|{place}||", *found)
+        ops.SINK(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||", *found)
 
 
 def _edit(
-    torch_hook: TorchHook, steps: str, place: int, entry: HookAtSite, module: nn.Module, args: tuple[Any, ...]
+    hook: CompiledSteps, steps: str, place: int, entry: HookAtSite, module: nn.Module, args: tuple[Any, ...]
 ) -> Any:
     if not _without_operators():
-        ops.COUNT(torch_hook.key, f"{_serial()}|{torch_hook.slot}|{steps}|{place}||")
+        ops.COUNT(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||")
     attachment = entry.attachment
     assert attachment.by_name is not None
     if attachment.context is not None:
@@ -180,18 +268,18 @@ def _refuse_scoped(name: str) -> None:
 
 
 def _enter_gradients(
-    torch_hook: TorchHook, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    hook: CompiledSteps, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any] | None:
     """Have the gradients of the inputs watched; the arguments to go on with, if they are others."""
     places, tensors, names = _places(plan, args, kwargs)
-    passed = ops.ENTER(torch_hook.key, f"{plan}|{places}|{names}", tensors)
+    passed = ops.ENTER(hook.key, f"{plan}|{places}|{names}", tensors)
     if "a" not in plan:
         return None
     used: list[None] = []
     return substitute(args, passed, used), substitute(kwargs, passed, used)
 
 
-def _leave_gradients(torch_hook: TorchHook, plan: str, output: Any) -> Any:
+def _leave_gradients(hook: CompiledSteps, plan: str, output: Any) -> Any:
     """Have the gradients of the outputs watched; the output to go on with."""
     if isinstance(output, tuple | list):
         places, tensors, names = _places(plan, output, {})
@@ -199,7 +287,7 @@ def _leave_gradients(torch_hook: TorchHook, plan: str, output: Any) -> Any:
         places, tensors, names = _places(plan, (), {"": output})
     if not tensors:
         return output
-    passed = ops.LEAVE(torch_hook.key, f"{plan}|{places}|{names}", tensors)
+    passed = ops.LEAVE(hook.key, f"{plan}|{places}|{names}", tensors)
     return substitute(output, passed, [])
 
 

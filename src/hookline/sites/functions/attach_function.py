@@ -21,13 +21,13 @@ from hookline.sites.functions.autograd_classes import function_classes
 from hookline.sites.functions.function_mode import FunctionsOfModel, FunctionsOfThread, anywhere, publish
 from hookline.sites.functions.function_names import Place, find_places
 from hookline.sites.functions.operator_kernels import operators
-from hookline.sites.gradients.call_gradients import GradientCall
+from hookline.sites.gradients.backward_call import BackwardCall
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import HookAtSite
+from hookline.sites.hook_at_site import AttachOptions, HookAtSite
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.receipt import NOT_CALLED
-from hookline.sites.select import describe
+from hookline.sites.targets import describe
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -100,12 +100,8 @@ def attach_function(
     attachment = new_attachment(
         hook,
         Kind.parse(on, FUNCTION),
+        AttachOptions(prepend=prepend, observe=observe, sees=sees, name=name, profile=profile),
         site_type=FUNCTION,
-        prepend=prepend,
-        observe=observe,
-        sees=sees,
-        name=name,
-        profile=profile,
         everywhere=within is None,
     )
     if within is not None and not isinstance(within, nn.Module):
@@ -186,12 +182,12 @@ def _note_if_model_was_passed_by(attachment: Attachment, something_ran: bool) ->
 
 def _watch_gradients(attachment: Attachment) -> None:
     _GRADIENT_HOOKS.add(attachment)
-    GradientCall.functions_too = True
+    BackwardCall.functions_too = True
 
 
 def _unwatch_gradients(attachment: Attachment) -> None:
     _GRADIENT_HOOKS.discard(attachment)
-    GradientCall.functions_too = bool(_GRADIENT_HOOKS)
+    BackwardCall.functions_too = bool(_GRADIENT_HOOKS)
 
 
 _GRADIENT_HOOKS: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()

@@ -21,13 +21,12 @@ from hookline.sites import _torch, tree
 from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.gradients.gradient_hooks import GradientHooks
-from hookline.sites.hook_at_site import OrderGroup
+from hookline.sites.hook_at_site import NO_MODEL, OrderGroup
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.forward_counter import NO_MODEL
-from hookline.sites.site import Site
+from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
-    from hookline.sites.gradients.call_inputs import CallState
+    from hookline.sites.gradients.call_gradients import CallState
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["FunctionHooks", "tensors_in", "why_left_alone"]

@@ -24,8 +24,7 @@ from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
 from hookline.sites.functions.function_hooks import FunctionHooks, why_left_alone
 from hookline.sites.functions.function_names import spellings
-from hookline.sites.hook_at_site import HookContainer
-from hookline.sites.modules.forward_counter import NO_MODEL
+from hookline.sites.hook_at_site import NO_MODEL, HookContainer
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.receipt import NOT_CALLED
 
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hookline.sites.functions.function_names import Place
-    from hookline.sites.hook_at_site import Attachment, HookAtSite
-    from hookline.sites.modules.forward_counter import ForwardCounter
+    from hookline.sites.hook_at_site import Attachment, ForwardCounter, HookAtSite
 
 __all__ = [
     "FunctionsOfModel",

@@ -22,7 +22,7 @@ from torch.overrides import get_overridable_functions, resolve_name
 from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.select import as_list, describe, name_matcher
+from hookline.sites.targets import as_list, describe, name_matcher
 
 __all__ = ["Place", "find_places", "spellings"]
 

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from hookline.sites.functions.function_hooks import FunctionHooks
 from hookline.sites.functions.function_mode import bound_hooks
 from hookline.sites.functions.hooks_off import HOOKS_OFF, with_hooks_off
-from hookline.sites.hook_at_site import HookContainer
-from hookline.sites.modules.forward_counter import NO_MODEL
+from hookline.sites.hook_at_site import NO_MODEL, HookContainer
 from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP
 
 if TYPE_CHECKING:

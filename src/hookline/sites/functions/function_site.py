@@ -15,7 +15,7 @@ from hookline.sites.wrappers import clean_modules, submodule, unwrap
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.sites.modules.forward_counter import ForwardCounter
+    from hookline.sites.hook_at_site import ForwardCounter
 
 __all__ = ["FunctionSite"]
 

@@ -1,26 +1,30 @@
-"""The gradient hooks of one module or function, where the backward pass finds them fast.
+"""Keep the gradient hooks of one module or function where the backward pass finds them fast.
 
-Takes the two lanes of entries from whoever keeps them (`ModuleHooks`, or a function's hooks), tells a `GradientCall`
-what has to be watched.
+`ModuleHooks` and `FunctionHooks` derive from `GradientHooks` and fill it; a `GradientCall` reads it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
 
 from hookline.sites.hook_at_site import HookContainer, OrderGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hookline.sites.hook_at_site import HookAtSite
-    from hookline.sites.modules.forward_counter import ForwardCounter
+    from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
 
-__all__ = ["GradientHooks"]
+USE_INPUT_ONCE: Final = frozenset(
+    {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm}
+    | {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Softmax}
+)
+"""Classes that read their one input once, and write elsewhere."""
 
 
 class GradientHooks(HookContainer):
-    """What a call has to know of its gradient hooks."""
+    """The gradient hooks of one module or function, and what a call has to know of them."""
 
     # Defaults of the class, not set one by one for each of ten thousand modules.
     backward_pre: tuple[HookAtSite, ...] = ()
@@ -33,33 +37,33 @@ class GradientHooks(HookContainer):
     """The same for the gradients of outputs, which pass a gate if there are several."""
     watches_inputs = False
     uses_input_once = False
-    """Whether it is known to read its one input once, and to write elsewhere."""
+    """Whether the module is one of `USE_INPUT_ONCE`."""
     tells_sites = False
-    """Whether a hook wants to know its site."""
-    tells_scopes = False
+    """Whether a hook declares ``site``."""
+    tells_contexts = False
     """Whether a hook is for the calls of one context alone."""
     plan = ""
-    """The same in letters, for calls that are compiled (`compiled.wiring`)."""
+    """The same in letters, for calls that are compiled (`plan_of`)."""
     clock: Callable[[], Any] | None = None
-    """Asked whenever a gradient has gone to an input, if a hook wants to know when that was."""
+    """Called whenever a gradient has gone to an input, if a hook asks when that was."""
     calls_seen = 0
     """How often there was a call while there were gradient hooks."""
 
     def set_gradient_hooks(self, pre: tuple[HookAtSite, ...], post: tuple[HookAtSite, ...]) -> None:
-        """These are the hooks from now on, for the calls that are under way too."""
+        """Replace the hooks, for the calls that are under way too."""
         self.backward_pre, self.backward = pre, post
         self.has_gradients = bool(pre or post)
         self.edits_outputs = any(map(_may_edit, pre))
         self.edits_gradients = any(map(_may_edit, post))
         self.watches_inputs = bool(post)
         self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
-        self.tells_scopes = any(entry.attachment.context is not None for entry in (*pre, *post))
+        self.tells_contexts = any(entry.attachment.context is not None for entry in (*pre, *post))
         self.clock = next((entry.attachment.clock for entry in post if entry.attachment.clock is not None), None)
 
     def gradient_moments(self) -> dict[ForwardCounter, tuple[int, int]]:
-        """Step and call number of the call that begins now, for hooks that want to know."""
-        counters = {entry.counter for entry in (*self.backward_pre, *self.backward) if entry.attachment.wants_site}
-        return {counter: counter.moment(self) for counter in counters}
+        """Return step and call number of the call that begins now, for each model whose hooks declare ``site``."""
+        entries = (*self.backward_pre, *self.backward)
+        return {counter: counter.moment(self) for counter in {e.counter for e in entries if e.attachment.wants_site}}
 
 
 def _may_edit(entry: HookAtSite) -> bool:

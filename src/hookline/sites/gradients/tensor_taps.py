@@ -1,26 +1,29 @@
-"""The hooks that autograd calls for us: taps on tensors, aliases that hold back, gates, the end of a backward pass.
+"""Register the hooks that autograd calls for us: taps on tensors, aliases, gates, and torch's own backward pre-hooks.
 
-Takes calls from ``gradients`` and tells them, in the backward pass, which gradient has come.
+``call_gradients`` and the last forward hook of a module call this. In the backward pass the hooks call the
+`BackwardCall` whose gradient has come.
 """
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hookline.sites import _torch
+from hookline.sites import _torch, tree
+from hookline.sites.gradients.gradient_tensors import as_arguments, tensors
+from hookline.sites.hook_at_site import OrderGroup
 
 if TYPE_CHECKING:
-    from hookline.sites.gradients.call_gradients import GradientCall
-    from hookline.sites.gradients.gradient_names import Place
+    from hookline.hook_types import Grads
+    from hookline.sites.gradients.backward_call import BackwardCall
+    from hookline.sites.gradients.gradient_tensors import IndexedTensor
+    from hookline.sites.hook_at_site import HookAtSite
 
-__all__ = ["Tap", "accumulator", "at_end_of", "behind", "end_of", "join", "pass_gate", "tap"]
-
-_Use: TypeAlias = "tuple[GradientCall, int, torch.Size | None]"
+_Use: TypeAlias = "tuple[BackwardCall, int, torch.Size | None]"
 """A call, the place of the tensor in it, and the shape it has there, if that is not its own."""
 
 
@@ -35,7 +38,7 @@ class Tap:
     __slots__ = ("inputs", "outputs")
 
     def __init__(self) -> None:
-        self.inputs: list[tuple[GradientCall, int]] = []
+        self.inputs: list[tuple[BackwardCall, int]] = []
         """Calls that take the tensor in, and its place there."""
         self.outputs: list[_Use] = []
         """Calls that give it out; of a module and its last child, the child comes first."""
@@ -43,7 +46,7 @@ class Tap:
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         given = grad
         for call, index in reversed(self.inputs):
-            grad = call.take_turn(index, grad)
+            grad = call.reach_producer(index, grad)
         for call, index, shape in reversed(self.outputs):
             if shape is None or grad is None:
                 grad = call.take_output(index, grad)
@@ -69,23 +72,6 @@ def tap(tensor: Tensor, node: Any) -> Tap:
 _TAP: Final = "hookline.tap"
 
 
-def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
-    """Where to tap a tensor so that an in-place operation on it does no harm: the tensor it is a reshape of.
-
-    With it comes the shape of the reshape; a tensor that shows nothing else, or not all of it in order, is itself.
-    """
-    base = tensor._base
-    if (
-        base is None
-        or base.grad_fn is None
-        or tensor.numel() != base.numel()
-        or not tensor.is_contiguous()
-        or not base.is_contiguous()
-    ):
-        return tensor, None
-    return base, tensor.shape
-
-
 class _Gate(torch.autograd.Function):
     """Several outputs that pass one node, so that their gradients are all known before one goes on.
 
@@ -94,20 +80,20 @@ class _Gate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: GradientCall, places: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: BackwardCall, places: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.places = call, places
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        call: GradientCall = ctx.call
+        call: BackwardCall = ctx.call
         for place, grad in zip(ctx.places, grads, strict=True):
             call.collect_output(place, grad)
         return None, None, *call.pass_gate(ctx.places, grads)
 
 
-def pass_gate(call: GradientCall, members: list[Place]) -> dict[int, Tensor]:
+def pass_gate(call: BackwardCall, members: list[IndexedTensor]) -> dict[int, Tensor]:
     """What comes out of the gate in place of each member, by its id."""
     if _torch.in_transform():
         return {}
@@ -121,7 +107,7 @@ _Release: TypeAlias = Callable[[int, Tensor | None], Tensor | None]
 _TensorHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
-def join(members: list[Place], collect: _Collect, release: _Release) -> dict[int, Tensor]:
+def join(members: list[IndexedTensor], collect: _Collect, release: _Release) -> dict[int, Tensor]:
     """Aliases, by the id of the tensor, such that every gradient is collected before the first is released."""
     aliases = {
         index: _alias(tensor) for index, tensor in members if tensor.layout is torch.strided and not tensor.is_nested
@@ -144,18 +130,6 @@ def _alias(tensor: Tensor) -> Tensor:
     # own .grad and change under whoever kept it; alias hands it on as it is.
     alias: Tensor = torch.ops.aten.alias.default(tensor) if tensor.grad_fn is None else tensor.view_as(tensor)
     return alias
-
-
-def accumulator(leaf: Tensor) -> Any:
-    """The node that accumulates into a leaf; None for kinds of tensor that cannot be asked (sparse, nested).
-
-    Inside a transform of ``torch.func`` a parameter that the transform was not told of has none either.
-    """
-    if leaf.layout is not torch.strided or leaf.is_nested:
-        return None
-    # What get_gradient_edge does, at a third of its price: the calls that ask have gradients enabled.
-    node: Any = leaf.view_as(leaf).grad_fn
-    return None if node is None else node.next_functions[0][0]
 
 
 def _collect_and_release(index: int, collect: _Collect, release: _Release) -> _TensorHook:
@@ -182,49 +156,65 @@ def _release(index: int, release: _Release) -> _TensorHook:
     return hook
 
 
-class _EndOfBackward:
-    """The calls that took part in one backward pass; what has not fired when it ends, fires then."""
+def run_before_torch(call: BackwardCall, hooks: Any, output: Any, index_of: Callable[[Tensor], int]) -> None:
+    """Have torch's ``hooks`` (its ``BackwardHook`` of one call) run the ``backward_pre`` hooks of ``call`` too.
 
-    __slots__ = ("__weakref__", "calls", "latest")
-
-    def __init__(self) -> None:
-        self.calls: list[GradientCall] = []
-        self.latest: Tensor | None = None
-        """For a backward pass that is traced: what the hooks that fired last gave out, for the next to take in."""
-
-    def __call__(self) -> None:
-        # In the order autograd would have reached them: the last that began comes first.
-        late = [call for call in self.calls if not call.done]
-        self.calls.clear()
-        for call in sorted(late, key=lambda call: call.order, reverse=True):
-            call.fire_post()
+    ``output`` is what the module has made. torch sees the tensors that are the output or stand in its tuple; if there
+    are others, deeper inside, the hooks wait for these and stay where they are, on the outputs.
+    """
+    items = output if isinstance(output, tuple) else (output,)
+    if all(isinstance(item, Tensor) or not _needs_gradient(item) for item in items):
+        before_torch = _HooksBeforeTorch(call, _places(items, index_of), len(tensors(*as_arguments(output))))
+        hooks.user_pre_hooks = [before_torch.edit, *hooks.user_pre_hooks, before_torch.observe]
 
 
-# The engine holds the values, so a pass that raises leaves nothing here.
-_ENDS: Final[weakref.WeakValueDictionary[int, _EndOfBackward]] = weakref.WeakValueDictionary()
+class _HooksBeforeTorch:
+    """The ``backward_pre`` hooks of one call, as two pre-hooks of torch's."""
+
+    __slots__ = ("_call", "_observers", "_places", "_width")
+
+    def __init__(self, call: BackwardCall, places: tuple[int, ...], width: int) -> None:
+        self._call = call
+        self._places = places
+        self._width = width
+        self._observers: tuple[HookAtSite, ...] = ()
+
+    def edit(self, module: Any, grads: Grads) -> Grads | None:
+        """Begin the pass, run raw observers and edits; return the gradients if one was replaced."""
+        self._observers = ()
+        if len(grads) != len(self._places):
+            return None  # a forward hook behind ours has put another output there
+        entries = self._call.begin_before_torch()
+        self._observers = tuple(entry for entry in entries if entry.attachment.order_group is OrderGroup.OBSERVE)
+        given = self._ours(grads)
+        edited = self._call.fire(entries[: len(entries) - len(self._observers)], given, ())
+        if edited is given:
+            return None
+        return tuple(edited[place] if place >= 0 else grad for place, grad in zip(self._places, grads, strict=True))
+
+    def observe(self, module: Any, grads: Grads) -> None:
+        """Run the observers that were on when the pass began; everybody has edited by now."""
+        observers, self._observers = self._observers, ()
+        if observers:
+            self._call.fire(observers, self._ours(grads), ())
+
+    def _ours(self, grads: Grads) -> Grads:
+        """Return torch's gradients in our places, without those of inputs that were handed back."""
+        ours: list[Tensor | None] = [None] * self._width
+        for place, grad in zip(self._places, grads, strict=True):
+            if place >= 0:
+                ours[place] = grad
+        return tuple(ours)
 
 
-class _Latest:
-    """The end that was asked for last: within one pass, the dictionary is asked once."""
-
-    task = -1
-    end: Callable[[], _EndOfBackward | None] = staticmethod(lambda: None)
+def _needs_gradient(item: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for _, leaf in tree.leaves(item))
 
 
-def at_end_of(task: int) -> list[GradientCall]:
-    """The calls that take part in a backward pass, to add one to."""
-    return end_of(task).calls
-
-
-def end_of(task: int) -> _EndOfBackward:
-    """What is kept until the end of a backward pass."""
-    if task == _Latest.task:
-        latest = _Latest.end()
-        if latest is not None:
-            return latest
-    end = _ENDS.get(task)
-    if end is None:
-        end = _ENDS[task] = _EndOfBackward()
-        _torch.queue_end_of_backward(end)
-    _Latest.task, _Latest.end = task, weakref.ref(end)
-    return end
+def _places(items: tuple[Any, ...], index_of: Callable[[Tensor], int]) -> tuple[int, ...]:
+    """For each item of the output its place in ``grad_output``; -1 for what is not of the module's making."""
+    wanted = [isinstance(item, Tensor) and item.requires_grad for item in items]
+    made = [want and index_of(item) < 0 for item, want in zip(items, wanted, strict=True)]
+    shown = made if any(made) else wanted
+    ends = itertools.accumulate(len(tensors((item,), {})) for item in items)
+    return tuple(end - 1 if show else -1 for end, show in zip(ends, shown, strict=True))

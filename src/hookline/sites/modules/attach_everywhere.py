@@ -22,14 +22,15 @@ from hookline.errors import HooklineWarning, OptionError, TargetError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import add_entries, attach_to_modules, new_attachment
-from hookline.sites.gradients.call_inputs import CallState, CallStateArgs
+from hookline.sites.gradients.call_gradients import CallState, CallStateArgs
 from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
 from hookline.sites.modules.module_hooks import LOCK, existing_hooks, hooks_of_module, sweep
 from hookline.sites.modules.registration_hooks import hook_registrations_everywhere
 from hookline.sites.modules.torch_hooks import FirstPreHook, LastPreHook, TorchHook
 from hookline.sites.optimizers.optimizer_hooks import hook_optimizers_everywhere
-from hookline.sites.select import select, without_scripted
+from hookline.sites.targets import select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 
@@ -73,13 +74,15 @@ def attach_everywhere(
     attachment = new_attachment(
         hook,
         Kind.parse(on, site_type),
-        prepend=prepend,
-        with_kwargs=with_kwargs,
-        always_call=always_call,
-        observe=observe,
-        sees=sees,
-        name=name,
-        profile=profile,
+        AttachOptions(
+            prepend=prepend,
+            with_kwargs=with_kwargs,
+            always_call=always_call,
+            observe=observe,
+            sees=sees,
+            name=name,
+            profile=profile,
+        ),
         site_type=site_type,
         everywhere=True,
     )
@@ -122,7 +125,7 @@ class _ModulesEverywhere:
             self.generation += 1
             if self._global is None or not _torch.is_global_pre_hook(self._global.id):  # torch's dictionary was emptied
                 self._global = register_module_forward_pre_hook(self._first_sight)
-            if attachment.always_call or attachment.kind is Kind.FULL_BACKWARD:
+            if attachment.options.always_call or attachment.kind is Kind.FULL_BACKWARD:
                 # torch decides on these before it calls a pre-hook, so first sight comes too late for one call.
                 for model in _existing_models():
                     self._cover(model)

@@ -17,9 +17,8 @@ from hookline.errors import HookReturnError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import HookAtSite, HookContainer, OrderGroup
+from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.forward_counter import ForwardCounter
 from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP, existing_hooks, sweep
 
 if TYPE_CHECKING:
@@ -82,6 +81,7 @@ class _Registrations(HookContainer):
         self._users.add(attachment)
         if self._handle is None:
             self._handle = self._register(self)
+            ON_SWEEP.append(self.clear)
 
     def _release(self, attachment: Attachment) -> None:
         self._users.discard(attachment)
@@ -99,6 +99,7 @@ class _Registrations(HookContainer):
             if handle is not None and not self._users and not _torch.being_walked(handle.hooks_dict_ref() or {}):
                 handle.remove()
                 self._handle = None
+                ON_SWEEP.remove(self.clear)
 
     def add_everywhere(self, attachment: Attachment) -> None:
         """A hook for every module of the process."""
@@ -135,4 +136,3 @@ def _rank(entry: HookAtSite) -> tuple[int, bool, int]:
 
 
 _REGISTRATIONS: Final = {kind: _Registrations(kind) for kind in _WHAT}
-ON_SWEEP.extend(registrations.clear for registrations in _REGISTRATIONS.values())

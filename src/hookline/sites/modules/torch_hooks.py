@@ -1,12 +1,14 @@
-"""What torch calls: at most one hook of ours per module, kind and end of the queue, with a live module_hooks behind it.
+"""Define what torch calls: at most one hook of ours per module, kind and end of the queue, which runs the users' hooks.
 
-Takes torch's hook calls, runs the entries of its `ModuleHooks`, hands back edits. A torch_hook reads its entries anew
-at each call, so removal counts from the next one on; torch looks hook options up while it iterates, so a torch_hook
-also bears being called without the keyword arguments it asked for, when it was taken off in the middle of a call."""
+`ModuleHooks` registers these with torch; each runs the entries that it was given and returns their edits. Entries are
+read anew at each call, so removal counts from the next one on. torch looks hook options up while it iterates, so one
+that was taken off in the middle of a call may be called without the keyword arguments it asked for.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -14,125 +16,47 @@ from torch.compiler import is_dynamo_compiling
 from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
-from hookline.sites.compiled import trace_hooks as trace
-from hookline.sites.gradients.call_gradients import GradientCall
-from hookline.sites.gradients.call_inputs import CallState
-from hookline.sites.gradients.early_backward_pre import run_before_torch
+from hookline.sites.compiled.trace_hooks import NO_STEPS, CompiledSteps, run_post, run_pre
+from hookline.sites.gradients.call_gradients import CallState, GradientCall
+from hookline.sites.gradients.tensor_taps import run_before_torch
 from hookline.sites.hook_at_site import OrderGroup, next_order
-from hookline.sites.modules.call_endings import StaleCallGuard
+from hookline.sites.kinds import Kind
+from hookline.sites.modules.call_guard import StaleCallGuard
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.sites.hook_at_site import HookAtSite
-    from hookline.sites.modules.module_hooks import ModuleHooks
-
-__all__ = [
-    "AnchorHook",
-    "FirstForwardHook",
-    "FirstPreHook",
-    "FullBackwardHook",
-    "LastForwardHook",
-    "LastHook",
-    "LastPreHook",
-    "StaleHook",
-    "StateHook",
-    "TorchHook",
-    "drop_stale",
-    "run_one_post",
-    "run_one_pre",
-]
+    from hookline.sites.modules.call_guard import HookedModule
 
 _ABSENT: Any = object()
 _WHERE_STALE = (*_torch.HOOK_DICTS, _torch.CALL_IMPL)
-_EDIT = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
+_EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
+_OBSERVE: Final = OrderGroup.OBSERVE
 
 
-class TorchHook:
-    """Base of everything that hookline registers with torch."""
+class TorchHook(CompiledSteps):
+    """Base of everything that hookline registers with torch on a module."""
 
-    __slots__ = (
-        "__weakref__",
-        "_before",
-        "entries",
-        "groups",
-        "hook_id",
-        "key",
-        "module_hooks",
-        "plan",
-        "reads",
-        "recipe",
-        "steps",
-        "ticks",
-    )
+    __slots__ = ()
 
-    slot: ClassVar[str] = ""
-    """Its name in compiled graphs."""
-    recipe: str
-    steps: _Steps
-    groups: _Groups
-
-    def __init__(self, module_hooks: ModuleHooks) -> None:
+    def __init__(self, module_hooks: HookedModule) -> None:
         self.module_hooks = module_hooks
         self.key = module_hooks.key
         self.hook_id = -1
         self.entries: tuple[HookAtSite, ...] = ()
-        self._before: tuple[str, _Steps, _Groups] | None = None
-        self.plan = ""
-        """What compiled calls have to know of the gradient hooks."""
-        self.ticks = ""
-        """Whether the torch_hook tells the counter of each call: "t"."""
-        self.steps, self.groups, self.reads = _NO_STEPS
-        self.recipe = ""
+        self._before = None
+        self.plan = self.ticks = self.recipe = ""
+        self.steps, self.groups, self.reads = NO_STEPS
 
     def put(self, entries: tuple[HookAtSite, ...]) -> None:
-        """These are the hooks from now on."""
+        """Replace the hooks, from the next call on."""
         before = self.entries
         self.entries = entries
         if self.key is not None:
             if before:
                 self._before = self.recipe, self.steps, self.groups
             self.prepare()
-
-    def prepare(self) -> None:
-        """Have the hooks in the order in which compiled code comes to them."""
-        entries = self.entries
-        if not entries:
-            self.steps, self.groups, self.reads = _NO_STEPS
-        elif len(entries) == 1 and _is_called(entries[0]):
-            self.steps, self.groups, self.reads = _ONE_GROUP, (entries,), entries[0].attachment.reads
-        else:
-            self.steps, self.groups = _in_steps(entries)
-            watching = [entry for group in self.groups for entry in group]
-            self.reads = "".join(sorted(set().union(*[entry.attachment.reads for entry in watching])))
-        self.write_recipe()
-
-    def write_recipe(self) -> None:
-        """Say in one text what a compiled call does here: every single thing that it reads becomes a guard."""
-        if self.key is None:
-            return
-        steps = "".join(
-            ["w" if step is None else "e" if step.attachment.summary is None else "s" for step in self.steps]
-        )
-        self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}"
-
-    def group(self, steps: str, place: int) -> tuple[HookAtSite, ...]:
-        """The hooks that only watch at one place of a compiled call with those steps."""
-        _, groups, live = self._as_compiled(steps)
-        return groups[place] if live else tuple(entry for entry in groups[place] if not entry.attachment.removed)
-
-    def stepper(self, steps: str, place: int) -> HookAtSite | None:
-        """The hook that edits there, or is handed a summary."""
-        return self._as_compiled(steps)[0][place]
-
-    def _as_compiled(self, steps: str) -> tuple[_Steps, _Groups, bool]:
-        """Steps and groups as the call that is under way was compiled for: its own hooks may have changed them."""
-        if self.recipe.startswith(f"{steps}/"):
-            self._before = None
-            return self.steps, self.groups, True
-        if self._before is not None and self._before[0].startswith(f"{steps}/"):
-            return self._before[1], self._before[2], False
-        return (None,) * len(steps), ((),) * len(steps), False
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         raise NotImplementedError
@@ -142,37 +66,8 @@ class TorchHook:
         return StaleHook, (isinstance(self, StateHook),)
 
 
-_Steps: TypeAlias = "tuple[HookAtSite | None, ...]"
-"""What compiled code does, in order: run an editing hook, make a summary for a hook, or (None) run a group of hooks
-that only watch."""
-_Groups: TypeAlias = "tuple[tuple[HookAtSite, ...], ...]"
-"""For each step, the hooks of the group."""
-_NO_STEPS: Final[tuple[_Steps, _Groups, str]] = ((), (), "")
-_ONE_GROUP: Final[_Steps] = (None,)
-
-
-def _is_called(entry: HookAtSite) -> bool:
-    """Whether compiled code has an operator call the hook."""
-    return entry.attachment.by_name is None and entry.attachment.summary is None
-
-
-def _in_steps(entries: tuple[HookAtSite, ...]) -> tuple[_Steps, _Groups]:
-    steps: list[HookAtSite | None] = []
-    groups: list[list[HookAtSite]] = []
-    for entry in entries:
-        if not _is_called(entry):
-            steps.append(entry)
-            groups.append([])
-        elif steps and steps[-1] is None:
-            groups[-1].append(entry)
-        else:
-            steps.append(None)
-            groups.append([entry])
-    return tuple(steps), tuple(map(tuple, groups))
-
-
 class StaleHook:
-    """What a copy of a hooked model finds in place of a torch_hook: does nothing, and goes at the first forward."""
+    """Stands for a torch hook in a copy of a hooked model; does nothing, and removes itself at the first forward."""
 
     __slots__ = ("__weakref__", "_from_public_api", "in_walk")
 
@@ -200,24 +95,24 @@ def drop_stale(module: nn.Module) -> None:
 
 
 class FirstPreHook(TorchHook):
-    """First of a module's forward pre-hooks: the counter's tick, raw observers, edits."""
+    """First of a module's forward pre-hooks: counts the model's forwards, runs raw observers and edits."""
 
     __slots__ = ()
 
-    slot = "pre_front"
+    slot = "first_pre"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
         if is_dynamo_compiling():
-            return _handed_back(kwargs, trace.run_pre(self, module, args, kwargs))
+            return _handed_back(kwargs, run_pre(self, module, args, kwargs))
         module_hooks = self.module_hooks
         if module_hooks.counter is not None and module_hooks.around is None:
             module_hooks.counter.begin()
         if not self.entries:
             return None
-        back = module_hooks.last_hook(LastPreHook)
-        later = () if back is None else back.entries
-        if back is not None:
-            back.release()
+        last = module_hooks.torch_hook(LastPreHook)
+        later = () if last is None else last.entries
+        if last is not None:
+            last.release()
         began, gradient_hooks = next_order(), (module_hooks.backward_pre, module_hooks.backward)
         given = args, kwargs
         named = {} if kwargs is _ABSENT else kwargs
@@ -227,19 +122,19 @@ class FirstPreHook(TorchHook):
                 args, named = _new_arguments(entry, result, named)
                 if module_hooks.guard is not None:
                     module_hooks.guard.note(args, named, None)
-        if back is not None:
-            back.hold(later, began, changed=gradient_hooks != (module_hooks.backward_pre, module_hooks.backward))
+        if last is not None:
+            last.hold(later, began, changed=gradient_hooks != (module_hooks.backward_pre, module_hooks.backward))
         if kwargs is _ABSENT:
             return None if args is given[0] else args
         return None if args is given[0] and named is kwargs else (args, named)
 
 
 class LastHook(TorchHook):
-    """Base of the torch_hooks at the end of a queue: they run the observers that were on when the queue began."""
+    """Base of the hooks at the end of a queue: they run the observers that were on when the queue began."""
 
     __slots__ = ("_held",)
 
-    def __init__(self, module_hooks: ModuleHooks) -> None:
+    def __init__(self, module_hooks: HookedModule) -> None:
         super().__init__(module_hooks)
         self.plan = module_hooks.plan
         self.write_recipe()
@@ -254,11 +149,11 @@ class LastHook(TorchHook):
             self._held = _torch.queue_id(2), entries, began
 
     def release(self) -> None:
-        """A queue begins; whatever an earlier one held that never came to its end is no longer due."""
+        """Forget what an earlier queue held that never came to its end, since a queue begins."""
         self._held = None
 
     def due(self) -> tuple[tuple[HookAtSite, ...], int]:
-        """The observers of the call under way, and when its queue began, on the clock of ``entry.next_order``."""
+        """Return the observers of the call under way, and when its queue began, as `next_order` counts."""
         held, self._held = self._held, None
         if held is not None and held[0] == _torch.queue_id(2):
             return held[1:]
@@ -266,15 +161,15 @@ class LastHook(TorchHook):
 
 
 class LastPreHook(LastHook):
-    """Last of a module's forward pre-hooks: observers, then the inputs' gradients; keeps our places."""
+    """Last of a module's forward pre-hooks: observers, then the inputs' gradients; keeps our places in the queues."""
 
     __slots__ = ()
 
-    slot = "pre_back"
+    slot = "last_pre"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = _ABSENT) -> Any:
         if is_dynamo_compiling():
-            return _handed_back(kwargs, trace.run_pre(self, module, args, kwargs))
+            return _handed_back(kwargs, run_pre(self, module, args, kwargs))
         module_hooks = self.module_hooks
         if len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1:
             module_hooks.keep_places()
@@ -299,29 +194,29 @@ class FirstForwardHook(TorchHook):
 
     __slots__ = ()
 
-    slot = "post_front"
+    slot = "first_forward"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _ABSENT) -> Any:
         if output is _ABSENT:
             kwargs, output = {}, kwargs
         if is_dynamo_compiling():
-            return trace.run_post(self, module, args, kwargs, output)
+            return run_post(self, module, args, kwargs, output)
         given = output
         guard = self.module_hooks.guard
         if guard is not None:
             guard.note(args, kwargs, output)
-        back = self.module_hooks.last_hook(LastForwardHook)
-        later = () if back is None else back.entries
-        if back is not None:
-            back.release()
+        last = self.module_hooks.torch_hook(LastForwardHook)
+        later = () if last is None else last.entries
+        if last is not None:
+            last.release()
         for entry in self.entries:
             result = run_one_post(entry, module, args, kwargs, output)
             if result is not None and entry.attachment.order_group is _EDIT:
                 output = result
                 if guard is not None:
                     guard.note(args, kwargs, output)
-        if back is not None:
-            back.hold(later)
+        if last is not None:
+            last.hold(later)
         return None if output is given else output
 
 
@@ -330,13 +225,13 @@ class LastForwardHook(LastHook):
 
     __slots__ = ()
 
-    slot = "post_back"
+    slot = "last_forward"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _ABSENT) -> Any:
         if output is _ABSENT:
             kwargs, output = {}, kwargs
         if is_dynamo_compiling():
-            return trace.run_post(self, module, args, kwargs, output)
+            return run_post(self, module, args, kwargs, output)
         if self.entries or self._held is not None:
             for entry in self.due()[0]:
                 run_one_post(entry, module, args, kwargs, output)
@@ -356,7 +251,7 @@ class LastForwardHook(LastHook):
         if module_hooks.backward_pre and _torch.has_backward_hooks(module):
             hooks = _torch.backward_hooks_of_call()
             if hooks is not None:
-                run_before_torch(state.call, hooks, output, state)
+                run_before_torch(state.call, hooks, output, state.index_of)
         return None if watched is output else watched
 
 
@@ -378,7 +273,7 @@ class FullBackwardHook(TorchHook):
 class StateHook(TorchHook):
     """Saving and loading. Return values mean nothing, and torch allows none."""
 
-    # torch marks its state_dict post-hooks by an attribute, which a bound method would not take.
+    # torch sets this attribute on its state_dict post-hooks, which a bound method would not take.
     __slots__ = ("_from_public_api",)
 
     running: ClassVar[int] = 0
@@ -395,7 +290,7 @@ class StateHook(TorchHook):
 
 
 class AnchorHook(StateHook):
-    """Keeps the module_hooks of a module alive whose hooks torch calls from elsewhere; does nothing."""
+    """Keeps the `ModuleHooks` alive of a module whose hooks torch calls from elsewhere; does nothing."""
 
     __slots__ = ()
 
@@ -404,41 +299,41 @@ class AnchorHook(StateHook):
 
 
 def run_one_pre(entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One forward pre-hook."""
+    """Run one forward pre-hook; return what it returns."""
     if entry.simple:
         entry.count()
         return entry.hook(module, args)
-    if not entry.due():
+    if not entry.is_due():
         return None
     entry.count()
-    return entry.call(module, (args, kwargs) if entry.attachment.with_kwargs else (args,))
+    return entry.call(module, (args, kwargs) if entry.attachment.options.with_kwargs else (args,))
 
 
 def run_one_post(
     entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """One forward hook."""
+    """Run one forward hook; return what it returns."""
     if entry.simple:
         entry.fired += 1  # entry.count(), without the call: this is the hot path
         entry.last_step = entry.counter.step
         return entry.hook(module, args, output)
-    if not entry.due():
+    if not entry.is_due():
         return None
     entry.count()
-    attachment = entry.attachment
-    if attachment.always_call and entry.container.guard is not None:
+    options = entry.attachment.options
+    if options.always_call and entry.container.guard is not None:
         entry.container.guard.note_ran(entry)
-    return entry.call(module, (args, kwargs, output) if attachment.with_kwargs else (args, output))
+    return entry.call(module, (args, kwargs, output) if options.with_kwargs else (args, output))
 
 
 def _handed_back(kwargs: Any, new: tuple[Any, Any] | None) -> Any:
-    """What a pre-hook returns to torch."""
+    """Return what a pre-hook has to return to torch."""
     return new[0] if new is not None and kwargs is _ABSENT else new
 
 
 def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a pre-hook's return value makes of the arguments."""
-    if not entry.attachment.with_kwargs:
+    """Return the arguments that a pre-hook's return value asks for."""
+    if not entry.attachment.options.with_kwargs:
         return result if isinstance(result, tuple) else (result,), kwargs
     if isinstance(result, tuple) and len(result) == 2:
         args, named = result
@@ -450,15 +345,56 @@ def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tu
     )
 
 
+def front(hooks: tuple[HookAtSite, ...]) -> tuple[HookAtSite, ...]:
+    """Return those of the hooks that run at the front of the queue: raw observers and edits."""
+    if not hooks or hooks[-1].attachment.order_group is not _OBSERVE:
+        return hooks
+    return tuple(entry for entry in hooks if entry.attachment.order_group is not _OBSERVE)
+
+
+def back(hooks: tuple[HookAtSite, ...]) -> tuple[HookAtSite, ...]:
+    """Return those of the hooks that run at the end of the queue: observers."""
+    if not hooks or hooks[-1].attachment.order_group is not _OBSERVE:
+        return ()
+    return tuple(entry for entry in hooks if entry.attachment.order_group is _OBSERVE)
+
+
+# -- where torch keeps each of them --------------------------------------------------------------------------------
+
+CALLED_FROM_ELSEWHERE: Final = frozenset(
+    {Kind.PARAM_GRAD, Kind.REGISTER_MODULE, Kind.REGISTER_PARAMETER, Kind.REGISTER_BUFFER}
+)
+QUEUES: Final[dict[type[TorchHook], tuple[str, bool]]] = {
+    FirstPreHook: ("_forward_pre_hooks", True),
+    LastPreHook: ("_forward_pre_hooks", False),
+    FirstForwardHook: ("_forward_hooks", True),
+    LastForwardHook: ("_forward_hooks", False),
+}
+"""The torch hooks around a call: torch's dictionary, and whether each is first or last in there."""
+BY_SLOT: Final = {cls.slot: cls for cls in QUEUES}
+_LOADED: Final = ("_load_state_dict_post_hooks", "register_load_state_dict_post_hook")
+OTHERS: Final[dict[Kind, tuple[type[TorchHook], str, str]]] = {
+    Kind.FULL_BACKWARD: (FullBackwardHook, "_backward_hooks", "register_full_backward_hook"),
+    Kind.STATE_DICT_PRE: (StateHook, "_state_dict_pre_hooks", "register_state_dict_pre_hook"),
+    Kind.STATE_DICT_POST: (StateHook, "_state_dict_hooks", "register_state_dict_post_hook"),
+    Kind.LOAD_STATE_DICT_PRE: (StateHook, "_load_state_dict_pre_hooks", "register_load_state_dict_pre_hook"),
+    Kind.LOAD_STATE_DICT_POST: (StateHook, *_LOADED),
+    **dict.fromkeys(CALLED_FROM_ELSEWHERE, (AnchorHook, *_LOADED)),
+}
+"""The torch hooks of other kinds: their class, torch's dictionary, and the method that registers them."""
+LEFT_BEHIND: Final[list[tuple[Callable[[], nn.Module | None], str, int]]] = []
+"""Torch hooks that could not go when they should have: the module, torch's dictionary, the id."""
+
+
+def drop_left_behind() -> None:
+    """Take off what was left behind; only while torch walks no dictionary of state hooks."""
+    for module_ref, attribute, hook_id in LEFT_BEHIND:
+        module = module_ref()
+        if module is not None:
+            _torch.drop_hook(module, attribute, hook_id)
+    LEFT_BEHIND.clear()
+
+
 # Where only what is inside a module is compiled, the compiler meets the module's own hooks as functions to compile.
-for _torch_hook in (
-    FirstPreHook,
-    LastPreHook,
-    FirstForwardHook,
-    LastForwardHook,
-    FullBackwardHook,
-    StateHook,
-    AnchorHook,
-    StaleHook,
-):
-    _torch.leave_to_python(_torch_hook.__call__)
+for _class in (*QUEUES, FullBackwardHook, StateHook, AnchorHook, StaleHook):
+    _torch.leave_to_python(_class.__call__)

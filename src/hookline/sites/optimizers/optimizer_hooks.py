@@ -20,9 +20,8 @@ from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import HookAtSite, HookContainer, OrderGroup
+from hookline.sites.hook_at_site import AttachOptions, ForwardCounter, HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import OPTIMIZER, Kind
-from hookline.sites.modules.forward_counter import ForwardCounter
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.modules.torch_hooks import StaleHook
 from hookline.sites.optimizers.optimizer_wrappers import takes_hooks, unwrap_optimizer
@@ -116,7 +115,7 @@ def attach_optimizer(
         raise HookSignatureError("The arguments are swapped: write attach_optimizer(optimizer, hook).")
     optimizer = _checked_optimizer(optimizer)
     attachment = new_attachment(
-        hook, kind, site_type=OPTIMIZER, prepend=prepend, observe=observe, name=name, profile=profile
+        hook, kind, AttachOptions(prepend=prepend, observe=observe, name=name, profile=profile), site_type=OPTIMIZER
     )
     with LOCK:
         _drop_leftovers()

@@ -14,8 +14,9 @@ from torch import Tensor, linalg
 from hookline.errors import OptionError
 from hookline.sites.attach import attach, new_attachment
 from hookline.sites.handle import HandleSet, HookHandle
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
-from hookline.sites.select import Named, named_modules, select
+from hookline.sites.targets import Named, named_modules, select
 from hookline.sites.tensors.parameter_hooks import NamedParameter, attach_to_parameters
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _hook_parameters(model: nn.Module, target: Any, hook: Hook, name: str) -> Ho
     unique: dict[int, NamedParameter] = {}
     for item in chosen:
         unique.setdefault(id(item.parameter), item)
-    attachment = new_attachment(hook, Kind.PARAM_GRAD, name=name)
+    attachment = new_attachment(hook, Kind.PARAM_GRAD, AttachOptions(name=name))
     return attach_to_parameters(attachment, model, list(unique.values()))
 
 

@@ -18,9 +18,8 @@ from torch.utils.hooks import unserializable_hook
 from hookline.errors import HookReturnError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.hook_at_site import Attachment, HookAtSite, HookContainer, OrderGroup
-from hookline.sites.modules.forward_counter import ForwardCounter
-from hookline.sites.site import Site
+from hookline.sites.hook_at_site import Attachment, ForwardCounter, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

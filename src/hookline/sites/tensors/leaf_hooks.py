@@ -25,11 +25,10 @@ from torch.nn.parameter import is_lazy
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import HookAtSite, HookContainer
 from hookline.sites.modules.module_hooks import LOCK, existing_hooks, hooks_of_module
-from hookline.sites.site import Site
+from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
-    from hookline.sites.hook_at_site import Attachment
-    from hookline.sites.modules.forward_counter import ForwardCounter
+    from hookline.sites.hook_at_site import Attachment, ForwardCounter
 
 __all__ = ["LeafHook", "hook_leaf", "parameter_entries"]
 

@@ -14,6 +14,7 @@ from hookline.errors import HookSignatureError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import NODE, Kind
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.tensors.graph_hooks import GraphMember, HookInGraph, NodeHook
@@ -71,7 +72,7 @@ def attach_node(
     kind = Kind.parse(on, NODE)
     if callable(node) and (isinstance(hook, Tensor) or hasattr(hook, "next_functions")):
         raise HookSignatureError("The arguments are swapped: write attach_node(node, hook).")
-    attachment = new_attachment(hook, kind, site_type=NODE, observe=observe, name=name, profile=profile)
+    attachment = new_attachment(hook, kind, AttachOptions(observe=observe, name=name, profile=profile), site_type=NODE)
     found = _node_of(node)
     if _has_run(found):
         raise UnhookableError(

@@ -16,7 +16,7 @@ from hookline.messages import nearest_names
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.module_hooks import LOCK, counter_of, sweep
-from hookline.sites.select import as_list, check_model, describe, named_modules, select, spelled_matcher
+from hookline.sites.targets import as_list, check_model, describe, named_modules, select, spelled_matcher
 from hookline.sites.tensors.leaf_hooks import hook_leaf
 from hookline.sites.wrappers import Place, parameter_place, unwrap, walk
 

@@ -18,7 +18,7 @@ from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import HookContainer
+from hookline.sites.hook_at_site import AttachOptions, HookContainer
 from hookline.sites.kinds import SAVED, Kind, SiteType
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.signature import check_hook, hook_name
@@ -64,7 +64,7 @@ def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> Saved
     Raises:
         HookSignatureError: before anything is attached.
     """
-    attachment = new_attachment(pack, Kind.SAVED_TENSORS, site_type=SAVED, name=name)
+    attachment = new_attachment(pack, Kind.SAVED_TENSORS, AttachOptions(name=name), site_type=SAVED)
     wants_site = check_hook(unpack, Kind.SAVED_TENSORS, site_type=_UNPACK)
     return SavedTensors(attachment, unpack, wants_site=wants_site)
 

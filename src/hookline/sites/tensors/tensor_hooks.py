@@ -16,8 +16,8 @@ from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import AttachOptions, ForwardCounter
 from hookline.sites.kinds import TENSOR, Kind
-from hookline.sites.modules.forward_counter import ForwardCounter
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.tensors.gather_gradients import Gather
 from hookline.sites.tensors.graph_hooks import GraphMember, HookInGraph, TensorHook
@@ -104,7 +104,9 @@ def _attach(
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
     if isinstance(hook, Tensor) and callable(tensor):
         raise HookSignatureError("The arguments are swapped: write attach_tensor(tensor, hook).")
-    attachment = new_attachment(hook, kind, site_type=TENSOR, observe=observe, name=name, profile=profile)
+    attachment = new_attachment(
+        hook, kind, AttachOptions(observe=observe, name=name, profile=profile), site_type=TENSOR
+    )
     if isinstance(tensor, Tensor):
         _check_gradient([tensor])
         place = _put_on_one if kind is Kind.GRAD else _put_on_leaves

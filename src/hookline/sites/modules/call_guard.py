@@ -1,9 +1,7 @@
-"""What has to happen however a call ends: ``always_call`` hooks, and leaving what was entered around it.
+"""Wrap the calls of one module: run ``always_call`` hooks however a call ends, and leave what was entered around it.
 
-Takes the place of the module's ``_call_impl`` (the method behind ``module(...)``) while its `ModuleHooks` holds such
-hooks, or something to be `AroundCall` the call; hands the call on, and runs the hooks that have not had their turn when
-it is cut short.
-"""
+`ModuleHooks` puts a `CallGuard` in the place of the module's ``_call_impl`` (the method behind ``module(...)``) while
+it has such hooks. `HookedModule` is the part of `ModuleHooks` that this file and ``torch_hooks`` know."""
 
 from __future__ import annotations
 
@@ -11,40 +9,101 @@ import threading
 import warnings
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
 from hookline.errors import HooklineWarning
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
+from hookline.sites.gradients.gradient_hooks import GradientHooks
+from hookline.sites.kinds import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
 
-    from hookline.sites.hook_at_site import HookAtSite
-    from hookline.sites.modules.module_hooks import ModuleHooks
+    from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
 
-__all__ = ["AroundCall", "CallGuard", "StaleCallGuard"]
+_T = TypeVar("_T")
 
 
 class AroundCall(Protocol):
     """Something that is on for the time of a call."""
 
     def enter(self) -> None:
-        """The call begins in this thread."""
+        """Begin, as a call begins in this thread."""
 
     def leave(self) -> None:
-        """It is over, however it ended."""
+        """End, as the call is over, however it ended."""
 
     def entries(self) -> Iterator[HookAtSite]:
-        """The hooks that it is there for, one entry of each."""
+        """Return one entry of each hook that it is there for."""
+
+
+class HookedModule(GradientHooks):
+    """The hooks of one module, as the hooks that torch calls see them."""
+
+    # Defaults of the class, not set one by one for each of ten thousand modules.
+    guard: CallGuard | None = None
+    calls_always = False
+    """Whether there are hooks that run however a call ends."""
+    around: AroundCall | None = None
+    """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
+    counter: ForwardCounter | None = None
+    """Set while hooks are attached with this module as the model."""
+    entered = -1
+    """When the latest call that gradient hooks take part in began."""
+    key: Tensor | None = None
+    """By which compiled code finds the hooks; there is none before anything is compiled."""
+    _module: Callable[[], nn.Module | None]
+    _by_kind: dict[Kind, tuple[HookAtSite, ...]]
+    _torch_hooks: dict[Any, Any]
+
+    def module(self) -> nn.Module | None:
+        """Return the module, unless it is gone."""
+        return self._module()
+
+    def alive(self) -> bool:
+        """Return whether the module is still there."""
+        return self._module() is not None
+
+    def hooks_of_kind(self, kind: Kind) -> tuple[HookAtSite, ...]:
+        """Return the live hooks of one kind, in the order they run."""
+        return self._by_kind.get(kind, ())
+
+    def entries(self) -> Iterator[HookAtSite]:
+        """Return every hook on the module."""
+        for hooks in self._by_kind.values():
+            yield from hooks
+
+    def always_called(self) -> list[HookAtSite]:
+        """Return the forward hooks that run however the call ends."""
+        return [entry for entry in self.hooks_of_kind(Kind.FORWARD) if entry.attachment.options.always_call]
+
+    def torch_hook(self, slot: type[_T]) -> _T | None:
+        """Return the torch hook of that class, if the module has one."""
+        return self._torch_hooks.get(slot)
+
+    def sync_guard(self, module: nn.Module) -> None:
+        """Wrap the whole call while there are hooks that run however it ends, or something around it."""
+        self.calls_always = bool(self.always_called())
+        if self.around is not None or self.calls_always:
+            if self.guard is None:
+                self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self, module)
+        elif self.guard is not None:
+            if module.__dict__.get(_torch.CALL_IMPL) is self.guard:
+                del module.__dict__[_torch.CALL_IMPL]
+            self.guard = None
+
+    def keep_places(self) -> None:
+        """Put our edits before, and our observers after, hooks that others have registered since."""
+        raise NotImplementedError
 
 
 class _Attempt:
-    """One call under way: what is known of it, and which of the hooks have run."""
+    """One call under way: its values so far, and which of the hooks have run."""
 
     __slots__ = ("args", "kwargs", "output", "ran")
 
@@ -61,7 +120,7 @@ class _Attempts(threading.local):
 
 
 class StaleCallGuard:
-    """What a copied or unpickled model finds in place of a guard: goes at the first call, which it hands on."""
+    """Stands for the guard in a copied or unpickled model; removes itself at the first call, and passes that on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = _torch.caller()
@@ -74,13 +133,12 @@ class CallGuard:
     """Wraps one module's call.
 
     torch runs its own ``always_call`` hooks on an Exception alone; these run on whatever ends the call, a
-    KeyboardInterrupt from the forward or from anybody's hook included. ``module.forward()`` called directly
-    does not come this way and stays silent.
-    """
+    KeyboardInterrupt from the forward or from a hook included. A direct call of ``module.forward()`` does not pass
+    here."""
 
     __slots__ = ("__weakref__", "_attempts", "_module", "_module_hooks")
 
-    def __init__(self, module_hooks: ModuleHooks, module: nn.Module) -> None:
+    def __init__(self, module_hooks: HookedModule, module: nn.Module) -> None:
         self._module_hooks = module_hooks
         self._module: weakref.ref[Any] = weakref.ref(module)  # of this very class, which the compiler knows
         self._attempts = _Attempts()
@@ -122,22 +180,22 @@ class CallGuard:
         return StaleCallGuard, ()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The call has come this far."""
+        """Note the values that the call has reached."""
         if self._attempts.stack:
             attempt = self._attempts.stack[-1]
             attempt.args, attempt.kwargs, attempt.output = args, kwargs, output
 
     def note_ran(self, entry: HookAtSite) -> None:
-        """``entry`` is having its turn."""
+        """Note that ``entry`` runs."""
         if self._attempts.stack:
             self._attempts.stack[-1].ran.add(entry)
 
     def _clean_up(self, module: Any, attempt: _Attempt) -> None:
         for entry in self._module_hooks.always_called():
-            if entry in attempt.ran or not entry.due():
+            if entry in attempt.ran or not entry.is_due():
                 continue
             entry.count()
-            more = (attempt.kwargs,) if entry.attachment.with_kwargs else ()
+            more = (attempt.kwargs,) if entry.attachment.options.with_kwargs else ()
             try:
                 entry.call(module, (attempt.args, *more, attempt.output))
             except Exception as error:

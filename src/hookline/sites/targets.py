@@ -23,7 +23,7 @@ from torch import nn
 
 from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
 from hookline.messages import caller_stacklevel, nearest_names, type_name
-from hookline.sites.wrappers import Place, inner_key, is_wrapper_type, spellings, unwrap, walk
+from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
@@ -97,12 +97,18 @@ def _by_name(model: nn.Module, target: Target) -> Named | None:
     module, above = model, {id(model)}
     for part in target.split("."):
         children = module._modules
-        child = children.get(part) if isinstance(children, dict) and inner_key(module) is None else None
+        if not isinstance(children, dict) or _is_wrapper(module):
+            return None  # TorchScript, or a wrapper
+        child = children.get(part)
         if child is None or id(child) in above:
-            return None  # TorchScript, a wrapper, no such name, or a module that contains itself
+            return None  # no such name, or a module that contains itself
         module = child
         above.add(id(child))
-    return None if inner_key(module) is not None else (target, module)
+    return None if _is_wrapper(module) else (target, module)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return not WRAPPER_KEYS.isdisjoint(module._modules.keys()) and inner_key(module) is not None
 
 
 _GLOB: Final = frozenset("*?[#")
