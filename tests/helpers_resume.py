@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from helpers_loops import left_by, seed_everything
+from helpers_loops import left_by, rich_experiment, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,11 +27,26 @@ from hookline.lifecycle.run_phase import phase
 from hookline.training.checkpoints import loader_position, model_state, saving
 from hookline.training.checkpoints.checkpoints import Checkpoints
 
-__all__ = ["Sampled", "all_hooks", "make", "outcome", "read_points", "read_records", "train"]
+__all__ = [
+    "PASS",
+    "Sampled",
+    "StopAt",
+    "all_hooks",
+    "make",
+    "outcome",
+    "read_points",
+    "read_records",
+    "stop_and_go",
+    "train",
+    "uninterrupted",
+    "with_loader",
+]
 
 BATCHES = 6
 EPOCHS = 4
 STEPS = 25
+PASS = 5
+"""Batches of a pass over the data, in the runs of `stop_and_go`."""
 
 
 class Sampled(Dataset):
@@ -191,6 +208,60 @@ def outcome(experiment: Everything, manager: hl.HookManager) -> dict[str, torch.
     left["window"] = torch.tensor(manager.hooks["remembers"].window)
     left["steps"] = torch.tensor(manager.global_step)
     return left
+
+
+class StopAt(hl.TrainingHook):
+    """Presses Ctrl-C after some steps of the run."""
+
+    hook_points = {hl.HookPoint.POST_STEP}
+    pure = True
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def compute(self, ctx: hl.RunDataContext) -> None:
+        if ctx.step in self.steps:
+            signal.raise_signal(signal.SIGINT)
+
+
+def stop_and_go(
+    make_experiment: Callable[[], Any], tmp_path: Any, stops: tuple[int, ...], loop: str = "epoch", **options: Any
+) -> tuple[Any, hl.training.LoopResult]:
+    """Train until it is done, stopped after these steps, each time by another process as far as one can tell."""
+    length = {"epochs": 3} if loop == "epoch" else {"steps": 3 * PASS, "snapshot_every": 4}
+    left, times = stops, len(stops)
+    for number in range(times + 1):
+        experiment = make_experiment()
+        if number:  # streams stand elsewhere in another process
+            torch.rand(17), np.random.rand(3)
+        manager = hl.HookManager(hooks=[StopAt(*left)])
+        run = hl.epoch_loop if loop == "epoch" else hl.step_loop
+        checkpoints = Checkpoints(tmp_path / "checkpoints", **options)
+        result = run(experiment, manager=manager, checkpoints=checkpoints, resume=True, **length)
+        if result.interrupted is None:
+            assert number == times
+            return experiment, result
+        assert result.interrupted == "SIGINT"
+        left = tuple(step for step in left if step > manager.global_step)
+    raise AssertionError("it was stopped more often than it was to be")
+
+
+def uninterrupted(make_experiment: Callable[[], Any], loop: str = "epoch") -> tuple[Any, hl.training.LoopResult]:
+    experiment = make_experiment()
+    if loop == "epoch":
+        return experiment, hl.epoch_loop(experiment, epochs=3)
+    return experiment, hl.step_loop(experiment, steps=3 * PASS, snapshot_every=4)
+
+
+def with_loader(loader: Callable[[], Any], **options: Any) -> Callable[[], hl.Experiment]:
+    """An experiment over data of some kind."""
+
+    def make_experiment() -> hl.Experiment:
+        experiment = rich_experiment(evaluate=None, **options)
+        experiment.loader = loader()
+        return experiment
+
+    return make_experiment
 
 
 TIMING = ("time",)

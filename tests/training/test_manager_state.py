@@ -1,0 +1,457 @@
+"""The state of a manager over time: resumed runs, reference weights, offloading, profiling."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import OrderedDict, defaultdict, deque
+
+import pytest
+import torch
+from helpers_hooks import context, fire, observer
+from safetensors.torch import save_file
+
+from hookline.errors import (
+    HooklineWarning,
+    HookNameError,
+    MetricError,
+    OptionError,
+)
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.schedule import StepSchedule
+from hookline.sinks.memory_sink import MemorySink
+from hookline.training.manager import HookManager
+from hookline.training.metric_output import record
+from hookline.training.training_hook import TrainingHook
+
+POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
+
+
+class PathLength(TrainingHook):
+    """Keeps state: how far it has come, and where it was."""
+
+    name = "path"
+    hook_points = {POST_STEP}
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+        self.reset()
+
+    def reset(self):
+        self.length = torch.zeros(())
+        self.window = deque(maxlen=3)
+
+    def compute(self, ctx):
+        self.length = self.length + self.scale
+        self.window.append(self.length)
+        return {"length": self.length, "mean": sum(self.window) / len(self.window)}
+
+    def get_state_tensors(self):
+        return {"length": self.length, "window": self.window}
+
+    def set_state_tensors(self, tensors):
+        self.length, self.window = tensors["length"], tensors["window"]
+
+
+@pytest.fixture(autouse=True)
+def registry(own_registry, monkeypatch):
+    monkeypatch.setattr(own_registry, "_classes", {"path": PathLength})
+
+
+# -- state ---------------------------------------------------------------------------------------------------
+
+
+def run(manager, steps):
+    for _ in range(steps):
+        manager.advance_step()
+        fire(manager, POST_STEP, step=manager.global_step)
+
+
+def made(sink=None):
+    late = observer("late", POST_STEP, do=lambda ctx: {"at": ctx.step}, step_schedule=StepSchedule("stride", stride=4))
+    return HookManager(["path"], hooks=[late], sinks=[] if sink is None else [sink])
+
+
+@pytest.mark.parametrize("split", [0, 1, 3, 4, 7])
+def test_a_resumed_run_goes_on_where_the_other_was(split):
+    """Steps, schedules, windows and what was buffered; through a file."""
+    whole, parts = MemorySink(), MemorySink()
+    manager = made(whole)
+    run(manager, 10)
+    manager.flush_step_metrics(0)
+    first = made()
+    run(first, split)
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    second = made(parts)
+    second.load_state_dict(state)
+    assert second.global_step == split - 1
+    run(second, 10 - split)
+    second.flush_step_metrics(0)
+    assert parts.latest == whole.latest
+    assert {k: v.steps for k, v in parts.latest.items()} == {k: v.steps for k, v in whole.latest.items()}
+
+
+def test_without_its_state_a_resumed_run_would_differ():
+    """The negative control."""
+    whole, parts = MemorySink(), MemorySink()
+    manager = made(whole)
+    run(manager, 10)
+    manager.flush_step_metrics(0)
+    run(made(), 3)
+    second = made(parts)
+    run(second, 7)
+    second.flush_step_metrics(0)
+    assert parts.latest != whole.latest
+
+
+def test_loading_earlier_steps_wakes_scheduled_hooks_again():
+    """What was worked out from a later step does not hold."""
+    manager = made()
+    state = manager.state_dict()
+    run(manager, 6)
+    fired = manager.fired["late"]
+    manager.load_state_dict(state)
+    run(manager, 6)
+    assert manager.fired["late"] == 2 * fired == 4
+
+
+def test_the_state_of_a_hook_that_is_not_there_is_told_of():
+    """Those that are there go on."""
+    state = made().state_dict()
+    with pytest.warns(HooklineWarning, match="passed over: 'late'"):
+        HookManager(["path"]).load_state_dict(state)
+
+
+def test_a_hook_that_was_switched_off_stays_off():
+    """A resumed run does not try it again."""
+
+    def fail(ctx):
+        raise ValueError("no")
+
+    first = HookManager(hooks=[observer("a", do=fail)], on_error="disable")
+    fire(first, POST_EPOCH)
+    second = HookManager(hooks=[observer("a", do=fail)], on_error="raise")
+    second.load_state_dict(first.state_dict())
+    assert fire(second, POST_EPOCH) == {}
+
+
+def test_reset_all_begins_another_run():
+    """Steps from 0, nothing buffered, nothing remembered, every hook reset."""
+    sink = MemorySink()
+    manager = made(sink)
+    run(manager, 6)
+    manager.reset_all()
+    assert manager.global_step == -1
+    assert manager.get_last_metrics() == {}
+    assert manager.receipts == ()
+    run(manager, 2)
+    manager.flush_step_metrics(0)
+    assert sink.latest["path/length"] == [1.0, 2.0]
+    assert sink.latest["late/at"] == [0]
+
+
+def test_the_run_context_reaches_hooks_and_sinks():
+    """Which run this is."""
+    told, sink = [], MemorySink()
+    hook = observer("a", returns={"x": 1})
+    hook.set_run_context = lambda **given: told.append(given)
+    manager = HookManager(hooks=[hook], sinks=[sink])
+    manager.set_run_context(strategy="stride", output_dir="out")
+    fire(manager, POST_EPOCH)
+    assert told == [{"strategy": "stride", "output_dir": "out"}]
+    assert sink.records[0].context == {"strategy": "stride", "output_dir": "out"}
+
+
+# -- reference weights ---------------------------------------------------------------------------------------
+
+
+def test_reference_weights_are_looked_for_when_a_hook_needs_them(tmp_path):
+    """From a mapping, a function, or a file whose name depends on the run; once per run."""
+    weights = {"_orig_mod.weight": torch.ones(2)}
+    torch.save({"model": weights}, tmp_path / "stride_final.pt")
+    save_file(weights, tmp_path / "stride_final.safetensors")
+    asked = []
+
+    def find():
+        asked.append(1)
+        return weights
+
+    paths = [str(tmp_path / f"{{strategy}}_final.{ending}") for ending in ("pt", "safetensors")]
+    for source in (weights, find, *paths):
+        hook, other = observer("a", needs_reference_weights=True), observer("b", SNAPSHOT)
+        manager = HookManager(hooks=[hook, other], reference_weights=source)
+        manager.set_run_context(strategy="stride")
+        fire(manager, SNAPSHOT)
+        assert not hasattr(hook, "reference_weights")
+        for _ in range(2):
+            fire(manager, POST_EPOCH)
+        assert torch.equal(hook.reference_weights["weight"], torch.ones(2))
+    assert asked == [1]
+
+
+def test_reference_weights_that_cannot_be_had_are_warned_of_once(tmp_path):
+    """The run goes on without; in another run they are looked for again."""
+    hook = observer("a", returns={"x": 1}, needs_reference_weights=True)
+    path = tmp_path / "none.pt"
+    manager = HookManager(hooks=[hook], hook_config={"reference_weights": {"path": str(path)}})
+    with pytest.warns(HooklineWarning, match=r"reference weights .*none.pt.* could not be had"):
+        assert fire(manager, POST_EPOCH) == {"a/x": 1}
+    torch.save({"w": torch.ones(1)}, path)
+    assert fire(manager, POST_EPOCH) == {"a/x": 1}
+    assert not hasattr(hook, "reference_weights")
+    manager.reset_all()
+    fire(manager, POST_EPOCH)
+    assert list(hook.reference_weights) == ["w"]
+
+
+@pytest.mark.parametrize("policy", ["raise", "disable"])
+def test_a_hook_that_cannot_take_its_reference_weights_has_raised(policy, caplog):
+    """Under the same policy as in compute; the others run."""
+
+    class Picky(TrainingHook):
+        hook_points = frozenset({POST_EPOCH})
+        needs_reference_weights = True
+
+        def set_reference_weights(self, reference):
+            raise ValueError("another shape")
+
+        def compute(self, ctx):
+            raise AssertionError("called without its weights")
+
+    hooks = [Picky(), observer("b", returns={"y": 1})]
+    manager = HookManager(hooks=hooks, reference_weights={"w": torch.ones(1)}, on_error=policy)
+    if policy == "raise":
+        with pytest.raises(ValueError, match="another shape"):
+            fire(manager, POST_EPOCH)
+        return
+    assert fire(manager, POST_EPOCH) == {"b/y": 1}
+    assert manager.hook_errors == {"Picky": 1}
+    assert "Picky" in manager.plan().left_out
+    assert "another shape" in caplog.text
+
+
+# -- offloading, profiling, the log of steps -----------------------------------------------------------------
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on another device, and moves when asked."""
+
+    place = torch.device("cuda:1")
+
+    @property
+    def device(self):
+        return self.place
+
+    def to(self, device):
+        moved = self.detach().clone().as_subclass(Elsewhere)
+        moved.place = torch.device(device)
+        return moved
+
+
+def test_state_tensors_wait_on_the_cpu_and_come_back_to_where_they_were():
+    """Also at points that are fired without a model; metrics are the same."""
+    where = []
+
+    class Keeps(PathLength):
+        hook_points = {POST_STEP, POST_EPOCH}
+
+        def reset(self):
+            self.length = torch.zeros(()).as_subclass(Elsewhere)
+            self.window = deque(maxlen=3)
+
+        def compute(self, ctx):
+            where.append(self.length.device)
+            self.length = (self.length + 1).as_subclass(Elsewhere)
+            self.window.append(self.length)
+            return {"length": float(self.length), "window": len(self.window)}
+
+    hook = Keeps()
+    manager = HookManager(hooks=[hook], offload_state=True)
+    for number, point in enumerate((POST_STEP, POST_EPOCH, POST_STEP), 1):
+        assert fire(manager, point)["Keeps/length"] == number
+        assert hook.length.device == torch.device("cpu")
+        assert [kept.device for kept in hook.window] == [torch.device("cpu")] * number
+        assert hook.window.maxlen == 3
+    assert where == [torch.device("cuda:1")] * 3
+
+
+def test_a_reset_hook_is_offloaded_to_where_it_begins_anew():
+    """Not to where its tensors of the last run were."""
+    places = iter(["cuda:1", "cuda:2"])
+
+    class Moves(TrainingHook):
+        hook_points = frozenset({POST_EPOCH})
+
+        def __init__(self):
+            self.reset()
+
+        def reset(self):
+            self.kept = torch.zeros(()).as_subclass(Elsewhere)
+            self.kept.place = torch.device(next(places))
+
+        def compute(self, ctx):
+            return {"on": str(self.kept.device)}
+
+        def get_state_tensors(self):
+            return {"kept": self.kept}
+
+        def set_state_tensors(self, tensors):
+            self.kept = tensors["kept"]
+
+    hook = Moves()
+    manager = HookManager(hooks=[hook], offload_state=True)
+    assert fire(manager, POST_EPOCH) == {"Moves/on": "cuda:1"}
+    manager.reset_all()
+    assert hook.kept.device == torch.device("cpu")
+    assert fire(manager, POST_EPOCH) == {"Moves/on": "cuda:2"}
+
+
+def test_a_hook_that_runs_keeps_its_tensors_where_it_works():
+    """Though inside of it the state is saved and another point is fired, at which it is due as well."""
+
+    class Saves(TrainingHook):
+        hook_points = frozenset({POST_EPOCH, SNAPSHOT})
+        kept = torch.zeros(()).as_subclass(Elsewhere)
+
+        def compute(self, ctx):
+            if ctx.hook_point is POST_EPOCH:
+                fire(self.manager, SNAPSHOT)
+                self.manager.state_dict()
+                return {"on": str(self.kept.device)}
+            return {}
+
+        def get_state_tensors(self):
+            return {"kept": self.kept}
+
+        def set_state_tensors(self, tensors):
+            self.kept = tensors["kept"]
+
+    hook = Saves()
+    manager = HookManager(hooks=[hook], offload_state=True)
+    for _ in range(2):
+        assert fire(manager, POST_EPOCH) == {"Saves/on": "cuda:1"}
+        assert hook.kept.device == torch.device("cpu")
+
+
+def test_state_of_any_structure_is_saved_without_its_graph():
+    """Also in dictionaries of other kinds, which stay what they are."""
+
+    class Keeps(observer("a").__class__):
+        def get_state_tensors(self):
+            return self.kept
+
+        def set_state_tensors(self, tensors):
+            self.kept = tensors
+
+    hook = Keeps()
+    weight = torch.ones(2, requires_grad=True)
+    hook.kept = {"sums": defaultdict(list, {"w": [weight * 2]}), "order": OrderedDict(b=weight * 3)}
+    saved = HookManager(hooks=[hook]).state_dict()["hooks"]["Keeps"]
+    assert type(saved["sums"]) is defaultdict
+    assert saved["sums"]["new"] == []
+    assert torch.equal(saved["sums"]["w"][0], torch.full((2,), 2.0))
+    assert not saved["order"]["b"].requires_grad
+
+
+def test_what_is_no_state_of_a_manager_is_refused():
+    """With what it lacks."""
+    with pytest.raises(OptionError, match="this has no hooks, step_metrics"):
+        HookManager().load_state_dict({"global_step": 3})
+
+
+def test_options_of_the_wrong_kind_are_refused():
+    """By name, not by what breaks first."""
+    with pytest.raises(OptionError, match="sinks= takes a list of sinks; put a MemorySink into one"):
+        HookManager(sinks=MemorySink())
+    with pytest.raises(OptionError, match="hook_config for 'reference_weights' is a dictionary"):
+        HookManager(hook_config={"reference_weights": "weights.pt"})
+    with pytest.raises(HookNameError, match="Unknown hook: None"):
+        HookManager([None])
+    manager = HookManager()
+    manager.advance_step()
+    with pytest.raises(MetricError, match="the name 3; names of metrics are strings"):
+        record(3, 1.0)
+
+
+def test_without_offloading_nobodys_tensors_are_touched():
+    """Not even looked at."""
+    hook = observer("a")
+    hook.get_state_tensors = lambda: pytest.fail("asked")
+    fire(HookManager(hooks=[hook]), POST_EPOCH)
+
+
+def test_the_profiler_has_each_hook_and_what_hooks_mark():
+    """With ``profile_hooks``; the longest first, and it prints."""
+
+    def compute(ctx):
+        with ctx.profiler.section("inside"):
+            return {"x": 1}
+
+    manager = HookManager(hooks=[observer("a", do=compute)], profile_hooks=True)
+    for _ in range(3):
+        manager.fire(POST_EPOCH, context(profiler=manager.profiler))
+    report = manager.profiler.report()
+    assert list(report) == ["a", "inside"]
+    assert report["a"]["count"] == 3
+    assert report["a"]["total_ms"] == pytest.approx(3 * report["a"]["mean_ms"])
+    assert str(manager.profiler).splitlines()[0].split() == ["section", "count", "total", "ms", "mean", "ms"]
+    manager.profiler.reset()
+    assert manager.profiler.report() == {}
+
+
+def test_the_profiler_that_is_off_times_nothing():
+    """Sections may stay in the code; and one that raises is not counted."""
+    manager = HookManager()
+    with manager.profiler.section("a"):
+        pass
+    assert manager.profiler.report() == {}
+    manager.profiler.enabled = True
+    with pytest.raises(ValueError, match="no"), manager.profiler.section("a"):
+        raise ValueError("no")
+    assert manager.profiler.report() == {}
+
+
+def test_step_metrics_are_written_as_lines_of_json(tmp_path):
+    """With their steps; NaN and infinity as null, so that any parser reads them."""
+    values = iter([1.0, float("nan"), float("inf")])
+    path = tmp_path / "raw" / "steps.jsonl"
+    hooks = [observer("a", POST_STEP, do=lambda ctx: {"x": next(values)}), observer("b", returns={"y": 1})]
+    manager = HookManager(hooks=hooks, step_metrics_log=path)
+    for epoch in range(3):
+        run(manager, 1)
+        manager.flush_step_metrics(epoch)
+        fire(manager, POST_EPOCH)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["a/x"] for line in lines] == [[1.0], [None], [None]]
+    assert lines[2] == {"epoch": 2, "hook_point": "POST_STEP", "steps": {"a/x": [2]}, "a/x": [None]}
+
+
+def test_a_saved_state_does_not_change_with_the_run():
+    """Kept in memory, it is what it was when it was taken; so is the one it is loaded from."""
+    manager = made()
+    run(manager, 2)
+    state = manager.state_dict()
+    manager.get_hook("path").length.add_(100)
+    manager.get_hook("path").window.clear()
+    assert state["hooks"]["path"]["length"] == 2
+    assert len(state["hooks"]["path"]["window"]) == 2
+    manager.load_state_dict(state)
+    manager.get_hook("path").length.add_(100)
+    assert state["hooks"]["path"]["length"] == 2
+
+
+def test_offloaded_state_is_saved_as_it_will_be_needed():
+    """On its own device, since a resumed run has nowhere else to know it from; the hook's stays on the CPU."""
+
+    class Keeps(PathLength):
+        def compute(self, ctx):
+            self.length = torch.zeros(()).as_subclass(Elsewhere)
+
+    hook = Keeps()
+    manager = HookManager(hooks=[hook], offload_state=True)
+    run(manager, 1)
+    sent = []
+    hook.state_dict = lambda: sent.append(hook.length.device) or {}
+    manager.state_dict()
+    assert sent == [torch.device("cuda:1")]
+    assert hook.length.device == torch.device("cpu")
