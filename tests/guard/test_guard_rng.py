@@ -106,14 +106,6 @@ def test_seeding_and_exceptions_inside_the_block_do_no_harm():
     assert _draw_all() == expected
 
 
-def test_streams_that_are_not_wanted_are_left_alone():
-    """Python's stream costs most of the time."""
-    _seed()
-    with kept_rng(python=False, numpy=False, cuda=False):
-        first = (random.random(), np.random.rand())
-    assert (random.random(), np.random.rand()) != first
-
-
 def test_another_bit_generator_of_numpy_is_put_back():
     """Whoever has exchanged it: the user before, or the block."""
     own = np.random.get_bit_generator()

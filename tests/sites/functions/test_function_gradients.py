@@ -7,7 +7,7 @@ same function alone, on leaves, differentiated by ``torch.autograd.grad``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,13 @@ CASES: dict[str, Case] = {
     "aten.split": Case(aten.split.Tensor, lambda x: x.split(2), ((6, 4),)),
     "aten.linear": Case(aten.linear.default, F.linear, ((2, 5, 3), (4, 3), (4,))),
 }
-STYLES = ("watched", "returned", "scaled")
+STYLES: dict[str, tuple[int | None, int | None]] = {
+    "watched": (None, None),
+    "returned": (None, 1),
+    "inputs scaled": (None, 3),
+    "outputs scaled": (2, None),
+}
+"""By how much the hooks scale the gradients of the outputs, and of the inputs; None where they only watch."""
 GIVEN = ("computed", "leaf", "view")
 
 
@@ -156,9 +162,7 @@ def _reference(case: Case, weights: list[Tensor]) -> list[Tensor | None]:
     return list(torch.autograd.grad(outputs, leaves, [2 * weight for weight in weights], allow_unused=True))
 
 
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.product(name=list(CASES), style=list(STYLES), given=list(GIVEN))
 def test_gradients_are_those_of_the_function_alone(name: str, style: str, given: str) -> None:
     """Once per call: the summed gradient of each output, the call's own share of each input; edits reach the leaves."""
     case = CASES[name]
@@ -166,26 +170,24 @@ def test_gradients_are_those_of_the_function_alone(name: str, style: str, given:
         pytest.skip("torch itself does not allow it")
     weights: list[Tensor] = []
     expected = _reference(case, weights)
-    factor = 3 if style == "scaled" else 1
+    of_outputs, of_inputs = STYLES[style]
     before: list[Any] = []
     after: list[Any] = []
 
-    def pre(fn: Any, grad_outputs: Any) -> None:
-        before.append(_copied(grad_outputs))
+    def pre(fn: Any, grad_outputs: Any) -> Any:
+        before.append(_scaled(grad_outputs, 1))
+        return None if of_outputs is None else _scaled(grad_outputs, of_outputs)
 
-    def watch(fn: Any, grad_inputs: Any, grad_outputs: Any) -> None:
-        after.append((_copied(grad_inputs), _copied(grad_outputs)))
-
-    def edit(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
-        watch(fn, grad_inputs, grad_outputs)
-        return tuple(None if grad is None else grad * factor for grad in grad_inputs)
+    def post(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+        after.append((_scaled(grad_inputs, 1), _scaled(grad_outputs, 1)))
+        return None if of_inputs is None else _scaled(grad_inputs, of_inputs)
 
     model = Around(case.run)
     leaves, inputs = _inputs(case, given)
     elsewhere = sum((x * x).sum() for x in inputs if not case.in_place)
     with (
-        hl.attach_function(case.target, pre, on="backward_pre", within=model),
-        hl.attach_function(case.target, watch if style == "watched" else edit, on="backward", within=model),
+        hl.attach_function(case.target, pre, on="backward_pre", within=model, observe=of_outputs is None),
+        hl.attach_function(case.target, post, on="backward", within=model, observe=of_inputs is None),
     ):
         outputs = tensors_of(model(*inputs))
         elsewhere += sum((x * x).sum() for x in inputs if not case.in_place)
@@ -193,45 +195,21 @@ def test_gradients_are_those_of_the_function_alone(name: str, style: str, given:
         loss.backward()
     assert (len(before), len(after)) == (1, 1)
     [grad_outputs], [(grad_inputs, grad_outputs_again)] = before, after
+    doubled = of_outputs or 1
     _assert_close([grad for grad in grad_outputs if grad is not None], [2 * weight for weight in weights])
-    _assert_close([grad for grad in grad_outputs_again if grad is not None], [2 * weight for weight in weights])
+    _assert_close([grad for grad in grad_outputs_again if grad is not None], [2 * doubled * w for w in weights])
     places = case.places or range(len(expected))
-    _assert_close([grad_inputs[place] for place in places], expected)
-    for leaf, grad in zip(leaves, expected, strict=True):
-        total = (0 if grad is None else factor * grad) + (0 if case.in_place else 4 * leaf.detach())
+    _assert_close([grad_inputs[place] for place in places], _scaled(expected, doubled))
+    for leaf, grad in zip(leaves, _scaled(expected, doubled * (of_inputs or 1)), strict=True):
+        total = (0 if grad is None else grad) + (0 if case.in_place else 4 * leaf.detach())
         torch.testing.assert_close(leaf.grad, total)
 
 
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("name", CASES)
-def test_an_edit_of_the_gradient_of_the_outputs_flows_on(name: str, given: str) -> None:
-    """backward_pre returns it doubled: every gradient below the function is doubled, nothing beside it is."""
-    case = CASES[name]
-    if (case.in_place and given == "leaf") or (given == "view" and not case.views):
-        pytest.skip("torch itself does not allow it")
-    weights: list[Tensor] = []
-    expected = _reference(case, weights)
-    model = Around(case.run)
-    leaves, inputs = _inputs(case, given)
-
-    def double(fn: Any, grads: Any) -> Any:
-        return tuple(None if grad is None else 2 * grad for grad in grads)
-
-    elsewhere = sum((x * x).sum() for x in inputs if not case.in_place)
-    with hl.attach_function(case.target, double, on="backward_pre", within=model) as handle:
-        outputs = tensors_of(model(*inputs))
-        sum(((y * w).sum() for y, w in zip(outputs, weights, strict=True)), elsewhere).backward()
-    assert handle.report().fired == 1
-    for leaf, grad in zip(leaves, expected, strict=True):
-        total = (0 if grad is None else grad) + (0 if case.in_place else 2 * leaf.detach())
-        torch.testing.assert_close(leaf.grad, total)
+def _scaled(grads: Any, factor: int) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else grad * factor for grad in grads)
 
 
-def _copied(grads: Any) -> list[Tensor | None]:
-    return [None if grad is None else grad.clone() for grad in grads]
-
-
-def _assert_close(got: list[Tensor | None], expected: list[Tensor | None]) -> None:
+def _assert_close(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
     assert len(got) == len(expected)
     for one, other in zip(got, expected, strict=True):
         if other is None:
@@ -390,10 +368,12 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in its forward mode
-@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
-@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
-@pytest.mark.parametrize("target", ["torch.nn.functional.*", "aten.*mm*", "module"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.product(
+    transform=list(TRANSFORMS),
+    target=["torch.nn.functional.*", "aten.*mm*", "module"],
+    kind=["backward_pre", "backward"],
+    editing={"watched": False, "returned": True},
+)
 def test_transforms_run_beside_gradient_hooks(transform: str, target: str, kind: str, editing: bool) -> None:
     """Parameters that need gradients, but that the transform was not told of, are left alone; values are as before."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Identity()), fresh(3, requires_grad=False)
@@ -534,11 +514,11 @@ def test_a_recomputed_call_is_marked(target: Any, bare: bool, reentrant: bool) -
     assert all(marks == (True, True) for marks in seen if marks[0])
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
-@pytest.mark.parametrize("scoped", [False, True], ids=["bare", "within"])
-@pytest.mark.parametrize(
-    "target", [torch.tanh, torch.ops.aten.tanh.default, F.linear], ids=["tanh", "aten.tanh", "linear"]
+@pytest.mark.product(
+    target={"tanh": torch.tanh, "aten.tanh": torch.ops.aten.tanh.default, "linear": F.linear},
+    scoped={"bare": False, "within": True},
+    editing={"watched": False, "returned": True},
+    reentrant={"non-reentrant": False, "reentrant": True},
 )
 def test_gradient_hooks_under_checkpointing_fire_once_and_leave_the_gradients_alone(
     target: Any, scoped: bool, editing: bool, reentrant: bool
@@ -569,7 +549,7 @@ def test_gradient_hooks_under_checkpointing_fire_once_and_leave_the_gradients_al
         assert len(seen) == 1
 
 
-# -- order, as in source 001 -------------------------------------------------------------------------------
+# -- order -------------------------------------------------------------------------------------------------
 
 
 class Product(nn.Module):
@@ -592,11 +572,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any, Any, tuple[tuple[int, ...
 }
 
 
-@pytest.mark.parametrize("given", ["leaf", "computed", "data"])
-@pytest.mark.parametrize("function_edits", [False, True], ids=["function watched", "function edited"])
-@pytest.mark.parametrize("module_edits", [False, True], ids=["module watched", "module edited"])
-@pytest.mark.parametrize("with_operator", [False, True], ids=["", "operator"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.product(
+    name=list(MODULES),
+    with_operator={"functions": False, "operators too": True},
+    module_edits={"module watched": False, "module edited": True},
+    function_edits={"function watched": False, "function edited": True},
+    given=["leaf", "computed", "data"],
+)
 def test_module_function_and_operator_open_and_close_like_brackets(
     name: str, with_operator: bool, module_edits: bool, function_edits: bool, given: str
 ) -> None:

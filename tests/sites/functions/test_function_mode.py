@@ -598,37 +598,7 @@ def test_a_thread_that_dies_takes_its_mode_along() -> None:
     assert kept() <= before + 1  # this thread's own
 
 
-# -- transforms, fakes, export -----------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
-@pytest.mark.parametrize("target", ["torch.*", "aten.sin.default"])
-def test_transforms_of_torch_func_run_beside_function_hooks(target: str, kind: str) -> None:
-    """grad, vmap, jacrev, jvp and functional_call give what they give without hooks."""
-
-    def loss(x: Tensor) -> Tensor:
-        return torch.sin(x).square().sum() + torch.softmax(x, -1)[..., 0].sum()
-
-    linear = nn.Linear(3, 3)
-    weights = dict(linear.named_parameters())
-
-    def run() -> list[Any]:
-        x = fresh(2, 3, requires_grad=False)
-        return [
-            torch.func.grad(loss)(x),
-            torch.vmap(torch.func.grad(loss))(x),
-            torch.func.jacrev(torch.sin)(x),
-            torch.func.jacfwd(torch.sin)(x),
-            torch.func.jvp(loss, (x,), (x,))[1],
-            torch.func.hessian(loss)(x),
-            torch.func.grad(lambda w: torch.func.functional_call(linear, w, (x,)).sum())(weights)["weight"],
-        ]
-
-    expected = run()
-    with hl.attach_function(target, lambda fn, *tensors: None, on=kind):
-        hooked = run()
-    assert all(map(torch.equal, hooked, expected))
+# -- fakes, export, autocast -----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Something is being compiled")
