@@ -1,4 +1,4 @@
-"""The house test for function hooks: a run that is watched ends with the same bits as the run that is not.
+"""Training with function hooks: a run that is watched ends with the same bits as the run that is not.
 
 Each test trains twice from the same seed and compares losses, weights, buffers, gradients, optimizer state and the
 random stream with ``torch.equal``. The negative controls show that the comparison can fail.
@@ -164,10 +164,12 @@ def test_training_with_hooks_on_every_operator_ends_with_the_same_bits(plain: di
 
 
 @pytest.mark.usefixtures("shallow")
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_one_kind_on_every_operator_end_with_the_same_bits(kind: str) -> None:
-    """Kind by kind, over three steps, so that a failure says which."""
-    hooking: Hooking = lambda model: [hl.attach_function("aten.*", reading, on=kind, within=model)]  # noqa: E731
+@pytest.mark.parametrize("kinds", [KINDS[:2], KINDS[2:]], ids=["forward", "backward"])
+def test_hooks_of_one_pass_on_every_operator_end_with_the_same_bits(kinds: tuple[str, ...]) -> None:
+    """Over three steps, so that a failure says which pass."""
+    hooking: Hooking = lambda model: [  # noqa: E731
+        hl.attach_function("aten.*", reading, on=kind, within=model) for kind in kinds
+    ]
     assert differences(train(hooking=hooking, steps=3), train(steps=3)) == []
 
 
@@ -261,9 +263,7 @@ HANDED_BACK: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("given", ["leaf", "computed"])
-@pytest.mark.parametrize("how", HANDED_BACK)
+@pytest.mark.product(how=list(HANDED_BACK), given=["leaf", "computed"], kind=KINDS)
 def test_what_a_function_hands_back_as_it_is_stays_the_same_object(how: str, given: str, kind: str) -> None:
     """A watching hook does not put another tensor in its place."""
     x = torch.ones(3, requires_grad=True)
@@ -369,25 +369,19 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("implementation", "target", "name"),
-    [("eager", "*.softmax", "softmax"), ("sdpa", "*.scaled_dot_product_attention", "scaled_dot_product_attention")],
-    ids=["eager", "sdpa"],
-)
-@pytest.mark.parametrize("model_name", MODELS)
-def test_attention_in_every_layer_of_a_real_model(
-    model_name: str, implementation: str, target: str, name: str, kind: str
-) -> None:
+@pytest.mark.product(model_name=list(MODELS), implementation=["eager", "sdpa"], kind=KINDS)
+def test_attention_in_every_layer_of_a_real_model(model_name: str, implementation: str, kind: str) -> None:
     """One call per layer, with the path of its module; as many as an independent mode counts."""
     make, layers = MODELS[model_name]
+    name = "softmax" if implementation == "eager" else "scaled_dot_product_attention"
     model = make(implementation)
     ids = torch.randint(2, 31, (2, 6), generator=torch.Generator().manual_seed(0))
     with Shown() as shown:
         expected = model(ids)[0]
     assert shown.seen[name] == len(layers)
     seen: list[Any] = []
-    with hl.attach_function(target, lambda fn, *_: seen.append((fn.module, fn.step, fn.call)), on=kind, within=model):
+    hook = lambda fn, *_: seen.append((fn.module, fn.step, fn.call))  # noqa: E731
+    with hl.attach_function(f"*.{name}", hook, on=kind, within=model):
         for _ in range(2):
             output = model(ids)[0]
             output.sum().backward()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import Around, fresh, modes, noting
+from helpers_functions import KINDS, Around, fresh, modes, noting
 from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -662,9 +662,11 @@ def test_a_base_mode_above_and_autocast_and_deterministic_code_run_the_same() ->
 # -- memory ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [torch.exp, "aten.exp.default"], ids=["function", "operator"])
-@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
-@pytest.mark.parametrize("editing", [False, True], ids=["watched", "edited"])
+@pytest.mark.product(
+    kind=KINDS,
+    target={"function": torch.exp, "operator": "aten.exp.default"},
+    editing={"watched": False, "edited": True},
+)
 def test_the_graph_is_freed_without_the_collector(kind: str, target: Any, editing: bool) -> None:
     """A hook on a call makes no ring of references with its tensors, whether a backward pass comes or not."""
 

@@ -63,10 +63,16 @@ def test_mm_goes_by_its_own_name() -> None:
     assert torch.spmm == torch.mm  # two objects for one C function
 
 
+RELUS = {"torch.nn.functional.relu", "torch.relu", "torch.Tensor.relu"}
+MM = {f"aten.mm.{overload}" for overload in torch.ops.aten.mm.overloads()}
+SIN_PRODUCT = "hookline_test.sin_product.default"
+CLASSES = {f"{HERE}.Pair", f"{HERE}.Scale"}
+
+
 @pytest.mark.parametrize(
     ("target", "names"),
     [
-        ("*.relu", {"torch.nn.functional.relu", "torch.relu", "torch.Tensor.relu"}),
+        ("*.relu", RELUS),
         ("*.mm", {"torch.mm", "torch.Tensor.mm"}),
         ("torch.m[mv]", {"torch.mm", "torch.mv"}),
         ("torch.nn.functional.*_softmax", {"torch.nn.functional.log_softmax", "torch.nn.functional.gumbel_softmax"}),
@@ -75,10 +81,39 @@ def test_mm_goes_by_its_own_name() -> None:
         ([torch.mm, "torch.bmm"], {"torch.mm", "torch.bmm"}),
         ((torch.mm, torch.bmm), {"torch.mm", "torch.bmm"}),
         ([torch.mm, "torch.mm", re.compile("torch.mm")], {"torch.mm"}),
+        # one overload of an operator, all of them, and an operator of one's own
+        (torch.ops.aten.mm.default, {"aten.mm.default"}),
+        ("aten.mm.default", {"aten.mm.default"}),
+        ("aten::mm.default", {"aten.mm.default"}),
+        (torch.ops.aten.mm, MM),
+        ("aten.mm", MM),
+        ("aten::mm", MM),
+        (re.compile(r"aten\.mm"), MM),
+        (sin_product, {SIN_PRODUCT}),
+        (torch.ops.hookline_test.sin_product, {SIN_PRODUCT}),
+        (torch.ops.hookline_test.sin_product.default, {SIN_PRODUCT}),
+        ("hookline_test.sin_product", {SIN_PRODUCT}),
+        ("hookline_test::sin_product", {SIN_PRODUCT}),
+        ("hookline_test.sin*", {SIN_PRODUCT}),
+        ("hookline_test.*", {SIN_PRODUCT}),
+        # classes, and all levels in one list
+        (Pair, {f"{HERE}.Pair"}),
+        (f"{HERE}.Pair", {f"{HERE}.Pair"}),
+        ("*.Pair", {f"{HERE}.Pair"}),
+        (f"{HERE}.P*", {f"{HERE}.Pair"}),
+        (re.compile(rf"{HERE}\.Pair"), {f"{HERE}.Pair"}),
+        ([Pair], {f"{HERE}.Pair"}),
+        ([Pair, Scale], CLASSES),
+        ((Pair, Scale), CLASSES),
+        (f"{HERE}.*", CLASSES),
+        (
+            [torch.mm, "aten.mm.default", sin_product, Pair],
+            {"torch.mm", "aten.mm.default", SIN_PRODUCT, f"{HERE}.Pair"},
+        ),
     ],
     ids=label,
 )
-def test_a_glob_a_regular_expression_or_a_list_chooses(target: Any, names: set[str]) -> None:
+def test_an_object_a_name_a_glob_a_regular_expression_or_a_list_chooses(target: Any, names: set[str]) -> None:
     """Each function once; a glob and a regular expression have to match a name whole."""
     found = chosen(target)
     assert set(found) == names
@@ -124,9 +159,9 @@ def test_private_functions_and_attributes_come_only_when_asked_for() -> None:
         ("torch.nn.*", {"torch.relu", "torch.Tensor.relu"}),
         (["torch.relu", torch.Tensor.relu], {"torch.nn.functional.relu"}),
         (re.compile(r".*Tensor.*"), {"torch.relu", "torch.nn.functional.relu"}),
-        ([], {"torch.relu", "torch.Tensor.relu", "torch.nn.functional.relu"}),
-        (None, {"torch.relu", "torch.Tensor.relu", "torch.nn.functional.relu"}),
-        ("torch.mm", {"torch.relu", "torch.Tensor.relu", "torch.nn.functional.relu"}),
+        ([], RELUS),
+        (None, RELUS),
+        ("torch.mm", RELUS),
     ],
     ids=label,
 )
@@ -144,67 +179,11 @@ def test_exclude_may_leave_something_and_may_not_leave_nothing() -> None:
 # -- operators ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [torch.ops.aten.mm.default, "aten.mm.default", "aten::mm.default"], ids=label)
-def test_an_overload_is_one_operator(target: Any) -> None:
-    """By object, or by name in either spelling."""
-    assert chosen(target) == ["aten.mm.default"]
-
-
-@pytest.mark.parametrize("target", [torch.ops.aten.mm, "aten.mm", "aten::mm", re.compile(r"aten\.mm")], ids=label)
-def test_a_packet_is_all_of_its_overloads(target: Any) -> None:
-    """Those that there are, as torch lists them."""
-    expected = {f"aten.mm.{overload}" for overload in torch.ops.aten.mm.overloads()}
-    assert "aten.mm.default" in expected
-    assert set(chosen(target)) == expected
-
-
 def test_a_glob_over_operators() -> None:
     """aten.mm* takes mm and nothing that merely contains it."""
     assert {name.split(".")[1] for name in chosen("aten.mm*")} == {"mm"}
     assert {"add", "addmm"} <= {name.split(".")[1] for name in chosen("aten.add*")}
     assert not [name for name in chosen("aten.*mm") if not name.split(".")[1].endswith("mm")]
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        sin_product,
-        torch.ops.hookline_test.sin_product,
-        torch.ops.hookline_test.sin_product.default,
-        "hookline_test.sin_product",
-        "hookline_test::sin_product",
-        "hookline_test.sin*",
-        "hookline_test.*",
-    ],
-    ids=label,
-)
-def test_an_operator_of_ones_own(target: Any) -> None:
-    """By the object that torch.library.custom_op gives, packet, overload, name and glob."""
-    assert chosen(target) == ["hookline_test.sin_product.default"]
-
-
-# -- autograd.Function -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "target", [Pair, f"{HERE}.Pair", "*.Pair", f"{HERE}.P*", re.compile(rf"{HERE}\.Pair"), [Pair]], ids=label
-)
-def test_a_function_class(target: Any) -> None:
-    """By object, by full name, by glob."""
-    assert chosen(target) == [f"{HERE}.Pair"]
-
-
-def test_several_function_classes() -> None:
-    """A list or a tuple of classes is a list of targets, and one glob may take both."""
-    assert set(chosen([Pair, Scale])) == {f"{HERE}.Pair", f"{HERE}.Scale"}
-    assert set(chosen(f"{HERE}.*")) == {f"{HERE}.Pair", f"{HERE}.Scale"}
-    assert set(chosen((Pair, Scale))) == {f"{HERE}.Pair", f"{HERE}.Scale"}
-
-
-def test_levels_may_be_mixed_in_one_list() -> None:
-    """One hook on a function, an operator, a custom operator and a class."""
-    names = {"torch.mm", "aten.mm.default", "hookline_test.sin_product.default", f"{HERE}.Pair"}
-    assert set(chosen([torch.mm, "aten.mm.default", sin_product, Pair])) == names
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -219,46 +198,45 @@ class Callable:
         return x
 
 
-@pytest.mark.parametrize(
-    ("target", "error", "says"),
-    [
-        ("torch.nn.functional.rleu", hl.errors.NoMatchError, "'torch.nn.functional.relu'"),
-        ("torch.matmull", hl.errors.NoMatchError, "'torch.matmul'"),
-        ("*.sofmax", hl.errors.NoMatchError, "softmax"),
-        ("softmax", hl.errors.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
-        ("F.softmax", hl.errors.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
-        ("aten.mmm", hl.errors.NoMatchError, "'aten.mm'"),
-        ("aten.no_such_operator*", hl.errors.NoMatchError, "No operator matches 'aten.no_such_operator*'"),
-        ("hookline_test.sin_produkt", hl.errors.NoMatchError, "'hookline_test.sin_product'"),
-        (f"{HERE}.Pear", hl.errors.NoMatchError, f"'{HERE}.Pair'"),
-        ("nothing.at.all.*", hl.errors.NoMatchError, "No function matches 'nothing.at.all.*'"),
-        (re.compile("torch.m"), hl.errors.NoMatchError, "re.compile('torch.m')"),
-        (["torch.mm", "torch.nope"], hl.errors.NoMatchError, "'torch.nope'"),
-        ([torch.mm, "aten.mm.default", Pair, "aten.nope"], hl.errors.NoMatchError, "'aten.nope'"),
-        (math.sin, hl.errors.UnhookableError, "sin is not a function that torch lets be overridden"),
-        (operator.add, hl.errors.UnhookableError, "add is not a function"),
-        (lambda x: x, hl.errors.UnhookableError, "<lambda> is not a function"),
-        (user_function, hl.errors.UnhookableError, "user_function is not a function"),
-        (Callable(), hl.errors.UnhookableError, "Callable object"),
-        (nn.Linear, hl.errors.TargetError, "hookline.attach(model, Linear, hook)"),
-        ([], hl.errors.TargetError, "give a function, or a name or glob"),
-        ([torch.mm, Pair, "aten.mm.default", math.sin], hl.errors.UnhookableError, "sin"),
-        (nn.Linear(2, 2), hl.errors.TargetError, "A Linear is a module"),
-        ("", hl.errors.TargetError, "empty"),
-        (re.compile(""), hl.errors.TargetError, "empty"),
-        ([], hl.errors.TargetError, "empty"),
-        ((), hl.errors.TargetError, "empty"),
-        (["torch.mm", ""], hl.errors.TargetError, "empty"),
-        (None, hl.errors.TargetError, "None is no function"),
-        (3, hl.errors.TargetError, "3 is no function"),
-        (b"torch.mm", hl.errors.TargetError, "is no function"),
-        (torch.ones(2), hl.errors.TargetError, "is no function"),
-    ],
-    ids=label,
-)
-@pytest.mark.parametrize("kind", ["forward_pre", "backward"])
-def test_a_bad_target_is_refused_and_nothing_is_attached(target: Any, error: type, says: str, kind: str) -> None:
+REFUSED: list[tuple[Any, type, str]] = [
+    ("torch.nn.functional.rleu", hl.errors.NoMatchError, "'torch.nn.functional.relu'"),
+    ("torch.matmull", hl.errors.NoMatchError, "'torch.matmul'"),
+    ("*.sofmax", hl.errors.NoMatchError, "softmax"),
+    ("softmax", hl.errors.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
+    ("F.softmax", hl.errors.NoMatchError, "nearest: '*.softmax', 'torch.nn.functional.softmax', 'torch.softmax', "),
+    ("aten.mmm", hl.errors.NoMatchError, "'aten.mm'"),
+    ("aten.no_such_operator*", hl.errors.NoMatchError, "No operator matches 'aten.no_such_operator*'"),
+    ("hookline_test.sin_produkt", hl.errors.NoMatchError, "'hookline_test.sin_product'"),
+    (f"{HERE}.Pear", hl.errors.NoMatchError, f"'{HERE}.Pair'"),
+    ("nothing.at.all.*", hl.errors.NoMatchError, "No function matches 'nothing.at.all.*'"),
+    (re.compile("torch.m"), hl.errors.NoMatchError, "re.compile('torch.m')"),
+    (["torch.mm", "torch.nope"], hl.errors.NoMatchError, "'torch.nope'"),
+    ([torch.mm, "aten.mm.default", Pair, "aten.nope"], hl.errors.NoMatchError, "'aten.nope'"),
+    (math.sin, hl.errors.UnhookableError, "sin is not a function that torch lets be overridden"),
+    (operator.add, hl.errors.UnhookableError, "add is not a function"),
+    (lambda x: x, hl.errors.UnhookableError, "<lambda> is not a function"),
+    (user_function, hl.errors.UnhookableError, "user_function is not a function"),
+    (Callable(), hl.errors.UnhookableError, "Callable object"),
+    (nn.Linear, hl.errors.TargetError, "hookline.attach(model, Linear, hook)"),
+    ([], hl.errors.TargetError, "give a function, or a name or glob"),
+    ([torch.mm, Pair, "aten.mm.default", math.sin], hl.errors.UnhookableError, "sin"),
+    (nn.Linear(2, 2), hl.errors.TargetError, "A Linear is a module"),
+    ("", hl.errors.TargetError, "empty"),
+    (re.compile(""), hl.errors.TargetError, "empty"),
+    ([], hl.errors.TargetError, "empty"),
+    ((), hl.errors.TargetError, "empty"),
+    (["torch.mm", ""], hl.errors.TargetError, "empty"),
+    (None, hl.errors.TargetError, "None is no function"),
+    (3, hl.errors.TargetError, "3 is no function"),
+    (b"torch.mm", hl.errors.TargetError, "is no function"),
+    (torch.ones(2), hl.errors.TargetError, "is no function"),
+]
+
+
+@pytest.mark.product(1, case=REFUSED, kind=["forward_pre", "backward"])
+def test_a_bad_target_is_refused_and_nothing_is_attached(case: tuple[Any, type, str], kind: str) -> None:
     """Asked, found, next; and no mode, kernel or class is touched, also where other targets of the list were good."""
+    target, error, says = case
     before = modes(), overridden_kernels()
     with pytest.raises(error) as raised:
         hl.attach_function(target, lambda fn, *tensors: None, on=kind)
@@ -364,8 +342,8 @@ def test_strict_false_warns_and_gives_a_handle_on_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "forward_post", "backward_post"])
-def test_the_kinds_go_by_the_names_of_the_source(kind: str) -> None:
-    """forward_post and backward_post are the source's words for forward and backward."""
+def test_forward_post_and_backward_post_are_other_words_for_forward_and_backward(kind: str) -> None:
+    """The words of InfiniTrain."""
     handle = hl.attach_function(torch.mm, lambda fn, *tensors: None, on=kind)
     assert handle.report().kind == kind.removesuffix("_post")
     handle.remove()
