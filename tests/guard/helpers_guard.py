@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["OPTIMIZERS", "Run", "differing", "portrait"]
+__all__ = ["OPTIMIZERS", "Run", "Tied", "bytes_of", "differing", "portrait"]
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=False),
@@ -52,6 +53,7 @@ class Run:
         self,
         optimizer: str = "adamw_foreach",
         *,
+        make: Callable[[], nn.Module] = Tied,
         dtype: torch.dtype = torch.float32,
         steps: int = 2,
         device: str = "cpu",
@@ -60,12 +62,12 @@ class Run:
         np.random.seed(0)
         random.seed(0)
         self.device, self.dtype = device, dtype
-        self.model = Tied().to(device, dtype)
+        self.model = make().to(device, dtype)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
         self.scaler = torch.amp.GradScaler(device, init_scale=8.0, growth_interval=2)
-        data = TensorDataset(torch.randn(24, 5), torch.arange(24))
-        self.loader = DataLoader(data, batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(3))
+        self.data = TensorDataset(torch.randn(24, 5), torch.arange(24))
+        self.loader = DataLoader(self.data, batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(3))
         for _ in range(steps):
             self.step()
 
@@ -73,11 +75,15 @@ class Run:
         """Differentiable everywhere, and drops out."""
         return model(batch[0].to(self.device, self.dtype)).float().square().mean()
 
-    def step(self) -> None:
-        """One training step, on the next random batch."""
-        batch = [torch.randn(6, 5)]
+    def forward(self) -> Tensor:
+        """Return the loss of the next random batch."""
+        return self.loss(self.model, [torch.randn(6, 5)])
+
+    def step(self, loss: Tensor | None = None) -> None:
+        """Make one training step, on the next random batch or with a loss that was computed before."""
+        loss = self.forward() if loss is None else loss
         self.optimizer.zero_grad()
-        self.scaler.scale(self.loss(self.model, batch)).backward()
+        self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
@@ -88,26 +94,33 @@ class Run:
         return self.model, self.optimizer, self.scheduler, self.scaler
 
 
-def portrait(run: Run) -> dict[str, Any]:
-    """By name, everything that decides how the run goes on, and which objects it is made of."""
+def portrait(run: Run, *, addresses: bool = True) -> dict[str, Any]:
+    """Return by name everything that decides how the run goes on, and which objects it is made of.
+
+    Without ``addresses``, memory may be elsewhere, as after a resize.
+    """
     seen: dict[str, Any] = {}
     for name, module in run.model.named_modules(remove_duplicate=False):
         seen[f"{name} class"] = type(module)
-        seen[f"{name} attributes"] = [(key, _value(value)) for key, value in vars(module).items()]
-        for key in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            seen[f"{name} {key}"] = [(k, id(v)) for k, v in getattr(module, key).items()]
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                seen[f"{name}.{key}"] = _tensor(tensor)
-    seen["history"] = _tensor(run.model.history[1])
+        for key, value in vars(module).items():
+            seen[f"{name}.{key} attribute"] = _value(value)
+        for key, value in [*module._parameters.items(), *module._buffers.items(), *_items(vars(module))]:
+            if isinstance(value, Tensor):
+                seen[f"{name}.{key}" if name else key] = _tensor(value, addresses)
     for index, (parameter, state) in enumerate(run.optimizer.state.items()):
         seen[f"state {index}"] = id(parameter), id(state), [(key, _value(value)) for key, value in state.items()]
-        seen |= {f"state {index} {key}": _tensor(v) for key, v in state.items() if isinstance(v, Tensor)}
+        seen |= {f"state {index} {key}": _tensor(v, addresses) for key, v in state.items() if isinstance(v, Tensor)}
     for index, group in enumerate(run.optimizer.param_groups):
         seen[f"group {index}"] = id(group), [(key, _value(value)) for key, value in group.items()]
     seen["scheduler"] = repr(run.scheduler.state_dict())
     seen["scaler"] = repr(run.scaler.state_dict())
     return seen | _random(run)
+
+
+def _items(attributes: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return attributes, and what is in those that are lists."""
+    lists = [(key, value) for key, value in attributes.items() if isinstance(value, list)]
+    return [*attributes.items(), *((f"{key}[{i}]", item) for key, value in lists for i, item in enumerate(value))]
 
 
 def _random(run: Run) -> dict[str, Any]:
@@ -122,33 +135,43 @@ def _random(run: Run) -> dict[str, Any]:
     return seen
 
 
-def _tensor(tensor: Tensor) -> Any:
+def _tensor(tensor: Tensor, addresses: bool) -> Any:
     grad = tensor.grad if tensor.is_leaf else None
+    begin = tensor.untyped_storage().data_ptr()
     return (
         id(tensor),
-        tensor.data_ptr(),
+        type(tensor),
+        tensor.data_ptr() if addresses else tensor.data_ptr() - begin,
         tuple(tensor.shape),
         tensor.stride(),
         tensor.dtype,
         tensor.requires_grad,
         tensor.is_leaf,
         tensor._version,
-        _bytes(tensor),
+        bytes_of(tensor),
         sorted(vars(tensor)),
         len(tensor._backward_hooks or ()),
-        None if grad is None else (id(grad), grad.data_ptr(), grad._version, _bytes(grad)),
+        len(tensor._post_accumulate_grad_hooks or ()),
+        None if grad is None else (id(grad), grad.data_ptr() if addresses else 0, grad._version, bytes_of(grad)),
     )
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the numbers of a tensor; by a copy, since torch does not resize memory that was shown to NumPy."""
+    return tensor.detach().clone().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _value(value: Any) -> Any:
-    """What can be told of an attribute by itself."""
+    """Return what can be told of an attribute by itself."""
+    if isinstance(value, dict):
+        return [(key, id(item)) for key, item in value.items()]
+    if isinstance(value, np.ndarray):
+        return id(value), value.shape, value.tobytes()
+    if isinstance(value, list):
+        return id(value), [id(item) for item in value]
     return repr(value) if isinstance(value, int | float | str | bool | None) else id(value)
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The names of what is not the same."""
+    """Return the names of what is not the same."""
     return [name for name in {**one, **other} if name not in one or name not in other or one[name] != other[name]]

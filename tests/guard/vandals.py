@@ -1,8 +1,8 @@
-"""Random vandalism inside a guarded block, case by case: what is lost, what is said, what is silent.
+"""Vandalize guarded runs at random, and tell what is lost, what is said and what is silent.
 
-A case is a number: it decides the model, the optimizer and 3 to 10 nasty acts. Its run is made twice, with the guarded
-block and without, and both are trained on. Cases run in child processes, so that one that kills the interpreter is
-counted and named. From the repository's root::
+A case is a number: it decides the model, the optimizer, and one to four blocks of nasty acts. Its run is made twice,
+with the guarded blocks and without, and both are trained on. Cases run in child processes, so that one that kills the
+interpreter is counted and named. From the repository's root::
 
     python tests/guard/vandals.py --cases 10000          # a quarter of an hour
     python tests/guard/vandals.py --only 4711            # one case, in this process
@@ -24,35 +24,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import helpers_guard
 import numpy as np
 import torch
+from helpers_guard import OPTIMIZERS, Tied, bytes_of, differing
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.guard.guard import Guard
 
-__all__ = ["ACTS", "Verdict", "run_batch", "run_case"]
+__all__ = ["ACTS", "VandalizedRun", "Verdict", "portrait", "run_all", "run_case", "switches"]
 
 # -- runs -----------------------------------------------------------------------------------------------------------
-
-
-class Dense(nn.Module):
-    """Batch normalization, dropout, a weight that two layers share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.2)
-        self.second = nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output for ``x``."""
-        return self.out(self.drop(self.second(self.norm(self.first(x)).relu())))
 
 
 class Views(nn.Module):
@@ -60,8 +44,7 @@ class Views(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.other = nn.Linear(4, 4)
+        self.inner, self.other = nn.Linear(5, 4), nn.Linear(4, 4)
         self.register_buffer("corner", self.inner.weight.detach()[:2])
         self.register_buffer("row", self.other.weight.data[1])
         self.register_buffer("scale", torch.ones(4))
@@ -69,7 +52,6 @@ class Views(nn.Module):
         self.table = np.arange(4.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for ``x``."""
         return self.other(self.inner(x).tanh() * self.scale) + self.corner.sum() + self.evens.sum()
 
 
@@ -78,13 +60,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.rnn = kind(4, 5, batch_first=True)
-        self.out = nn.Linear(5, 3)
+        self.rnn, self.out = kind(5, 5, batch_first=True), nn.Linear(5, 3)
         self.last: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for ``x``, a row being a sequence of two."""
-        found, _ = self.rnn(torch.stack([x, x * 2], 1))
+        found, _ = self.rnn(torch.stack([x, x * 2], 1))  # a row is a sequence of two
         self.last = found.detach()[:, -1]
         return self.out(found[:, -1])
 
@@ -94,53 +74,37 @@ class Frozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.back = nn.Linear(4, 4).requires_grad_(False)
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 3)
+        self.back = nn.Linear(5, 4).requires_grad_(False)
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for ``x``."""
         return self.head(self.norm(self.back(x).relu()))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "dense": Dense,
+    "tied": Tied,
+    "tied in bfloat16": Tied,
     "views": Views,
     "lstm": lambda: Recurrent(nn.LSTM),
     "gru": lambda: Recurrent(nn.GRU),
     "rnn": lambda: Recurrent(nn.RNN),
     "frozen": Frozen,
 }
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
-    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True, foreach=True),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-}
 
 
-class Run:
-    """A model, its optimizer, its data; two steps are behind it, and the graph of a third may be alive."""
+class VandalizedRun(helpers_guard.Run):
+    """A run of which the graph of one more step may be alive."""
 
     def __init__(self, model: str, optimizer: str, is_graph_alive: bool = True) -> None:
-        torch.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
-        self.model = MODELS[model]()
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = OPTIMIZERS[optimizer](trained)
-        self.data = TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
-        self.array = np.random.rand(6, 4).astype(np.float32)
-        self.loader = DataLoader(self.data, batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(1))
+        dtype = torch.bfloat16 if "bfloat16" in model else torch.float32
+        super().__init__(optimizer, make=MODELS[model], dtype=dtype)
         self.batch = next(iter(self.loader))
         self.keep: list[Any] = []
         """What the vandal keeps alive."""
         self.is_torn = False
         """Whether a tensor has less memory than it reads: to compute with it would be the vandal's own crash."""
         self.shapes = [parameter.shape for parameter in self.model.parameters()]
-        self.step()
-        self.step()
-        self.loss = self.forward() if is_graph_alive else None
+        self.begun = self.forward() if is_graph_alive else None
 
     @property
     def can_compute(self) -> bool:
@@ -148,54 +112,24 @@ class Run:
         shapes = [parameter.shape for parameter in self.model.parameters()]
         return not self.is_torn and (not isinstance(self.model, Recurrent) or shapes == self.shapes)
 
-    def forward(self) -> Tensor:
-        """Return the loss of the batch."""
-        return self.model(self.batch[0]).square().mean()
+    def train(self, steps: int = 1) -> None:
+        """Finish the step whose graph is alive, and make ``steps`` in all."""
+        for _ in range(steps):
+            loss, self.begun = self.begun, None
+            self.step(loss)
 
-    def step(self, loss: Tensor | None = None) -> None:
-        """Make one step, with ``loss`` if it was computed before."""
-        loss = self.forward() if loss is None else loss
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-
-    def train_on(self) -> None:
-        """Finish the step whose graph is alive, then make three more, unfreezing everything for the last."""
-        self.step(self.loss)
-        self.step()
-        self.step()
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(True)
-        self.step()
+    def train_on(self) -> list[bytes]:
+        """Make three steps, unfreeze everything, make one more, and return the weights."""
+        self.train(3)
+        self.model.requires_grad_(True)
+        self.train()
+        return [bytes_of(tensor) for tensor in self.model.state_dict().values()]
 
 
-# -- a portrait, told without the guard's help -------------------------------------------------------------------------
-
-
-def portrait(run: Run) -> dict[str, Any]:
-    """Return by name everything that decides how the run goes on."""
-    seen: dict[str, Any] = {}
-    for name, module in run.model.named_modules(remove_duplicate=False):
-        seen[f"{name} class"] = type(module)
-        for key, value in vars(module).items():
-            seen[f"{name}.{key}"] = _value(value)
-        for key, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
-            if isinstance(tensor, Tensor):
-                seen[f"{name}.{key} tensor"] = _tensor(tensor)
-    for number, (parameter, state) in enumerate(run.optimizer.state.items()):
-        seen[f"state {number}"] = id(parameter), [(key, _value(value)) for key, value in state.items()]
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                seen[f"state {number} {key}"] = _tensor(value)
-    for number, group in enumerate(run.optimizer.param_groups):
-        seen[f"group {number}"] = id(group), [(key, _value(value)) for key, value in group.items()]
-    for number, tensor in enumerate([*run.batch, *run.data.tensors]):
-        seen[f"data {number}"] = _bytes(tensor)
-    seen["torch's stream"] = torch.get_rng_state().numpy().tobytes()
-    seen["NumPy's stream"] = str(np.random.get_state())
-    seen["Python's stream"] = random.getstate()
-    seen["loader's stream"] = run.loader.generator.get_state().numpy().tobytes()
-    return seen | switches()
+def portrait(run: VandalizedRun) -> dict[str, Any]:
+    """Return by name everything that decides how the run goes on, its data and the switches of the process."""
+    seen = helpers_guard.portrait(run, addresses=False)
+    return seen | {f"data {n}": bytes_of(t) for n, t in enumerate([*run.batch, *run.data.tensors])} | switches()
 
 
 def switches() -> dict[str, Any]:
@@ -216,341 +150,276 @@ def switches() -> dict[str, Any]:
     }
 
 
-def _tensor(tensor: Tensor) -> Any:
-    grad = tensor.grad if tensor.is_leaf else None
-    return (
-        id(tensor),
-        type(tensor),
-        tensor.data_ptr() - tensor.untyped_storage().data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.requires_grad,
-        tensor.is_leaf,
-        tensor._version,
-        _bytes(tensor),
-        sorted(vars(tensor)),
-        len(tensor._backward_hooks or ()),
-        len(tensor._post_accumulate_grad_hooks or ()),
-        None if grad is None else (id(grad), grad._version, _bytes(grad)),
-    )
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    # A copy: torch forbids to resize the memory of what was shown to NumPy once.
-    return tensor.detach().clone().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return [(key, id(item)) for key, item in value.items()]
-    if isinstance(value, np.ndarray):
-        return value.shape, value.tobytes()
-    if isinstance(value, list):
-        return [id(item) for item in value]
-    return repr(value) if isinstance(value, int | float | str | bool | None) else id(value)
-
-
 # -- acts -----------------------------------------------------------------------------------------------------------
 
-Act = Callable[[Run, random.Random], Any]
-ACTS: dict[str, Act] = {}
-READING: set[str] = set()
-"""Acts that read or write the numbers of the model."""
+Act = Callable[[VandalizedRun, random.Random], Any]
 
 
-def _act(function: Act) -> Act:
-    ACTS[function.__name__.strip("_")] = function
-    return function
+class Stop(Exception):
+    """Ends a block in the middle."""
 
 
-def _computing(function: Act) -> Act:
-    READING.add(function.__name__.strip("_"))
-    return _act(function)
+def _parameter(run: VandalizedRun, rng: random.Random) -> nn.Parameter:
+    return rng.choice(list(run.model.parameters()))
 
 
-def _parameter(run: Run, rng: random.Random) -> nn.Parameter:
-    found = list(run.model.parameters())
-    return rng.choice(found)
-
-
-def _any_tensor(run: Run, rng: random.Random) -> Tensor:
+def _tensor(run: VandalizedRun, rng: random.Random) -> Tensor:
+    """Return a parameter, buffer, gradient or tensor of the optimizer's state."""
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
     states = [v for s in run.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     pool = [list(run.model.parameters()), list(run.model.buffers()), grads, states]
     return rng.choice(rng.choice([each for each in pool if each]))
 
 
-def _used(run: Run, parameter: Tensor) -> None:
+def _owner(run: VandalizedRun, rng: random.Random) -> tuple[nn.Module, str]:
+    """Return a module, and the name of a parameter of its own."""
+    module = rng.choice([m for m in run.model.modules() if m._parameters])
+    return module, rng.choice(list(module._parameters))
+
+
+def _use(run: VandalizedRun, parameter: Tensor) -> None:
     """Keep a graph in which a parameter has the shape and dtype of now."""
     if not run.is_torn:
         run.keep.append((parameter * 2).sum())
 
 
-@_computing
-def _retype(run: Run, rng: random.Random) -> None:
+def _retype(run: VandalizedRun, rng: random.Random) -> None:
     parameter = _parameter(run, rng)
     parameter.data = parameter.data.to(rng.choice([torch.bfloat16, torch.float64, torch.float16]))
-    _used(run, parameter)
+    _use(run, parameter)
 
 
-@_act
-def _reshape(run: Run, rng: random.Random) -> None:
-    parameter = _parameter(run, rng)
-    parameter.data = torch.zeros(rng.randint(1, 9), dtype=rng.choice([torch.float32, torch.float64]))
-    _used(run, parameter)
-
-
-@_act
-def _reshape_and_back(run: Run, rng: random.Random) -> None:
+def _reshape(run: VandalizedRun, rng: random.Random, and_back: bool = False) -> None:
     parameter = _parameter(run, rng)
     data = parameter.data
-    parameter.data = torch.zeros(rng.randint(1, 9))
-    _used(run, parameter)
-    parameter.data = data
+    parameter.data = torch.zeros(rng.randint(1, 9), dtype=rng.choice([torch.float32, torch.float64]))
+    _use(run, parameter)
+    if and_back:
+        parameter.data = data
 
 
-@_computing
-def _retype_model(run: Run, rng: random.Random) -> None:
+def _retype_model(run: VandalizedRun, rng: random.Random) -> None:
     run.model.to(rng.choice([torch.float64, torch.bfloat16]))
     for parameter in run.model.parameters():
-        _used(run, parameter)
+        _use(run, parameter)
 
 
-@_act
-def _shrink(run: Run, rng: random.Random) -> None:
+def _shrink(run: VandalizedRun, rng: random.Random) -> None:
     run.is_torn = True
-    storage = _any_tensor(run, rng).untyped_storage()
+    storage = _tensor(run, rng).untyped_storage()
     for _ in range(rng.randint(1, 4)):
         storage.resize_(rng.randint(0, max(storage.nbytes(), 1)))
 
 
-@_act
-def _grow(run: Run, rng: random.Random) -> None:
-    storage = _any_tensor(run, rng).untyped_storage()
+def _grow(run: VandalizedRun, rng: random.Random) -> None:
+    storage = _tensor(run, rng).untyped_storage()
     storage.resize_(storage.nbytes() + rng.randint(1, 4000))
 
 
-@_act
-def _swap(run: Run, rng: random.Random) -> None:
+def _swap(run: VandalizedRun, rng: random.Random) -> None:
     one, other = _parameter(run, rng), _parameter(run, rng)
     if one is not other:
         torch.utils.swap_tensors(one, other)
 
 
-@_act
-def _swap_outside(run: Run, rng: random.Random) -> None:
+def _swap_outside(run: VandalizedRun, rng: random.Random) -> None:
     one = _parameter(run, rng)
     other = nn.Parameter(torch.randn_like(one))
     other.mark = "outside"
     torch.utils.swap_tensors(one, other)
-    if rng.random() < 0.5:
-        run.keep.append(other)
+    run.keep += [other] if rng.random() < 0.5 else []
 
 
-@_act
-def _freeze(run: Run, rng: random.Random) -> None:
-    run.keep.append(hl.freeze(run.model))
+HOOKS: dict[str, Callable[..., Any]] = {
+    "forward": lambda m, a, o: o * 2,
+    "backward": lambda m, i, o: None,
+    "forward_pre": lambda m, a: None,
+    "param_grad": lambda p: None,
+}
 
 
-@_act
-def _clip(run: Run, rng: random.Random) -> None:
-    run.keep.append(hl.clip_gradients(run.model, value=1e-4))
+def _attach(run: VandalizedRun, rng: random.Random) -> None:
+    kind = rng.choice(list(HOOKS))
+    run.keep.append(hl.attach(run.model, None, HOOKS[kind], on=kind))
 
 
-@_act
-def _attach(run: Run, rng: random.Random) -> None:
-    kind = rng.choice(["forward", "backward", "forward_pre", "param_grad"])
-    hook = {
-        "forward": lambda m, a, o: o * 2,
-        "backward": lambda m, i, o: None,
-        "forward_pre": lambda m, a: None,
-        "param_grad": lambda p: None,
-    }[kind]
-    run.keep.append(hl.attach(run.model, None, hook, on=kind))
-
-
-@_act
-def _torch_hooks(run: Run, rng: random.Random) -> None:
+def _torch_hooks(run: VandalizedRun, rng: random.Random) -> None:
     run.model.register_forward_hook(lambda m, a, o: o * 0)
+    run.model.register_full_backward_hook(lambda *args: None)
     parameter = _parameter(run, rng)
     if parameter.requires_grad:
         parameter.register_hook(lambda grad: grad * 2)
         parameter.register_post_accumulate_grad_hook(lambda p: None)
 
 
-@_act
-def _require(run: Run, rng: random.Random) -> None:
-    _parameter(run, rng).requires_grad_(rng.random() < 0.5)
+@torch.no_grad()
+def _write(run: VandalizedRun, rng: random.Random) -> None:
+    _parameter(run, rng).fill_(rng.choice([0.0, float("nan"), float("inf"), 7.0]))
 
 
-@_computing
-def _write(run: Run, rng: random.Random) -> None:
-    with torch.no_grad():
-        _parameter(run, rng).fill_(rng.choice([0.0, float("nan"), float("inf"), 7.0]))
-
-
-@_act
-def _write_behind(run: Run, rng: random.Random) -> None:
+def _write_behind(run: VandalizedRun, rng: random.Random) -> None:
     if not run.is_torn:
-        _any_tensor(run, rng).data.fill_(3)
+        _tensor(run, rng).data.fill_(3)
 
 
-@_act
-def _write_numpy(run: Run, rng: random.Random) -> None:
+def _write_numpy(run: VandalizedRun, rng: random.Random) -> None:
     if not run.is_torn:
-        _any_tensor(run, rng).detach().numpy()[...] = 5
+        _tensor(run, rng).detach().numpy()[...] = 5
 
 
-@_act
-def _set(run: Run, rng: random.Random) -> None:
-    tensor = _any_tensor(run, rng)
-    with torch.no_grad():
-        tensor.set_(torch.zeros(rng.randint(1, 8), dtype=tensor.dtype))
+@torch.no_grad()
+def _set(run: VandalizedRun, rng: random.Random) -> None:
+    tensor = _tensor(run, rng)
+    tensor.set_(torch.zeros(rng.randint(1, 8), dtype=tensor.dtype))
 
 
-@_computing
-def _transpose(run: Run, rng: random.Random) -> None:
-    tensor = _any_tensor(run, rng)
-    with torch.no_grad():
-        tensor.t_() if tensor.dim() < 3 else None
+@torch.no_grad()
+def _transpose(run: VandalizedRun, rng: random.Random) -> None:
+    tensor = _tensor(run, rng)
+    tensor.t_() if tensor.dim() < 3 else None
 
 
-@_act
-def _resize(run: Run, rng: random.Random) -> None:
-    _any_tensor(run, rng).data.resize_(rng.randint(1, 40))
-
-
-@_act
-def _write_with_graph(run: Run, rng: random.Random) -> None:
+def _write_with_graph(run: VandalizedRun, rng: random.Random) -> None:
     buffers = [b for b in run.model.buffers() if b.is_floating_point()]
     if buffers and not run.is_torn:
         rng.choice(buffers).mul_(_parameter(run, rng).sum())
 
 
-@_act
-def _delete(run: Run, rng: random.Random) -> None:
-    module = rng.choice([m for m in run.model.modules() if m._parameters])
-    del module._parameters[rng.choice(list(module._parameters))]
+def _delete(run: VandalizedRun, rng: random.Random) -> None:
+    module, name = _owner(run, rng)
+    del module._parameters[name]
+    run.model._buffers.pop("scale", None)
 
 
-@_act
-def _replace(run: Run, rng: random.Random) -> None:
-    module = rng.choice([m for m in run.model.modules() if m._parameters])
-    name = rng.choice(list(module._parameters))
-    setattr(module, name, nn.Parameter(torch.ones(3)))
-
-
-@_act
-def _gradient(run: Run, rng: random.Random) -> None:
+def _gradient(run: VandalizedRun, rng: random.Random) -> None:
     parameter = _parameter(run, rng)
     parameter.grad = None if rng.random() < 0.5 else torch.full_like(parameter, float("nan"))
 
 
-@_act
-def _gradient_data(run: Run, rng: random.Random) -> None:
+def _gradient_data(run: VandalizedRun, rng: random.Random) -> None:
     grad = _parameter(run, rng).grad
     if grad is not None:
         grad.data = torch.zeros(2, dtype=grad.dtype)
 
 
-@_act
-def _optimizer(run: Run, rng: random.Random) -> None:
+def _optimizer(run: VandalizedRun, rng: random.Random) -> None:
     run.optimizer.state.clear()
     run.optimizer.param_groups[0]["params"].reverse()
     run.optimizer.param_groups[0]["lr"] = 1e6
     run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-@_act
-def _load(run: Run, rng: random.Random) -> None:
+def _scaler(run: VandalizedRun, rng: random.Random) -> None:
+    run.scaler.scale(torch.ones(1))
+    run.scaler.update(new_scale=float(rng.randint(1, 9)))
+
+
+def _load(run: VandalizedRun, rng: random.Random) -> None:
     if not run.is_torn:
         state = {name: torch.randn_like(value.float()) for name, value in run.model.state_dict().items()}
         run.model.load_state_dict(state, assign=rng.random() < 0.5, strict=False)
 
 
-@_computing
-def _parametrize(run: Run, rng: random.Random) -> None:
+def _parametrize(run: VandalizedRun, rng: random.Random) -> None:
     linear = rng.choice([m for m in run.model.modules() if isinstance(m, nn.Linear)])
     parametrize.register_parametrization(linear, "weight", nn.Tanh(), unsafe=True)
+    if rng.random() < 0.3:
+        parametrize.remove_parametrizations(linear, "weight")
 
 
-@_act
-def _attributes(run: Run, rng: random.Random) -> None:
+def _attributes(run: VandalizedRun, rng: random.Random) -> None:
     run.model.train(rng.random() < 0.5)
     run.model.junk = torch.ones(2)
+    run.model.add_module("new", nn.Linear(2, 2))
     _parameter(run, rng).mark = 1
+    if isinstance(run.model, Tied):
+        run.model.history.append(1)
+        run.model.history[1].zero_()
     run.model.__class__ = rng.choice([type(run.model), nn.Module])
 
 
-@_act
-def _array(run: Run, rng: random.Random) -> None:
+def _array(run: VandalizedRun, rng: random.Random) -> None:
     table = getattr(run.model, "table", None)
     if table is not None:
         rng.choice([lambda: table.fill(9), lambda: table.resize(7, refcheck=False)])()
 
 
-@_act
-def _last(run: Run, rng: random.Random) -> None:
+def _last(run: VandalizedRun, rng: random.Random) -> None:
     last = getattr(run.model, "last", None)
     if isinstance(last, Tensor) and not run.is_torn:
         rng.choice([lambda: last.zero_(), lambda: last.mul_(_parameter(run, rng).sum()), lambda: last.data.fill_(1)])()
 
 
-@_act
-def _batch(run: Run, rng: random.Random) -> None:
-    run.batch[0].zero_()
+SWITCHES: list[Callable[[], Any]] = [
+    lambda: torch.set_autocast_enabled("cpu", True),
+    lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    lambda: torch.set_autocast_cache_enabled(False),
+    lambda: torch.set_default_device("meta"),
+    lambda: torch.set_default_dtype(torch.float64),
+    lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    lambda: torch.set_grad_enabled(False),
+    lambda: torch.use_deterministic_algorithms(True),
+    lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    lambda: torch.set_float32_matmul_precision("medium"),
+    lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    lambda: torch.backends.mkldnn.set_flags(False),
+]
 
 
-@_act
-def _data(run: Run, rng: random.Random) -> None:
-    rng.choice(run.data.tensors).fill_(4)
-
-
-@_act
-def _switches(run: Run, rng: random.Random) -> None:
-    acts: list[Callable[[], Any]] = [
-        lambda: torch.set_autocast_enabled("cpu", True),
-        lambda: torch.set_autocast_dtype("cpu", torch.float16),
-        lambda: torch.set_autocast_cache_enabled(False),
-        lambda: torch.set_default_device("meta"),
-        lambda: torch.set_default_dtype(torch.float64),
-        lambda: torch.set_num_threads(torch.get_num_threads() + 1),
-        lambda: torch.set_grad_enabled(False),
-        lambda: torch.use_deterministic_algorithms(True),
-        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
-        lambda: torch.set_float32_matmul_precision("medium"),
-        lambda: setattr(torch.backends.cudnn, "benchmark", True),
-        lambda: torch.backends.mkldnn.set_flags(False),
-    ]
-    rng.choice(acts)()
-
-
-@_act
-def _streams(run: Run, rng: random.Random) -> None:
+def _streams(run: VandalizedRun, rng: random.Random) -> None:
     torch.rand(3)
     np.random.standard_normal(3)
     random.gauss(0, 1)
-    torch.rand(1, generator=run.loader.generator)
+    next(iter(run.loader))
+    if rng.random() < 0.3:
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
 
 
-@_computing
-def _train(run: Run, rng: random.Random) -> None:
-    for _ in range(rng.randint(1, 3)):
-        run.step()
-
-
-@_computing
-def _forward(run: Run, rng: random.Random) -> None:
+@torch.inference_mode()
+def _infer(run: VandalizedRun, rng: random.Random) -> None:
     run.keep.append(run.forward())
+    _parameter(run, rng).mul_(2)
 
 
-@_computing
-def _infer(run: Run, rng: random.Random) -> None:
-    with torch.inference_mode():
-        run.keep.append(run.forward())
-        _parameter(run, rng).mul_(2)
+def _stop(run: VandalizedRun, rng: random.Random) -> NoReturn:
+    raise rng.choice([KeyboardInterrupt, Stop])("on purpose")
 
+
+ACTS: dict[str, Act] = {
+    "train": lambda run, rng: [run.step() for _ in range(rng.randint(1, 3))],
+    "forward": lambda run, rng: run.keep.append(run.forward()),
+    "reshape and back": functools.partial(_reshape, and_back=True),
+    "freeze": lambda run, rng: run.keep.append(hl.freeze(run.model)),
+    "clip": lambda run, rng: run.keep.append(hl.clip_gradients(run.model, value=1e-4)),
+    "clip norm": lambda run, rng: nn.utils.clip_grad_norm_(run.model.parameters(), 0.01),
+    "require": lambda run, rng: _parameter(run, rng).requires_grad_(rng.random() < 0.5),
+    "resize": lambda run, rng: _tensor(run, rng).data.resize_(rng.randint(1, 40)),
+    "replace": lambda run, rng: setattr(*_owner(run, rng), nn.Parameter(torch.ones(3))),
+    "zero": lambda run, rng: run.optimizer.zero_grad(set_to_none=rng.random() < 0.5),
+    "optimizer step": lambda run, rng: run.optimizer.step(),
+    "reload optimizer": lambda run, rng: run.optimizer.load_state_dict(run.optimizer.state_dict()),
+    "scheduler": lambda run, rng: run.scheduler.step(),
+    "batch": lambda run, rng: run.batch[0].zero_(),
+    "data": lambda run, rng: rng.choice(run.data.tensors).fill_(4),
+    "switches": lambda run, rng: rng.choice(SWITCHES)(),
+    **{
+        act.__name__.strip("_").replace("_", " "): act
+        for act in (
+            _retype, _reshape, _retype_model, _shrink, _grow, _swap, _swap_outside, _attach, _torch_hooks, _write,
+            _write_behind, _write_numpy, _set, _transpose, _write_with_graph, _delete, _gradient, _gradient_data,
+            _optimizer, _scaler, _load, _parametrize, _attributes, _array, _last, _streams, _infer, _stop,
+        )
+    },
+}  # fmt: skip
+COMPUTING = {
+    "retype", "retype model", "write", "transpose", "parametrize", "train", "forward", "infer", "clip norm",
+    "optimizer step", "reload optimizer", "zero",
+}  # fmt: skip
+"""Acts that read or write numbers of the run."""
+STEPPING = {"train", "optimizer step"}
+"""Acts that kill the process, with a guard or without, after ``set_`` has torn a tensor of the optimizer."""
 
 # -- cases ----------------------------------------------------------------------------------------------------------
 
@@ -574,31 +443,52 @@ def run_case(number: int) -> Verdict:
     """Run one case, and return what came of it."""
     rng = random.Random(number)
     kind = rng.choice(sorted(MODELS)), rng.choice(sorted(OPTIMIZERS)), rng.random() < 0.6
-    verdict, run = Verdict(number, *kind), Run(*kind)
-    stream = torch.get_rng_state()
-    before = portrait(run)
-    guard = Guard(run.model, run.optimizer, loader=run.loader)
-    guard.save(batch=run.batch)
-    try:
-        with guard.protecting("vandal"):
-            _vandalize(run, rng, verdict)
-    except hl.errors.GuardError as error:
-        verdict.said = str(error)
-    guard.release()
-    verdict.wrong = [name for name in _differing(before, portrait(run)) if not _is_named(name, verdict.said)]
+    verdict, run, num_firings = Verdict(number, *kind), VandalizedRun(*kind), rng.randint(1, 2)
+    guard = Guard(*run.guarded, loader=run.loader)
+    for firing in range(num_firings):
+        if firing:
+            verdict.wrong += _errors(run.train)
+        before = portrait(run)
+        guard.save(batch=run.batch)
+        for _ in range(rng.randint(1, 2)):
+            _vandalize(run, guard, rng, verdict)
+            verdict.wrong += [n for n in differing(before, portrait(run)) if not _is_named(n, verdict.said)]
+            if verdict.said or verdict.wrong:
+                break
+        guard.release()
+        if verdict.said or verdict.wrong:
+            num_firings = firing + 1
+            break
     if "swap_tensors" not in verdict.said:  # which says that a backward pass is forbidden
+        stream, expected = torch.get_rng_state(), _twin(*kind, num_firings)
         torch.set_rng_state(stream)
-        verdict.wrong += _trained_on(run)
-        verdict.wrong += [] if verdict.wrong or _weights(run) == _twin(*kind) else ["training afterwards"]
+        verdict.wrong += _errors(run.train_on, expected)
     return verdict
 
 
-@functools.cache
-def _twin(model: str, optimizer: str, is_graph_alive: bool) -> list[bytes]:
-    """Return the weights of a run of that kind that nobody has touched, when it has been trained on."""
-    run = Run(model, optimizer, is_graph_alive)
-    run.train_on()
-    return _weights(run)
+def _vandalize(run: VandalizedRun, guard: Guard, rng: random.Random, verdict: Verdict) -> None:
+    run.is_torn = False
+    try:
+        with guard.protecting("vandal"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _act(run, rng, verdict.acts)
+    except hl.errors.GuardError as error:
+        verdict.said = str(error)
+    except (KeyboardInterrupt, Stop):
+        pass
+
+
+def _act(run: VandalizedRun, rng: random.Random, done: list[str]) -> None:
+    for name in [rng.choice(sorted(ACTS)) for _ in range(rng.randint(3, 10))]:
+        if (name in COMPUTING and not run.can_compute) or (name in STEPPING and "set" in done):
+            continue
+        done.append(name)
+        try:
+            ACTS[name](run, rng)
+        except Stop:
+            raise
+        except Exception:  # an act that cannot be done after the others
+            done[-1] += " (refused)"
 
 
 def _is_named(name: str, said: str) -> bool:
@@ -606,34 +496,20 @@ def _is_named(name: str, said: str) -> bool:
     return name in ("data 2", "data 3") and f"loader.dataset.tensors[{int(name[-1]) - 2}]" in said
 
 
-def _trained_on(run: Run) -> list[str]:
+@functools.cache
+def _twin(model: str, optimizer: str, is_graph_alive: bool, num_firings: int) -> list[bytes]:
+    """Return the weights of a run of that kind that nobody has touched, when it has been trained on."""
+    run = VandalizedRun(model, optimizer, is_graph_alive)
+    run.train(num_firings - 1)
+    return run.train_on()
+
+
+def _errors(train: Callable[[], Any], expected: Any = None) -> list[str]:
+    """Return in words that a run cannot be trained, or ends otherwise than ``expected``."""
     try:
-        run.train_on()
+        return [] if train() == expected else ["training afterwards"]
     except Exception as error:
         return [f"training afterwards: {type(error).__name__}: {error}"]
-    return []
-
-
-def _weights(run: Run) -> list[bytes]:
-    return [_bytes(tensor) for tensor in run.model.state_dict().values()]
-
-
-def _vandalize(run: Run, rng: random.Random, verdict: Verdict) -> None:
-    chosen = [rng.choice(sorted(ACTS)) for _ in range(rng.randint(3, 10))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in chosen:
-            if name in READING and not run.can_compute:
-                continue
-            verdict.acts.append(name)
-            try:
-                ACTS[name](run, rng)
-            except Exception:  # an act that cannot be done after the others
-                verdict.acts[-1] += " (refused)"
-
-
-def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [name for name in {**one, **other} if name not in one or name not in other or one[name] != other[name]]
 
 
 # -- batches --------------------------------------------------------------------------------------------------------
@@ -674,8 +550,8 @@ def _child(first: int, count: int, pipe: int) -> NoReturn:
 
 
 def run_all(cases: int, first: int = 0, batch: int = 250) -> tuple[list[dict[str, Any]], list[int]]:
-    """Run many cases, going on behind each that kills its process; return the verdicts and who did."""
-    Run("dense", "adam")  # what torch imports late, it imports once
+    """Run many cases, continuing after each that kills its process; return the verdicts and the numbers of those."""
+    VandalizedRun("tied", "adam")  # what torch imports late, it imports once
     verdicts: list[dict[str, Any]] = []
     dead: list[int] = []
     at, end = first, first + cases
@@ -683,10 +559,8 @@ def run_all(cases: int, first: int = 0, batch: int = 250) -> tuple[list[dict[str
         found, died = run_batch(at, min(batch, end - at))
         verdicts += found
         at = at + min(batch, end - at) if died is None else died + 1
-        if died is not None:
-            dead.append(died)
-        if len(verdicts) % 1000 < batch:
-            print(f"{at - first} of {cases}", file=sys.stderr, flush=True)
+        dead += [] if died is None else [died]
+        print(f"{at - first} of {cases}", file=sys.stderr, flush=True)
     return verdicts, dead
 
 

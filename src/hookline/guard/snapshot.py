@@ -245,6 +245,8 @@ class Snapshot:
                 self._restore_gradients(looked=looked and not swapped)
             moved = [tensor for group in self._groups for tensor in group.moved]
             lost |= self._internals.repair_accumulators(swapped, moved)
+            if any(group.has_new_internals for group in self._groups):
+                self._internals.refresh()
         if self._random is not None:
             self._random.restore(own=own_stream)
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now

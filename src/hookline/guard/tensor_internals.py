@@ -28,8 +28,7 @@ class TensorInternals:
     def __init__(self, tensors: list[Tensor], names: list[str], model: nn.Module) -> None:
         self._tensors = tensors
         self._names = names
-        self._before = list(map(_torch.identity_of, tensors))
-        self._uses = list(map(_torch.use_count, tensors))
+        self.refresh()
         self._classes = list(map(type, tensors))
         # To ask a plain tensor for its dictionary makes one; and isinstance takes 2 µs with a Parameter.
         pairs = zip(tensors, self._classes, strict=True)
@@ -39,6 +38,11 @@ class TensorInternals:
         """The nodes that graphs of before refer to, 5 µs each; none where no graph is alive."""
         # A data-parallel model has hooked its nodes, so there are some.
         self._is_parallel = bool(self._nodes) and _is_parallel(model)
+
+    def refresh(self) -> None:
+        """Note the internals as they are now, after a restore that had to replace some."""
+        self._before = list(map(_torch.identity_of, self._tensors))
+        self._uses = list(map(_torch.use_count, self._tensors))
 
     def changed(self) -> list[int]:
         """Return the numbers of the tensors that have other internals, attributes or another class now.

@@ -47,6 +47,8 @@ class TensorStates:
         """The indices of those that the latest `restore` had to give other memory."""
         self.moved: list[Tensor] = []
         """Those whose memory the latest `restore` has found elsewhere."""
+        self.has_new_internals = False
+        """Whether the latest `restore` had to detach a view, which gives it other internals."""
         self.assign([], [])
 
     def assign(self, tensors: list[Tensor], names: Sequence[str]) -> None:
@@ -184,7 +186,7 @@ class TensorStates:
         """
         seen, self._looked = self._looked, None
         moved, flags = seen if looked and seen is not None else (self._moved(), None)
-        self.replaced = []
+        self.replaced, self.has_new_internals = [], False
         for number in moved:
             self._restore_memory(number)
         self.moved = [self._strided[number] for number in moved]
@@ -226,8 +228,12 @@ class TensorStates:
     def _restore_flags(self, index: int) -> bool:
         """Put the flags of a tensor back; return False if it cannot be detached."""
         tensor, (requires_grad, was_leaf) = self.tensors[index], self._flags[index]
-        if was_leaf and not tensor.is_leaf and not _detach(tensor):
-            return False
+        # A view that was detached before, and is written with a graph again, calls itself a leaf.
+        is_view = tensor._base is not None
+        if was_leaf and (not tensor.is_leaf or (is_view and tensor.requires_grad and not requires_grad)):
+            self.has_new_internals |= is_view
+            if not _detach(tensor):
+                return False
         if tensor.is_leaf and tensor.requires_grad != requires_grad:
             tensor.requires_grad_(requires_grad)
         return True
