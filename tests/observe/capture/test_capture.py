@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_modules import Returns
 from torch import Tensor, nn
 
 import hookline as hl
@@ -22,17 +23,6 @@ Pair = namedtuple("Pair", "first second")
 class Record:
     hidden: Tensor
     note: str = "kept"
-
-
-class Returns(nn.Module):
-    """Returns whatever its function makes of the input."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Any:
-        return self.make(x)
 
 
 class Reused(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_modules import Returns
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -165,20 +166,9 @@ def test_other_files_are_refused(tmp_path):
         hl.Cache.load(tmp_path / "nowhere")
 
 
-class Gives(nn.Module):
-    """Returns what it was made with."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, x: Tensor) -> Any:
-        return self.output
-
-
 def saved(output: Any, path: Path) -> Path:
     """A file with that output in it."""
-    model = nn.Sequential(Gives(output))
+    model = nn.Sequential(Returns(lambda x: output))
     with hl.capture(model, "0") as cache:
         model(torch.ones(1))
     return cache.save(path)

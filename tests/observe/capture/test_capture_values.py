@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers_modules import Returns
 from torch import Tensor, nn
 
 import hookline as hl
@@ -28,11 +29,9 @@ def with_relu() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
 
 
-class Both(nn.Module):
-    """Hands out a tensor with dimensions, one without, and numbers of other kinds."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"hidden": x * 2, "loss": x.sum(), "ids": x.argmax(-1), "none": None}
+def both() -> Returns:
+    """Returns a tensor with dimensions, one without, and numbers of other kinds."""
+    return Returns(lambda x: {"hidden": x * 2, "loss": x.sum(), "ids": x.argmax(-1), "none": None})
 
 
 # -- changed in place ----------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ INDICES: dict[str, Any] = {
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_a_part_is_kept_in_memory_of_its_own(index, mode):
     """The whole tensor is let go, and what is done to it later does not reach the part."""
-    model = nn.Sequential(Both(), nn.Identity())
+    model = nn.Sequential(both(), nn.Identity())
     with mode(), hl.capture(model, "0", index=index) as cache:
         whole = model(X)["hidden"]
         expected = (index(whole) if callable(index) else whole[index]).clone()
@@ -159,7 +158,7 @@ def test_a_part_is_kept_in_memory_of_its_own(index, mode):
 
 def test_the_whole_is_freed_when_a_part_is_kept():
     """Nothing of the cache holds on to it."""
-    model = nn.Sequential(Both(), nn.Identity())
+    model = nn.Sequential(both(), nn.Identity())
     with hl.capture(model, "0", index=0) as cache:
         whole = weakref.ref(model(X)["hidden"])
         gc.collect()
@@ -169,7 +168,7 @@ def test_the_whole_is_freed_when_a_part_is_kept():
 
 def test_a_part_is_taken_of_every_tensor_that_has_dimensions():
     """Of inputs and gradients too; scalars and other values are kept whole."""
-    model = nn.Sequential(nn.Linear(3, 3), Both())
+    model = nn.Sequential(nn.Linear(3, 3), both())
     with hl.capture(model, "#", index=(slice(None), -1), inputs=True, grads=True) as cache:
         model(X)["loss"].backward()
     output = cache["1"].output
@@ -183,7 +182,7 @@ def test_a_part_is_taken_of_every_tensor_that_has_dimensions():
 
 def test_an_index_that_does_not_fit_names_site_and_shape():
     """The forward ends there; captures made before are readable, nothing stays attached."""
-    model = nn.Sequential(nn.Linear(3, 3), Both())
+    model = nn.Sequential(nn.Linear(3, 3), both())
     message = r"index=\(slice\(None, None, None\), 0, 0, 0\) does not fit the output of '0', of shape \(2, 4, 3\)"
     with pytest.raises(CaptureError, match=message), hl.capture(model, "#", index=(slice(None), 0, 0, 0)):
         model(X)
@@ -198,7 +197,7 @@ def test_an_index_that_does_not_fit_names_site_and_shape():
 
 def test_floating_point_tensors_are_cast_and_others_kept():
     """A type of numbers for what is measured in them."""
-    model = nn.Sequential(Both())
+    model = nn.Sequential(both())
     with hl.capture(model, "0", dtype="bfloat16", inputs=True) as cache:
         model(X)
     output = cache["0"].output
@@ -209,7 +208,7 @@ def test_floating_point_tensors_are_cast_and_others_kept():
 
 def test_values_are_moved_to_a_device():
     """To the meta device only shapes and types are left, which costs no memory."""
-    model = nn.Sequential(Both())
+    model = nn.Sequential(both())
     with hl.capture(model, "0", device="meta") as cache:
         model(X)
     assert cache["0"].output["hidden"].is_meta
@@ -298,17 +297,9 @@ def _run_often(model: nn.Module, times: int) -> None:
         model(X)
 
 
-class Views(nn.Module):
-    """Hands out the same memory in several ways."""
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        y = x * 2
-        return [y.view(-1), y[0], y.detach(), y]
-
-
 def test_memory_is_what_counts_whoever_looks_at_it():
     """Aliases and views count once, and a small view with all that it keeps alive."""
-    model = Views()
+    model = Returns(lambda x: [(y := x * 2).view(-1), y[0], y.detach(), y])
     with hl.capture(model, "", limit=96) as cache:
         model(X)
     assert cache.bytes == 96

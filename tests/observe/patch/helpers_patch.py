@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Returns", "Stack", "Twice", "by_hand", "gradients", "made"]
+__all__ = ["Stack", "Twice", "by_hand", "gradients", "made"]
 
 
 class Layer(nn.Module):
@@ -36,18 +36,6 @@ class Stack(nn.Module):
             if edit is not None and index == at:
                 x = edit(x)
         return self.head(x)
-
-
-class Returns(nn.Module):
-    """Wraps what its layer gives in whatever structure it is told to."""
-
-    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.wrap = wrap
-
-    def forward(self, x: Tensor) -> Any:
-        return self.wrap(self.layer(x))
 
 
 class Twice(nn.Module):

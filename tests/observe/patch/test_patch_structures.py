@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_patch import Returns, made
+from helpers_modules import Returns
+from helpers_patch import made
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
@@ -89,7 +90,7 @@ def _alike(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("name", [*STRUCTURES, *EAGER])
 def test_the_main_tensor_is_edited_and_the_structure_kept(name):
     """What comes out is of the same type, with everything else in it as it was."""
-    model, x = made(Returns, {**STRUCTURES, **EAGER}[name])
+    model, x = made(Returns, {**STRUCTURES, **EAGER}[name], 4, 4)
     plain = model(x)
     with hl.patch(model, {"": hl.edits.scale(2.0)}):
         found = model(x)
@@ -101,7 +102,7 @@ def test_the_main_tensor_is_edited_and_the_structure_kept(name):
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_compiled_model_does_the_same_in_one_graph(name):
     """Values and types are those of the eager run."""
-    model, x = made(Returns, STRUCTURES[name])
+    model, x = made(Returns, STRUCTURES[name], 4, 4)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with hl.patch(model, {"": hl.edits.scale(2.0, index=(slice(None), -1))}):
         expected, found = model(x), compiled(x)
@@ -116,7 +117,7 @@ def test_who_keeps_the_structure_is_not_surprised():
         kept["inner"] = {"hidden": h}
         return kept
 
-    model, x = made(Returns, wrap)
+    model, x = made(Returns, wrap, 4, 4)
     with hl.patch(model, {"": hl.edits.ablate()}):
         found = model(x)
     assert kept["inner"]["hidden"].any()
@@ -126,7 +127,7 @@ def test_who_keeps_the_structure_is_not_surprised():
 
 def test_a_tensor_that_is_there_twice_is_edited_in_both_places():
     """The last hidden state, say, which is also the last of all hidden states."""
-    model, x = made(Returns, lambda h: BaseModelOutput(last_hidden_state=h, hidden_states=(h * 2, h)))
+    model, x = made(Returns, lambda h: BaseModelOutput(last_hidden_state=h, hidden_states=(h * 2, h)), 4, 4)
     with hl.patch(model, {"": hl.edits.ablate()}):
         found = model(x)
     assert not found.last_hidden_state.any()
@@ -142,7 +143,7 @@ def test_a_dict_that_contains_itself_is_edited_too():
         value["self"] = value
         return value
 
-    model, x = made(Returns, wrap)
+    model, x = made(Returns, wrap, 4, 4)
     with hl.patch(model, {"": hl.edits.ablate()}):
         assert not model(x)["hidden"].any()
 
@@ -161,7 +162,7 @@ def test_what_cannot_be_copied_is_said():
         value.closed = True
         return value
 
-    model, x = made(Returns, wrap)
+    model, x = made(Returns, wrap, 4, 4)
     with (
         hl.patch(model, {"": hl.edits.ablate()}),
         pytest.raises(

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from helpers_patch import Returns, gradients, made
+from helpers_modules import Returns
+from helpers_patch import gradients, made
 from torch import nn
 
 import hookline as hl
@@ -355,7 +356,7 @@ def test_the_part_that_an_index_takes_is_in_the_message():
 )
 def test_whole_numbers_are_not_steered(edit):
     """An output of whole numbers cannot hold fractions: an error, with where to go instead."""
-    model, x = made(Returns, lambda h: h.argmax(-1))
+    model, x = made(Returns, lambda h: h.argmax(-1), 4, 4)
     with (
         hl.patch(model, {"": edit}),
         pytest.raises(
@@ -368,7 +369,7 @@ def test_whole_numbers_are_not_steered(edit):
 @pytest.mark.parametrize(("edit", "value"), [(hl.edits.ablate(), 0), (hl.edits.ablate(3), 3), (hl.edits.replace(7), 7)])
 def test_whole_numbers_are_replaced_by_whole_numbers(edit, value):
     """Token ids, say."""
-    model, x = made(Returns, lambda h: h.argmax(-1))
+    model, x = made(Returns, lambda h: h.argmax(-1), 4, 4)
     with hl.patch(model, {"": edit}):
         found = model(x)
     assert found.dtype == torch.int64
@@ -378,7 +379,7 @@ def test_whole_numbers_are_replaced_by_whole_numbers(edit, value):
 @pytest.mark.parametrize("wrap", [lambda h: None, lambda h: {"n": 3}, lambda h: object()])
 def test_an_output_without_a_tensor_is_said(wrap):
     """With its type, the site and what to do."""
-    model, x = made(Returns, wrap)
+    model, x = made(Returns, wrap, 4, 4)
     with (
         hl.patch(model, {"": hl.edits.ablate()}),
         pytest.raises(

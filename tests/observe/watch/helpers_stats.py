@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Shaped", "assert_close", "batch", "make_model", "of", "reference", "train"]
+__all__ = ["assert_close", "batch", "make_model", "of", "reference", "train"]
 
 _COUNTS = ("zero_fraction", "nonfinite", "nan", "inf", "min", "max", "absmax", "finite_min", "finite_max")
 
@@ -92,15 +92,3 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.zero_grad()
         model(batch(step)).square().sum().backward()
         optimizer.step()
-
-
-class Shaped(nn.Module):
-    """Gives out whatever it is told to make of its input."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
-        self.inner = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(self.inner(x))

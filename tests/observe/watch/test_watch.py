@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_stats import Shaped, assert_close, batch, make_model, of, reference
+from helpers_modules import Returns
+from helpers_stats import assert_close, batch, make_model, of, reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,7 +108,7 @@ def test_shapes_may_change_and_be_empty():
 )
 def test_of_a_structure_the_main_tensor_is_watched(make: Any, main: Any):
     """The first with more than one real number; integers and booleans too, if there is nothing else."""
-    model = Shaped(make)
+    model = Returns(make, 6, 4)
     with hl.watch(model, None, on="forward") as watch:
         output = model(batch())
     assert_close(of(watch.to_metrics(), "forward"), reference([main(output)], DEFAULT_STATS))

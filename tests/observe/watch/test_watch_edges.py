@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_stats import Shaped, batch, make_model, of, train
+from helpers_modules import Returns
+from helpers_stats import batch, make_model, of, train
 from torch import Tensor, nn
 
 import hookline as hl
@@ -61,7 +62,7 @@ def test_a_watch_that_saw_nothing_says_so_when_it_comes_off():
 
 def test_an_output_without_a_tensor_is_a_warning_and_no_error():
     """Once, with what to do."""
-    model = Shaped(lambda x: None)
+    model = Returns(lambda x: None, 6, 4)
     with hl.watch(model, None, on="forward") as watch:
         with pytest.warns(hl.HooklineWarning, match=r"no tensor in its output, a NoneType.*exclude="):
             model(batch())
@@ -79,7 +80,7 @@ def test_a_tensor_that_cannot_be_read_does_not_cost_the_run():
                 raise RuntimeError("not for you")
             return super().__torch_function__(func, types, args, kwargs or {})
 
-    model = Shaped(lambda x: x.as_subclass(Stubborn))
+    model = Returns(lambda x: x.as_subclass(Stubborn), 6, 4)
     with hl.watch(model, None, on="forward") as watch:
         with pytest.warns(hl.HooklineWarning, match=r"could not be taken: RuntimeError: not for you.*exclude="):
             model(batch())

@@ -68,7 +68,7 @@ def capture(
 
     Values are what everything downstream sees, after the edits of other hooks. They are kept as the module returned
     them, tensors by reference and with their graph: ``cache["layers.3"].output.sum().backward()`` works, and while the
-    cache lives, so does the graph. Where somebody changes such a tensor in place afterwards, as
+    cache lives, so does the graph. Where such a tensor is changed in place afterwards, as
     ``nn.ReLU(inplace=True)`` does, reading it raises and asks for ``clone=True`` (changes that torch does not count,
     through ``.data`` or NumPy, go unnoticed); in inference mode, where torch counts none, tensors are copied. Compiled
     code shows copies without a graph. Every call is kept until ``cache.clear()``; one that activation checkpointing
@@ -94,10 +94,10 @@ def capture(
             is kept by reference counts with the whole memory that it is a view of, and memory that is shared once.
         exclude: Modules to leave out, in the same grammar as ``targets``.
         scope: ``"context"``: capture the calls of this thread, or asyncio task, alone; ``"process"``: all calls.
-        during: What the run has to be doing: ``"train"``, ``"eval"``, ``"intervention"``, or several. By default all of
-            them, unlike ``watch``, which goes on for a whole run and counts training alone: who opens a capture around
-            an evaluation means that one. It is the forward that counts; gradients belong to theirs. The loops of
-            hookline tell; elsewhere training is a forward that began in training mode with gradients on.
+        during: The phases to capture: ``"train"``, ``"eval"``, ``"intervention"``, or several. By default all of them,
+            unlike ``watch``, which goes on for a whole run and counts training alone. The phase of the forward counts;
+            gradients belong to theirs. The loops of hookline set the phase; elsewhere training is a forward that began
+            in training mode with gradients on.
         strict: Raise if nothing matches; with False, warn and return a cache that stays empty.
 
     Raises:

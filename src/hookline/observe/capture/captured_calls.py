@@ -1,7 +1,7 @@
 """Hold one captured call of one module: its inputs, its output, and the gradients of that.
 
-The recorder of a capture fills it, and the cache keeps it. Reading a value checks that nobody has changed a tensor that
-is shared with the model since.
+The recorder of a capture fills it, and the cache keeps it. Reading a value checks that no tensor that is
+shared with the model was changed since.
 """
 
 from __future__ import annotations

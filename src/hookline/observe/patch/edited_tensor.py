@@ -138,7 +138,7 @@ def _copied_with(value: Any, items: dict[Any, Any], where: str) -> Any:
                 twin[key] = item
             else:
                 object.__setattr__(twin, key, item)  # frozen dataclasses too
-    except Exception as error:  # whatever the methods of somebody's class may raise
+    except Exception as error:  # the methods of a class may raise anything
         found = f"has a {type(value).__name__}, of which none can be made ({error})"
         misfit("An edit puts its tensor into a copy of what is around it", where, found, _ATTACH)
     return twin

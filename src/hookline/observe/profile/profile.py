@@ -59,8 +59,8 @@ def profile(
     its total and not in its own time, so own times add up to the whole. The hooks themselves take some microseconds
     per site; they count as own time of whatever is around it.
 
-    A backward pass is told apart by when gradients come to a site's outputs and leave for its inputs. A site none of
-    whose inputs takes a gradient (an embedding) counts as being at it until the next one begins, and what
+    The backward time of a site lasts from when gradients come to its outputs until they leave for its inputs. A site
+    none of whose inputs takes a gradient (an embedding) counts as being at it until the next one begins, and what
     becomes of parameters before a module uses them may count for the module around it. A forward that activation
     checkpointing repeats is no call; its time is backward time of the modules that are repeated. A call that raises is
     counted for the model as a whole alone. In compiled code the hooks keep the compiler from joining what is on either

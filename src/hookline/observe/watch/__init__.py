@@ -1,1 +1,1 @@
-"""Compute streaming statistics: one row of numbers for each site, reduced where the tensors are."""
+"""Keep streaming statistics of a model: one row of numbers per place, reduced where the tensors are."""

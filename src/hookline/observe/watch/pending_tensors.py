@@ -10,8 +10,8 @@ Where it was not, later ones are noted, with their version: should one be change
 reported as such, and the place is reduced at once from then on. What changes a tensor without torch noticing
 (``.data``, a kernel of your own) is not noticed here.
 
-Holding a tensor changes nothing that is computed. Autograd adds up gradients in place only where nobody else has them,
-and otherwise makes a new one of the same numbers.
+Holding a tensor changes nothing that is computed. Autograd adds up gradients in place only where nothing else holds
+them, and otherwise makes a new one of the same numbers.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class PendingTensors:
         self._reduce([Note(place, tensor, scale)])
         if place in self._stays or tensor.is_inference():
             return
-        # Autograd adds to a gradient in place if nobody else holds it. Later ones are held, so this one is, too.
+        # Autograd adds to a gradient in place if nothing else holds it. Later ones are held, so this one is, too.
         self._checked += tensor.untyped_storage().nbytes()
         counter = tensor if self._checked <= self._limit else _without_numbers(tensor)
         self._checks.append((place, counter, counter._version))

@@ -136,8 +136,8 @@ class Kernel:
         at, row = 0 if divisor is None else divisor.data_ptr(), item.row.added.data_ptr()
         programs = max(-(-count // _FOLDED), 1)
         slots = self._slots(programs)
-        told = (0, 0, *addresses, count, slots.data_ptr(), programs, self._num_added)
-        self._launch("fold_parts", True, (programs, 3, 1), told, warps=_FOLDING_WARPS)
+        arguments = (0, 0, *addresses, count, slots.data_ptr(), programs, self._num_added)
+        self._launch("fold_parts", True, (programs, 3, 1), arguments, warps=_FOLDING_WARPS)
         self._merge(1, (0, 0, row, count * item.each, programs, at, slots.data_ptr(), programs), single=True)
         del held
 
@@ -161,8 +161,8 @@ class Kernel:
         slots = self._slots(slot)
         at = self._upload(folds + jobs + uses)
         table = at.data_ptr()
-        told = (table, len(items), 0, 0, 0, 0, 0, 0, slots.data_ptr(), slot, self._num_added)
-        self._launch("fold_parts", False, (slot, 3, 1), told, warps=_FOLDING_WARPS)
+        arguments = (table, len(items), 0, 0, 0, 0, 0, 0, slots.data_ptr(), slot, self._num_added)
+        self._launch("fold_parts", False, (slot, 3, 1), arguments, warps=_FOLDING_WARPS)
         table += len(folds) * 8
         self._merge(len(items), (table, table + len(jobs) * 8, 0, 0, 0, 0, slots.data_ptr(), slot), single=False)
 
@@ -180,8 +180,8 @@ class Kernel:
         address, size, at = flat.data_ptr(), flat.numel(), 0 if divisor is None else divisor.data_ptr()
         programs, tiles = self._division(size, flat.element_size())
         slots = self._slots(programs)
-        told = (0, 0, address, size, tiles, at, slots.data_ptr(), programs, 0)
-        self._reduce((flat.dtype, address % _ALIGNMENT == 0), programs, told, single=True)
+        arguments = (0, 0, address, size, tiles, at, slots.data_ptr(), programs, 0)
+        self._reduce((flat.dtype, address % _ALIGNMENT == 0), programs, arguments, single=True)
         merged = (0, 0, row.added.data_ptr(), size, programs, at, slots.data_ptr(), programs)
         self._merge(1, merged, single=True)
 
@@ -221,14 +221,14 @@ class Kernel:
         uploaded = self._upload(table + uses)
         at = uploaded.data_ptr()
         for group, begin, count, first, programs in launches:
-            told = (at + begin * _FIELDS * 8, count, 0, 0, 0, 0, slots.data_ptr(), slot, first)
-            self._reduce(group, programs, told, single=False)
+            arguments = (at + begin * _FIELDS * 8, count, 0, 0, 0, 0, slots.data_ptr(), slot, first)
+            self._reduce(group, programs, arguments, single=False)
         merged = (at, at + len(table) * 8, 0, 0, 0, 0, slots.data_ptr(), slot)
         self._merge(len(uses) // 2, merged, single=False)
 
     # -- launching ---------------------------------------------------------------------------------------
 
-    def _reduce(self, group: _Group, programs: int, told: tuple[int, ...], *, single: bool) -> None:
+    def _reduce(self, group: _Group, programs: int, arguments: tuple[int, ...], *, single: bool) -> None:
         if not programs:
             return  # empty tensors
         layout, first = self._layout, True
@@ -236,23 +236,23 @@ class Kernel:
             key = (group, single, first, len(thresholds))
             numbers = (*thresholds, 0.0, 0.0, 0.0, 0.0)[:_OVERS]
             over_at = _OVER_AT + (0 if first else layout.thresholds.index(thresholds[0]))
-            self._launch("reduce_chunks", key, (programs, 1, 1), (*told, self._num_added, over_at, *numbers))
+            self._launch("reduce_chunks", key, (programs, 1, 1), (*arguments, self._num_added, over_at, *numbers))
             first = False
 
-    def _merge(self, uses: int, told: tuple[int, ...], *, single: bool) -> None:
-        self._launch("merge_slots", single, (uses, self._layout.width, 1), (*told, self._num_added))
+    def _merge(self, uses: int, arguments: tuple[int, ...], *, single: bool) -> None:
+        self._launch("merge_slots", single, (uses, self._layout.width, 1), (*arguments, self._num_added))
 
     def _launch(
-        self, name: str, key: Any, grid: tuple[int, int, int], told: tuple[Any, ...], warps: int | None = None
+        self, name: str, key: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], warps: int | None = None
     ) -> None:
         known = self._ready.get((name, key))
         if known is not None:
             compiled, constants = known
-            compiled[grid](*told, *constants)
+            compiled[grid](*arguments, *constants)
             return
         program, constants = self._program(name, key)
         # The interpreter, which tests use, compiles nothing.
-        compiled = program[grid](*told, *constants, num_warps=warps or self._tuning.warps, enable_fp_fusion=True)
+        compiled = program[grid](*arguments, *constants, num_warps=warps or self._tuning.warps, enable_fp_fusion=True)
         if compiled is not None:
             self._ready[name, key] = compiled, constants
 

@@ -77,8 +77,8 @@ def watch(
             of several gradients, that of the main one among those that came.
         stats: Which statistics: ``mean``, ``std``, ``norm`` (of one tensor, root mean square over firings), ``rms``,
             ``min``, ``max``, ``absmax``, ``zero_fraction``, ``nonfinite`` (firings with NaN or Inf in them) are the
-            default. Also ``nan`` and ``inf`` (how many), ``finite_min``, ``finite_max`` (all four are told anyway once
-            there was one), ``"over:6"`` (share of magnitudes over 6), ``dead_fraction`` (units that were never
+            default. Also ``nan`` and ``inf`` (how many), ``finite_min``, ``finite_max`` (all four are reported anyway
+            once there was one), ``"over:6"`` (share of magnitudes over 6), ``dead_fraction`` (units that were never
             anything but zero), ``histogram`` (counts by binary exponent).
         every: Every how many steps to look, or a `StepSchedule`. In other steps no hook is on, so they cost nothing
             (in compiled code that takes ``optimizer=`` or ``watch.step()``: graphs are chosen before a forward begins).
@@ -87,8 +87,8 @@ def watch(
             accumulated, averaged over processes, unscaled (just after, for one that is given a closure). Several may
             be given; a step is over when the last of them has made its own. One that a scaler skips is none.
         scaler: The ``GradScaler`` in use: gradients are reported as they would be without it.
-        during: What the run has to be doing: ``"train"``, ``"eval"``, ``"intervention"``, or several. The loops of
-            hookline tell. In any other loop, training is a forward that began with the model in training mode and
+        during: The phases to count: ``"train"``, ``"eval"``, ``"intervention"``, or several. The loops of hookline
+            set the phase. In any other loop, training is a forward that began with the model in training mode and
             gradients on; every other is an evaluation. Until there was training, forwards that are most like it count
             (a served model has no others), and they are forgotten when training begins. The report says what was left
             out; ``{"train", "eval"}`` counts it too; ``with watch.paused():`` leaves out more.
@@ -133,7 +133,7 @@ class Watch(ShownAsTable):
         self._handles = HandleSet()
         self._parameters: ParameterReader | None = None
         self._passes: BackwardPasses | None = None
-        self._counts = CountingRules(model, During(during, self._forget), ManualSteps(schedule))
+        self._rules = CountingRules(model, During(during, self._forget), ManualSteps(schedule))
         self._is_on = False
         self._looks_closer = False
         self._removed = False
@@ -157,7 +157,7 @@ class Watch(ShownAsTable):
         """Count a tensor of your own under a name: ``watch.update("loss", loss)``."""
         if not isinstance(tensor, Tensor):
             raise OptionError(f"update({name!r}, ...) takes a tensor, got {type(tensor).__name__}.")
-        if self._counts.counts_now():
+        if self._rules.counts_now():
             place = self._engine.place(name, "")
             self._engine.take(place, tensor)
             self._engine.take_beside(place, tensor)
@@ -165,12 +165,12 @@ class Watch(ShownAsTable):
     @property
     def steps(self) -> int:
         """The number of steps that are over."""
-        return self._counts.steps.count
+        return self._rules.steps.count
 
     @property
     def step_is(self) -> str:
         """The definition of a step, in words."""
-        return self._counts.steps.what
+        return self._rules.steps.what
 
     def report(self) -> dict[str, Any]:
         """Return how often each place was looked at, what a step is, what was left out, and why a place is silent."""
@@ -178,10 +178,10 @@ class Watch(ShownAsTable):
         return {
             "step": self.step_is,
             "steps": self.steps,
-            "left_out": self._counts.during.left_out,
+            "left_out": self._rules.during.left_out,
             "fired": {place.label: int(cells["fires"]) for place, cells in read.items()},
             "silent": {
-                place.label: place.silent or place.unread or self._counts.why_silent(place)
+                place.label: place.silent or place.unread or self._rules.why_silent(place)
                 for place, cells in read.items()
                 if place.silent or not (cells["fires"] or place.kind == "param")
             },
@@ -189,7 +189,7 @@ class Watch(ShownAsTable):
 
     def _table(self) -> Table:
         table = table_of(self.to_metrics())
-        return replace(table, foot=(*table.foot, *self._counts.in_words()))
+        return replace(table, foot=(*table.foot, *self._rules.in_words()))
 
     def _state(self) -> str:
         return OFF if self._removed else ON
@@ -198,13 +198,13 @@ class Watch(ShownAsTable):
 
     def step(self) -> None:
         """End a step; call it after the backward pass, before gradients are set to zero."""
-        steps = self._counts.steps
+        steps = self._rules.steps
         if isinstance(steps, OptimizerSteps):
             raise OptionError("The optimizer makes the steps of this watch; call step(), or give optimizer=, not both.")
         if isinstance(steps, ForwardSteps):
             self._count_by_hand()
-        self._counts.during.note_step()
-        if self._parameters is not None and self._counts.counts_now():
+        self._rules.during.note_step()
+        if self._parameters is not None and self._rules.counts_now():
             self._parameters.read_gradients(None)
         self._advance()
 
@@ -215,51 +215,51 @@ class Watch(ShownAsTable):
                 "watch.step() cannot tell whether the scaler has unscaled the gradients of parameters yet; give "
                 "optimizer= to watch(), or leave 'param_grad' out of on=."
             )
-        self._counts.steps.remove()
-        self._counts.steps = ManualSteps(self._schedule)
+        self._rules.steps.remove()
+        self._rules.steps = ManualSteps(self._schedule)
         if self._parameters is not None:
             self._parameters.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know: all that was counted, and the step it is in."""
-        by_hand = isinstance(self._counts.steps, ManualSteps)
-        steps, during = self._counts.steps.state_dict(), self._counts.during.state_dict()
+        by_hand = isinstance(self._rules.steps, ManualSteps)
+        steps, during = self._rules.steps.state_dict(), self._rules.during.state_dict()
         return {"counted": self._engine.state_dict(), "by_hand": by_hand, "steps": steps, "during": during}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
-        if state["by_hand"] and isinstance(self._counts.steps, ForwardSteps):
+        if state["by_hand"] and isinstance(self._rules.steps, ForwardSteps):
             self._count_by_hand()  # or the first step from now on would begin the count anew
         self._engine.load_state_dict(state["counted"])
-        self._counts.steps.load_state_dict(state["steps"])
+        self._rules.steps.load_state_dict(state["steps"])
         if "during" in state:
-            self._counts.during.load_state_dict(state["during"])
-        self._turn(self._counts.needs_hooks())
+            self._rules.during.load_state_dict(state["during"])
+        self._switch_hooks(self._rules.needs_hooks())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing for as long as the block lasts: ``with watch.paused(): evaluate()``."""
-        self._counts.paused += 1
+        self._rules.paused += 1
         try:
             yield
         finally:
-            self._counts.paused -= 1
+            self._rules.paused -= 1
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take all hooks off; what was counted stays. Warns, unless ``quiet``, if the model ran unseen."""
         if self._removed:
             return
         self._removed = True
-        self._counts.steps.remove()
+        self._rules.steps.remove()
         if self._passes is not None:
             self._passes.unhook_parameters()
         # That one module of many was never called is in the report; that none was is worth a warning.
-        excused = self._counts.counts_parts() or not self._counts.steps.is_due
+        excused = self._rules.counts_parts() or not self._rules.steps.is_due
         seen = excused or any(report.fired for report in self._handles.report())
         self._handles.remove(quiet=quiet or seen)
         self._engine.flush()
         if not quiet:
-            self._counts.warn_if_nothing_counted()
+            self._rules.warn_if_nothing_counted()
 
     def __enter__(self) -> Self:
         return self
@@ -278,21 +278,21 @@ class Watch(ShownAsTable):
         if modules:
             self._chosen = self._choose_modules(target, exclude, lenient=lenient)
             modules = modules if self._chosen else []
-        counts = self._counts
+        rules = self._rules
         for kind in modules:
-            scale, is_due = (self._scale, counts.counts_backward) if kind == "backward" else (None, counts.take_output)
+            scale, is_due = (self._scale, rules.counts_backward) if kind == "backward" else (None, rules.take_output)
             self._hooks[kind] = ModuleStatsHook(self._engine, self._chosen, kind, is_due, scale)
         if set(kinds) - set(MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, required=not modules)
         if optimizer is not None:
-            counts.steps = OptimizerSteps(self._schedule, optimizer, self._before_step, self._advance)
+            rules.steps = OptimizerSteps(self._schedule, optimizer, self._before_step, self._advance)
         else:
             over, started = self._advance, self._start_steps
-            counts.steps = ForwardSteps(self._schedule, self._model, counts.counts_forward, over, started)
-            counts.find_counter()
+            rules.steps = ForwardSteps(self._schedule, self._model, rules.counts_forward, over, started)
+            rules.find_counter()
             if self._passes is not None and not self._hooks:
                 self._passes.hook_parameters()  # nothing else would show that the model's own forward is not called
-        self._turn(counts.needs_hooks())
+        self._switch_hooks(rules.needs_hooks())
 
     def _choose_modules(self, target: Target, exclude: Target, *, lenient: bool) -> list[Named]:
         try:
@@ -315,7 +315,7 @@ class Watch(ShownAsTable):
         if gradients:
             self._passes = BackwardPasses(self._model, gradients, self._end_pass)
 
-    def _turn(self, on: bool) -> None:
+    def _switch_hooks(self, on: bool) -> None:
         """Put the hooks on, or take them off."""
         if on is self._is_on:
             return
@@ -326,25 +326,25 @@ class Watch(ShownAsTable):
             return
         for kind, hook in self._hooks.items():
             as_kind, call, beside = MODULE_KINDS[kind]
-            request = self._counts.request(getattr(hook, call), as_kind, self.name)
+            request = self._rules.request(getattr(hook, call), as_kind, self.name)
             # A graph does not know the scale of the moment, so it could not tell what is over a threshold.
             if kind == "forward" or self._scaler is None or not self._layout.thresholds:
                 request.summary = hook
             self._handles.add(attach_to_modules(request, self._model, self._chosen))
             if self._layout.by_unit:
-                more = self._counts.request(getattr(hook, beside), as_kind, f"{self.name} by unit")
+                more = self._rules.request(getattr(hook, beside), as_kind, f"{self.name} by unit")
                 self._handles.add(attach_to_modules(more, self._model, self._chosen))
-        self._counts.find_counter()
-        if self._passes is not None and isinstance(self._counts.steps, ForwardSteps):
-            request = self._counts.request(self._passes.begin, Kind.BACKWARD_PRE, self.name)
+        self._rules.find_counter()
+        if self._passes is not None and isinstance(self._rules.steps, ForwardSteps):
+            request = self._rules.request(self._passes.begin, Kind.BACKWARD_PRE, self.name)
             self._handles.add(attach_to_modules(request, self._model, [("", self._model)]))
 
     def _end_pass(self) -> None:
         """Read the gradients of parameters: at the end of a pass they are as final as they get without an optimizer."""
-        steps = self._counts.steps
+        steps = self._rules.steps
         if self._parameters is None or self._removed or not isinstance(steps, ForwardSteps):
             return
-        if self._counts.counts_backward():
+        if self._rules.counts_backward():
             self._parameters.read_gradients(self._scale())
         if not self._hooks and not steps.has_begun:  # the model itself is not called, and no module is hooked
             steps.what = "one backward pass, since the model's own forward is not called"
@@ -352,22 +352,22 @@ class Watch(ShownAsTable):
 
     def _start_steps(self) -> None:
         """Begin the first step; it is known by now which module's forwards are the steps."""
-        if self._passes is not None and self._counts.counter.stand_in is None:
+        if self._passes is not None and self._rules.counter.stand_in is None:
             self._passes.unhook_parameters()
         elif self._passes is not None:
             self._passes.hook_parameters()
-        self._turn(self._counts.needs_hooks())
+        self._switch_hooks(self._rules.needs_hooks())
 
     def _advance(self) -> None:
         """End a step; the hooks are on for the next one if it is due."""
         self._engine.flush()
-        self._counts.steps.advance()
+        self._rules.steps.advance()
         if not self._removed:
-            self._turn(self._counts.needs_hooks())
+            self._switch_hooks(self._rules.needs_hooks())
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._counts.during.note_step()
-        if self._parameters is not None and self._counts.counts_now():
+        self._rules.during.note_step()
+        if self._parameters is not None and self._rules.counts_now():
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
             self._parameters.read_gradients(scale, of=optimizer)
 
@@ -381,8 +381,8 @@ class Watch(ShownAsTable):
             for hook in self._hooks.values():
                 hook.look_closer()
             if self._is_on:
-                self._turn(False)
-                self._turn(True)
+                self._switch_hooks(False)
+                self._switch_hooks(True)
 
     def _forget(self) -> None:
         """Drop what was counted: training begins, and it was something else."""
@@ -390,7 +390,7 @@ class Watch(ShownAsTable):
         for place in list(self._engine.places.values()):
             if place.kind not in ("", "param"):
                 place.empty()
-        self._counts.steps.restart()
+        self._rules.steps.restart()
 
     def _scale(self) -> Tensor | None:
         return None if self._scaler is None else _torch.scale_of(self._scaler)
