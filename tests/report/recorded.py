@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hookline.report.metric_series import Curve, Series
-from hookline.report.report_runs import read_run
+from hookline.report.metric_series import Collector, Curve, RunSeries
+from hookline.report.report_runs import read_runs
 
 FILE = Path(__file__).with_name("recorded_runs.npz")
 _KEPT = re.compile(
@@ -32,15 +32,15 @@ FACTS: dict[str, Any] = {
 }
 
 
-def recorded_runs() -> dict[str, Series]:
+def recorded_runs() -> dict[str, RunSeries]:
     """Return the runs by their names."""
-    found: dict[str, Series] = {}
+    found: dict[str, RunSeries] = {}
     with np.load(FILE) as file:
         steps, bits, names = file["steps"].astype(np.int64), file["bits"], json.loads(file["names"].tobytes())
     values = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     for run, metric, first_step, first, size in names:
         curve = Curve(metric, steps[first_step : first_step + size], values[first : first + size])
-        found.setdefault(run, Series()).curves.append(curve)
+        found.setdefault(run, RunSeries()).curves.append(curve)
     return found
 
 
@@ -49,8 +49,8 @@ def _write(folders: dict[str, Path]) -> None:
     names, steps, bits = [], [np.zeros(0, np.int16)], [np.zeros(0, np.uint16)]
     starts: dict[bytes, int] = {}
     for run, folder in folders.items():
-        (data,) = read_run(folder)
-        for curve in data.series.curves:
+        (data,) = read_runs(folder, Collector)
+        for curve in data.collected.series().curves:
             if _KEPT.search(curve.name) and not curve.same_as:
                 if curve.steps.tobytes() not in starts:
                     starts[curve.steps.tobytes()] = sum(map(len, steps))

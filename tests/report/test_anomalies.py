@@ -10,16 +10,15 @@ import pytest
 from numpy.typing import ArrayLike
 from recorded import FACTS, recorded_runs
 
-from hookline.report.anomalies import find_anomalies, looked_at
-from hookline.report.metric_families import places
-from hookline.report.metric_series import Curve, Series
+from hookline.report.anomalies import count_judged, find_anomalies
+from hookline.report.metric_series import Curve, RunSeries, layer_places
 
 
 def _found(facts: dict[str, Any] | None = None, /, **curves: ArrayLike) -> dict[str, dict[str, Any]]:
     """By title; names of curves have __ for a slash."""
     named = {name.replace("__", "/"): np.asarray(values, dtype=float) for name, values in curves.items()}
-    series = Series([Curve(name, np.arange(values.size), values) for name, values in named.items()])
-    found = find_anomalies(facts or {}, series, places(named))
+    series = RunSeries([Curve(name, np.arange(values.size), values) for name, values in named.items()])
+    found = find_anomalies(facts or {}, series, layer_places(named))
     levels = [("error", "warning", "notice").index(finding["level"]) for finding in found]
     assert levels == sorted(levels)
     return {finding["title"]: finding for finding in found}
@@ -154,21 +153,21 @@ def test_a_bias_in_front_of_a_normalization_has_not_vanished() -> None:
 def test_what_could_be_judged_is_counted() -> None:
     """Of each kind; a curve of a few points is said to be too short, so that silence is not taken for health."""
     curves = {"train/loss": 30, "eval/val_loss": 5, "eval/val_acc": 30, "h/grad_norm": 3, "h/other": 30}
-    series = Series([Curve(name, np.arange(size), np.ones(size)) for name, size in curves.items()])
-    assert looked_at({}, series, {}) == {"kinds": [["loss", 1], ["accuracy", 1], ["gradient norm", 0]], "short": 2}
+    series = RunSeries([Curve(name, np.arange(size), np.ones(size)) for name, size in curves.items()])
+    assert count_judged({}, series, {}) == {"kinds": [["loss", 1], ["accuracy", 1], ["gradient norm", 0]], "short": 2}
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, tuple[Series, dict[str, dict[str, Any]]]]:
+def recorded() -> dict[str, tuple[RunSeries, dict[str, dict[str, Any]]]]:
     """Real runs by name, each with what is found in it."""
     found = {}
     for name, series in recorded_runs().items():
-        where = places(curve.name for curve in series.curves)
+        where = layer_places(curve.name for curve in series.curves)
         found[name] = series, {finding["title"]: finding for finding in find_anomalies(FACTS, series, where)}
     return found
 
 
-Recorded = dict[str, tuple[Series, dict[str, dict[str, Any]]]]
+Recorded = dict[str, tuple[RunSeries, dict[str, dict[str, Any]]]]
 
 
 def test_recorded_runs_are_quiet_or_ill_by_their_accuracy(recorded: Recorded) -> None:
@@ -189,7 +188,7 @@ def test_no_rule_cries_wolf_in_a_quiet_run(recorded: Recorded) -> None:
     quiet = {name: found for name, found in recorded.items() if name.startswith("quiet")}
     assert {name: list(findings) for name, (_, findings) in quiet.items() if findings} == {}
     for series, _ in quiet.values():
-        counts = dict(looked_at(FACTS, series, places(curve.name for curve in series.curves))["kinds"])
+        counts = dict(count_judged(FACTS, series, layer_places(curve.name for curve in series.curves))["kinds"])
         assert counts["loss"] >= 2
         assert counts["accuracy"] >= 1
         assert counts["gradient norm"] >= 15
@@ -221,7 +220,7 @@ def test_the_default_run_is_told_where_it_became_unstable(recorded: Recorded) ->
     assert "×3" in told["training_diagnostics/grad_norm_mean"]["text"]
 
 
-def test_the_run_itself_is_looked_at() -> None:
+def test_the_run_itself_is_count_judged() -> None:
     """That it failed, that a sink did, that a hook never fired."""
     facts = {
         "status": "failed",

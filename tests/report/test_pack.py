@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hookline.report.packed_numbers import Packer, squeezed, thinned
+from hookline.report.report_page import Packer, thin
 
 
 def _unpacked(text: str) -> tuple[dict[str, Any], list[int], list[float]]:
@@ -31,7 +31,7 @@ def test_numbers_come_back_in_single_precision() -> None:
     packer = Packer()
     assert packer.values(np.array([0.1, math.nan, math.inf, -math.inf, 1e300, 0.0])) == 0
     assert packer.values(np.array([5.0])) == 6
-    _, _, values = _unpacked(squeezed({}, packer))
+    _, _, values = _unpacked(packer.compress({}))
     assert values[0] == np.float32(0.1)
     assert math.isnan(values[1])
     assert values[2:4] == [math.inf, -math.inf]
@@ -43,7 +43,7 @@ def test_short_numbers_are_right_to_one_in_65000_and_stay_what_they_are() -> Non
     numbers = np.concatenate([10.0 ** np.linspace(-30, 30, 400), [3.4028235e38, math.nan, math.inf, -math.inf, 0.0]])
     packer = Packer()
     packer.values(numbers, short=True)
-    _, _, values = _unpacked(squeezed({}, packer))
+    _, _, values = _unpacked(packer.compress({}))
     assert np.allclose(values[:400], numbers[:400], rtol=2**-16, atol=0)
     assert math.isfinite(values[400])
     assert math.isnan(values[401])
@@ -55,7 +55,7 @@ def test_steps_are_kept_once_and_even_ones_as_a_rule() -> None:
     packer = Packer()
     even, uneven = np.arange(3, 30, 3), np.array([0, 1, 5, 70_000_000])
     assert [packer.steps(even), packer.steps(uneven), packer.steps(even.copy()), packer.steps(even[:1])] == [0, 1, 0, 2]
-    header, steps, _ = _unpacked(squeezed({"a": 1}, packer))
+    header, steps, _ = _unpacked(packer.compress({"a": 1}))
     assert header["a"] == 1
     assert header["steps"] == [
         {"first": 3, "every": 3, "count": 9},
@@ -71,13 +71,13 @@ def test_thinning_keeps_every_peak_and_whatever_is_not_finite() -> None:
     values[0, 1234] = 9.0
     values[1, 5678] = -9.0
     values[2, 9999] = math.nan
-    steps, thin = thinned(np.arange(10_007), values, 500)
+    steps, kept = thin(np.arange(10_007), values, 500)
     assert steps.size <= 502
-    assert thin.shape == (3, steps.size)
+    assert kept.shape == (3, steps.size)
     assert np.all(np.diff(steps) > 0)
-    assert thin[0].max() == 9.0
-    assert thin[1].min() == -9.0
-    assert np.isnan(thin[2]).sum() == 1
-    same_steps, same = thinned(np.arange(5), values[:, :5], 5)
+    assert kept[0].max() == 9.0
+    assert kept[1].min() == -9.0
+    assert np.isnan(kept[2]).sum() == 1
+    same_steps, same = thin(np.arange(5), values[:, :5], 5)
     assert same_steps.size == 5
     assert same is not None

@@ -12,7 +12,6 @@ from helpers_page import CARD, cards, drawn, page_width, slide, until
 from helpers_report import STATISTICS, large_run, loss_at, small_run, stat_at
 
 from hookline.report import plotly_script
-from hookline.report import report_page as page_module
 from hookline.report.report_page import write_report
 from hookline.sinks.record_log import RecordLog
 from hookline.sinks.sink import Record, StepSeries
@@ -345,14 +344,12 @@ def test_a_long_curve_is_thinned_until_it_is_looked_at_closely(visit: Visit, tmp
 
 def test_plotly_of_another_version_is_used_whole(visit: Visit, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page is larger and works the same."""
-    for cached in (page_module._plotly, plotly_script.plotly_script):
-        cached.cache_clear()
+    plotly_script.packed_plotly.cache_clear()
     monkeypatch.setattr(plotly_script, "_TRIED", ())
     try:
         path = write_report([made / "first"], made / "whole.html")
     finally:
-        for cached in (page_module._plotly, plotly_script.plotly_script):
-            cached.cache_clear()
+        plotly_script.packed_plotly.cache_clear()
     assert path.stat().st_size > 1_000_000 + (made / "small.html").stat().st_size
     page = visit(path).load()
     assert len(drawn(page, "#map")[0]["z"]) == 12

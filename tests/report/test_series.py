@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hookline.report.metric_series import Collector, Series
+from hookline.report.metric_series import Collector, RunSeries
 from hookline.sinks.sink import Record, StepSeries
 
 
-def _collected(*records: Record) -> Series:
+def _collected(*records: Record) -> RunSeries:
     found = Collector()
     for record in records:
         found.take(record)

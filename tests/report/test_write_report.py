@@ -16,8 +16,9 @@ from helpers_waiting import PATIENCE
 from hookline.errors import MissingPackageError, OptionError
 from hookline.report import plotly_script
 from hookline.report import report_page as page
+from hookline.report.metric_series import Collector
 from hookline.report.report_page import write_report
-from hookline.report.report_runs import distinct_names, find_runs, read_run
+from hookline.report.report_runs import distinct_names, find_runs, read_runs
 from hookline.sinks.record_log import RecordLog
 from hookline.sinks.sink import Record
 
@@ -59,15 +60,15 @@ def test_strategies_in_one_log_are_runs_of_their_own(tmp_path: Path) -> None:
         log.append(Record({"a/x": 1.0}, 0, "POST_EPOCH", 0, strategy))
         log.append(Record({"a/x": 2.0}, 1, "POST_EPOCH", 1))
     log.close()
-    runs = read_run(tmp_path)
+    runs = read_runs(tmp_path, Collector)
     assert [run.name for run in runs] == ["mod / random", "mod / stride"]
-    assert [run.series.curves[0].values.tolist() for run in runs] == [[1.0, 2.0]] * 2
+    assert [run.collected.series().curves[0].values.tolist() for run in runs] == [[1.0, 2.0]] * 2
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     """By where their folders part, or by number."""
     folders = [small_run(tmp_path / name / "default") for name in ("one", "two")]
-    runs = [run for folder in [*folders, folders[0]] for run in read_run(folder)]
+    runs = [run for folder in [*folders, folders[0]] for run in read_runs(folder, Collector)]
     distinct_names(runs)
     names = [run.name for run in runs]
     assert names == [
@@ -92,8 +93,8 @@ def test_a_log_that_is_damaged_in_the_middle_gives_the_rest(tmp_path: Path) -> N
     run = ill_run(tmp_path)
     log = run / "records.jsonl"
     log.write_bytes(b"\x00\xff garbage\n" + log.read_bytes() + b'{"n":1,"time"')
-    (found,) = read_run(run)
-    assert found.series.num_records == 1
+    (found,) = read_runs(run, Collector)
+    assert found.collected.num_records == 1
 
 
 def test_what_is_too_much_for_a_page_is_thinned_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,18 +102,17 @@ def test_what_is_too_much_for_a_page_is_thinned_and_said_so(tmp_path: Path, monk
     run = small_run(tmp_path)
     whole = write_report([run], tmp_path / "whole.html").stat().st_size
     monkeypatch.setattr(page, "_MAX_VALUES", 4000)
-    (data,) = read_run(run)
-    limit = page._limit([data])
-    assert limit == 100
-    assert "200 points are drawn by 100" in page._thinning(200, limit)
+    (data,) = read_runs(run, Collector)
+    series = data.collected.series()
+    assert page._max_points([series]) == 100
+    assert "200 points are drawn by 100" in page._run(data, series, page.Packer(), 100)["remarks"][-1]
     assert write_report([run], tmp_path / "thin.html").stat().st_size < whole
 
 
 def test_without_plotly_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no half of a page is left."""
     run = small_run(tmp_path)
-    page._plotly.cache_clear()
-    plotly_script.plotly_script.cache_clear()
+    plotly_script.packed_plotly.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(MissingPackageError, match=r"Next: pip install plotly\."):
         write_report([run])
@@ -123,13 +123,13 @@ def test_plotly_is_trimmed_to_what_the_page_draws() -> None:
     """A quarter of it; a bundle of another make is left as it is."""
     offline = pytest.importorskip("plotly.offline")
     whole = offline.get_plotlyjs()
-    small = plotly_script.trimmed(whole)
+    small = plotly_script.trim(whole)
     assert len(small) < 0.3 * len(whole)
     assert small.startswith(whole[:200])  # the licence
     assert small.endswith(whole[-200:])
     other = whole.replace(".register([", ".enroll([")
-    assert plotly_script.trimmed(other) == other
-    assert plotly_script.trimmed("") == ""
+    assert plotly_script.trim(other) == other
+    assert plotly_script.trim("") == ""
 
 
 def test_the_files_of_the_page_are_in_the_package_and_torch_is_not_needed() -> None:
@@ -155,7 +155,7 @@ def test_plotly_is_installed_with_the_package_and_imported_for_a_page_alone() ->
 def test_facts_of_any_kind_become_json(tmp_path: Path) -> None:
     """Also those that JSON has no word for."""
     assert (
-        json.dumps(page._plain({"a": float("nan"), 1: (1, Path("x"))}), allow_nan=False)
+        json.dumps(page._json_ready({"a": float("nan"), 1: (1, Path("x"))}), allow_nan=False)
         == '{"a": "nan", "1": [1, "x"]}'
     )
 
@@ -163,5 +163,5 @@ def test_facts_of_any_kind_become_json(tmp_path: Path) -> None:
 def test_facts_of_the_wrong_shape_are_left_out(tmp_path: Path) -> None:
     """The page takes hooks, results and versions apart, so they have to be what they should be."""
     run = small_run(tmp_path, facts_of={"git": None, "model": 3, "hooks": {"a": 1, "b": {"metrics": "x"}}, "seed": 7})
-    (found,) = read_run(run)
+    (found,) = read_runs(run, Collector)
     assert found.facts == {"seed": 7, "hooks": {"b": {"metrics": []}}, "strategy": "default"}

@@ -6,12 +6,12 @@ begins, with the line that installs it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+import hookline.sinks
 from hookline.cli.load_object import load_object, nearest_text
 from hookline.cli.run_options import SinkOptions
 from hookline.errors import OptionError
@@ -20,16 +20,8 @@ from hookline.specs.copy_config import own_copy
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "FILES", "destinations", "sink_class", "sink_files"]
 
 ENTRY_POINTS: Final = "hookline.sinks"
-BUILT_IN: Final = {
-    "csv": "hookline.sinks.csv_sink:CSVSink",
-    "jsonl": "hookline.sinks.jsonl_sink:JSONLSink",
-    "parquet": "hookline.sinks.parquet_sink:ParquetSink",
-    "tensorboard": "hookline.sinks.tensorboard_sink:TensorBoardSink",
-    "mlflow": "hookline.sinks.mlflow_sink:MLflowSink",
-    "wandb": "hookline.sinks.wandb_sink:WandbSink",
-    "prometheus": "hookline.sinks.prometheus_sink:PrometheusSink",
-}
-"""The sinks that have flags."""
+BUILT_IN: Final = ("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
+"""The sinks that have flags. Every class of ``hookline.sinks`` is known by such a name: ``CSVSink`` is "csv"."""
 FILES: Final = {
     "csv": "{strategy}.csv",
     "jsonl": "{strategy}.jsonl",
@@ -81,10 +73,10 @@ def _arguments(name: str, chosen: Any) -> dict[str, Any]:
 
 
 def sink_class(name: str) -> Any:
-    """A sink's class: of one that comes with hookline, by an entry point, or by its path."""
-    if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+    """Return the class of a sink: one of ``hookline.sinks`` by its name, one by an entry point, or one by its path."""
+    own = {public.removesuffix("Sink").lower(): public for public in hookline.sinks.__all__ if public.endswith("Sink")}
+    if name in own:
+        return getattr(hookline.sinks, own[name])
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name in found:
         return found[name].load()

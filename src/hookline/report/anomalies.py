@@ -1,48 +1,46 @@
 """Find what looks wrong in a run, the worst first.
 
-Takes facts and curves of one run, hands findings to `page`. Each rule is one function, with its threshold and the
-reason for it beside it; all look at every value that was recorded, before anything is thinned. The rules that compare
-a value with those just before it are in `recent`. docs/report.md has what they found in recorded runs.
+`report_page` calls `find_anomalies` with the facts and curves of one run. Each rule is one function, with its threshold
+and the reason for it beside it; all look at every value that was recorded, before anything is thinned. The rules that
+compare a value with those just before it are in `recent_changes`. docs/report.md has what they found in recorded runs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hookline.report.metric_families import Place
-from hookline.report.metric_series import Curve, Series
+from hookline.report.metric_series import Curve, LayerPlace, RunSeries
 from hookline.report.recent_changes import FEWEST, Event, end_above_best, falls, rises
 
-__all__ = ["find_anomalies", "looked_at"]
+__all__ = ["count_judged", "find_anomalies"]
 
 _DEAD: Final = 0.99
-"""A layer of which so large a share is zero passes nothing on. ReLU alone leaves about half."""
+"""Share of zeros from which a layer counts as dead. ReLU alone leaves about half."""
 _EXPLODED: Final = 100.0
 """Times its own median up to then. Norms of healthy runs move by ten at most, warm-up included."""
 _VANISHED: Final = 1e-6
 """Of the largest gradient among the layers at that moment: what float32 can add to a weight that moves with it."""
 _SPIKE: Final = 3.0
-"""A loss that is so many times its recent level."""
+"""Times its recent level, of a loss."""
 _SMALL: Final = 0.01
-"""Of the loss at the start: a rise that stays below this share of it is of no account."""
+"""A loss below this share of the loss at the start is no spike."""
 _GRADIENT_SPIKE: Final = 5.0
-"""A gradient norm that is so many times its recent level. It moves more than a loss does."""
+"""Times its recent level, of a gradient norm, which moves more than a loss does."""
 _FALL: Final = 0.05
-"""An accuracy that is so far below its best, on a scale of 1."""
+"""Below its best, of an accuracy on a scale of 1."""
 _ENDS_ABOVE: Final = 1.5
-"""A training loss that ends at so many times its best level, and a twentieth of the first loss above it."""
+"""Times its best level at the end, of a training loss; and a twentieth of the first loss above it."""
 _ENDS_SMALL: Final = 0.05
 _FEW: Final = 5
-"""Nothing is said of a curve before it has so many points."""
+"""Points of a curve before any rule judges it."""
 _LEVELS: Final = ("error", "warning", "notice")
 _MAX_NAMED: Final = 50
-"""So many metrics of one finding have a link; the rest are counted."""
+"""Metrics of one finding that have a link; the rest are counted."""
 
 _ZERO_SHARE: Final = re.compile(r"(zero|dead)_fraction$")
 _SATURATED_SHARE: Final = re.compile(r"saturated_fraction$")
@@ -56,7 +54,7 @@ _ACCURACY: Final = re.compile(r"(^|/|_)(acc|accuracy)$|(^|/)top[15]$")
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """One curve that shows it."""
+    """One curve that shows a finding."""
 
     metric: str
     """Its name."""
@@ -67,11 +65,16 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """A curve, and where it is among layers."""
+class _PlacedCurve:
+    """A curve, and its place among layers."""
 
     curve: Curve
-    place: Place | None
+    place: LayerPlace | None
+
+    @property
+    def name(self) -> str:
+        """The metric's name, without the hook point or rank that tells two of a name apart."""
+        return self.curve.name.split(" ")[0]
 
     @property
     def statistic(self) -> str:
@@ -82,113 +85,117 @@ class _Named:
         return self.place.group if self.place else self.curve.name.rsplit("/", 1)[0]
 
 
-def find_anomalies(facts: Mapping[str, Any], series: Series, where: Mapping[str, Place]) -> list[dict[str, Any]]:
+def find_anomalies(
+    facts: Mapping[str, Any], series: RunSeries, places: Mapping[str, LayerPlace]
+) -> list[dict[str, Any]]:
     """Return findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more``.
 
-    Recipe: ``find_anomalies({}, series, places(curve.name for curve in series.curves))[0]["title"]``.
+    Recipe: ``find_anomalies({}, series, layer_places(curve.name for curve in series.curves))[0]["title"]``.
     """
-    curves = _named(series, where)
+    curves = _placed(series, places)
     found = [
-        *_of_the_run(facts),
+        *_run_failures(facts),
         *_not_finite(curves),
-        *_spikes(curves),
-        *_falls(curves),
-        *_rose(curves),
-        *_sizes(curves, facts),
-        *_dead(curves),
-        *_vanished(curves),
-        *_silent(facts),
+        *_loss_spikes(curves),
+        *_accuracy_falls(curves),
+        *_risen_losses(curves),
+        *_large_norms(curves, facts),
+        *_dead_units(curves),
+        *_vanished_gradients(curves),
+        *_silent_hooks(facts),
     ]
     return sorted(found, key=lambda finding: _LEVELS.index(finding["level"]))
 
 
-def looked_at(facts: Mapping[str, Any], series: Series, where: Mapping[str, Place]) -> dict[str, Any]:
+def count_judged(facts: Mapping[str, Any], series: RunSeries, places: Mapping[str, LayerPlace]) -> dict[str, Any]:
     """Return how many curves of each kind the rules could judge: ``kinds``, and how many were too ``short``.
 
-    Recipe: ``looked_at({}, series, {})["kinds"]`` is ``[["loss", 2], ["accuracy", 1], ["gradient norm", 0]]``.
+    Recipe: ``count_judged({}, series, {})["kinds"]`` is ``[["loss", 2], ["accuracy", 1], ["gradient norm", 0]]``.
     """
-    curves = _named(series, where)
-    kinds = [
-        ("loss", _chosen(curves, _is_loss)),
-        ("accuracy", _chosen(curves, _is_accuracy)),
-        ("gradient norm", _chosen(curves, _gradient_norms(facts))),
-    ]
-    long = {kind: sum(bool(named.curve.steps.size > FEWEST) for named in found) for kind, found in kinds}
-    short = sum(len(found) for _, found in kinds) - sum(long.values())
+    curves = _placed(series, places)
+    kinds = {
+        "loss": _losses(curves),
+        "accuracy": _accuracies(curves),
+        "gradient norm": _gradient_norms(curves, facts),
+    }
+    long = {kind: sum(bool(one.curve.steps.size > FEWEST) for one in found) for kind, found in kinds.items()}
+    short = sum(map(len, kinds.values())) - sum(long.values())
     return {"kinds": [[kind, count] for kind, count in long.items()], "short": short}
 
 
-def _named(series: Series, where: Mapping[str, Place]) -> list[_Named]:
+def _placed(series: RunSeries, places: Mapping[str, LayerPlace]) -> list[_PlacedCurve]:
     """Return the curves that have points; of those that are the same throughout, the first."""
-    return [_Named(curve, where.get(curve.name)) for curve in series.curves if curve.steps.size and not curve.same_as]
+    found = [curve for curve in series.curves if curve.steps.size and not curve.same_as]
+    return [_PlacedCurve(curve, places.get(curve.name)) for curve in found]
 
 
-def _chosen(curves: Iterable[_Named], is_one: Callable[[_Named], bool]) -> list[_Named]:
-    return [named for named in curves if is_one(named)]
+def _losses(curves: Iterable[_PlacedCurve]) -> list[_PlacedCurve]:
+    return [one for one in curves if _LOSS.search(one.name)]
 
 
-def _is_loss(named: _Named) -> bool:
-    return bool(_LOSS.search(_without_moment(named)))
+def _accuracies(curves: Iterable[_PlacedCurve]) -> list[_PlacedCurve]:
+    return [one for one in curves if _ACCURACY.search(one.name)]
 
 
-def _is_accuracy(named: _Named) -> bool:
-    return bool(_ACCURACY.search(_without_moment(named)))
-
-
-def _without_moment(named: _Named) -> str:
-    """Return the name without the moment or rank that tells two of a name apart."""
-    return named.curve.name.split(" ")[0]
-
-
-def _gradient_norms(facts: Mapping[str, Any]) -> Callable[[_Named], bool]:
-    """Return what tells gradient norms: their name says so, or the description that their hook declares."""
+def _gradient_norms(curves: Iterable[_PlacedCurve], facts: Mapping[str, Any]) -> list[_PlacedCurve]:
+    """Return the curves whose name, or the description that their hook declares, says that they are gradient norms."""
     hooks = facts.get("hooks")
-    told = {
+    declared = {
         f"{hook}/{metric['name']}"
         for hook, one in (hooks.items() if isinstance(hooks, Mapping) else ())
         for metric in (one.get("metrics") or () if isinstance(one, Mapping) else ())
         if isinstance(metric, Mapping) and "name" in metric and "gradient" in str(metric.get("description", ""))
     }
-
-    def is_one(named: _Named) -> bool:
-        name = _without_moment(named)
-        return bool(_GRADIENT_NORM.search(name)) and bool(_GRADIENT.search(name) or name in told)
-
-    return is_one
+    norms = [one for one in curves if _GRADIENT_NORM.search(one.name)]
+    return [one for one in norms if _GRADIENT.search(one.name) or one.name in declared]
 
 
-def _finding(level: str, title: str, text: str, sights: Sequence[Sight] = ()) -> dict[str, Any]:
-    named = [{"metric": sight.metric, "step": sight.step, "text": sight.text} for sight in sights[:_MAX_NAMED]]
-    return {"level": level, "title": title, "text": text, "sights": named, "more": len(sights) - len(named)}
+def _finding(level: str, title: str, text: str, sights: Sequence[Sight] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield a finding, unless ``sights`` is empty; ``{metrics}`` in ``text`` says how many metrics there are."""
+    if sights is None or sights:
+        sights = sights or ()
+        count = len({sight.metric for sight in sights})
+        text = text.replace("{metrics}", "1 metric" if count == 1 else f"{count:,} metrics")
+        named = [asdict(sight) for sight in sights[:_MAX_NAMED]]
+        yield {"level": level, "title": title, "text": text, "sights": named, "more": len(sights) - len(named)}
 
 
-def _of_the_run(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _by_step(sights: Iterable[Sight | None]) -> list[Sight]:
+    return sorted((sight for sight in sights if sight), key=lambda sight: sight.step)
+
+
+# -- the run itself -----------------------------------------------------------------------------------------------
+
+
+def _run_failures(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if facts.get("status") == "failed":
-        yield _finding("error", "The run failed", str(facts.get("error") or "It ended by an error."))
+        yield from _finding("error", "The run failed", str(facts.get("error") or "It ended by an error."))
     errors = facts.get("sink_errors")
     for sink, count in errors.items() if isinstance(errors, Mapping) else ():
         text = f"{count} times. The log has every record: hookline replay writes them once more."
-        yield _finding("warning", f"{sink} could not write", text)
+        yield from _finding("warning", f"{sink} could not write", text)
 
 
-def _silent(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _silent_hooks(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     hooks = facts.get("hooks")
-    if not isinstance(hooks, Mapping) or facts.get("status") != "finished":
-        return
-    silent = [name for name, hook in hooks.items() if isinstance(hook, Mapping) and hook.get("fired") == 0]
-    if silent:
-        yield _finding("notice", "Hooks that never fired", f"{', '.join(silent)}: asked for, and never due.")
+    if isinstance(hooks, Mapping) and facts.get("status") == "finished":
+        silent = [name for name, hook in hooks.items() if isinstance(hook, Mapping) and hook.get("fired") == 0]
+        if silent:
+            text = f"{', '.join(silent)}: asked for, and never due."
+            yield from _finding("notice", "Hooks that never fired", text)
 
 
-def _not_finite(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
-    """The first moment is the cause, the rest mostly follows: sorted by step, then in the order of the model."""
-    sights = [_first_bad(named.curve) for named in curves]
-    sights += [_first_counted(named.curve) for named in curves if named.statistic in ("nonfinite", "nan", "inf")]
-    found = sorted((sight for sight in sights if sight), key=lambda sight: sight.step)
+# -- values that are not finite, units that are dead --------------------------------------------------------------
+
+
+def _not_finite(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
+    """Yield NaN and Inf by step, then in the order of the model: the first is the cause, the rest mostly follows."""
+    sights = [_first_bad(one.curve) for one in curves]
+    sights += [_first_counted(one.curve) for one in curves if one.statistic in ("nonfinite", "nan", "inf")]
+    found = _by_step(sights)
     if found:
-        first = found[0]
-        text = f"First at {_step(first.step)}, in {first.metric}; {_metrics(len(found))} in all."
-        yield _finding("error", "NaN or Inf", text, found)
+        text = f"First at {_step_text(found[0].step)}, in {found[0].metric}; {{metrics}} in all."
+        yield from _finding("error", "NaN or Inf", text, found)
 
 
 def _first_bad(curve: Curve) -> Sight | None:
@@ -196,13 +203,13 @@ def _first_bad(curve: Curve) -> Sight | None:
     if not bad.any():
         return None
     first = int(bad.argmax())
-    return Sight(
-        curve.name, int(curve.steps[first]), f"{_bad(float(curve.values[first]))}, {_of(int(bad.sum()), bad.size)}"
-    )
+    value = float(curve.values[first])
+    word = "NaN" if value != value else "Inf" if value > 0 else "-Inf"
+    return Sight(curve.name, int(curve.steps[first]), f"{word}, {int(bad.sum()):,} of {bad.size:,} points")
 
 
 def _first_counted(curve: Curve) -> Sight | None:
-    """Of a metric that counts what is not finite."""
+    """Return the first count of a metric that counts what is not finite."""
     with np.errstate(invalid="ignore"):
         bad = curve.values > 0
     if not bad.any():
@@ -211,58 +218,44 @@ def _first_counted(curve: Curve) -> Sight | None:
     return Sight(curve.name, int(curve.steps[first]), f"{curve.values[first]:g} counted")
 
 
-def _dead(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
-    """Layers that were zero to the end; parameters may be, as biases are when they are new."""
+def _dead_units(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
+    """Yield layers that were zero to the end; not parameters, as new biases are zero."""
     for title, share in (("Dead units", _ZERO_SHARE), ("Saturated units", _SATURATED_SHARE)):
-        chosen = [n for n in curves if share.search(n.statistic) and not n.group.endswith("/param")]
-        sights = [sight for named in sorted(chosen, key=_by_kind) if (sight := _stayed(named.curve))]
-        if sights:
-            text = f"{_metrics(len(sights))} at {_DEAD:.0%} or more, to the end."
-            yield _finding("warning", title, text, sights)
+        chosen = [one for one in curves if share.search(one.statistic) and not one.group.endswith("/param")]
+        # Activations before gradients: a unit that puts nothing out is why no gradient comes back.
+        chosen.sort(key=lambda one: bool(_GRADIENT.search(one.group)))
+        sights = [sight for one in chosen if (sight := _dead_to_the_end(one.curve))]
+        yield from _finding("warning", title, f"{{metrics}} at {_DEAD:.0%} or more, to the end.", sights)
 
 
-def _by_kind(named: _Named) -> int:
-    """Activations before gradients: a unit that puts nothing out is why nothing comes back."""
-    return int(bool(_GRADIENT.search(named.group)))
-
-
-def _stayed(curve: Curve) -> Sight | None:
-    since = _since(curve.values >= _DEAD)
-    if since is None:
+def _dead_to_the_end(curve: Curve) -> Sight | None:
+    alive = np.flatnonzero(~(curve.values >= _DEAD))
+    since = int(alive[-1]) + 1 if alive.size else 0
+    if since == curve.values.size:
         return None
-    step = int(curve.steps[since])
-    return Sight(curve.name, step, f"{curve.values[-1]:.4g} from then on")
+    return Sight(curve.name, int(curve.steps[since]), f"{curve.values[-1]:.4g} from then on")
 
 
-def _since(marked: NDArray[np.bool_]) -> int | None:
-    """Where the marks begin that last to the end."""
-    if not marked[-1]:
-        return None
-    clear = np.flatnonzero(~marked)
-    return int(clear[-1]) + 1 if clear.size else 0
+# -- norms and gradients ------------------------------------------------------------------------------------------
 
 
-def _sizes(curves: Sequence[_Named], facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Norms that exploded, then gradient norms that spiked without exploding."""
-    sights = [sight for named in curves if _SIZES.search(named.statistic) and (sight := _explosion(named.curve))]
+def _large_norms(curves: Sequence[_PlacedCurve], facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield norms that exploded, then gradient norms that spiked without exploding."""
+    sights = _by_step(_explosion(one.curve) for one in curves if _SIZES.search(one.statistic))
     if sights:
-        sights.sort(key=lambda sight: sight.step)
-        text = f"{_metrics(len(sights))} at more than {_EXPLODED:g} × their median before; first {sights[0].metric}."
-        yield _finding("warning", "Exploding norms", text, sights)
+        text = f"{{metrics}} at more than {_EXPLODED:g} × their median before; first {sights[0].metric}."
+        yield from _finding("warning", "Exploding norms", text, sights)
     exploded = {sight.metric for sight in sights}
-    rest = [named for named in _chosen(curves, _gradient_norms(facts)) if named.curve.name not in exploded]
-    spikes = [_risen(named, event) for named in rest for event in rises(named.curve, _GRADIENT_SPIKE)]
-    if spikes:
-        text = (
-            f"{_metrics(len({sight.metric for sight in spikes}))} at {_GRADIENT_SPIKE:g} × their recent level or more."
-        )
-        yield _finding("warning", "Gradient spikes", text, sorted(spikes, key=lambda sight: sight.step))
+    rest = [one.curve for one in _gradient_norms(curves, facts) if one.curve.name not in exploded]
+    spikes = _by_step(_risen(curve, event) for curve in rest for event in rises(curve, _GRADIENT_SPIKE))
+    text = f"{{metrics}} at {_GRADIENT_SPIKE:g} × their recent level or more."
+    yield from _finding("warning", "Gradient spikes", text, spikes)
 
 
 def _explosion(curve: Curve) -> Sight | None:
     finite = np.isfinite(curve.values)
     values, steps = np.abs(curve.values[finite]), curve.steps[finite]
-    if values.size <= _FEW or values.max() <= _EXPLODED * np.median(values[:_FEW]):
+    if values.size <= _FEW:
         return None
     # Only candidates are looked at closely: a running median of every curve would be quadratic.
     for index in np.flatnonzero(values > _EXPLODED * np.median(values[:_FEW])):
@@ -272,28 +265,25 @@ def _explosion(curve: Curve) -> Sight | None:
     return None
 
 
-def _vanished(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
-    """Gradients that are nothing beside those of other layers, in the second half of the run."""
+def _vanished_gradients(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
+    """Yield gradients that are tiny beside those of other layers, in the second half of the run."""
     groups: dict[str, dict[str, dict[str, Curve]]] = {}
-    for named in curves:
-        if named.place and _GRADIENT.search(named.group) and _SIZES.search(named.statistic):
-            found = groups.setdefault(named.group, {}).setdefault(named.statistic, {})
-            found[named.place.layer] = named.curve
-    # A layer is small by all of its statistics or by none: one of them is enough to say so.
-    rows = [found.get("norm") or next(iter(found.values())) for found in groups.values()]
-    sights = [sight for group in rows for sight in _beside_others(group)]
-    if sights:
-        text = f"{_metrics(len(sights))} below a millionth of the largest layer's."
-        yield _finding("notice", "Vanishing gradients", text, sights)
+    for one in curves:
+        if one.place and _GRADIENT.search(one.group) and _SIZES.search(one.statistic):
+            groups.setdefault(one.group, {}).setdefault(one.statistic, {})[one.place.layer] = one.curve
+    # A layer is small by all of its statistics or by none, so one of them is enough.
+    layers = [found.get("norm") or next(iter(found.values())) for found in groups.values()]
+    sights = [sight for by_layer in layers for sight in _small_beside_others(by_layer)]
+    text = "{metrics} below a millionth of the largest layer's."
+    yield from _finding("notice", "Vanishing gradients", text, sights)
 
 
-def _beside_others(rows: Mapping[str, Curve]) -> Iterator[Sight]:
-    """Yield the rows, by layer, that are small beside the largest."""
-    sizes = {layer: _late_size(curve) for layer, curve in rows.items()}
+def _small_beside_others(by_layer: Mapping[str, Curve]) -> Iterator[Sight]:
+    sizes = {layer: _late_size(curve) for layer, curve in by_layer.items()}
     largest = max((size for size in sizes.values() if np.isfinite(size)), default=0.0)
     small = {layer for layer, size in sizes.items() if size < _VANISHED * largest}
-    for layer, curve in rows.items():
-        if layer in small and curve.values.size > _FEW and not _is_cancelled(layer, small, rows):
+    for layer, curve in by_layer.items():
+        if layer in small and curve.values.size > _FEW and not _is_cancelled(layer, small, by_layer):
             middle = int(curve.steps[curve.values.size // 2])
             yield Sight(curve.name, middle, f"{sizes[layer]:.2g} beside {largest:.2g}")
 
@@ -305,77 +295,58 @@ def _late_size(curve: Curve) -> float:
     return float(np.median(finite)) if finite.size else np.nan
 
 
-def _is_cancelled(layer: str, small: Collection[str], rows: Mapping[str, Curve]) -> bool:
-    """Return whether it is a bias whose weight is well: in front of a normalization its gradient is zero by nature."""
+def _is_cancelled(layer: str, small: Collection[str], by_layer: Mapping[str, Curve]) -> bool:
+    """Return whether it is a bias whose weight is well: before a normalization its gradient is always zero."""
     weight = layer.removesuffix("bias") + "weight"
-    return layer.endswith("bias") and weight in rows and weight not in small
+    return layer.endswith("bias") and weight in by_layer and weight not in small
 
 
-def _spikes(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
-    sights = [
-        _risen(named, event)
-        for named in _chosen(curves, _is_loss)
-        for event in rises(named.curve, _SPIKE, _SMALL * _first(named.curve))
-    ]
-    if sights:
-        text = f"{_metrics(len({sight.metric for sight in sights}))} at {_SPIKE:g} × their recent level or more."
-        yield _finding("warning", "Loss spikes", text, sorted(sights, key=lambda sight: sight.step))
+# -- losses and accuracies ----------------------------------------------------------------------------------------
 
 
-def _first(curve: Curve) -> float:
-    """Return the level at the start, 0 if there is none."""
+def _loss_spikes(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
+    losses = [one.curve for one in _losses(curves)]
+    sights = [_risen(curve, event) for curve in losses for event in rises(curve, _SPIKE, _SMALL * _first_level(curve))]
+    text = f"{{metrics}} at {_SPIKE:g} × their recent level or more."
+    yield from _finding("warning", "Loss spikes", text, _by_step(sights))
+
+
+def _first_level(curve: Curve) -> float:
+    """Return the level at the start, 0 if nothing is finite."""
     finite = curve.values[np.isfinite(curve.values)][:_FEW]
     return float(np.median(finite)) if finite.size else 0.0
 
 
-def _risen(named: _Named, event: Event) -> Sight:
+def _risen(curve: Curve, event: Event) -> Sight:
     times = event.extreme / event.level
-    until = "to the end" if event.until is None else f"over by {_step(event.until)}"
-    return Sight(named.curve.name, event.step, f"from {event.level:.3g} to {event.extreme:.3g}, ×{times:.3g}; {until}")
+    until = "to the end" if event.until is None else f"over by {_step_text(event.until)}"
+    return Sight(curve.name, event.step, f"from {event.level:.3g} to {event.extreme:.3g}, ×{times:.3g}; {until}")
 
 
-def _falls(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
-    sights = [_fallen(named, event) for named in _chosen(curves, _is_accuracy) for event in _falls_of(named.curve)]
-    if sights:
-        text = f"{_metrics(len({sight.metric for sight in sights}))} at {_FALL:.0%} or more below the best before."
-        yield _finding("warning", "Accuracy falls", text, sorted(sights, key=lambda sight: sight.step))
-
-
-def _falls_of(curve: Curve) -> Iterator[Event]:
-    """Yield its falls; a curve that goes beyond 1 is of percents."""
-    largest = float(np.max(curve.values, initial=0.0, where=np.isfinite(curve.values)))
-    yield from falls(curve, _FALL * (1.0 if largest <= 1.0 else 100.0))
-
-
-def _fallen(named: _Named, event: Event) -> Sight:
-    until = "to the end" if event.until is None else f"back at {_step(event.until)}"
-    return Sight(named.curve.name, event.step, f"from {event.level:.3g} to {event.extreme:.3g}; {until}")
-
-
-def _rose(curves: Sequence[_Named]) -> Iterator[dict[str, Any]]:
-    """Training losses that end far above their best; a loss of other data may, when a model overfits."""
+def _accuracy_falls(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
     sights = []
-    for named in _chosen(curves, _is_loss):
-        if not _NOT_TRAINED_ON.search(named.curve.name):
-            event = end_above_best(named.curve, _ENDS_ABOVE, _ENDS_SMALL * _first(named.curve))
+    for curve in (one.curve for one in _accuracies(curves)):
+        largest = float(np.max(curve.values, initial=0.0, where=np.isfinite(curve.values)))
+        for event in falls(curve, _FALL * (1.0 if largest <= 1.0 else 100.0)):  # beyond 1 it is in percent
+            until = "to the end" if event.until is None else f"back at {_step_text(event.until)}"
+            sights.append(Sight(curve.name, event.step, f"from {event.level:.3g} to {event.extreme:.3g}; {until}"))
+    text = f"{{metrics}} at {_FALL:.0%} or more below the best before."
+    yield from _finding("warning", "Accuracy falls", text, _by_step(sights))
+
+
+def _risen_losses(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
+    """Yield training losses that end far above their best; a loss of other data may, when a model overfits."""
+    sights = []
+    for curve in (one.curve for one in _losses(curves)):
+        if not _NOT_TRAINED_ON.search(curve.name):
+            event = end_above_best(curve, _ENDS_ABOVE, _ENDS_SMALL * _first_level(curve))
             if event is not None:
                 text = f"best {event.level:.3g}, in the end {event.extreme:.3g}"
-                sights.append(Sight(named.curve.name, event.step, text))
-    if sights:
-        yield _finding("warning", "The loss rose", "It ends far above its best, which is where the link leads.", sights)
+                sights.append(Sight(curve.name, event.step, text))
+    yield from _finding(
+        "warning", "The loss rose", "It ends far above its best, which is where the link leads.", sights
+    )
 
 
-def _step(step: int) -> str:
+def _step_text(step: int) -> str:
     return "the start" if step < 0 else f"step {step:,}"
-
-
-def _bad(value: float) -> str:
-    return "NaN" if value != value else "Inf" if value > 0 else "-Inf"
-
-
-def _of(count: int, total: int) -> str:
-    return f"{count:,} of {total:,} points"
-
-
-def _metrics(count: int) -> str:
-    return "1 metric" if count == 1 else f"{count:,} metrics"

@@ -1,16 +1,14 @@
-"""A run, back in Python: its records, its settings, and its metrics as arrays and tables.
+"""Load a run back into Python: its records, its settings, and its metrics as arrays and tables.
 
-Reads folders and logs by `runs`, as the page does, and takes values apart by `sinks.flatten`, as the other sinks do.
-pandas and polars are imported when a table is asked for.
+Users call `load_run` and `load_runs`. These read folders and logs by `read_runs`, as the page does, and split values by
+`points`, as the sinks do. pandas and polars are imported when a table is asked for.
 """
 
 from __future__ import annotations
 
-import html
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -19,15 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.errors import MissingPackageError, OptionError
-from hookline.report.metric_series import shown_names
-from hookline.report.report_runs import FACTS, LOG, RunPart, distinct_names, find_runs, read_parts
+from hookline.messages import nearest_names
+from hookline.report.metric_series import as_float, shown_names
+from hookline.report.report_runs import FACTS, LOG, distinct_names, find_runs, read_runs
 from hookline.sinks.metric_values import json_text, points
 from hookline.sinks.sink import Record
+from hookline.tables import Table
 
 __all__ = ["LoadedRun", "load_run", "load_runs"]
 
 _BEFORE: Final = -1
-"""The step of what was recorded before the first one."""
+"""The step of what was recorded before the first step."""
 _OWN: Final = ("step", "epoch")
 """Columns of a table that are no metrics."""
 
@@ -79,25 +79,20 @@ def _read(path: str | Path) -> list[LoadedRun]:
     for place in find_runs([path]):
         if place.is_dir() and not (place / LOG).exists() and not (place / FACTS).exists():
             raise OptionError(f"{place} is no folder of a run: it has neither {LOG} nor {FACTS}, nor have those below.")
-        found += [_loaded(part) for part in read_parts(place, _Kept)]
+        runs = read_runs(place, _RecordList)
+        found += [LoadedRun(run.name, run.folder, run.facts, list(run.collected), run.remarks) for run in runs]
     return found
 
 
-class _Kept(list[Record]):
-    """Takes records, and keeps them."""
+class _RecordList(list[Record]):
+    """Collects records."""
 
-    def take(self, record: Record) -> None:
-        """Keep one more."""
-        self.append(record)
-
-
-def _loaded(part: RunPart[_Kept]) -> LoadedRun:
-    return LoadedRun(part.name, part.folder, part.facts, list(part.found), part.remarks)
+    take = list.append
 
 
 @dataclass(eq=False)
 class LoadedRun:
-    """A run that was read back.
+    """A run, loaded.
 
     Recipe: ``run = hookline.load_run(folder); run.metrics; run.series(run.metrics[0]); run.to_pandas()``.
 
@@ -112,7 +107,7 @@ class LoadedRun:
     settings: dict[str, Any] = field(repr=False, default_factory=dict)
     """What ``run.json`` says: experiment, config, options, seed, versions, result, …; else what the log says."""
     records: list[Record] = field(repr=False, default_factory=list)
-    """Every record, in order, with NaN, infinities and the steps of series put back."""
+    """Every record, in order, with NaN, infinities and the steps of series."""
     remarks: list[str] = field(repr=False, default_factory=list)
     """Sentences about what is missing."""
 
@@ -136,7 +131,7 @@ class LoadedRun:
         """
         by_step = self._columns.get(metric)
         if by_step is None:
-            near = get_close_matches(metric, self.metrics, n=3)
+            near = nearest_names(metric, self.metrics, n=3)
             nearest = f" Nearest: {', '.join(map(repr, near))}." if near else ""
             raise OptionError(f"The run {self.name!r} has no metric {metric!r}.{nearest} All of them: run.metrics.")
         steps = sorted(by_step)
@@ -169,29 +164,26 @@ class LoadedRun:
     # -- inside ----------------------------------------------------------------------------------------------
 
     @cached_property
+    def _placed(self) -> list[Record]:
+        """The records; those from before the first step at -1."""
+        return [record if record.step is not None else replace(record, step=_BEFORE) for record in self.records]
+
+    @cached_property
     def _columns(self) -> dict[str, dict[int, Any]]:
         """By metric, its value at each step; of a step that was recorded twice, the newest."""
         found: dict[tuple[str, str, int], dict[int, Any]] = {}
-        for record in self.records:
-            placed = record if record.step is not None else replace(record, step=_BEFORE)
-            for name, value, step in points(placed, reserved=_OWN):
+        for record in self._placed:
+            for name, value, step in points(record, reserved=_OWN):
                 found.setdefault((name, record.point, record.rank), {})[step] = value
         shown = shown_names(list(found))
         return {shown[key]: by_step for key, by_step in found.items()}
 
     def _table(self) -> tuple[list[int], dict[str, list[Any]]]:
-        """All steps, and of each column the value at each of them; None where there is none."""
-        columns: dict[str, Mapping[int, Any]] = {"epoch": self._epochs(), **self._columns}
+        """Return all steps, and of each column the value at each of them; None where there is none."""
+        epochs = {step: record.epoch for record in self._placed for _, _, step in points(record)}
+        columns: dict[str, Mapping[int, Any]] = {"epoch": epochs, **self._columns}
         steps = sorted({step for by_step in self._columns.values() for step in by_step})
         return steps, {name: [by_step.get(step) for step in steps] for name, by_step in columns.items()}
-
-    def _epochs(self) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for record in self.records:
-            placed = record if record.step is not None else replace(record, step=_BEFORE)
-            for _, _, step in points(placed):
-                found[step] = record.epoch
-        return found
 
     def __len__(self) -> int:
         return len(self.records)
@@ -210,16 +202,13 @@ class LoadedRun:
         return f"<LoadedRun {self.name},{said} {len(self)} records, {len(self.metrics)} metrics{span}>"
 
     def _repr_html_(self) -> str:
-        rows = []
-        for name, by_step in self._columns.items():
-            steps = f"{len(by_step)} steps, {min(by_step)} to {max(by_step)}"
-            cells = (name, _short(by_step[max(by_step)]), steps)
-            rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-        notes = "".join(f"<p>{html.escape(remark)}</p>" for remark in self.remarks)
-        head = "<tr><th>metric</th><th>latest</th><th>recorded</th></tr>"
-        return f"<p><b>{html.escape(repr(self)[1:-1])}</b><br>{html.escape(str(self.folder))}</p>{notes}" + (
-            f"<table>{head}{''.join(rows)}</table>" if rows else ""
-        )
+        rows = [
+            (name, _short(by_step[max(by_step)]), f"{len(by_step)} steps, {min(by_step)} to {max(by_step)}")
+            for name, by_step in self._columns.items()
+        ]
+        header = ("metric", "latest", "recorded") if rows else ()
+        foot = (str(self.folder), *self.remarks)
+        return Table(header, rows, numbers=(1,), title=repr(self)[1:-1], foot=foot).html()
 
 
 # -- values ----------------------------------------------------------------------------------------------------
@@ -230,46 +219,41 @@ def _is_number(value: Any) -> bool:
 
 
 def _array(values: list[Any]) -> NDArray[Any]:
-    """An array of numbers, if all are; else of objects, each of them whole."""
+    """Return an array of numbers, if all are; else of objects."""
     if all(map(_is_number, values)):
-        return np.asarray([_float(value) for value in values], dtype=np.float64)
+        return np.asarray([as_float(value) for value in values], dtype=np.float64)
+    return _objects(values)
+
+
+def _objects(values: list[Any]) -> NDArray[Any]:
     made = np.empty(len(values), dtype=object)
     made[:] = values
     return made
 
 
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an int of more than 308 digits
-        return float("inf") if value > 0 else float("-inf")
-
-
 def _filled(values: list[Any]) -> NDArray[Any]:
-    """A column: whole numbers as they are if none is missing; numbers as floats, NaN where one is; else objects."""
+    """Return a column: integers if none is missing; numbers as floats, NaN where one is missing; else objects."""
     there = [value for value in values if value is not None]
     if len(there) == len(values) and all(type(value) is int and abs(value) < 2**63 for value in values):
         return np.asarray(values, dtype=np.int64)
     if there and all(map(_is_number, there)):
-        return np.asarray([np.nan if value is None else _float(value) for value in values], dtype=np.float64)
-    made = np.empty(len(values), dtype=object)
-    made[:] = values
-    return made
+        return np.asarray([np.nan if value is None else as_float(value) for value in values], dtype=np.float64)
+    return _objects(values)
 
 
 def _polars_series(polars: Any, name: str, values: list[Any]) -> Any:
-    """A column whose type is what all values are; polars does not take a mixture, or takes it for something else."""
+    """Return a column of the type that all values have; a mixture, which polars does not take, as JSON text."""
     there = [value for value in values if value is not None]
     if all(type(value) is int and abs(value) < 2**63 for value in there):
         return polars.Series(name, values, dtype=polars.Int64)
     if all(map(_is_number, there)):
-        floats = [None if value is None else _float(value) for value in values]
+        floats = [None if value is None else as_float(value) for value in values]
         return polars.Series(name, floats, dtype=polars.Float64)
     for kind, dtype in ((bool, polars.Boolean), (str, polars.String)):
         if all(isinstance(value, kind) for value in there):
             return polars.Series(name, values, dtype=dtype)
     if all(isinstance(value, list) and all(map(_is_number, value)) for value in there):
-        lists = [None if value is None else [_float(item) for item in value] for value in values]
+        lists = [None if value is None else [as_float(item) for item in value] for value in values]
         return polars.Series(name, lists, dtype=polars.List(polars.Float64))
     texts = [None if value is None else json_text(value) for value in values]
     return polars.Series(name, texts, dtype=polars.String)

@@ -1,7 +1,7 @@
-"""What a log holds, by metric: curves, distributions, and which step was when.
+"""Collect what a log holds, by metric: curves, distributions, which step was when, which metrics are of one layer.
 
-Takes records from `sinks.log`, hands `Curve` and `Grid` objects to `runs`. Nothing is thinned or rounded here, so that
-`anomalies` sees everything.
+`report_runs` hands records to a `Collector`; the page and the anomalies take its `RunSeries`, and place curves on maps
+by `layer_places`. Nothing is thinned or rounded here, so that the rules for anomalies see everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 
 from hookline.sinks.sink import Record, StepSeries
 
-__all__ = ["Clock", "Collector", "Curve", "Grid", "Series", "shown_names"]
+__all__ = [
+    "KINDS", "Collector", "Curve", "Grid", "LayerPlace", "RunSeries", "StepTimes", "as_float", "layer_places",
+    "shown_names",
+]  # fmt: skip
 
 Steps = NDArray[np.int64]
 Values = NDArray[np.float64]
@@ -26,9 +29,17 @@ Values = NDArray[np.float64]
 _MAX_BINS: Final = 256
 """Longer lists are averaged down to this many; a screen has no more rows for them."""
 _OF_THE_LOOP: Final = ("train/", "eval/")
-"""How metrics begin that the loop itself records."""
+"""The first part of metrics that the loop itself records."""
 _MAX_ANCHORS: Final = 1000
 """Between so many moments, the time and epoch of a step are interpolated."""
+KINDS: Final = ("forward", "backward", "param", "param_grad")
+"""The kinds of a watch: ``hook/{layer}/{kind}/{statistic}``."""
+_THE_RUN: Final = ("train", "eval", "initial")
+"""Metrics of the loop itself: ``eval/top1`` is no layer."""
+_MIN_ROWS: Final = 3
+"""Two curves are better shown as two curves."""
+_LOOKS_LIKE_A_LAYER: Final = 0.5
+"""The share of the names in one place that have a dot or a digit in them, as names of layers do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +75,19 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """When steps were made: the time and epoch at some of them."""
+class StepTimes:
+    """The time and epoch of some steps."""
 
     steps: list[int]
     """Increasing."""
     seconds: list[float]
     """Since the start of the run."""
     epochs: list[float] | None
-    """How many epochs were over by then; None if the run counted steps alone."""
+    """How many epochs were over; None if the run counted steps alone."""
 
 
 @dataclass(slots=True)
-class Series:
+class RunSeries:
     """Everything of one run."""
 
     curves: list[Curve] = field(default_factory=list)
@@ -85,7 +96,7 @@ class Series:
     """Lists and counts."""
     words: dict[str, str] = field(default_factory=dict)
     """Metrics that are text: the newest."""
-    clock: Clock = field(default_factory=lambda: Clock([], [], None))
+    clock: StepTimes = field(default_factory=lambda: StepTimes([], [], None))
     """When steps were made."""
     num_records: int = 0
     """How many records there were."""
@@ -98,7 +109,7 @@ _Rows = tuple[list[int], list[Any]]
 
 
 class Collector:
-    """Lists that grow record by record.
+    """Collects the metrics of a run, record by record.
 
     Recipe: ``found = Collector(); found.take(record); found.series().curves``.
     """
@@ -145,7 +156,7 @@ class Collector:
         if isinstance(value, (int, float)):
             points = self._points(key)
             points[0].append(step)
-            points[1].append(_as_float(value))
+            points[1].append(as_float(value))
         elif isinstance(value, list):
             self._add_list(key, step, value)
         elif isinstance(value, Mapping):
@@ -169,10 +180,10 @@ class Collector:
         for part, item in value.items():
             self._add((f"{key[0]}/{part}", *key[1:]), step, item)
 
-    def series(self, started: float | None = None) -> Series:
-        """Everything so far; seconds count from ``started``."""
+    def series(self, started: float | None = None) -> RunSeries:
+        """Return everything so far; seconds count from ``started``."""
         shown = shown_names([*self.numbers, *self.lists])
-        return Series(
+        return RunSeries(
             curves=_with_twins([_curve(shown[key], *points) for key, points in self.numbers.items()]),
             grids=[grid for key, points in self.lists.items() for grid in _grids(shown[key], *points)],
             words=self.words,
@@ -190,7 +201,7 @@ def _flat(value: list[Any]) -> Iterable[Any]:
 
 
 def _is_histogram(value: Mapping[str, Any]) -> bool:
-    """Return whether keys are numbers: bins, frequencies, classes; there may be a few words among them."""
+    """Return whether keys are numbers (bins, frequencies, classes), ``zero`` or ``nonfinite``."""
     if not value or not all(isinstance(item, (int, float)) for item in value.values()):
         return False
     return all(_number(key) is not None or key in ("zero", "nonfinite") for key in value)
@@ -219,7 +230,7 @@ def shown_names(keys: list[_Key]) -> dict[_Key, str]:
 
 
 def _newest(steps: Sequence[int]) -> tuple[Steps, NDArray[np.int64] | slice]:
-    """Steps in increasing order, and where they are; of a step that was told twice, the newest."""
+    """Return the steps in increasing order, and their places; of a step that was recorded twice, the newest."""
     at = np.asarray(steps, dtype=np.int64)
     if at.size < 2 or bool((np.diff(at) > 0).all()):
         return at, slice(None)
@@ -251,7 +262,8 @@ def _identity(curve: Curve) -> tuple[str, bytes, bytes]:
     return rest or hook, curve.steps.tobytes(), curve.values.tobytes()
 
 
-def _as_float(value: float) -> float:
+def as_float(value: float) -> float:
+    """Return ``value`` as a float; infinite for an int beyond all floats."""
     try:
         return float(value)
     except OverflowError:  # an int of more than 308 digits
@@ -279,7 +291,7 @@ def _list_rows(rows: list[list[float]]) -> tuple[list[str], Values]:
     longest = max(map(len, rows))
     values = np.full((longest, len(rows)), np.nan)
     for column, row in enumerate(rows):
-        values[: len(row), column] = [_as_float(item) for item in row]
+        values[: len(row), column] = [as_float(item) for item in row]
     if longest <= _MAX_BINS:
         return [str(index) for index in range(longest)], values
     edges = np.linspace(0, longest, _MAX_BINS + 1).astype(int)
@@ -300,18 +312,18 @@ def _key_rows(rows: list[Mapping[str, float]], missing: float) -> tuple[list[str
     values = np.full((len(bins), len(rows)), missing)
     for column, row in enumerate(rows):
         for label, number in row.items():
-            values[place[label], column] = _as_float(number)
+            values[place[label], column] = as_float(number)
     return bins, values
 
 
 def _place(label: str) -> tuple[int, float]:
-    """Zeros below the smallest number, what is not finite above the largest."""
+    """Return the place of a bin: zeros below the smallest number, what is not finite above the largest."""
     return (0, 0.0) if label == "zero" else (2, 0.0) if label == "nonfinite" else (1, _number(label) or 0.0)
 
 
-def _clock(moments: list[tuple[int, int, float, bool]], started: float | None) -> Clock:
+def _clock(moments: list[tuple[int, int, float, bool]], started: float | None) -> StepTimes:
     if not moments:
-        return Clock([], [], None)
+        return StepTimes([], [], None)
     times = [time for _, _, time, _ in moments if time > 0]
     first = started if started is not None else min(times, default=0.0)
     latest: dict[int, tuple[float, float]] = {-1: (first, 0.0)}
@@ -322,4 +334,65 @@ def _clock(moments: list[tuple[int, int, float, bool]], started: float | None) -
     seconds = np.maximum.accumulate([max(0.0, latest[step][0] - first) for step in steps])
     epochs = np.maximum.accumulate([latest[step][1] for step in steps])
     by_steps = all(epoch in (step, step + 1) for step, epoch, _, _ in moments)
-    return Clock(steps, seconds.round(3).tolist(), None if by_steps else epochs.tolist())
+    return StepTimes(steps, seconds.round(3).tolist(), None if by_steps else epochs.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """The place of a metric on a map of layers and steps.
+
+    Recipe: ``layer_places(["stats/0/forward/mean"])["stats/0/forward/mean"].layer`` is ``"0"``.
+    """
+
+    group: str
+    """The map: the hook and what it looked at, ``stats/forward``."""
+    statistic: str
+    """The statistic: ``mean``."""
+    layer: str
+    """The row."""
+
+
+def layer_places(names: Iterable[str]) -> dict[str, LayerPlace]:
+    """Return the place of each metric that there is for several layers; leave the others out.
+
+    Recipe: ``layer_places(curve.name for curve in series.curves)``.
+    """
+    found: dict[str, LayerPlace] = {}
+    others: dict[int, list[tuple[str, list[str]]]] = {}
+    for name in names:
+        parts = name.split("/")
+        # A layer's name may hold slashes of its own, so what is around it decides.
+        if len(parts) >= 4 and parts[-2] in KINDS:
+            found[name] = LayerPlace(f"{parts[0]}/{parts[-2]}", parts[-1], "/".join(parts[1:-2]))
+        elif len(parts) >= 3 and parts[0] not in _THE_RUN:
+            others.setdefault(len(parts), []).append((name, parts))
+    known = {place.layer for place in found.values()}
+    for same_length in others.values():
+        found |= _by_place(same_length, known)
+    return found
+
+
+def _by_place(metrics: Sequence[tuple[str, list[str]]], known: set[str]) -> dict[str, LayerPlace]:
+    """Return places by the part that looks most like a layer; all ``metrics`` have as many parts."""
+    siblings: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    for _, parts in metrics:
+        for index in range(1, len(parts)):
+            siblings.setdefault((index, _without(parts, index)), []).append(parts[index])
+    share = {key: _likeness(found, known) for key, found in siblings.items() if len(found) >= _MIN_ROWS}
+    placed: dict[str, LayerPlace] = {}
+    for name, parts in metrics:
+        keys = [(index, _without(parts, index)) for index in range(1, len(parts))]
+        keys = [key for key in keys if share.get(key, 0.0) >= _LOOKS_LIKE_A_LAYER]
+        if keys:
+            # Units of a layer look like layers as well: of two parts, the one with more siblings is the row.
+            index, rest = max(keys, key=lambda key: (len(siblings[key]), share[key]))
+            placed[name] = LayerPlace("/".join(rest[:-1]), rest[-1], parts[index])
+    return placed
+
+
+def _without(parts: list[str], index: int) -> tuple[str, ...]:
+    return (*parts[:index], *parts[index + 1 :])
+
+
+def _likeness(found: list[str], known: set[str]) -> float:
+    return sum(part in known or "." in part or any(map(str.isdigit, part)) for part in found) / len(found)

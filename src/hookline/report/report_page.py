@@ -1,7 +1,7 @@
-"""The page of one run or several: a single HTML file that needs nothing else.
+"""Write the page of one run or several: a single HTML file that needs nothing else.
 
-Takes `RunData` from `runs`, findings from `anomalies` and plotly's script from its package; what they look like is
-decided in `page.html`, `page.css` and the scripts beside this file.
+Users and ``hookline report`` call `write_report`. It takes runs from `report_runs`, findings from `anomalies`, and
+plotly's script; ``page.html``, ``page.css`` and the scripts beside this file draw them.
 """
 
 from __future__ import annotations
@@ -9,25 +9,24 @@ from __future__ import annotations
 import base64
 import gzip
 import html
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hookline.report.anomalies import find_anomalies, looked_at
-from hookline.report.metric_families import KINDS, Place, places
-from hookline.report.metric_series import Curve, Grid
-from hookline.report.packed_numbers import Packer, squeezed, thinned
-from hookline.report.plotly_script import plotly_script
-from hookline.report.report_runs import RunData, distinct_names, find_runs, read_run
+from hookline.report.anomalies import count_judged, find_anomalies
+from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
+from hookline.report.plotly_script import packed_plotly
+from hookline.report.report_runs import RunData, distinct_names, find_runs, read_runs
 
-__all__ = ["write_report"]
+__all__ = ["Packer", "thin", "write_report"]
 
 _SCRIPTS: Final = (
     "data.js", "url.js", "draw.js", "maps.js", "files.js", "print.js",
@@ -37,6 +36,9 @@ _MAX_VALUES: Final = 4_000_000
 """Of all runs together; 200 layers × 2,000 steps × 9 statistics are 3.6 million, in a file of about 10 MB."""
 _MIN_POINTS: Final = 100
 """No series is thinned further than this."""
+_LARGEST: Final = float(np.finfo(np.float32).max)
+_SHORT: Final = np.uint32(0xFFFFFF00)
+"""Without its last 8 bits a number is still right to 1 in 65,000; the page shows four or five digits of it."""
 
 
 def write_report(runs: Sequence[str | Path] | str | Path, out: str | Path | None = None) -> Path:
@@ -57,63 +59,50 @@ def write_report(runs: Sequence[str | Path] | str | Path, out: str | Path | None
     """
     given = [runs] if isinstance(runs, (str, Path)) else list(runs)
     folders = find_runs(given)
-    found = [run for folder in folders for run in read_run(folder)]
+    found = [run for folder in folders for run in read_runs(folder, Collector)]
     distinct_names(found)
-    path = Path(out) if out is not None else _beside(folders, given) / "report.html"
-    _replace(path, _page(found))
-    return path
-
-
-def _beside(folders: Sequence[Path], given: Sequence[str | Path]) -> Path:
-    """The folder that was named first: of one that holds several runs, itself."""
     first = Path(given[0])
-    return first if first.is_dir() else folders[0].parent
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write the file as a whole: who looks at it meanwhile sees the old page or the new one."""
+    path = Path(out) if out is not None else (first if first.is_dir() else folders[0].parent) / "report.html"
+    text = _page(found)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Replaced as a whole: a reader sees the old page or the new one.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    return path
 
 
-def _page(runs: list[RunData]) -> str:
+def _page(runs: list[RunData[Collector]]) -> str:
     here = files("hookline.report")
     parts = {
         "title": html.escape(" · ".join(run.name for run in runs)),
         "style": (here / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS),
-        "plotly": _plotly(),
+        "plotly": packed_plotly(),
         "data": _data(runs),
     }
     template = (here / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-@cache
-def _plotly() -> str:
-    """Compressed, it is 0.5 MB of the page."""
-    return base64.b64encode(gzip.compress(plotly_script().encode(), 9, mtime=0)).decode()
-
-
-def _data(runs: list[RunData]) -> str:
+def _data(runs: list[RunData[Collector]]) -> str:
     packer = Packer()
-    limit = _limit(runs)
+    all_series = [run.collected.series(run.started) for run in runs]
+    limit = _max_points(all_series)
     header = {
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "runs": [_run(run, packer, limit) for run in runs],
+        "runs": [_run(run, series, packer, limit) for run, series in zip(runs, all_series, strict=True)],
     }
-    return squeezed(header, packer)
+    return packer.compress(header)
 
 
-def _limit(runs: list[RunData]) -> int:
-    """How many points a series may keep."""
-    lengths = [curve.steps.size for run in runs for curve in run.series.curves]
-    lengths += [grid.steps.size for run in runs for grid in run.series.grids for _ in grid.bins]
+def _max_points(all_series: list[RunSeries]) -> int:
+    """Return how many points a series may keep."""
+    lengths = [curve.steps.size for series in all_series for curve in series.curves]
+    lengths += [grid.steps.size for series in all_series for grid in series.grids for _ in grid.bins]
     limit = max(lengths, default=0)
     sizes = np.asarray(lengths)
     while limit > _MIN_POINTS and int(np.minimum(sizes, limit).sum()) > _MAX_VALUES:
@@ -121,35 +110,32 @@ def _limit(runs: list[RunData]) -> int:
     return limit
 
 
-def _run(run: RunData, packer: Packer, limit: int) -> dict[str, Any]:
-    series, clock = run.series, run.series.clock
-    where = places(curve.name for curve in series.curves)
+def _run(run: RunData[Collector], series: RunSeries, packer: Packer, limit: int) -> dict[str, Any]:
+    clock = series.clock
+    places = layer_places(curve.name for curve in series.curves)
     longest = max((curve.steps.size for curve in series.curves), default=0)
+    thinned = (
+        f"There is more than a page can hold: series of up to {longest:,} points are drawn by {limit:,}, of which each "
+        "stretch keeps its smallest and largest. The log has all of them."
+    )
     return {
         "name": run.name,
         "folder": run.folder.resolve().name,
-        "facts": _plain(run.facts),
-        "remarks": run.remarks + ([_thinning(longest, limit)] if longest > limit else []),
+        "facts": _json_ready(run.facts),
+        "remarks": run.remarks + ([thinned] if longest > limit else []),
         "records": series.num_records,
         "words": series.words,
         "clock": {"steps": clock.steps, "seconds": clock.seconds, "epochs": clock.epochs},
-        "anomalies": find_anomalies(run.facts, series, where),
-        "looked": looked_at(run.facts, series, where),
-        "groups": list(_groups(series.curves, where)),
-        "curves": [_curve(curve, where.get(curve.name), packer, limit) for curve in series.curves],
+        "anomalies": find_anomalies(run.facts, series, places),
+        "looked": count_judged(run.facts, series, places),
+        "groups": list(_groups(series.curves, places)),
+        "curves": [_curve(curve, places.get(curve.name), packer, limit) for curve in series.curves],
         "grids": [_grid(grid, run.facts, packer, limit) for grid in series.grids],
     }
 
 
-def _thinning(longest: int, limit: int) -> str:
-    return (
-        f"There is more than a page can hold: series of up to {longest:,} points are drawn by {limit:,}, of which each "
-        "stretch keeps its smallest and largest. The log has all of them."
-    )
-
-
-def _curve(curve: Curve, place: Place | None, packer: Packer, limit: int) -> dict[str, Any]:
-    steps, values = thinned(curve.steps, curve.values[None], limit)
+def _curve(curve: Curve, place: LayerPlace | None, packer: Packer, limit: int) -> dict[str, Any]:
+    steps, values = thin(curve.steps, curve.values[None], limit)
     packed = {"name": curve.name, "steps": packer.steps(steps), "at": packer.values(values, short=place is not None)}
     if curve.same_as:
         packed["same"] = curve.same_as
@@ -157,14 +143,13 @@ def _curve(curve: Curve, place: Place | None, packer: Packer, limit: int) -> dic
 
 
 def _grid(grid: Grid, facts: Mapping[str, Any], packer: Packer, limit: int) -> dict[str, Any]:
-    steps, values = thinned(grid.steps, grid.values, limit)
+    steps, values = thin(grid.steps, grid.values, limit)
     place = {"steps": packer.steps(steps), "at": packer.values(values, short=True)}
-    told = {"bins": grid.bins, "counts": grid.counts, "keys": _keys(grid, facts)}
-    return {"name": grid.name, **place, **told}
+    return {"name": grid.name, **place, "bins": grid.bins, "counts": grid.counts, "keys": _keys(grid, facts)}
 
 
 def _keys(grid: Grid, facts: Mapping[str, Any]) -> str:
-    """Return what the rows of a grid stand for: what the metric's hook declares, else what is known of their form."""
+    """Return what the rows of a grid are: as the metric's hook declares, else by their form."""
     hook, _, rest = grid.name.split(" ")[0].partition("/")
     for metric in facts.get("hooks", {}).get(hook, {}).get("metrics", ()):
         if metric.get("keys") and _matches(str(metric.get("name", "")), rest):
@@ -182,32 +167,133 @@ def _matches(declared: str, name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-def _groups(curves: Sequence[Curve], where: dict[str, Place]) -> Iterator[dict[str, Any]]:
-    """The maps: their rows in the order of the model, and by statistic the curve of each row."""
+def _groups(curves: Sequence[Curve], places: dict[str, LayerPlace]) -> Iterator[dict[str, Any]]:
+    """Yield the maps: their rows in the order of the model, and by statistic the curve of each row."""
     found: dict[str, dict[str, dict[int, int]]] = {}
     rows: dict[str, dict[str, int]] = {}
     for index, curve in enumerate(curves):
-        if place := where.get(curve.name):
+        if place := places.get(curve.name):
             layers = rows.setdefault(place.group, {})
             row = layers.setdefault(place.layer, len(layers))
             found.setdefault(place.group, {}).setdefault(place.statistic, {})[row] = index
-    for group, statistics in sorted(found.items(), key=lambda item: _turn(item[0])):
+    for group, statistics in sorted(found.items(), key=lambda item: _map_order(item[0])):
         of_rows = [{"name": name, "curves": sorted(by_row.items())} for name, by_row in statistics.items()]
         yield {"name": group, "layers": list(rows[group]), "statistics": of_rows}
 
 
-def _turn(group: str) -> int:
-    """What goes through the model before what it is made of; other groups as they were first seen."""
+def _map_order(group: str) -> int:
+    """Return the place of a map: activations and gradients before parameters, then other groups as first seen."""
     kind = group.rsplit("/", 1)[-1]
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
-def _plain(value: Any) -> Any:
-    """Facts as JSON has them: what is not finite becomes text."""
+def _json_ready(value: Any) -> Any:
+    """Return facts as JSON can hold them: what is not finite becomes text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_json_ready(item) for item in value]
     if isinstance(value, float) and not np.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+# -- packing ------------------------------------------------------------------------------------------------------
+
+
+class Packer:
+    """Packs arrays as bytes, which the page unpacks; series with the same steps share them.
+
+    As text, two million numbers are 20 MB and a second of parsing; packed they are 5 MB and 50 ms.
+
+    Recipe: ``packer = Packer(); packer.steps(curve.steps); packer.values(curve.values); packer.compress(header)``.
+    """
+
+    def __init__(self) -> None:
+        self._floats: list[NDArray[np.float32]] = []
+        self._num_floats = 0
+        self._steps: dict[bytes, int] = {}
+        self.step_lists: list[dict[str, int]] = []
+        """Where each list of steps is: ``{"first", "every", "count"}`` or, if uneven, ``{"at", "count"}``."""
+        self._uneven: list[NDArray[np.int32]] = []
+        self._num_uneven = 0
+
+    def steps(self, steps: NDArray[np.int64]) -> int:
+        """Add a list of steps; return its number."""
+        key = steps.tobytes()
+        if key not in self._steps:
+            self._steps[key] = len(self.step_lists)
+            self.step_lists.append(self._placed(steps))
+        return self._steps[key]
+
+    def _placed(self, steps: NDArray[np.int64]) -> dict[str, int]:
+        gaps = np.diff(steps)
+        if steps.size and (steps.size < 2 or bool((gaps == gaps[0]).all())):
+            return {"first": int(steps[0]), "every": int(gaps[0]) if gaps.size else 1, "count": int(steps.size)}
+        self._uneven.append(steps.astype(np.int32))
+        self._num_uneven += steps.size
+        return {"at": self._num_uneven - steps.size, "count": int(steps.size)}
+
+    def values(self, values: NDArray[np.float64], *, short: bool = False) -> int:
+        """Add numbers; return their place. ``short`` drops digits that a colour does not show."""
+        # What float32 cannot hold is not infinite; NaN and infinities go through clip as they are, told apart here.
+        clipped = np.where(np.isinf(values), values, np.clip(values, -_LARGEST, _LARGEST)).astype(np.float32)
+        self._floats.append(_shortened(clipped).reshape(-1) if short else clipped.reshape(-1))
+        self._num_floats += values.size
+        return self._num_floats - values.size
+
+    def compress(self, header: dict[str, Any]) -> str:
+        """Return everything, compressed, in base64: the length of the header, the header as JSON, the numbers."""
+        floats = np.concatenate([*self._floats, np.empty(0, np.float32)])
+        uneven = np.concatenate([*self._uneven, np.empty(0, np.int32)])
+        counts = {"floats": floats.size, "ints": uneven.size}
+        text = json.dumps(
+            {**header, "steps": self.step_lists, "counts": counts}, allow_nan=False, separators=(",", ":")
+        )
+        head = text.encode()
+        head += b" " * (-(len(head) + 4) % 4)  # integers have to begin at a multiple of 4
+        # All first bytes, then all second bytes, …: signs and exponents repeat, so gzip finds them.
+        planes = floats.astype("<f4").view(np.uint8).reshape(-1, 4).T.tobytes()
+        block = len(head).to_bytes(4, "little") + head + uneven.astype("<i4").tobytes() + planes
+        return base64.b64encode(gzip.compress(block, 6, mtime=0)).decode()
+
+
+def _shortened(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    bits = values.view(np.uint32)
+    rounded = ((bits + np.uint32(0x80)) & _SHORT).view(np.float32)
+    # Rounding up must not make an infinity of a number, nor a number of a NaN.
+    return np.where(np.isfinite(rounded) & np.isfinite(values), rounded, values)
+
+
+def thin(
+    steps: NDArray[np.int64], values: NDArray[np.float64], limit: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return at most ``limit`` of the columns of ``values`` (rows, steps), with every peak kept.
+
+    Recipe: ``steps, values = thin(curve.steps, curve.values[None], 2000)``.
+
+    Steps are taken together; of each stretch, a row keeps its smallest and its largest number in the order they came,
+    and what is not finite before either. They are put at the first step and the middle one.
+    """
+    count = steps.size
+    if count <= limit:
+        return steps, values
+    size = -(-count // max(1, limit // 2))
+    starts = np.arange(0, count, size)
+    middles = np.minimum(starts + size // 2, count - 1)  # so that columns are evenly spaced
+    padded = np.pad(values, ((0, 0), (0, starts.size * size - count)), mode="edge").reshape(len(values), -1, size)
+    low, high = _extremes(padded)
+    pairs = np.sort(np.stack([low, high], -1), -1)  # (rows, stretches, 2)
+    kept = np.take_along_axis(padded, pairs, -1).reshape(len(values), -1)
+    at = np.stack([starts, middles], -1).reshape(-1)
+    whole = np.concatenate([[True], np.diff(at) > 0])  # a last stretch of one step has one column
+    return steps[at[whole]], kept[:, whole]
+
+
+def _extremes(values: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return where the smallest and largest are, (rows, stretches); in a stretch with a value not finite, that one."""
+    bad = ~np.isfinite(values)
+    finite = np.where(bad, 0.0, values)
+    low = np.where(bad, np.inf, finite).argmin(-1)
+    high = np.where(bad, -np.inf, finite).argmax(-1)
+    return np.where(bad.any(-1), bad.argmax(-1), low), high

@@ -1,7 +1,7 @@
-"""The runs that a page is about: folders in, records and facts out.
+"""Find the runs that a page is about, and read their records and facts.
 
-Takes `records.jsonl` (by `sinks.log`) and `run.json` (by the command line) of each folder; either may be missing. Hands
-`RunData` to `page`.
+`report_page` and `loaded_run` call `find_runs` and `read_runs`; these read ``records.jsonl`` (by `read_log`) and
+``run.json`` (written by the command line) of each folder. Either may be missing.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from hookline.errors import OptionError
-from hookline.report.metric_series import Collector, Series
 from hookline.sinks.record_log import Context, read_log
 from hookline.sinks.sink import Record
 
-__all__ = ["FACTS", "LOG", "RunData", "RunPart", "distinct_names", "find_runs", "read_parts", "read_run"]
+__all__ = ["FACTS", "LOG", "RunData", "distinct_names", "find_runs", "read_runs"]
 
 LOG: Final = "records.jsonl"
 """The name of the log in the folder of a run."""
@@ -31,26 +30,37 @@ _DEPTH: Final = 3
 """How far below a folder runs are looked for: ``runs/experiment/strategy``."""
 
 
+class _Collects(Protocol):
+    """An object that collects records."""
+
+    def take(self, record: Record) -> None: ...
+
+
+T = TypeVar("T", bound=_Collects)
+
+
 @dataclass(slots=True)
-class RunData:
-    """One run, as the page shows it."""
+class RunData(Generic[T]):
+    """One run of a folder or a log."""
 
     name: str
-    """In the legend; no two runs of a page have the same."""
+    """The name in the legend; no two runs of a page have the same."""
     folder: Path
     """Where it was read."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What `run.json` says, or else what the log says of the run."""
-    series: Series = field(default_factory=Series)
-    """What it recorded."""
-    remarks: list[str] = field(default_factory=list)
+    facts: dict[str, Any]
+    """What ``run.json`` says, or else what the log says of the run."""
+    collected: T
+    """What has taken the records."""
+    started: float | None
+    """When, in seconds since 1970; None if nothing says so."""
+    remarks: list[str]
     """Sentences about what is missing."""
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """The folders of runs, and logs by themselves; of a folder that holds runs, these.
+    """Return the folders of runs, and logs by themselves; for a folder that holds runs, these.
 
-    Recipe: ``find_runs(["runs/mod_arithmetic"])`` gives a folder for each strategy.
+    Recipe: ``find_runs(["runs/mod_arithmetic"])`` returns a folder for each strategy.
     """
     if not paths:
         raise OptionError("A page needs at least one run; give the folder of one, such as runs/digits/default.")
@@ -79,58 +89,26 @@ def _nearby(path: Path) -> str:
     return f"There are: {', '.join(runs)}." if runs else "Runs lie below the --output-dir that they were given."
 
 
-def read_run(path: Path) -> list[RunData]:
-    """What a folder, or a log, holds: one run, or one for each strategy that wrote into the same log.
+def read_runs(path: Path, make: Callable[[], T]) -> list[RunData[T]]:
+    """Read a folder or a log; hand the records of each run in it, by strategy, to an object that ``make`` returns.
 
-    Recipe: ``read_run(Path("runs/digits/default"))[0].series.curves``.
-    """
-    return [
-        RunData(part.name, part.folder, part.facts, part.found.series(part.started), part.remarks)
-        for part in read_parts(path, Collector)
-    ]
-
-
-class Takes(Protocol):
-    """Whatever records are handed to, one after the other."""
-
-    def take(self, record: Record) -> None: ...
-
-
-T = TypeVar("T", bound=Takes)
-
-
-@dataclass(slots=True)
-class RunPart(Generic[T]):
-    """One run of a folder or a log, with whatever took its records."""
-
-    name: str
-    folder: Path
-    facts: dict[str, Any]
-    found: T
-    started: float | None
-    """When, in seconds since 1970; None if nothing says so."""
-    remarks: list[str]
-
-
-def read_parts(path: Path, make: Callable[[], T]) -> list[RunPart[T]]:
-    """Read a folder or a log, and hand the records of each run in it to an object that `make` gives.
-
-    Recipe: ``read_parts(Path("runs/digits/default"), Collector)[0].found.series()``.
+    Recipe: ``read_runs(Path("runs/digits/default"), Collector)[0].collected.series()``.
     """
     folder, log = (path.parent, path) if path.is_file() else (path, path / LOG)
     remarks: list[str] = []
     facts = _read_facts(folder / FACTS, remarks)
     by_strategy, contexts = _read_records(log, remarks, make)
-    parts = []
-    for strategy, found in by_strategy.items() or [(None, make())]:
-        alone = len(by_strategy) < 2
-        told = contexts.get(strategy, Context({}))
-        own = dict(facts or told.context)
-        if strategy and not (alone and own.get("strategy")):
+    runs = []
+    is_alone = len(by_strategy) < 2
+    for strategy, collected in by_strategy.items() or [(None, make())]:
+        context = contexts.get(strategy, Context({}))
+        own = dict(facts or context.context)
+        if strategy and not (is_alone and own.get("strategy")):
             own["strategy"] = strategy
-        started = (_seconds(facts.get("started")) if alone else None) or told.time or None
-        parts.append(RunPart(_name(own, folder, alone=alone), folder, own, found, started, list(remarks)))
-    return parts
+        started = (_seconds(facts.get("started")) if is_alone else None) or context.time or None
+        name = _name(own, folder, is_alone=is_alone)
+        runs.append(RunData(name, folder, own, collected, started, list(remarks)))
+    return runs
 
 
 def _read_facts(path: Path, remarks: list[str]) -> dict[str, Any]:
@@ -145,11 +123,7 @@ def _read_facts(path: Path, remarks: list[str]) -> dict[str, Any]:
     if not isinstance(facts, dict):
         remarks.append(f"{FACTS} holds no facts: it should be an object.")
         return {}
-    return _shaped(facts)
-
-
-def _shaped(facts: dict[str, Any]) -> dict[str, Any]:
-    """Without parts that are not what they should be: the page takes them apart."""
+    # Without parts that are not what they should be: the page takes them apart.
     found = {name: value for name, value in facts.items() if name not in _PARTS or isinstance(value, dict)}
     hooks = {name: dict(hook) for name, hook in found.get("hooks", {}).items() if isinstance(hook, dict)}
     for hook in hooks.values():
@@ -171,9 +145,9 @@ def _read_records(
         for entry in read_log(path):
             if isinstance(entry, Context):
                 strategy = entry.context.get("strategy", strategy)
-                contexts.setdefault(strategy, entry)  # a run that was resumed has told it more than once
+                contexts.setdefault(strategy, entry)  # a resumed run has several
             else:
-                # A record that names no strategy belongs to the run that is going on.
+                # A record without a strategy belongs to the last context.
                 key = entry.strategy or strategy
                 if key not in found:
                     found[key] = make()
@@ -192,37 +166,37 @@ def _seconds(moment: Any) -> float | None:
         return None
 
 
-def _name(facts: dict[str, Any], folder: Path, *, alone: bool) -> str:
+def _name(facts: dict[str, Any], folder: Path, *, is_alone: bool) -> str:
     experiment = facts.get("experiment") or facts.get("experiment_name")
     named = experiment or folder.resolve().name
-    parts = [named, facts.get("strategy") if experiment or not alone else None]
+    parts = [named, facts.get("strategy") if experiment or not is_alone else None]
     return " / ".join(str(part) for part in parts if part)
 
 
-class Named(Protocol):
+class _Named(Protocol):
     """A run with a name that may be lengthened."""
 
     name: str
     folder: Path
 
 
-def distinct_names(runs: Sequence[Named]) -> None:
-    """Runs of one name are told apart by where their folders part, and by numbers if they share one."""
-    for mark in (_by_folder, _by_number):
-        same: dict[str, list[Named]] = {}
+def distinct_names(runs: Sequence[_Named]) -> None:
+    """Lengthen equal names: by where the folders differ, and by numbers in one folder."""
+    for label_of in (_by_folder, _by_number):
+        same: dict[str, list[_Named]] = {}
         for run in runs:
             same.setdefault(run.name, []).append(run)
         for twins in same.values():
             if len(twins) > 1:
-                for run, label in zip(twins, mark(twins), strict=True):
+                for run, label in zip(twins, label_of(twins), strict=True):
                     run.name += label
 
 
-def _by_folder(runs: list[Named]) -> list[str]:
+def _by_folder(runs: list[_Named]) -> list[str]:
     folders = [run.folder.resolve() for run in runs]
     shared = os.path.commonpath(folders)
     return [f" ({label})" if (label := os.path.relpath(folder, shared)) != "." else "" for folder in folders]
 
 
-def _by_number(runs: list[Named]) -> list[str]:
+def _by_number(runs: list[_Named]) -> list[str]:
     return [f" {number}" for number in range(1, len(runs) + 1)]
