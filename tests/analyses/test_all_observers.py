@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 import subprocess
@@ -31,6 +32,12 @@ def run_epochs(manager, first=0, last=5, experiment=None):
     return experiment
 
 
+@functools.cache
+def bare(run):
+    """What a run without hooks leaves."""
+    return left_by(run(None))
+
+
 def run_steps(manager, first=0, last=23, experiment=None):
     experiment = experiment or token_experiment()
     hl.step_loop(experiment, steps=last, manager=manager, snapshot_every=4, first_step=first)
@@ -47,17 +54,17 @@ LOOPS = pytest.mark.parametrize("run", [run_epochs, run_steps])
 def test_a_run_with_all_observers_is_the_run_without(run):
     """Weights, buffers, gradients, optimizer, modes and all random streams, to the last bit; each of them reported."""
     sink = hl.sinks.MemorySink()
-    plain = left_by(run(None))
-    assert differences(plain, left_by(run(new_manager(OBSERVERS, sink)))) == []
+    plain, experiment = bare(run), run(new_manager(OBSERVERS, sink))
+    assert differences(plain, left_by(experiment)) == []
     assert {name.partition("/")[0] for name in sink.latest} >= set(OBSERVERS)
+    hl.assert_no_hooks(experiment.model)
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_a_run_with_one_observer_is_the_run_without(name):
     """Each by itself, with every check that a manager has."""
-    plain = left_by(run_epochs(None))
     sink = hl.sinks.MemorySink()
-    assert differences(plain, left_by(run_epochs(new_manager([name], sink, strict=True)))) == []
+    assert differences(bare(run_epochs), left_by(run_epochs(new_manager([name], sink, strict=True)))) == []
     assert any(metric.startswith(f"{name}/") for metric in sink.latest)
 
 
@@ -71,14 +78,7 @@ def test_an_observer_that_moves_a_weight_would_be_noticed(run):
                 next(ctx.model.parameters()).mul_(1 + 1e-7)
             return super().compute(ctx)
 
-    assert differences(left_by(run(None)), left_by(run(hl.HookManager(hooks=[Nudges()])))) != []
-
-
-@LOOPS
-def test_the_model_carries_no_hook_afterwards(run):
-    """What stats and attention attached is off again."""
-    experiment = run(new_manager(OBSERVERS))
-    hl.assert_no_hooks(experiment.model)
+    assert differences(bare(run), left_by(run(hl.HookManager(hooks=[Nudges()])))) != []
 
 
 # -- resuming ------------------------------------------------------------------------------------------------
@@ -326,38 +326,30 @@ def test_every_metric_is_described_and_every_hook_says_what_it_is(run):
         assert emitted and undescribed == [] if name != "stats" else emitted
 
 
-def test_metrics_are_the_same_with_state_offloaded():
-    """Whatever is moved between firings comes back."""
+def test_neither_the_order_of_hooks_nor_offloading_their_state_changes_a_metric():
+    """Work is shared, results are not: backwards, all say the same; whatever is moved between firings comes back."""
     one, other = hl.sinks.MemorySink(), hl.sinks.MemorySink()
     run_epochs(new_manager(OBSERVERS, one))
-    run_epochs(new_manager(OBSERVERS, other, offload_state=True))
-    assert one.latest == other.latest
-
-
-def test_the_order_of_hooks_does_not_matter():
-    """Work is shared, results are not: backwards, all say the same."""
-    one, other = hl.sinks.MemorySink(), hl.sinks.MemorySink()
-    run_epochs(new_manager(OBSERVERS, one))
-    run_epochs(new_manager(OBSERVERS[::-1], other))
+    run_epochs(new_manager(OBSERVERS[::-1], other, offload_state=True))
     assert one.latest == other.latest
 
 
 def test_the_gradient_is_made_flat_once_per_firing(monkeypatch):
     """However many hooks want it; and what was shared is gone with the context."""
-    from hookline.analyses import _shared
+    from hookline.analyses import _firing_values
 
     made_flat = []
-    real = _shared.flatten
-    monkeypatch.setattr(_shared, "flatten", lambda tensors: made_flat.append(1) or real(tensors))
+    real = _firing_values.flatten
+    monkeypatch.setattr(_firing_values, "flatten", lambda tensors: made_flat.append(1) or real(tensors))
     model = token_experiment().model
     ctx = context(model, accumulated_grads=random_grads(model, 1))
     for name in ("norms", "consecutive", "variance", "subspace_gradient_info"):
         made(name).compute(ctx)
     assert len(made_flat) == 1
-    assert len(_shared._WORK) >= 1
-    before = len(_shared._WORK)
+    assert len(_firing_values._VALUES) >= 1
+    before = len(_firing_values._VALUES)
     del ctx
-    assert len(_shared._WORK) == before - 1
+    assert len(_firing_values._VALUES) == before - 1
 
 
 # -- by name -------------------------------------------------------------------------------------------------

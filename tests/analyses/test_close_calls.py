@@ -19,7 +19,7 @@ from hookline.analyses import (
     SubspaceGradientInfoHook,
     VarianceHook,
 )
-from hookline.analyses._spectrum import singular_values
+from hookline.analyses._vectors import singular_values
 
 
 @pytest.mark.parametrize("share", [1e-3, 1e-4])

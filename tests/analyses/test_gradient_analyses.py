@@ -14,12 +14,6 @@ import hookline as hl
 from hookline.errors import HooklineWarning, OptionError
 
 
-@pytest.fixture
-def model() -> TokenModel:
-    torch.manual_seed(0)
-    return TokenModel()
-
-
 def shown(hook, model, seeds, **given):
     """What it returns for one gradient after the other, and the gradients."""
     grads = [random_grads(model, seed) for seed in seeds]
@@ -148,7 +142,7 @@ def test_gradient_projection_compares_descent_and_move_with_the_way_to_the_refer
 
 
 def test_gradient_projection_divides_by_nothing_when_nothing_moves(model):
-    """All gradients and moves zero: cosines of 0 over all, none by layer (the source divided by their number)."""
+    """All gradients and moves zero: cosines of 0 over all, none by layer (OrderedLearning divided by their number)."""
     hook = made("gradient_projection")
     hook.set_reference_weights({name: p.detach() + 1 for name, p in model.named_parameters()})
     zero = {name: torch.zeros_like(p) for name, p in model.named_parameters()}

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from helpers_analyses import context
-from helpers_interventions import by_step, left_by, rich_experiment
-from helpers_training import differences
 from torch import nn
 
 import hookline as hl
@@ -147,30 +145,3 @@ def test_spectrum_of_a_network_is_that_of_its_hessian():
     found = looked_at(model, hook, lambda model, batch: model(batch).square().mean(), x)
     assert [found[f"eigenvalue_{k}"] for k in (1, 2, 3)] == pytest.approx(right[:3].tolist(), rel=1e-6)
     assert found["smallest_eigenvalue"] == pytest.approx(float(right[-1]), rel=1e-6)
-
-
-def test_a_run_with_both_is_the_run_without():
-    """Through dropout and BatchNorm, weights, buffers, optimizer and random streams to the last bit."""
-    plain = rich_experiment()
-    hl.epoch_loop(plain, epochs=4)
-    hooked, sink = rich_experiment(), hl.sinks.MemorySink()
-    hooks = [GradientNoiseScaleHook(steps=3), HessianSpectrumHook(every_n_steps=4, iterations=5, probes=2)]
-    hl.epoch_loop(hooked, epochs=4, manager=hl.HookManager(hooks=hooks, sinks=[sink]))
-    assert differences(left_by(plain), left_by(hooked)) == []
-    assert sorted(by_step(sink, "hessian_spectrum")) == [4, 8, 12, 16]
-    assert sink.latest["gradient_noise_scale/noise"] > 0
-
-    class Leaves(HessianSpectrumHook):
-        """The negative control: it does not say what it does."""
-
-        scope = "trains"
-
-        def compute(self, ctx):
-            with torch.no_grad():
-                next(ctx.model.parameters()).mul_(1 + 1e-7)
-
-        intervention_points = frozenset()
-
-    other = rich_experiment()
-    hl.epoch_loop(other, epochs=4, manager=hl.HookManager(hooks=[Leaves(every_n_steps=4)]))
-    assert differences(left_by(plain), left_by(other)) != []

@@ -81,7 +81,7 @@ def small_run(hooks, epochs=1, **options):
 
 
 def test_names_and_numbers_are_those_of_the_trackers():
-    """Under the names of the source, without a hook's name in front; evaluation does not count."""
+    """Under the names of Metta, without a hook's name in front; evaluation does not count."""
     _, got, values, grads = small_run([kind() for kind in ALL.values()])
     on = np.concatenate([rectified for _, rectified, _, _ in values]) > 0
     for unit in range(6):

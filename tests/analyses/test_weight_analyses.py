@@ -7,19 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers_analyses import P, TokenModel, context, cos, made, random_grads, token_experiment
+from helpers_analyses import P, context, cos, made, random_grads, token_experiment
 from torch import nn
 
 import hookline as hl
-from hookline.analyses._spectrum import singular_values, singular_values_of
+from hookline.analyses._vectors import singular_values, singular_values_of
 from hookline.errors import HooklineWarning, OptionError
-
-
-@pytest.fixture
-def model() -> TokenModel:
-    torch.manual_seed(0)
-    return TokenModel()
-
 
 # -- singular values -----------------------------------------------------------------------------------------
 
@@ -84,7 +77,8 @@ def test_one_decomposition_serves_all_that_need_it(monkeypatch):
 
     asked = []
     real = singular_values_of
-    monkeypatch.setattr("hookline.analyses._shared.singular_values_of", lambda some: asked.extend(some) or real(some))
+    path = "hookline.analyses._firing_values.singular_values_of"
+    monkeypatch.setattr(path, lambda some: asked.extend(some) or real(some))
     projected = Projected()
     ctx = context(projected, accumulated_grads=random_grads(projected, 1))
     made("weight_tracking").compute(ctx)

@@ -411,7 +411,7 @@ def test_attached_again_with_the_same_context_the_hooks_are_there():
         assert (len(cfg._active_policy_hooks), len(cfg._active_policy_backward_hooks)) == (2, 3)
         policy(torch.randn(5, 4)).sum().backward()
         cfg._clear_policy_hooks()
-    assert trainer.context.model_metrics["relu_activation_state"]._counts["actor_mlp"].samples == {8: 10}
+    assert trainer.context.model_metrics["relu_activation_state"]._kept["actor_mlp"].samples == {8: 10}
 
 
 def test_what_a_tracker_cannot_use_is_passed_over():
@@ -421,7 +421,7 @@ def test_what_a_tracker_cannot_use_is_passed_over():
     policy, context = watched(Given(*outputs), attach_relu_activation_hooks())
     for _ in outputs:
         policy()
-    assert context.model_metrics["relu_activation_state"]._counts["c"].samples == {2: 1}
+    assert context.model_metrics["relu_activation_state"]._kept["c"].samples == {2: 1}
     policy, context = watched(Given((x, x)), attach_relu_activation_hooks(extractor=lambda output: output[1]))
     policy()
     assert len(metrics(context)) == 2

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Batch", "Decoder", "Layer", "Named", "Wrapped", "first_layers", "register_like_sglang"]
+from hookline.factories import BatchRows, export, read_export, serving
+from hookline.factories.export_files import ExportRecord
+
+__all__ = [
+    "PADDED",
+    "Batch",
+    "Decoder",
+    "Layer",
+    "Named",
+    "Wrapped",
+    "exported",
+    "first_layers",
+    "register_like_sglang",
+]
 
 WIDTH = 8
+PADDED = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
+"""Two prompts in one batch, the second padded by two."""
 
 
 @dataclass
@@ -70,6 +86,18 @@ def first_layers(model: nn.Module, hook: Any, pattern: str = "layers.*") -> None
     for name, module in model.named_modules():
         if fnmatch.fnmatch(name, pattern):
             module.register_forward_hook(hook)
+
+
+def exported(
+    folder: Path, *outputs: Any, rows: BatchRows | None = None, **config: Any
+) -> tuple[list[ExportRecord], dict[str, float]]:
+    """Export the outputs of one module; what was written, and the metrics of the hook."""
+    hook, module = export({"folder": str(folder), **config}), nn.Identity()
+    with serving(rows):
+        for output in outputs:
+            hook(module, (), output)
+    hook.close()
+    return list(read_export(folder)) if folder.exists() else [], hook.to_metrics()
 
 
 @dataclass

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from helpers_factories import Wrapped
+from helpers_factories import PADDED, Wrapped
+from helpers_threads import in_threads
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import BatchRows, activation_stats, serving
+from hookline.factories import activation_stats, serving
 
 STATS = ["mean", "std", "rms", "min", "max", "absmax", "zero_fraction", "nan", "inf"]
 
@@ -120,13 +120,12 @@ def test_a_module_that_is_gone_does_not_lend_its_numbers_to_the_next() -> None:
 
 def test_padding_is_not_counted() -> None:
     """Of a batch that is padded on the left, only real tokens count; NaN in the padding is nothing."""
-    rows = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
     x = torch.randn(2, 3, 4)
     real = torch.cat([x[0], x[1, 2:]])
     x[1, :2] = torch.nan
     for output in (x, x.flatten(0, 1)):
         hook = activation_stats({"stats": STATS})
-        with serving(rows):
+        with serving(PADDED):
             hook(nn.Identity(), (), output)
         assert of(hook.to_metrics(), "Identity.0") == pytest.approx(expected(real), rel=1e-5)
     hook = activation_stats({"stats": STATS})
@@ -157,15 +156,7 @@ def test_two_threads_lose_nothing() -> None:
     hook, module = activation_stats({"stats": ["mean", "max", "norm"]}), nn.Identity()
     tensor = torch.ones(3)
 
-    def run() -> None:
-        for _ in range(500):
-            hook(module, (), tensor)
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: [hook(module, (), tensor) for _ in range(500)])
     cells = hook.read()["Identity.0"]
     assert (cells["fires"], cells["count"], cells["sum"]) == (1000, 3000, 3000)
     assert hook.to_metrics()["Identity.0/norm"] == pytest.approx(3**0.5)

@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_factories import PADDED, exported
+from helpers_threads import in_threads
 from helpers_waiting import PATIENCE, until
 from safetensors import safe_open
 from torch import Tensor, nn
 
 import hookline as hl
 from hookline.factories import BatchRows, export, read_export, serving
-from hookline.factories.export_shards import Shards
-
-TWO = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
-"""Two prompts in one batch, the second padded by two."""
+from hookline.factories.export_files import Shards
 
 
 class Stuck:
@@ -66,11 +65,7 @@ def test_rows_of_a_padded_batch_are_separated_by_request(tmp_path: Path) -> None
     x[1, :2] = torch.nan
     shapes = {"batch": x, "flat": x.flatten(0, 1), "columns": x[:, :, 0]}
     for name, output in shapes.items():
-        hook = export({"folder": str(tmp_path / name)})
-        with serving(TWO):
-            hook(nn.Identity(), (), (output, None))
-        hook.close()
-        first, second = read_export(tmp_path / name)
+        (first, second), _ = exported(tmp_path / name, (output, None), rows=PADDED)
         assert (first.request, first.tokens, first.positions, first.phase) == ("a", (1, 2, 3), (0, 1, 2), "prefill")
         assert (second.request, second.tokens, second.positions) == ("b", (9,), (0,))
         assert torch.equal(first.tensor.view(3, -1), output.reshape(2, 3, -1)[0])
@@ -81,23 +76,15 @@ def test_rows_of_a_padded_batch_are_separated_by_request(tmp_path: Path) -> None
 def test_last_takes_the_last_token_of_each_request(tmp_path: Path, width: int) -> None:
     """positions="last"; also of a head that gives out the last column alone."""
     x = torch.arange(24.0).view(2, 3, 4)[:, -width:]
-    hook = export({"folder": str(tmp_path), "positions": "last" if width == 3 else "all"})
-    with serving(TWO):
-        hook(nn.Identity(), (), x)
-    hook.close()
-    found = [(each.request, each.tokens, each.positions, each.tensor.tolist()) for each in read_export(tmp_path)]
+    records, _ = exported(tmp_path, x, rows=PADDED, positions="last" if width == 3 else "all")
+    found = [(each.request, each.tokens, each.positions, each.tensor.tolist()) for each in records]
     assert found == [("a", (3,), (2,), x[0, -1:].tolist()), ("b", (9,), (0,), x[1, -1:].tolist())]
 
 
 def test_what_is_not_by_token_is_separated_by_row(tmp_path: Path) -> None:
     """A pooled vector and attention weights, with as many heads as there are tokens: each request gets its row."""
-    hook = export({"folder": str(tmp_path)})
     outputs = (torch.arange(10.0).view(2, 5), torch.arange(54.0).view(2, 3, 3, 3))
-    with serving(TWO):
-        for output in outputs:
-            hook(nn.Identity(), (), output)
-    hook.close()
-    records = list(read_export(tmp_path))
+    records, _ = exported(tmp_path, *outputs, rows=PADDED)
     assert [(each.request, each.tokens) for each in records] == [("a", ()), ("b", ())] * 2
     want = [row for output in outputs for row in output]
     assert all(torch.equal(each.tensor, row) for each, row in zip(records, want, strict=True))
@@ -105,11 +92,7 @@ def test_what_is_not_by_token_is_separated_by_row(tmp_path: Path) -> None:
 
 def test_what_has_no_rows_is_written_whole(tmp_path: Path) -> None:
     """A tensor that has nothing to do with the batch's shape belongs to no request."""
-    hook = export({"folder": str(tmp_path)})
-    with serving(TWO):
-        hook(nn.Identity(), (), torch.ones(5, 7))
-    hook.close()
-    (record,) = read_export(tmp_path)
+    (record,), _ = exported(tmp_path, torch.ones(5, 7), rows=PADDED)
     assert (record.request, record.phase, record.tensor.shape) == (None, "prefill", (5, 7))
 
 
@@ -127,14 +110,10 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 
 def test_dtypes_of_all_widths_share_a_shard(tmp_path: Path) -> None:
     """Odd sizes between them do not spoil what comes after; empty tensors and single numbers too."""
-    hook = export({"folder": str(tmp_path)})
     tensors = [torch.arange(count).to(dtype) for dtype in DTYPES for count in (3, 1, 0)]
     tensors += [torch.tensor(2.5), torch.ones(2, 3).t(), torch.ones(4).to(torch.bfloat16)[1:2]]
-    for tensor in reversed(tensors):
-        hook(nn.Identity(), (), tensor)
-    hook.close()
-    records = list(read_export(tmp_path))
-    assert hook.to_metrics()["shards"] == 1
+    records, metrics = exported(tmp_path, *reversed(tensors))
+    assert metrics["shards"] == 1
     for record, tensor in zip(records, reversed(tensors), strict=True):
         assert record.tensor.dtype is tensor.dtype
         assert torch.equal(record.tensor, tensor)
@@ -148,20 +127,14 @@ def test_dtypes_of_all_widths_share_a_shard(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
     """No tensor, numbers of a kind that the format has not, a tensor without numbers."""
-    hook = export({"folder": str(tmp_path)})
-    for output in (None, torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")):
-        hook(nn.Identity(), (), output)
-    hook.close()
-    assert hook.to_metrics()["unread"] == 3
+    _, metrics = exported(tmp_path, None, torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta"))
+    assert metrics["unread"] == 3
     assert list(tmp_path.iterdir()) == []  # and no file was made for nothing
 
 
 def test_shards_end_at_their_size(tmp_path: Path) -> None:
     """Of 1000 bytes, each file has as many tensors as first exceed it; safetensors reads each by itself."""
-    hook = export({"folder": str(tmp_path), "shard_bytes": 1000})
-    for _ in range(10):
-        hook(nn.Identity(), (), torch.ones(100))
-    hook.close()
+    records, metrics = exported(tmp_path, *[torch.ones(100)] * 10, shard_bytes=1000)
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) == 4
     counts = []
@@ -169,8 +142,8 @@ def test_shards_end_at_their_size(tmp_path: Path) -> None:
         with safe_open(str(shard), "pt") as tensors:
             counts.append(len(list(tensors.keys())))
     assert counts == [3, 3, 3, 1]
-    assert hook.to_metrics()["written_bytes"] == 4000
-    assert len(list(read_export(tmp_path))) == 10
+    assert metrics["written_bytes"] == 4000
+    assert len(records) == 10
 
 
 def test_more_tensors_than_a_header_holds_begin_another_shard(tmp_path: Path) -> None:
@@ -204,14 +177,10 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_budget_ends_the_export_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What was taken before is written; what comes later is dropped and counted."""
-    hook, module = export({"folder": str(tmp_path), "max_bytes": 1000}), nn.Identity()
-    for _ in range(5):
-        hook(module, (), torch.ones(100))
-    hook.close()
-    assert hook.to_metrics()["dropped"] == 3
-    assert hook.to_metrics()["stopped"] == 1
+    records, metrics = exported(tmp_path, *[torch.ones(100)] * 5, max_bytes=1000)
+    assert (metrics["dropped"], metrics["stopped"]) == (3, 1)
     assert caplog.messages == ["Export stops: more than max_bytes (1000) is asked for; 800 bytes were taken"]
-    assert len(list(read_export(tmp_path))) == 2
+    assert len(records) == 2
 
 
 def test_a_disk_that_fails_ends_the_export_and_not_the_run(
@@ -225,7 +194,7 @@ def test_a_disk_that_fails_ends_the_export_and_not_the_run(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hookline.factories.export_shards._write", full)
+    monkeypatch.setattr("hookline.factories.export_files._write", full)
     for _ in range(3):
         hook(module, (), torch.ones(100))
     hook.close()
@@ -243,10 +212,8 @@ def test_a_folder_that_cannot_be_made_ends_the_export_and_not_the_run(
 ) -> None:
     """Such as one below a file."""
     (tmp_path / "file").write_text("")
-    hook = export({"folder": str(tmp_path / "file" / "states")})
-    hook(nn.Identity(), (), torch.ones(3))
-    hook.close()
-    assert hook.to_metrics()["errors"] == 1
+    _, metrics = exported(tmp_path / "file" / "states", torch.ones(3))
+    assert metrics["errors"] == 1
     assert "NotADirectoryError" in caplog.text
 
 
@@ -281,11 +248,7 @@ def test_two_threads_export_side_by_side(tmp_path: Path) -> None:
             with serving(rows):
                 hook(module, (), torch.full((1, 1, 4), float(number)))
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run)
     hook.close()
     records = list(read_export(tmp_path))
     assert len({each.call for each in records}) == len(records) == 200
@@ -313,9 +276,7 @@ def test_closed_hooks_take_no_more(tmp_path: Path) -> None:
 
 def test_a_half_written_line_is_not_read(tmp_path: Path) -> None:
     """As a kill in the middle of a write leaves it."""
-    hook = export({"folder": str(tmp_path)})
-    hook(nn.Identity(), (), torch.ones(3))
-    hook.close()
+    exported(tmp_path, torch.ones(3))
     with (tmp_path / "index-000.jsonl").open("a") as index:
         index.write('{"module": "x", "ca')
     assert len(list(read_export(tmp_path))) == 1

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_factories import exported
 from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
 from hookline.factories import BatchRows, export, read_export, serving
-from hookline.factories import export_shards as shards
-from hookline.factories.export_shards import Shards
+from hookline.factories import export_files as shards
+from hookline.factories.export_files import Shards
 
 
 def test_a_relative_folder_stays_where_it_was_when_the_process_moves(
@@ -36,12 +37,9 @@ def test_a_relative_folder_stays_where_it_was_when_the_process_moves(
 
 def test_a_header_never_grows_into_the_tensors(tmp_path: Path) -> None:
     """Shapes of forty dimensions take more room than those of two: what is written is what was given out."""
-    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
-    for call in range(2500):
-        hook(module, (), torch.full([1] * 40, float(call)))
-    hook.close()
-    assert [each.tensor.item() for each in read_export(tmp_path)] == list(range(2500))
-    assert hook.to_metrics()["shards"] > 1
+    records, metrics = exported(tmp_path, *(torch.full([1] * 40, float(call)) for call in range(2500)))
+    assert [each.tensor.item() for each in records] == list(range(2500))
+    assert metrics["shards"] > 1
 
 
 def test_names_of_any_letters_come_back(tmp_path: Path) -> None:
@@ -137,10 +135,7 @@ def test_closing_over_a_stuck_disk_says_what_is_left(
 
 def test_a_shard_that_was_cut_short_or_taken_away_is_named(tmp_path: Path) -> None:
     """The error says which file; what comes before it is read."""
-    hook, module = export({"folder": str(tmp_path), "shard_bytes": 1}), nn.Identity()
-    for _ in range(2):
-        hook(module, (), torch.ones(100))
-    hook.close()
+    exported(tmp_path, torch.ones(100), torch.ones(100), shard_bytes=1)
     last = sorted(tmp_path.glob("*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-8])
     for _ in range(2):
@@ -174,9 +169,6 @@ def test_a_forked_process_exports_nothing_and_leaves_the_files_alone(tmp_path: P
 
 def test_a_tensor_that_is_read_negated_is_written_as_it_reads(tmp_path: Path) -> None:
     """As the imaginary part of a conjugate is: its memory has the other sign."""
-    hook = export({"folder": str(tmp_path)})
     output = torch.full((2,), 3j).conj().imag
     assert output.is_neg()
-    hook(nn.Identity(), (), output)
-    hook.close()
-    assert [each.tensor.tolist() for each in read_export(tmp_path)] == [[-3.0, -3.0]]
+    assert [each.tensor.tolist() for each in exported(tmp_path, output)[0]] == [[-3.0, -3.0]]

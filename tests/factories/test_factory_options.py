@@ -36,7 +36,7 @@ def test_a_key_that_is_no_option_is_an_error_with_a_suggestion(name: str) -> Non
     }  # fmt: skip
     wrong, right = options[name]
     with pytest.raises(
-        hl.errors.OptionError, match=f"{name} has no option '{wrong}'. Did you mean '{right}'"
+        hl.errors.OptionError, match=f"{name} has no option '{wrong}'; did you mean '{right}'"
     ) as caught:
         getattr(factories, name)({wrong: 1})
     assert str(caught.value).endswith(".")

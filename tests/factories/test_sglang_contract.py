@@ -45,18 +45,12 @@ def test_all_observers_load_by_path_and_leave_the_output_alone(tmp_path: Path) -
         before = model(extend())
         configs = {"activation_stats": {}, "nan_alarm": {}, "log_shapes": {}, "record_mean": {}}
         configs["export"] = {"folder": str(tmp_path)}
-        register_like_sglang(
-            model,
-            [
-                {
-                    "name": name,
-                    "target_modules": ["layers.*"],
-                    "hook_factory": f"hookline.factories:{name}",
-                    "config": each,
-                }
-                for name, each in configs.items()
-            ],
-        )
+        common = {"target_modules": ["layers.*"]}
+        specs = [
+            {**common, "name": name, "hook_factory": f"hookline.factories:{name}", "config": config}
+            for name, config in configs.items()
+        ]
+        register_like_sglang(model, specs)
         assert torch.equal(model(extend()), before)
 
 

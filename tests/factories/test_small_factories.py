@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers_factories import Named, Wrapped
+from helpers_factories import PADDED, Named, Wrapped
+from helpers_threads import in_threads
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import BatchRows, log_shapes, nan_alarm, record_mean, serving, steer
+from hookline.factories import log_shapes, nan_alarm, record_mean, serving, steer
 from hookline.sites.tree import main_tensor
 
 
@@ -67,7 +67,7 @@ def test_the_alarm_leaves_padding_alone(caplog: pytest.LogCaptureFixture) -> Non
     """NaN where a batch is padded alarms nobody; one in a real token does."""
     hook, module, x = nan_alarm(), nn.Identity(), torch.zeros(2, 3, 4)
     x[1, :2] = torch.nan
-    with serving(BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")):
+    with serving(PADDED):
         hook(module, (), x)
         assert not caplog.records
         x[1, 2, 0] = torch.nan
@@ -234,7 +234,7 @@ def test_means_of_images_are_by_channel_and_padding_is_left_out() -> None:
     assert hook.means()["Identity.0"].tolist() == [0.0, 1.0, 2.0]
     hook, x = record_mean(), torch.ones(2, 3, 4)
     x[1, :2] = 100.0
-    with serving(BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")):
+    with serving(PADDED):
         hook(nn.Identity(), (), x)
     assert hook.means()["Identity.0"].tolist() == [1.0] * 4
 
@@ -253,16 +253,7 @@ def test_means_take_anything_and_need_a_file_to_be_saved() -> None:
 def test_two_threads_add_to_one_mean() -> None:
     """Nothing is lost between them."""
     hook, module = record_mean(), nn.Identity()
-
-    def run() -> None:
-        for _ in range(300):
-            hook(module, (), torch.ones(4, 2))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: [hook(module, (), torch.ones(4, 2)) for _ in range(300)])
     assert hook.tokens() == {"Identity.0": 2400}
     assert hook.means()["Identity.0"].tolist() == [1.0, 1.0]
 

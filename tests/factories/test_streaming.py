@@ -5,11 +5,11 @@ That the kernel reads many tensors in one launch is tested beside it; here, that
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
+from helpers_threads import in_threads
 from torch import Tensor, nn
 
 from hookline.factories import activation_stats, nan_alarm
@@ -127,13 +127,7 @@ def test_two_threads_hold_copies_side_by_side(batches: Batches) -> None:
     """Every firing is in the sums."""
     hook, modules = activation_stats({"stats": ["mean"]}), [nn.Identity(), nn.Identity()]
     run(hook, modules, [torch.ones(SHAPE)] * 2)
-    threads = [
-        threading.Thread(target=run, args=(hook, modules[::order], [torch.ones(SHAPE)] * 200)) for order in (1, -1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda number: run(hook, modules[:: (1, -1)[number]], [torch.ones(SHAPE)] * 200))
     assert [cells["fires"] for cells in hook.read().values()] == [201, 201]
     assert hook.to_metrics() == {"Identity.0/mean": 1.0, "Identity.1/mean": 1.0}
 

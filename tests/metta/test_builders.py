@@ -7,18 +7,20 @@ import functools
 import gc
 import operator
 import pickle
-import threading
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers_threads import in_threads
 from helpers_trackers import BUILDERS, make_policy, make_tool, new_trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.lifecycle.run_phase import in_phase
+from hookline.sites.tree import leaves
 
 KEYS = {
     "relu": ("relu_activation_state", hl.metta.ReLUActivationState),
@@ -44,11 +46,22 @@ class Constant(nn.Module):
 def attach(policy, name, component, context, **options):
     """One tracker on one component, by the methods of the policy."""
     kind, make = BUILDERS[name]
-    hook = make(**options)(component, context)
-    register = policy.register_component_hook_rule
-    if kind == "backward":
-        register = policy.register_component_backward_hook_rule
+    hook, backward = make(**options)(component, context), policy.register_component_backward_hook_rule
+    register = policy.register_component_hook_rule if kind == "forward" else backward
     return register(component_name=component, hook=hook)
+
+
+def tracked(name, component="head", **options):
+    """A policy, one tracker on one of its components, the context of the tracker, and its handle."""
+    policy, context = make_policy(), hl.metta.ComponentContext()
+    return policy, context, attach(policy, name, component, context, **options)
+
+
+def odd(output, name="relu", component="odd", **options):
+    """The same for a policy that gives out ``output(x)``."""
+    policy, context = hl.metta.PolicyAutoBuilder({component: Constant(output)}), hl.metta.ComponentContext()
+    attach(policy, name, component, context, **options)
+    return policy, context
 
 
 def metrics(context) -> dict[str, float]:
@@ -64,10 +77,9 @@ def step(policy, x=None):
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_builder_puts_its_tracker_under_the_documented_key(name):
-    """And finds it there the next time; something else in its place is replaced."""
+    """And finds it there the next time; something else in its place is replaced. Any object has model_metrics."""
     key, kind = KEYS[name]
-    context = hl.metta.ComponentContext()
-    context.model_metrics[key] = "something else"
+    context = SimpleNamespace(model_metrics={key: "something else"})
     make = BUILDERS[name][1]
     make()("a", context)
     state = context.model_metrics[key]
@@ -76,19 +88,6 @@ def test_a_builder_puts_its_tracker_under_the_documented_key(name):
     make()("b", context)
     assert context.model_metrics == {key: state}
     assert state.has_component("b")
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_any_object_with_model_metrics_is_a_context(name):
-    """A trainer's own context will do."""
-
-    class Context:
-        model_metrics: dict = {}
-
-    context = Context()
-    BUILDERS[name][1]()("a", context)
-    assert list(context.model_metrics) == [KEYS[name][0]]
-    context.model_metrics.clear()
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -109,8 +108,8 @@ def test_attached_twice_it_counts_once(name):
 @pytest.mark.parametrize("gone", [0, 1])
 def test_of_two_hooks_either_may_come_off(name, gone):
     """The other one goes on counting."""
-    policy, context = make_policy(), hl.metta.ComponentContext()
-    handles = [attach(policy, name, "head", context) for _ in range(2)]
+    policy, context, first = tracked(name)
+    handles = [first, attach(policy, name, "head", context)]
     step(policy)
     handles[gone].remove()
     context.model_metrics[KEYS[name][0]].reset()
@@ -119,40 +118,20 @@ def test_of_two_hooks_either_may_come_off(name, gone):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_attached_cleared_and_attached_again_it_counts(name):
-    """With the same context: the source loses its hooks here."""
+def test_attached_cleared_and_attached_again_it_counts_from_zero(name):
+    """With the same context, as often as one likes (Metta loses its hooks here); a reset leaves the hook at work."""
     policy, trainer, tool = make_policy(), new_trainer(), make_tool(name, components=("head",))
+    found = []
     for _ in range(3):
-        for state in trainer.context.model_metrics.values():
-            state.reset()
         with tool.attached(policy=policy, trainer=trainer):
-            policy.eval()  # so that every pass is the same
-            step(policy)
-        counted = metrics(trainer.context)
-        assert counted != {}
-        assert counted == pytest.approx(_counted_once(name))
-
-
-def _counted_once(name):
-    policy, trainer = make_policy(), new_trainer()
-    with make_tool(name, components=("head",)).attached(policy=policy, trainer=trainer):
-        policy.eval()
-        step(policy)
-    return metrics(trainer.context)
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_reset_leaves_the_hook_at_work(name):
-    """After the epoch's end the next epoch is counted, from zero."""
-    policy, context = make_policy().eval(), hl.metta.ComponentContext()
-    attach(policy, name, "head", context)
-    step(policy)
-    first = metrics(context)
-    context.model_metrics[KEYS[name][0]].reset()
-    assert metrics(context) == {}
-    policy.zero_grad()
-    step(policy)
-    assert metrics(context) == first
+            for _ in range(2):
+                policy.eval().zero_grad()  # so that every pass is the same
+                step(policy)
+                found.append(metrics(trainer.context))
+                trainer.context.model_metrics[KEYS[name][0]].reset()
+                assert metrics(trainer.context) == {}
+    assert found == [found[0]] * 6
+    assert found[0] != {}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -174,16 +153,10 @@ def test_reset_leaves_the_hook_at_work(name):
 )
 def test_a_tracker_never_breaks_the_pass_of_whoever_is_watched(name, output):
     """Whatever a component gives out, forward and backward end as they would."""
-    policy, context = hl.metta.PolicyAutoBuilder({"odd": Constant(output)}), hl.metta.ComponentContext()
-    attach(policy, name, "odd", context)
-    x = torch.ones(2, 3, requires_grad=True)
-    given = policy(x)
-    found = [
-        value for value in (given if isinstance(given, tuple | list) else [given]) if isinstance(value, torch.Tensor)
-    ]
-    found = [value for value in (given.values() if isinstance(given, dict) else found) if value.requires_grad]
-    for value in found:
-        (value.to_dense() if value.is_sparse else value).sum().backward()
+    policy, context = odd(output, name)
+    for _, value in leaves(policy(torch.ones(2, 3, requires_grad=True))):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            (value.to_dense() if value.is_sparse else value).sum().backward()
     metrics(context)
 
 
@@ -191,8 +164,8 @@ def test_a_tracker_never_breaks_the_pass_of_whoever_is_watched(name, output):
 @pytest.mark.parametrize("made_in", ["no_grad", "inference", "autocast", "half"])
 def test_it_counts_in_every_mode(name, made_in):
     """no_grad and inference mode (forward trackers), autocast and bfloat16 weights."""
-    policy, context = make_policy().eval(), hl.metta.ComponentContext()
-    attach(policy, name, "head", context)
+    policy, context, _ = tracked(name)
+    policy.eval()
     x = torch.linspace(-1, 1, 24).reshape(4, 6)
     if made_in in ("no_grad", "inference"):
         with torch.no_grad() if made_in == "no_grad" else torch.inference_mode():
@@ -209,30 +182,19 @@ def test_it_counts_in_every_mode(name, made_in):
     assert metrics(context) != {}
 
 
-@pytest.mark.parametrize("name", ["relu", "tanh", "sigmoid"])
+@pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_that_checkpointing_repeats_is_counted_once(name, reentrant):
-    """As many samples as without checkpointing."""
-    policy, context = make_policy().eval(), hl.metta.ComponentContext()
-    attach(policy, name, "body", context)
-    x = torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
-    policy.components["head"](checkpoint(policy.components["body"], x, use_reentrant=reentrant)).sum().backward()
-    state = context.model_metrics[KEYS[name][0]]
-    assert state._counts["body"].samples == {16: 4}
-
-
-@pytest.mark.parametrize("name", ["fisher", "flow", "relu flow"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_of_a_checkpointed_component_are_those_of_one_that_is_not(name, reentrant):
-    """The same metrics with and without."""
+def test_a_checkpointed_component_has_the_metrics_of_one_that_is_not(name, reentrant):
+    """The forward that checkpointing repeats is counted once."""
     found = []
     for checkpointed in (False, True):
-        policy, context = make_policy().eval(), hl.metta.ComponentContext()
-        attach(policy, name, "body", context)
-        body, x = policy.components["body"], torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
+        policy, context, _ = tracked(name, "body")
+        body, x = policy.eval().components["body"], torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
         hidden = checkpoint(body, x, use_reentrant=reentrant) if checkpointed else body(x)
         policy.components["head"](hidden).square().sum().backward()
         found.append(metrics(context))
+        if BUILDERS[name][0] == "forward":
+            assert context.model_metrics[KEYS[name][0]]._kept["body"].samples == {16: 4}
     assert found[0] == pytest.approx(found[1])
     assert found[0] != {}
 
@@ -291,8 +253,7 @@ def test_an_unknown_phase_is_refused_when_the_builder_is_made(name):
 def test_the_dimension_of_units_can_be_told(name):
     """(2, 5, 3) has three units, or with unit_dim=1 five."""
     for options, units in (({}, 3), ({"unit_dim": 1}, 5)):
-        policy, context = hl.metta.PolicyAutoBuilder({"twice": Constant(lambda x: x * 2)}), hl.metta.ComponentContext()
-        attach(policy, name, "twice", context, **options)
+        policy, context = odd(lambda x: x * 2, name, **options)
         policy(torch.ones(2, 5, 3, requires_grad=True)).sum().backward()
         found = [key for key in metrics(context) if key.rpartition("/")[2].removeprefix("unit_").isdigit()]
         assert len(found) == units
@@ -382,16 +343,14 @@ def test_the_unit_dim_that_somebody_asks_for_is_used_by_all(name):
 @pytest.mark.parametrize("name", ["relu", "tanh", "sigmoid"])
 def test_an_extractor_that_raises_is_warned_of_once_and_breaks_no_forward(name):
     """The warning names component and error; outputs that it can read are counted."""
-    policy = hl.metta.PolicyAutoBuilder({"odd": Constant(lambda x: {"a": x} if len(x) > 1 else {})})
-    context = hl.metta.ComponentContext()
-    attach(policy, name, "odd", context, extractor=lambda output: output["a"])
+    policy, context = odd(lambda x: {"a": x} if len(x) > 1 else {}, name, extractor=lambda output: output["a"])
     with pytest.warns(hl.HooklineWarning, match="Component 'odd' is passed over .* KeyError: 'a'"):
         assert policy(torch.ones(1, 2)) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         policy(torch.ones(1, 2))
         policy(torch.ones(3, 2))
-    assert context.model_metrics[KEYS[name][0]]._counts["odd"].samples == {2: 3}
+    assert context.model_metrics[KEYS[name][0]]._kept["odd"].samples == {2: 3}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -417,19 +376,24 @@ def test_components_of_one_name_in_two_policies_are_both_counted(name):
     if name in ("fisher", "flow"):  # the others are shares, which are the same of once and twice
         assert found[1] != pytest.approx(metrics(once))
     elif name == "relu flow":
-        assert context.model_metrics[KEYS[name][0]]._counts["head"].samples == {16: 8}
+        assert context.model_metrics[KEYS[name][0]]._kept["head"].samples == {16: 8}
+
+
+def identity() -> hl.metta.PolicyAutoBuilder:
+    """Gives out its very input."""
+    return hl.metta.PolicyAutoBuilder({"same": nn.Identity()})
 
 
 def samples(context) -> int:
     """How many the ReLU tracker has counted."""
-    return sum(context.model_metrics["relu_activation_state"]._counts["same"].samples.values())
+    return sum(context.model_metrics["relu_activation_state"]._kept["same"].samples.values())
 
 
 def test_the_same_output_from_two_policies_counts_twice():
     """nn.Identity gives out its input; here two of them the same."""
     context, x = hl.metta.ComponentContext(), torch.ones(2, 3)
     for _ in range(2):
-        policy = hl.metta.PolicyAutoBuilder({"same": nn.Identity()})
+        policy = identity()
         attach(policy, "relu", "same", context)
         policy(x)
     assert samples(context) == 4
@@ -438,11 +402,7 @@ def test_the_same_output_from_two_policies_counts_twice():
 @pytest.mark.parametrize("by", ["policy", "attach", "torch"])
 def test_the_same_output_counts_again_when_a_hook_was_attached_again(by):
     """A static buffer, or nn.Identity: the hook that counted it is off, so it is another call."""
-    context, policy, x = (
-        hl.metta.ComponentContext(),
-        hl.metta.PolicyAutoBuilder({"same": nn.Identity()}),
-        torch.ones(2, 3),
-    )
+    context, policy, x = hl.metta.ComponentContext(), identity(), torch.ones(2, 3)
     hooks = [hl.metta.attach_relu_activation_hooks()("same", context) for _ in range(3)]
     for hook in hooks:
         if by == "policy":
@@ -456,11 +416,7 @@ def test_the_same_output_counts_again_when_a_hook_was_attached_again(by):
 
 def test_attached_in_every_way_at_once_it_counts_once_a_call():
     """By the policy, by another policy around the same module, by attach and by torch itself."""
-    context, policy, x = (
-        hl.metta.ComponentContext(),
-        hl.metta.PolicyAutoBuilder({"same": nn.Identity()}),
-        torch.ones(2, 3),
-    )
+    context, policy, x = hl.metta.ComponentContext(), identity(), torch.ones(2, 3)
     attach(policy, "relu", "same", context)
     attach(hl.metta.PolicyAutoBuilder({"same": policy.same}), "relu", "same", context)
     hl.attach(policy.same, hl.metta.attach_relu_activation_hooks()("same", context))
@@ -472,11 +428,7 @@ def test_attached_in_every_way_at_once_it_counts_once_a_call():
 
 def test_the_same_output_counts_once_a_call_with_two_hooks_of_different_phases():
     """The hook that counted it in training has its turn in the evaluation too, and passes."""
-    context, policy, x = (
-        hl.metta.ComponentContext(),
-        hl.metta.PolicyAutoBuilder({"same": nn.Identity()}),
-        torch.ones(2, 3),
-    )
+    context, policy, x = hl.metta.ComponentContext(), identity(), torch.ones(2, 3)
     for during in ("train", "eval", ("train", "eval")):
         attach(policy, "relu", "same", context, during=during)
     for phase in ("train", "eval", "eval", "train"):
@@ -494,7 +446,7 @@ def test_the_same_output_counts_once_a_call_with_two_hooks_of_different_phases()
     ],
 )
 def test_conflicting_options_for_one_component_are_refused_with_both(make, first, second):
-    """In the source the first one wins silently, for all components; here each has its own."""
+    """In Metta the first one wins silently, for all components; here each has its own."""
     context = hl.metta.ComponentContext()
     make(**first)("c", context)
     make(**second)("d", context)
@@ -527,12 +479,11 @@ def test_a_hook_may_be_called_as_torch_calls_it():
 
 
 def test_a_gradient_of_one_dimension_is_one_sample_of_many_units():
-    """Three units of the sizes 1, 2 and 3, whatever their signs; in the source, one unit."""
-    policy, context = hl.metta.PolicyAutoBuilder({"twice": Constant(lambda x: x * 2)}), hl.metta.ComponentContext()
-    attach(policy, "flow", "twice", context, beta=0)
+    """Three units of the sizes 1, 2 and 3, whatever their signs; in Metta, one unit."""
+    policy, context = odd(lambda x: x * 2, "flow", beta=0)
     policy(torch.ones(3, requires_grad=True)).backward(torch.tensor([1.0, -2.0, 3.0]))
     found = metrics(context)
-    assert [found[f"gradient_flow/twice/unit_{unit}"] for unit in range(3)] == [1.0, 2.0, 3.0]
+    assert [found[f"gradient_flow/odd/unit_{unit}"] for unit in range(3)] == [1.0, 2.0, 3.0]
 
 
 def test_gradient_hooks_pass_over_what_has_no_gradient():
@@ -555,24 +506,19 @@ def test_threads_on_one_policy_are_all_counted():
     for _ in range(2):
         attach(policy, "relu", "body", context)
 
-    def run():
+    def run(_):
         with torch.no_grad():
             for _ in range(25):
                 policy(torch.ones(3, 6))
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert context.model_metrics["relu_activation_state"]._counts["body"].samples == {16: 300}
+    in_threads(run, 4)
+    assert context.model_metrics["relu_activation_state"]._kept["body"].samples == {16: 300}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_tracker_keeps_no_policy_alive(name):
     """With its hooks still on, the policy goes when nobody has it any more."""
-    policy, context = make_policy(), hl.metta.ComponentContext()
-    handle = attach(policy, name, "head", context)
+    policy, context, handle = tracked(name)
     step(policy)
     alive = [weakref.ref(policy), weakref.ref(policy.components["head"][0].weight)]
     del policy
@@ -583,29 +529,21 @@ def test_a_tracker_keeps_no_policy_alive(name):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_copy_of_a_tracked_policy_is_clean(name):
-    """It carries no hooks and counts nothing."""
-    policy, context = make_policy(), hl.metta.ComponentContext()
-    attach(policy, name, "head", context)
+def test_nothing_of_a_tracker_is_on_a_copy_or_stays_on_the_policy(name):
+    """After remove() no hook is left, ours or torch's, on modules or parameters; a copy never had one."""
+    policy, context, handle = tracked(name)
     twin = copy.deepcopy(policy)
     step(twin)
     assert metrics(context) == {}
-    hl.assert_no_hooks(twin)
     assert twin.components["head"] is twin.head
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_nothing_of_a_tracker_stays_on_the_policy(name):
-    """After remove() no hook is left, ours or torch's, on modules or parameters."""
-    policy, context = make_policy(), hl.metta.ComponentContext()
-    handle = attach(policy, name, "head", context)
     step(policy)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         handle.remove()
         handle.remove()
-    hl.assert_no_hooks(policy, foreign=True)
-    assert all(not parameter._backward_hooks for parameter in policy.parameters())
+    for each in (policy, twin):
+        hl.assert_no_hooks(each, foreign=True)
+        assert all(not parameter._backward_hooks for parameter in each.parameters())
     before = metrics(context)
     step(policy)
     assert metrics(context) == before

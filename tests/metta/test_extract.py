@@ -66,7 +66,7 @@ def test_a_function_is_used_as_it_is():
 
 @pytest.mark.parametrize("spec", [None, 3, 1.5, [], (), ("a", 1)])
 def test_anything_else_stands_for_no_extractor(spec):
-    """None, as in the source."""
+    """None, as in Metta."""
     assert hl.metta.build_extractor(spec) is None
 
 

@@ -11,8 +11,12 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.metta import fisher
+from hookline.metta import trackers
 from hookline.observe.host_values import fetch
+
+MEANS = pytest.mark.parametrize(
+    "make", [hl.metta.FisherInformationState, hl.metta.GradientFlowState], ids=["fisher", "flow"]
+)
 
 
 def test_fisher_is_a_running_mean_of_squares():
@@ -54,16 +58,17 @@ def test_dead_parameters_are_counted_only_where_there_are_some():
     assert not [key for key in metrics if key.startswith("fisher_info/d/dead")]
 
 
-def test_fisher_goes_on_after_reset_with_the_components_beta():
+@MEANS
+def test_a_mean_goes_on_after_reset_with_the_components_options(make):
     """Reset empties, the component stays known, and its beta of 0.5 is used in the next epoch."""
-    state = hl.metta.FisherInformationState()
+    state = make()
     state.register_component("c", beta=0.5)
-    state.update("c", torch.ones(1))
-    state.reset()
-    assert state.to_metrics() == {}
-    assert state.has_component("c")
-    state.update("c", torch.ones(1))
-    assert state.to_metrics()["fisher_info/c/c.weight/mean"] == 0.5
+    for _ in range(2):
+        state.update("c", torch.ones(2, 5))
+        assert next(value for key, value in state.to_metrics().items() if key.endswith("/mean")) == 0.5
+        state.reset()
+        assert state.to_metrics() == {}
+        assert state.has_component("c")
 
 
 def test_a_parameter_of_another_shape_starts_anew():
@@ -84,7 +89,7 @@ def test_fisher_passes_over_what_has_no_squares(gradient):
     assert state.to_metrics() == {}
 
 
-@pytest.mark.parametrize("make", [hl.metta.FisherInformationState, hl.metta.GradientFlowState], ids=["fisher", "flow"])
+@MEANS
 @pytest.mark.parametrize(
     ("dtype", "kept"),
     [
@@ -101,11 +106,11 @@ def test_running_means_are_kept_in_float32_or_better(make, dtype, kept):
         state.update("c", torch.ones(1, 1, dtype=dtype))
     [(_, value), *_] = ((key, value) for key, value in state.to_metrics().items() if key.endswith("/mean"))
     assert value == pytest.approx(1 - 0.95**200, rel=1e-5)
-    tensors = state._means["c"].values() if make is hl.metta.FisherInformationState else state._sizes.values()
+    tensors = state._kept["c"].values() if make is hl.metta.FisherInformationState else state._kept.values()
     assert {tensor.dtype for tensor in tensors} == {kept}
 
 
-@pytest.mark.parametrize("make", [hl.metta.FisherInformationState, hl.metta.GradientFlowState], ids=["fisher", "flow"])
+@MEANS
 def test_a_running_mean_that_begins_in_inference_mode_goes_on_outside(make):
     """Half of one, then half of that and half of one more."""
     state = make(beta=0.5)
@@ -149,7 +154,7 @@ def test_the_size_of_a_gradient_by_unit(shape, unit_dim):
 
 
 def test_a_changed_length_of_sequences_changes_no_unit():
-    """(B, 7, 3) and then (B, 5, 3): three units throughout (in the source seven, then an exception)."""
+    """(B, 7, 3) and then (B, 5, 3): three units throughout (in Metta seven, then an exception)."""
     state = hl.metta.GradientFlowState(beta=0.5)
     state.update("c", torch.ones(2, 7, 3))
     state.update("c", torch.ones(2, 5, 3))
@@ -187,20 +192,6 @@ def test_a_nan_is_shown():
     assert metrics["gradient_flow/c/blocked_fraction"] == 0.5
 
 
-def test_flow_goes_on_after_reset_with_the_components_options():
-    """Reset empties; beta and unit_dim are those it was registered with."""
-    state = hl.metta.GradientFlowState()
-    state.register_component("c", beta=0.5, unit_dim=0)
-    state.update("c", torch.ones(2, 5))
-    state.reset()
-    assert state.to_metrics() == {}
-    state.update("c", torch.ones(2, 5))
-    assert {key: value for key, value in state.to_metrics().items() if "unit" in key} == {
-        "gradient_flow/c/unit_0": 0.5,
-        "gradient_flow/c/unit_1": 0.5,
-    }
-
-
 def test_metrics_are_those_of_one_moment(monkeypatch):
     """Another thread resets while they are put together: dead_fraction is of the parameters that were fetched."""
     state = hl.metta.FisherInformationState()
@@ -214,12 +205,12 @@ def test_metrics_are_those_of_one_moment(monkeypatch):
             thread.join()
             return super().__iter__()
 
-    monkeypatch.setattr(fisher, "fetch", lambda tensors: Meanwhile(fetch(tensors)))
+    monkeypatch.setattr(trackers, "fetch", lambda tensors: Meanwhile(fetch(tensors)))
     assert state.to_metrics()["fisher_info/c/dead_fraction"] == 0.5
     assert state.to_metrics() == {}
 
 
-@pytest.mark.parametrize("make", [hl.metta.FisherInformationState, hl.metta.GradientFlowState])
+@MEANS
 @pytest.mark.parametrize("beta", [np.float64(0.5), np.float32(0.5), np.int64(0), Fraction(1, 2)])
 def test_a_number_of_any_make_is_a_beta(make, beta):
     """NumPy's and fractions: kept as a plain float, for the tracker and for a component."""
@@ -250,7 +241,7 @@ def test_a_beta_outside_of_0_to_1_is_refused(make, beta):
         make(beta=beta)
 
 
-@pytest.mark.parametrize("make", [hl.metta.FisherInformationState, hl.metta.GradientFlowState])
+@MEANS
 def test_two_betas_for_one_component_are_refused_with_both(make):
     """Another component may have another beta."""
     state = make()

@@ -1,4 +1,4 @@
-"""The house test for trackers: a run that is watched ends with the same bits as one that is not."""
+"""A run that is tracked ends with the same bits as one that is not."""
 
 from __future__ import annotations
 

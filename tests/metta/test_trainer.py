@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hookline as hl
-from hookline.metta.trainer import made_up_data
+from hookline.metta.trainer import example_data
 
 
 def make_policy() -> hl.metta.PolicyAutoBuilder:
@@ -140,7 +140,7 @@ def test_without_data_some_are_made_up():
     """Rows that the policy takes; its buffers and modes are as before, and training is what changes it."""
     policy = hl.metta.PolicyAutoBuilder({"a": nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), "b": nn.Linear(4, 3)})
     tool = hl.metta.TrainTool(policy=policy)
-    assert [value.item() for value in made_up_data(policy)[0][1]] in ([1.0] * 3, [-1.0] * 3)
+    assert [value.item() for value in example_data(policy)[0][1]] in ([1.0] * 3, [-1.0] * 3)
     assert policy.components["a"][1].num_batches_tracked == 0
     assert policy.training
     assert tool.invoke().result.steps == 8

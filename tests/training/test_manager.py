@@ -18,7 +18,7 @@ from hookline.errors import (
     OptionError,
 )
 from hookline.lifecycle.points import HookPoint
-from hookline.metta.relu import ReLUActivationState
+from hookline.metta.trackers import ReLUActivationState
 from hookline.observe.watch.watch import watch
 from hookline.sinks.memory_sink import MemorySink
 from hookline.training.choose_hooks import TrackerHook

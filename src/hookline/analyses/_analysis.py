@@ -1,85 +1,130 @@
-"""What the built-in observers have in common: state by attribute, and a way to bow out.
+"""Define what the built-in hooks share: base classes, checked options, state by attribute, comparing with a reference.
 
-`Analysis` is the base of the observers of this folder; everything else about a hook is in `TrainingHook`.
+Every analysis derives from one of the classes here, and they from `TrainingHook`. To add an analysis, write one file
+with a class that has ``name``, ``description``, ``metrics`` and ``compute``, and one line in ``analyses.BUILT_IN``.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
 
-from hookline.analyses._series import Series
-from hookline.analyses._window import GradientWindow
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hookline.analyses._firing_values import FiringValues, parameters_of, values_of
+from hookline.analyses._history import GradientWindow, StepNumbers
+from hookline.analyses._vectors import wide
 from hookline.errors import HooklineWarning, OptionError
+from hookline.guard.model_context import ModelDataContext
+from hookline.guard.rng import kept_rng
 from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import caller_stacklevel
-from hookline.training.training_hook import LoopPoints, TrainingHook
+from hookline.training.training_hook import InterventionHook, LoopPoints, MetricInfo, TrainingHook
 
-if TYPE_CHECKING:
-    from torch import Tensor
+__all__ = [
+    "Analysis",
+    "BuiltInHook",
+    "ChangeAnalysis",
+    "Intervention",
+    "ReferenceIntervention",
+    "StepAnalysis",
+    "by_parameter",
+    "loss_on_batch",
+    "same_random_numbers",
+    "shuffled_epochs",
+    "way_to_solution",
+]
 
-__all__ = ["AT_REPORTS", "EACH_STEP", "Analysis", "BowsOut", "whole_number"]
-
-AT_REPORTS: Final[LoopPoints] = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.SNAPSHOT}}
-"""Points of a hook that looks when an epoch is over; in the step loop, at snapshots."""
-EACH_STEP: Final[LoopPoints] = {
-    "epoch": {HookPoint.POST_STEP, HookPoint.POST_EPOCH},
-    "step": {HookPoint.POST_STEP, HookPoint.SNAPSHOT},
-}
-"""Points of a hook that looks at every step and reports at those."""
-
-_OWN_STATE: Final = (GradientWindow, Series)
-"""What is kept and tells its state itself."""
+_WITH_STATE: Final = (GradientWindow, StepNumbers)
+"""Attributes that have ``state``, ``load`` and ``clear`` of their own."""
 
 
-class BowsOut(TrainingHook):
-    """A hook that may find that it can do nothing in a run."""
+class BuiltInHook(TrainingHook):
+    """Describe metrics by a table, check options, and turn off where there is nothing to measure."""
 
+    metrics: ClassVar[Sequence[tuple[str, ...]]] = ()
+    """A row for each metric: name, description, formula, what its value says, label; the fields of `MetricInfo`."""
     off = ""
-    """Why it has switched itself off, if it has."""
-    _has_told = False
+    """Why it has turned itself off, if it has."""
+    _has_warned = False
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """Return the meaning of each metric."""
+        return [MetricInfo(*row) for row in self.metrics]
 
     def turn_off(self, why: str) -> None:
-        """It can do nothing in this run: said once, and it returns no metrics from now on."""
+        """Return no metrics in this run from now on, and warn once."""
         self.off = why
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"Hook {self.name!r} {why}, so it stays silent.", HooklineWarning, stacklevel=caller_stacklevel()
             )
 
     def reset(self) -> None:
-        """Another run begins: it may have what this one lacked."""
+        """Begin another run, in which there may be something to measure."""
         self.off = ""
 
+    def whole_number(self, option: str, value: Any, least: int) -> int:
+        """Return ``value``; raise unless it is a whole number of at least ``least``."""
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise OptionError(
+                f"{option}= of hook {self.name!r} must be a whole number of at least {least}, got {value!r}."
+            )
+        return value
 
-class Analysis(BowsOut):
-    """A built-in observer: draws no random numbers, and keeps its state in the attributes that it names."""
+
+class Analysis(BuiltInHook):
+    """Observe without drawing random numbers, by default at the end of an epoch or at snapshots of the step loop."""
 
     pure = True
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    loop_points: LoopPoints | None = MappingProxyType({"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.SNAPSHOT}})
     kept: ClassVar[tuple[str, ...]] = ()
-    """Attributes that a resumed run has to know: tensors, windows, series, numbers and lists; None is nothing yet."""
+    """The attributes that a resumed run has to know. When a run begins, a window or `StepNumbers` is cleared, and any
+    other attribute gets the value that it has in the class."""
 
-    def fits(self, window: GradientWindow, vector: Tensor, option: str, limit: float) -> bool:
-        """Whether the vectors that it would keep are within the limit; if not, it is off."""
-        if window.count == 0 and window.gib(vector) > limit:
+    def reset(self) -> None:
+        """Begin another run: everything that was kept is dropped."""
+        super().reset()
+        for name in self.kept:
+            value = getattr(self, name)
+            if isinstance(value, _WITH_STATE):
+                value.clear()
+            else:
+                setattr(self, name, getattr(type(self), name))
+
+    def add_to_window(self, window: GradientWindow, vector: Tensor | None, option: str, max_gib: float) -> bool:
+        """Add ``vector`` to ``window``; return False without one, or if the window would exceed ``max_gib``."""
+        if self.off or vector is None:
+            return False
+        if window.count == 0 and window.gib(vector) > max_gib:
             self.turn_off(
-                f"would keep {window.size} gradients in {window.gib(vector):.1f} GiB, and max_gib={limit:g} (give "
+                f"would keep {window.size} gradients in {window.gib(vector):.1f} GiB, and max_gib={max_gib:g} (give "
                 f"it a smaller {option}=, or a larger max_gib=)"
             )
-        return not self.off
+            return False
+        window.add(vector)
+        return True
 
     def get_state_tensors(self) -> dict[str, Any]:
-        """What it keeps between firings."""
+        """Return what it keeps between firings."""
         values = {name: getattr(self, name) for name in self.kept}
-        states = {name: v.state() if isinstance(v, _OWN_STATE) else v for name, v in values.items()}
+        states = {name: v.state() if isinstance(v, _WITH_STATE) else v for name, v in values.items()}
         return {name: state for name, state in states.items() if state is not None}
 
     def set_state_tensors(self, tensors: dict[str, Any]) -> None:
-        """Take it back."""
+        """Take back what ``get_state_tensors`` gave."""
         for name, value in tensors.items():
-            if isinstance(getattr(self, name, None), _OWN_STATE):
+            if isinstance(getattr(self, name, None), _WITH_STATE):
                 getattr(self, name).load(value)
             elif name in self.kept:
                 setattr(self, name, value)
@@ -90,8 +135,130 @@ class Analysis(BowsOut):
         self.set_state_tensors(dict(state))
 
 
-def whole_number(hook: str, option: str, value: Any, least: int) -> int:
-    """An option that counts something."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OptionError(f"{option}= of hook {hook!r} must be a whole number of at least {least}, got {value!r}.")
-    return value
+class StepAnalysis(Analysis):
+    """Look at every step, and report at the end of an epoch or at snapshots; a step waits for no device."""
+
+    hook_points = frozenset({HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    loop_points = MappingProxyType(
+        {"epoch": {HookPoint.POST_STEP, HookPoint.POST_EPOCH}, "step": {HookPoint.POST_STEP, HookPoint.SNAPSHOT}}
+    )
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Look at a step; report at the other points."""
+        if self.off:
+            return None
+        if ctx.hook_point is not HookPoint.POST_STEP:
+            return self.report()
+        self.take_step(ctx)
+        return None
+
+    def take_step(self, ctx: RunDataContext) -> None:
+        """Keep what the report needs of one step."""
+        raise NotImplementedError
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the metrics of the steps since the last report."""
+        raise NotImplementedError
+
+
+class ChangeAnalysis(Analysis):
+    """Compare a vector with that of the last report; nothing the first time, or if its size is another."""
+
+    kept = ("previous",)
+    previous: Tensor | None = None
+
+    def vector(self, values: FiringValues) -> Tensor | None:
+        """Return the vector to compare; None if there is none."""
+        raise NotImplementedError
+
+    def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
+        """Return the metrics."""
+        raise NotImplementedError
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Compare, and keep this vector for the next time."""
+        now = self.vector(values_of(ctx))
+        before, self.previous = self.previous, now
+        if now is None or before is None or before.shape != now.shape:
+            return None
+        return self.compare(now, before.to(now.device))
+
+
+# -- interventions -------------------------------------------------------------------------------------------------
+
+
+class Intervention(BuiltInHook, InterventionHook):
+    """Try something after a step, which the guard undoes."""
+
+    hook_points = frozenset({HookPoint.POST_STEP})
+    loop_points: LoopPoints | None = MappingProxyType({"epoch": {HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}})
+    scope = "trains"
+
+    def schedule(self, every_n_steps: int, burst_length: int = 1) -> None:
+        """Fire at ``burst_length`` steps in a row every ``every_n_steps``; the first burst begins at that step."""
+        every = self.whole_number("every_n_steps", every_n_steps, 1)
+        length = self.whole_number("burst_length", burst_length, 1)
+        self.step_schedule = StepSchedule("burst", stride=every, burst_length=length, warmup=every)
+
+    def step_of(self, ctx: RunDataContext) -> int:
+        """Return the step; by the manager's count in a loop that does not give it in the context."""
+        return ctx.step if ctx.step is not None else int(getattr(self.manager, "global_step", 0))
+
+
+class ReferenceIntervention(Intervention):
+    """Compare with reference weights where the run has some."""
+
+    needs_reference_weights = True
+    reference: Mapping[str, Tensor] | None = None
+    """The weights to compare with, by parameter, if the run has some."""
+
+    def set_reference_weights(self, reference: Mapping[str, Tensor]) -> None:
+        """Compare with these weights."""
+        self.reference = reference
+
+    def reset(self) -> None:
+        """Begin another run, which may have other reference weights, or none."""
+        super().reset()
+        self.reference = None
+
+
+def way_to_solution(reference: Mapping[str, Tensor] | None, model: nn.Module) -> dict[str, Tensor]:
+    """Return the difference from the weights of ``model`` to the reference, by parameter, without those that are 0."""
+    ways: dict[str, Tensor] = {}
+    for name, parameter in parameters_of(model).items() if reference else ():
+        assert reference is not None
+        target = reference.get(name, reference.get(f"module.{name}"))
+        if target is None or target.shape != parameter.shape:
+            continue
+        way = wide(target).to(parameter.device) - wide(parameter)
+        if bool((way != 0).any()):
+            ways[name] = way
+    return ways
+
+
+def by_parameter(names: Iterable[str], figures: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the ``figures`` of each parameter, as ``"figure/parameter"``."""
+    return {f"{figure}/{name}": value for name in names for figure, value in figures(name).items()}
+
+
+def shuffled_epochs(model_ctx: ModelDataContext, count: int) -> Iterator[dict[str, Tensor]]:
+    """Train the last epoch again ``count`` times, each in another order; yield the mean gradients of each."""
+    for _ in range(count):
+        model_ctx.restore_pre_epoch()
+        yield model_ctx.run_training_epoch(model_ctx.get_shuffled_loader(), step=True)
+
+
+def loss_on_batch(model_ctx: ModelDataContext, step: int) -> Tensor:
+    """Return the loss on the batch of ``step`` in the mode that the model trains in, with the same random numbers."""
+    with same_random_numbers(step):
+        return model_ctx.batch_loss().float().reshape(())
+
+
+@contextmanager
+def same_random_numbers(step: int) -> Iterator[None]:
+    """Draw random numbers that depend on ``step`` alone: the same in each block, whatever other hooks have drawn."""
+    with kept_rng():
+        torch.manual_seed(step)
+        random.seed(step)
+        np.random.seed(step)
+        yield

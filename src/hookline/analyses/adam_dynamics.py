@@ -1,38 +1,31 @@
-"""``adam_dynamics``: what Adam makes of a gradient, read off its state; Adam's step compared with a plain one."""
+"""``adam_dynamics``: measure how Adam changes a gradient, by its state; compare Adam's step with a plain one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import whole_number
-from hookline.analyses._interventions import (
-    Compared,
-    bursts,
-    cosine,
-    norm,
-    parameters_of,
-    ratio,
-    way_to_solution,
-    weight_names,
-)
-from hookline.analyses._shared import flatten
-from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import LoopPoints, MetricInfo
-
-if TYPE_CHECKING:
-    from hookline.guard.model_context import ModelDataContext
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["AdamDynamicsHook"]
+from hookline.analyses._analysis import ReferenceIntervention, way_to_solution
+from hookline.analyses._firing_values import parameters_of
+from hookline.analyses._vectors import cosine, flat, flatten, norm, ratio, weight_names, widest
+from hookline.guard.model_context import ModelDataContext
+from hookline.lifecycle.run_context import RunDataContext
 
 
-class AdamDynamicsHook(Compared):
-    """How Adam turns and stretches the gradient of a step: momentum, per-weight rates, and where the step aims.
+def _aims(prefix: str, aim: str, sign: str) -> list[tuple[str, ...]]:
+    return [
+        (f"momentum_{prefix}_cossim", f"momentum and {aim}", f"cos(m, {aim})", sign),
+        (f"update_{prefix}_cossim", f"Adam's step and {aim}", f"cos(u, {aim})", sign),
+        (f"grad_{prefix}_cossim", f"gradient and {aim}", f"cos(g, {aim})", sign),
+        (f"optimizer_{prefix}_amplification", "what Adam adds to that", "the second less the third"),
+    ]
+
+
+class AdamDynamicsHook(ReferenceIntervention):
+    """Measure how Adam turns and stretches the gradient of a step: momentum, per-weight rates, and where the step aims.
 
     Recipe: ``hookline.HookManager(["adam_dynamics"], sinks=[...])``.
 
@@ -47,31 +40,21 @@ class AdamDynamicsHook(Compared):
 
     name = "adam_dynamics"
     description = "what Adam makes of the gradient: momentum, stretch, turn, and aim"
-    hook_points = frozenset({HookPoint.POST_STEP})
-    loop_points: LoopPoints = MappingProxyType({"epoch": {HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}})
     scope = "reads"
+    metrics = (
+        ("momentum_grad_cossim", "momentum and gradient", "cos(m, g)", "below 0: the past disagrees"),
+        ("amplification_ratio", "Adam's step over a plain one", "‖u‖/‖η·g‖, u = η·m̂/(√v̂+ε)", ">1: longer"),
+        ("update_deflection", "share of the step across the gradient", "‖u⊥g‖/‖u‖", "1: turned fully"),
+        ("effective_lr_cv", "how unequal the rates of weights are", "std/mean of η/(√v̂+ε)", "0: alike"),
+        *_aims("solution", "θ_ref − θ", "below 0: the step, which is subtracted, goes there"),
+        *_aims("probe", "the target gradient", "above 0: the step lowers the target's loss"),
+    )
 
     def __init__(self, every_n_steps: int = 500, burst_length: int = 10) -> None:
-        self.step_schedule = bursts(
-            whole_number(self.name, "every_n_steps", every_n_steps, 1),
-            whole_number(self.name, "burst_length", burst_length, 1),
-        )
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
-        return [
-            MetricInfo("momentum_grad_cossim", "momentum and gradient", "cos(m, g)", "below 0: the past disagrees"),
-            MetricInfo(
-                "amplification_ratio", "Adam's step over a plain one", "‖u‖/‖η·g‖, u = η·m̂/(√v̂+ε)", ">1: longer"
-            ),
-            MetricInfo("update_deflection", "share of the step across the gradient", "‖u⊥g‖/‖u‖", "1: turned fully"),
-            MetricInfo("effective_lr_cv", "how unequal the rates of weights are", "std/mean of η/(√v̂+ε)", "0: alike"),
-            *_aims("solution", "θ_ref − θ", "below 0: the step, which is subtracted, goes there"),
-            *_aims("probe", "the target gradient", "above 0: the step lowers the target's loss"),
-        ]
+        self.schedule(every_n_steps, burst_length)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """Read, and compare."""
+        """Read the state of Adam, and compare."""
         parts = _parts(model_ctx)
         if not parts:
             return None
@@ -80,29 +63,20 @@ class AdamDynamicsHook(Compared):
             ("solution", way_to_solution(self.reference, model_ctx.model)),
             ("probe", run_ctx.target_grad or {}),
         ):
-            names = weight_names(parts, aim)  # type: ignore[arg-type]  # only the names count
+            names = weight_names(parts, aim)
             metrics |= _aim(prefix, [parts[name] for name in names], flatten(aim[name] for name in names))
         return metrics
 
 
-def _aims(prefix: str, aim: str, sign: str) -> list[MetricInfo]:
-    return [
-        MetricInfo(f"momentum_{prefix}_cossim", f"momentum and {aim}", f"cos(m, {aim})", sign),
-        MetricInfo(f"update_{prefix}_cossim", f"Adam's step and {aim}", f"cos(u, {aim})", sign),
-        MetricInfo(f"grad_{prefix}_cossim", f"gradient and {aim}", f"cos(g, {aim})", sign),
-        MetricInfo(f"optimizer_{prefix}_amplification", "what Adam adds to that", "the second less the third"),
-    ]
-
-
 class _Part(NamedTuple):
-    """Of one parameter, flat."""
+    """Hold flat vectors of one parameter."""
 
     momentum: Tensor
     update: Tensor
     """What Adam subtracts from the weights."""
     gradient: Tensor
     plain: Tensor
-    """What gradient descent with the same rate would."""
+    """What plain gradient descent with the same rate subtracts."""
     rates: Tensor
 
 
@@ -123,17 +97,14 @@ def _part(gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) 
     first, second = state.get("exp_avg"), state.get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
     if first is None or second is None or "step" not in state:
         return None  # a parameter that has not been trained yet
-    momentum, square, flat = flatten([first]), flatten([second]), flatten([gradient])
-    assert momentum is not None
-    assert square is not None
-    assert flat is not None
+    momentum, square, descent = flat([first]), flat([second]), flat([gradient])
     if group.get("maximize"):
-        flat = -flat
+        descent = -descent
     # The count is a tensor on the device for some kinds of Adam: it is not waited for.
-    count = torch.as_tensor(state["step"]).to(torch.float32 if flat.device.type == "mps" else torch.float64)
+    count = torch.as_tensor(state["step"]).to(widest(descent.device))
     beta1, beta2 = (1 - beta ** count.clamp(min=1) for beta in group["betas"])
     rates = group["lr"] / ((square / beta2).sqrt() + group["eps"])
-    return _Part(momentum, rates * (momentum / beta1), flat, group["lr"] * flat, rates)
+    return _Part(momentum, rates * (momentum / beta1), descent, group["lr"] * descent, rates)
 
 
 def _joined(parts: list[_Part]) -> _Part:

@@ -1,80 +1,74 @@
-"""``attention``: the spectra of query, key and value matrices, and how attention is spread over positions.
+"""``attention``: measure the spectra of query, key and value matrices, and how attention is spread over positions.
 
-Spectra are of weights alone. For the patterns, hooks on every `nn.MultiheadAttention` remember what the last training
-forward handed in; at a report the pattern is worked out from that, so the model is not run again.
+Spectra are of weights alone. For the patterns, hooks on every `nn.MultiheadAttention` keep the inputs of the last
+training forward; a report computes the pattern from them, so the model is not run again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._parts import projections_of
-from hookline.analyses._patterns import Call, pattern_of
-from hookline.analyses._shared import Work, work_of
-from hookline.analyses._spectrum import effective_rank
-from hookline.lifecycle.points import HookPoint
+from hookline.analyses._analysis import Analysis
+from hookline.analyses._firing_values import FiringValues, values_of
+from hookline.analyses._model_parts import Modules, matrix_of
+from hookline.analyses._vectors import effective_rank
+from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.run_phase import During
 from hookline.sites.attach import attach
+from hookline.sites.handle import HookHandle
+from hookline.sites.site_info import Site
 from hookline.sites.wrappers import clean_modules
-from hookline.training.training_hook import MetricInfo
 
-if TYPE_CHECKING:
-    from hookline.lifecycle.run_context import RunDataContext
-    from hookline.sites.handle import HookHandle
-    from hookline.sites.site_info import Site
-
-__all__ = ["AttentionHook"]
-
+_PEAKED: Final = "0: all on one position; 1: spread evenly"
+_VARIANCE: Final = "mean of var(a) over the batch"
 _TOP: Final = 5
+_MOST: Final = 1 << 24
+"""Probabilities that are computed at most, 64 MiB of them; of a larger batch, the first samples."""
+_SEPARATE: Final = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v"))
+"""Names of the three projections of an attention, where they are modules of their own."""
+_TOGETHER: Final = ("in_proj", "qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv")
+"""Names of a module that makes all three."""
 
 
 class AttentionHook(Analysis):
-    """Rank of the projections of attention; entropy and variance of its patterns on the last training batch.
+    """Measure the rank of attention's projections, and entropy and variance of its patterns on the last training batch.
 
     Recipe: ``hookline.HookManager(["attention"], sinks=[...])``.
 
     Projections are found in `nn.MultiheadAttention`, and in modules with ``q_proj``, ``k_proj`` and ``v_proj`` or the
-    like. Patterns need the former. They are those of the weights after the step, on what the layers were given before
-    it, without dropout of the pattern. What was given stays in memory until the next step.
+    like. Patterns need the former. They are those of the weights after the step, on the inputs of the layers before
+    it, without dropout of the pattern. These inputs stay in memory until the next step.
     """
 
     name = "attention"
     description = "rank of attention's projections, entropy and variance of its patterns"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
-    loop_points = AT_REPORTS
+
+    # With σ the singular values; means are over all query, key and value matrices.
+    metrics = (
+        ("sv_concentration", "weight of the strongest direction", "mean σ₁ / Σσ", "1: rank one"),
+        ("effective_rank", "directions used about equally", "mean (Σσ)² / Σσ²"),
+        ("top5_explained_var", "share of the strongest five", "mean Σ₁..₅σ² / Σσ²"),
+        ("attn_entropy", "spread of attention over positions", "mean H(a) / ln T", _PEAKED),
+        ("attn_entropy/{layer}", "the same of one layer", "mean H(a) / ln T", _PEAKED),
+        ("attn_variance", "how much the pattern depends on the input", _VARIANCE, "0: the same for every input"),
+        ("attn_variance/{layer}", "the same of one layer", _VARIANCE),
+    )
 
     def __init__(self) -> None:
         self._layers: dict[nn.Module, int] = {}
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, _Call] = {}
         self._handle: HookHandle | None = None
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; σ are singular values, means are over all query, key and value matrices."""
-        peaked = "0: all on one position; 1: spread evenly"
-        return [
-            MetricInfo("sv_concentration", "weight of the strongest direction", "mean σ₁ / Σσ", "1: rank one"),
-            MetricInfo("effective_rank", "directions used about equally", "mean (Σσ)² / Σσ²"),
-            MetricInfo("top5_explained_var", "share of the strongest five", "mean Σ₁..₅σ² / Σσ²"),
-            MetricInfo("attn_entropy", "spread of attention over positions", "mean H(a) / ln T", peaked),
-            MetricInfo("attn_entropy/{layer}", "the same of one layer", "mean H(a) / ln T", peaked),
-            MetricInfo(
-                "attn_variance",
-                "how much the pattern depends on the input",
-                "mean of var(a) over the batch",
-                "0: the same for every input",
-            ),
-            MetricInfo("attn_variance/{layer}", "the same of one layer", "mean of var(a) over the batch"),
-        ]
-
     def start(self, model: nn.Module) -> None:
-        """Have an eye on every attention."""
+        """Attach a hook to every attention."""
         self.finish()
         found = [module for _, module in clean_modules(model) if isinstance(module, nn.MultiheadAttention)]
         self._layers = {module: number for number, module in enumerate(found)}
@@ -85,29 +79,28 @@ class AttentionHook(Analysis):
             )
 
     def _remember_by(self, during: During) -> Callable[..., None]:
-        """Return a hook that keeps what an attention is given last in a forward that counts as training."""
+        """Return a hook that keeps the inputs of an attention in a forward that counts as training."""
 
         def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site) -> None:
-            takes = during.count_forward(site.training, site.gradients, site.step)
-            if takes and module in self._layers:
-                self._calls[self._layers[module]] = Call.of(module, args, kwargs)
+            if during.count_forward(site.training, site.gradients, site.step) and module in self._layers:
+                self._calls[self._layers[module]] = _Call.of(module, args, kwargs)
 
         return remember
 
     def finish(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         if self._handle is not None:
             self._handle.remove(quiet=True)
         self._handle = None
         self._calls.clear()
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """The spectra, and patterns if a batch was seen."""
+        """Return the spectra, and figures of the patterns if a batch was seen."""
         if self.off or ctx.model is None:
             return None
         if self._handle is None and not self._layers:  # in a loop that does not start hooks: from now on
             self.start(ctx.model)
-        metrics = {**_spectra(work_of(ctx)), **self._patterns()}
+        metrics = {**_spectra(values_of(ctx)), **self._patterns()}
         if not metrics and not self._layers:
             self.turn_off(
                 "looked for nn.MultiheadAttention, or modules with q_proj, k_proj and v_proj (or query, key and "
@@ -119,7 +112,7 @@ class AttentionHook(Analysis):
     def _patterns(self) -> dict[str, Any]:
         entropies, variances = {}, {}
         for layer, call in sorted(self._calls.items()):
-            pattern = pattern_of(call)  # (B, H, T, S)
+            pattern = _pattern(call)  # (B, H, T, S)
             if pattern is None:
                 continue
             spread = torch.special.entr(pattern).sum(dim=-1).mean()
@@ -138,14 +131,135 @@ def _mean(values: Any) -> Tensor | None:
     return torch.stack(found).mean() if found else None
 
 
-def _spectra(work: Work) -> dict[str, float]:
-    found = work.singular_values(dict(projections_of(work.modules)))
-    spectra = [values for values in found.values() if values.any()]  # a matrix of zeros has no direction
+def _spectra(values: FiringValues) -> dict[str, float]:
+    found = values.singular_values(dict(_projections(values.modules)))
+    spectra = [sigmas for sigmas in found.values() if sigmas.any()]  # a matrix of zeros has no direction
     if not spectra:
         return {}
-    squares = [np.square(values) for values in spectra]
+    squares = [np.square(sigmas) for sigmas in spectra]
     return {
-        "sv_concentration": float(np.mean([values[0] / values.sum() for values in spectra])),
-        "effective_rank": float(np.mean([effective_rank(values) for values in spectra])),
+        "sv_concentration": float(np.mean([sigmas[0] / sigmas.sum() for sigmas in spectra])),
+        "effective_rank": float(np.mean([effective_rank(sigmas) for sigmas in spectra])),
         "top5_explained_var": float(np.mean([square[:_TOP].sum() / square.sum() for square in squares])),
     }
+
+
+# -- projections -----------------------------------------------------------------------------------------------------
+
+_Projection: TypeAlias = tuple[str, Tensor]
+"""The name of a query, key or value matrix, with the third that it is if it is one; and the matrix, (out, in)."""
+
+
+def _projections(modules: Modules) -> list[_Projection]:
+    """Return every query, key and value matrix of a model, by the name of its parameter."""
+    found: list[_Projection] = []
+    for path, module in modules:
+        prefix = f"{path}." if path else ""
+        if isinstance(module, nn.MultiheadAttention):
+            found += _of_multihead(prefix, module)
+        else:
+            found += _of_children(prefix, module)
+    return found
+
+
+def _of_multihead(prefix: str, module: nn.MultiheadAttention) -> Iterator[_Projection]:
+    if module.in_proj_weight is not None:
+        yield from _thirds(f"{prefix}in_proj_weight", module.in_proj_weight)
+        return
+    for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+        weight = getattr(module, name)
+        if weight is not None:
+            yield (f"{prefix}{name}", weight)
+
+
+def _of_children(prefix: str, module: nn.Module) -> Iterator[_Projection]:
+    children = module._modules
+    if not children:
+        return
+    for names in _SEPARATE:
+        weights = {name: matrix_of(children.get(name)) for name in names}
+        if all(weight is not None for weight in weights.values()):
+            yield from ((f"{prefix}{name}.weight", w) for name, w in weights.items() if w is not None)
+            return
+    for name in _TOGETHER:
+        weight = matrix_of(children.get(name))
+        if weight is not None and weight.shape[0] == 3 * weight.shape[1]:
+            yield from _thirds(f"{prefix}{name}.weight", weight)
+
+
+def _thirds(name: str, weight: Tensor) -> Iterator[_Projection]:
+    for part, third in zip("qkv", weight.chunk(3), strict=True):
+        yield (f"{name}[{part}]", third)
+
+
+# -- patterns --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Hold the inputs of one attention, without their graph."""
+
+    module: Any
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    """Where positions may not attend: true there, or added to the scores."""
+    padding: Tensor | None
+    """Which keys are padding: true there, or added to the scores."""
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """Return the inputs from the arguments of a forward."""
+        names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+        return cls(module, given["query"].detach(), given["key"].detach(), mask, padding)
+
+
+def _pattern(call: _Call) -> Tensor | None:
+    """Return the probabilities (batch, heads, queries, keys); None with added keys, or for nested tensors."""
+    module, query, key = call.module, call.query, call.key
+    if module.bias_k is not None or module.add_zero_attn or query.is_nested or query.numel() == 0:
+        return None
+    if query.dim() == 2:
+        query, key = query.unsqueeze(0), key.unsqueeze(0)
+    elif not module.batch_first:
+        query, key = query.transpose(0, 1), key.transpose(0, 1)
+    samples = max(2, _MOST // (module.num_heads * query.shape[1] * key.shape[1]))
+    query, key = query[:samples], key[:samples]
+    (wq, bq), (wk, bk) = _weights_and_biases(module)
+    q, k = (_heads(F.linear(x.to(w.dtype), w, b), module.num_heads) for x, w, b in ((query, wq, bq), (key, wk, bk)))
+    scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
+    # A position that may attend to nothing has no pattern: torch gives NaN, here it is 0.
+    return torch.softmax(_masked(scores, call, module.num_heads), dim=-1).nan_to_num(0.0)
+
+
+def _weights_and_biases(module: Any) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    if module.in_proj_weight is not None:
+        wq, wk, _ = module.in_proj_weight.detach().chunk(3)
+    else:
+        wq, wk = module.q_proj_weight.detach(), module.k_proj_weight.detach()
+    if module.in_proj_bias is None:
+        return (wq, None), (wk, None)
+    bq, bk, _ = module.in_proj_bias.detach().chunk(3)
+    return (wq, bq), (wk, bk)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:  # (B, T, D) to (B, H, T, D/H)
+    return x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2)
+
+
+def _masked(scores: Tensor, call: _Call, heads: int) -> Tensor:
+    mask, padding = call.mask, call.padding
+    if mask is not None:
+        if mask.dim() == 3:  # one for each sample and head
+            mask = mask.reshape(-1, heads, *mask.shape[1:])[: scores.shape[0]]
+        scores = _added(scores, mask)
+    if padding is not None:
+        padding = padding.unsqueeze(0) if padding.dim() == 1 else padding[: scores.shape[0]]
+        scores = _added(scores, padding[:, None, None, :])
+    return scores
+
+
+def _added(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

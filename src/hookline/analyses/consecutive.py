@@ -1,4 +1,4 @@
-"""``consecutive``: whether the gradient still points where it pointed at the last report."""
+"""``consecutive``: measure whether the gradient still points where it pointed at the last report."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.analyses._shared import Work, cosine
-from hookline.analyses._since_last import SinceLast
-from hookline.training.training_hook import MetricInfo
-
-__all__ = ["ConsecutiveHook"]
+from hookline.analyses._analysis import ChangeAnalysis
+from hookline.analyses._firing_values import FiringValues
+from hookline.analyses._vectors import cosines
 
 
-class ConsecutiveHook(SinceLast):
-    """The angle between one report's mean gradient and the next one's; nothing the first time.
+class ConsecutiveHook(ChangeAnalysis):
+    """Measure the angle between one report's mean gradient and the next one's; nothing the first time.
 
     Recipe: ``hookline.HookManager(["consecutive"], sinks=[...])``. Keeps one copy of the gradient.
     """
@@ -23,25 +21,22 @@ class ConsecutiveHook(SinceLast):
     name = "consecutive"
     description = "angle between the mean gradients of consecutive epochs"
     needs_grads = True
+    metrics = (
+        (
+            "cos_sim",
+            "cosine between this mean gradient and the one before",
+            "g·g_prev / (‖g‖‖g_prev‖); 0 if one is 0",
+            "1: the same direction; 0: unrelated; below 0: going back and forth",
+            "cos(g, g_prev)",
+        ),
+        ("angle_degrees", "the same as an angle", "arccos(cos_sim)", "0 to 180", "angle"),
+    )
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
-        return [
-            MetricInfo(
-                "cos_sim",
-                "cosine between this mean gradient and the one before",
-                "g·g_prev / (‖g‖‖g_prev‖); 0 if one is 0",
-                "1: the same direction; 0: unrelated; below 0: going back and forth",
-                "cos(g, g_prev)",
-            ),
-            MetricInfo("angle_degrees", "the same as an angle", "arccos(cos_sim)", "0 to 180", "angle"),
-        ]
+    def vector(self, values: FiringValues) -> Tensor | None:
+        """Return the mean gradient."""
+        return values.flat_mean_gradient
 
-    def vector(self, work: Work) -> Tensor | None:
-        """The mean gradient."""
-        return work.flat_mean_gradient
-
-    def compared(self, now: Tensor, before: Tensor) -> dict[str, Any]:
-        """The angle between them."""
-        similarity = cosine(now, before)
+    def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
+        """Return the angle between them."""
+        similarity = cosines([(now, before)])[0]
         return {"cos_sim": similarity, "angle_degrees": torch.rad2deg(torch.acos(similarity.clamp(-1, 1)))}

@@ -1,4 +1,4 @@
-"""``counterfactual``: how much of an epoch's gradient is due to the order of its data.
+"""``counterfactual``: measure how much of an epoch's gradient is due to the order of its data.
 
 The epoch is trained again from its beginning, a few times, with the data shuffled; what the run's own gradient shares
 with those is content, the rest is ordering.
@@ -7,44 +7,30 @@ with those is content, the rest is ordering.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import whole_number
-from hookline.analyses._interventions import (
-    Compared,
-    by_parameter,
-    cosine,
-    joined,
-    norm,
-    ratio,
-    shuffled_epochs,
-    way_to_solution,
-)
-from hookline.analyses._shared import is_bias
+from hookline.analyses._analysis import ReferenceIntervention, by_parameter, shuffled_epochs, way_to_solution
+from hookline.analyses._vectors import cosine, flat, is_bias, norm, ratio
+from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
 from hookline.training.training_hook import LoopPoints, MetricInfo
-
-if TYPE_CHECKING:
-    from hookline.guard.model_context import ModelDataContext
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["COUNTERFACTUAL_POINTS", "CounterfactualHook"]
 
 COUNTERFACTUAL_POINTS: Final[LoopPoints] = {"epoch": {HookPoint.POST_EPOCH: (None, 49), HookPoint.SNAPSHOT: (50, None)}}
 """Every epoch at first, when the order matters most; from the fiftieth on, at snapshots. The step loop has no epochs
 to train again."""
 
 
-class CounterfactualHook(Compared):
-    """Trains the epoch again with shuffled data, and splits the run's gradient into content and ordering.
+class CounterfactualHook(ReferenceIntervention):
+    """Train the epoch again with shuffled data, and split the run's gradient into content and ordering.
 
     Recipe: ``hookline.HookManager(["counterfactual"], hook_config={"counterfactual": {"k": 5}}, sinks=[...])``.
 
-    A firing costs ``k`` epochs, and everything is put back. With reference weights it also says which of the two parts
-    leads to them, for which it keeps ``2 · window_size`` vectors of all parameters on the CPU.
+    A firing costs ``k`` epochs, and everything is put back. With reference weights it also measures which of the two
+    parts leads to them, for which it keeps ``2 · window_size`` vectors of all parameters on the CPU.
 
     Args:
         k: How many shuffled epochs; each has its own order.
@@ -61,8 +47,8 @@ class CounterfactualHook(Compared):
     scope = "trains"
 
     def __init__(self, k: int = 3, window_size: int = 20, per_parameter: bool = True) -> None:
-        self.k = whole_number(self.name, "k", k, 1)
-        self.window_size = whole_number(self.name, "window_size", window_size, 1)
+        self.k = self.whole_number("k", k, 1)
+        self.window_size = self.whole_number("window_size", window_size, 1)
         self.per_parameter = per_parameter
         self._windows: dict[str, list[Tensor]] = {"content": [], "ordering": []}
 
@@ -102,25 +88,25 @@ class CounterfactualHook(Compared):
         if shuffled is None:
             return None
         names = sorted(actual)
-        split = _Split.of(joined(actual, names), joined(shuffled, names))
+        split = _Split.of(flat(actual[name] for name in names), flat(shuffled[name] for name in names))
         metrics = {"counterfactual_mean_norm": norm(split.shuffled), **split.figures()}
         if self.per_parameter:
             metrics |= by_parameter(
                 [name for name in names if not is_bias(name)],
-                lambda name: _Split.of(joined(actual, [name]), joined(shuffled, [name])).figures(),
+                lambda name: _Split.of(flat([actual[name]]), flat([shuffled[name]])).figures(),
             )
         return metrics | self._compare(actual, shuffled, split.share, way)
 
     def _compare(
         self, actual: Mapping[str, Tensor], shuffled: Mapping[str, Tensor], share: Tensor, way: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Where content and ordering lead, as seen from before the epoch."""
+        """Return where content and ordering lead, as seen from before the epoch."""
         names = sorted(name for name in actual if name in way)
         if not names:
             return {}
 
         def aims(names: list[str]) -> tuple[dict[str, Tensor], Tensor]:
-            g, cf, to = joined(actual, names), joined(shuffled, names), joined(way, names)
+            g, cf, to = (flat(tensors[name] for name in names) for tensors in (actual, shuffled, way))
             return {"content": -share * cf, "ordering": share * cf - g, "cf": -cf}, to
 
         def cosines(names: list[str]) -> dict[str, Tensor]:
@@ -134,7 +120,7 @@ class CounterfactualHook(Compared):
         return metrics | self._energies(vectors, to)
 
     def _energies(self, vectors: Mapping[str, Tensor], to: Tensor) -> dict[str, Any]:
-        """Of all firings in the window, how much lies along the way; of one alone it is the squared cosine."""
+        """Return how much of all firings in the window lies along the way; of one alone it is the squared cosine."""
         unit = ratio(to, norm(to)).cpu()
         found: dict[str, Any] = {}
         for part, window in self._windows.items():
@@ -143,32 +129,32 @@ class CounterfactualHook(Compared):
             window.append(vectors[part].cpu())
             del window[: -self.window_size]
             if len(window) > 1:
-                # Σσᵢ²(vᵢ·s)²/Σσᵢ² over all singular values of the stacked vectors is this, without working them out.
+                # Σσᵢ²(vᵢ·s)²/Σσᵢ² over all singular values of the stacked vectors is this, without computing them.
                 along, lengths = torch.stack([row @ unit for row in window]), torch.stack([norm(row) for row in window])
                 found[f"{part}_energy_fraction_toward_solution"] = ratio(along.square().sum(), lengths.square().sum())
         return found
 
     def reset(self) -> None:
-        """Another run begins."""
+        """Begin another run."""
         super().reset()
         self._windows = {part: [] for part in self._windows}
 
     def get_state_tensors(self) -> dict[str, Any]:
-        """The window."""
+        """Return the window."""
         return {part: list(window) for part, window in self._windows.items()}
 
     def set_state_tensors(self, tensors: dict[str, Any]) -> None:
-        """Take it back."""
+        """Take back what ``get_state_tensors`` gave."""
         self._windows = {part: [row.cpu() for row in tensors.get(part, ())] for part in self._windows}
 
 
 class _Split(NamedTuple):
-    """A gradient in two: along the one of shuffled epochs, and across."""
+    """Split a gradient in two: along the one of shuffled epochs, and across."""
 
     actual: Tensor
     shuffled: Tensor
     share: Tensor
-    """The content is so many times the shuffled one."""
+    """The content is this many times the shuffled gradient."""
 
     @classmethod
     def of(cls, actual: Tensor, shuffled: Tensor) -> _Split:
@@ -186,7 +172,7 @@ class _Split(NamedTuple):
 
 
 def _mean_of_shuffled(model_ctx: ModelDataContext, k: int, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The mean of the gradients of k shuffled epochs, 0 where there was none; None if there was none at all."""
+    """Return the mean gradient of k shuffled epochs, 0 where there was none; None if there was none at all."""
     total = {name: torch.zeros_like(gradient) for name, gradient in like.items()}
     found = False
     for gradients in shuffled_epochs(model_ctx, k):

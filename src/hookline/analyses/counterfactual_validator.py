@@ -1,42 +1,29 @@
-"""``counterfactual_validator``: whether k shuffled epochs are enough for ``counterfactual``.
+"""``counterfactual_validator``: measure whether k shuffled epochs are enough for ``counterfactual``.
 
-One more is trained, and every choice of k among them compared with all of them.
+It trains one more, and compares every choice of k among them with all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import whole_number
-from hookline.analyses._interventions import (
-    Compared,
-    cosine,
-    norm,
-    parameters_of,
-    ratio,
-    shuffled_epochs,
-    way_to_solution,
-    weight_names,
-)
-from hookline.analyses._shared import flatten
+from hookline.analyses._analysis import ReferenceIntervention, shuffled_epochs, way_to_solution
+from hookline.analyses._firing_values import parameters_of
+from hookline.analyses._vectors import cosine, flat, norm, ratio, weight_names
 from hookline.analyses.counterfactual import COUNTERFACTUAL_POINTS
+from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import DebugInterventionHook, MetricInfo
-
-if TYPE_CHECKING:
-    from hookline.guard.model_context import ModelDataContext
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["CounterfactualValidatorHook"]
+from hookline.lifecycle.run_context import RunDataContext
+from hookline.training.training_hook import DebugInterventionHook
 
 
-class CounterfactualValidatorHook(Compared, DebugInterventionHook):
-    """Trains k + 1 shuffled epochs, and tells how far the mean of k of them is from that of all.
+class CounterfactualValidatorHook(ReferenceIntervention, DebugInterventionHook):
+    """Train k + 1 shuffled epochs, and measure how far the mean of k of them is from that of all.
 
     Recipe: ``hookline.HookManager(["counterfactual_validator"], sinks=[...])``; groups leave it out, as it is for
     finding out whether ``counterfactual`` is right.
@@ -54,30 +41,27 @@ class CounterfactualValidatorHook(Compared, DebugInterventionHook):
     needs_grads = True
     needs_pre_epoch_state = True
     scope = "trains"
+    # With c the mean gradient of all k + 1 epochs, cᵢ that of all but the i-th.
+    metrics = (
+        ("kp1_content_norm", "mean of all k + 1", "‖c‖"),
+        ("k_content_norm_max", "longest mean of k", "max ‖cᵢ‖"),
+        ("k_content_norm_min", "shortest mean of k", "min ‖cᵢ‖"),
+        ("k_content_norm_mean", "mean length of a mean of k", "mean ‖cᵢ‖"),
+        ("kp1_norm_strictly_lower", "shorter than any of k", "1 if ‖c‖ < min ‖cᵢ‖, else 0", "1: settles"),
+        ("norm_convergence_gap", "what one more changes", "(mean ‖cᵢ‖ − ‖c‖)/‖c‖", "small: k is enough"),
+        ("k_to_kp1_cossim_mean", "direction of k and of all", "mean cos(cᵢ, c)", "1: k is enough"),
+        ("k_to_kp1_cossim_min", "the worst of these", "min cos(cᵢ, c)", "1: k is enough"),
+        ("kp1_cossim_to_solution", "all and the way to the reference", "cos(−c, θ_ref − θ_before)"),
+        ("k_cossim_to_solution_mean", "any k and that way", "mean cos(−cᵢ, θ_ref − θ_before)"),
+        ("k_cossim_to_solution_std", "how far these are apart", "std over i, by n", "small: k is enough"),
+        ("k_cossim_to_solution_spread", "the largest less the smallest", "max − min over i", "small: k is enough"),
+    )
 
     def __init__(self, k: int = 3) -> None:
-        self.k = whole_number(self.name, "k", k, 1)
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; c is the mean gradient of all k + 1 epochs, cᵢ that of all but the i-th."""
-        steady = "small: k is enough"
-        return [
-            MetricInfo("kp1_content_norm", "mean of all k + 1", "‖c‖"),
-            MetricInfo("k_content_norm_max", "longest mean of k", "max ‖cᵢ‖"),
-            MetricInfo("k_content_norm_min", "shortest mean of k", "min ‖cᵢ‖"),
-            MetricInfo("k_content_norm_mean", "mean length of a mean of k", "mean ‖cᵢ‖"),
-            MetricInfo("kp1_norm_strictly_lower", "shorter than any of k", "1 if ‖c‖ < min ‖cᵢ‖, else 0", "1: settles"),
-            MetricInfo("norm_convergence_gap", "what one more changes", "(mean ‖cᵢ‖ − ‖c‖)/‖c‖", steady),
-            MetricInfo("k_to_kp1_cossim_mean", "direction of k and of all", "mean cos(cᵢ, c)", "1: k is enough"),
-            MetricInfo("k_to_kp1_cossim_min", "the worst of these", "min cos(cᵢ, c)", "1: k is enough"),
-            MetricInfo("kp1_cossim_to_solution", "all and the way to the reference", "cos(−c, θ_ref − θ_before)"),
-            MetricInfo("k_cossim_to_solution_mean", "any k and that way", "mean cos(−cᵢ, θ_ref − θ_before)"),
-            MetricInfo("k_cossim_to_solution_std", "how far these are apart", "std over i, by n", steady),
-            MetricInfo("k_cossim_to_solution_spread", "the largest less the smallest", "max − min over i", steady),
-        ]  # fmt: skip
+        self.k = self.whole_number("k", k, 1)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """Train, choose, compare."""
+        """Train k + 1 epochs, and compare each mean of k with the mean of all."""
         names = weight_names(run_ctx.accumulated_grads or {})
         if not names:
             return None
@@ -92,15 +76,13 @@ class CounterfactualValidatorHook(Compared, DebugInterventionHook):
 
 
 def _row(gradients: Mapping[str, Tensor], names: list[str], shapes: Mapping[str, Tensor]) -> Tensor:
-    flat = flatten(gradients.get(name, torch.zeros_like(shapes[name])) for name in names)
-    assert flat is not None
-    return flat.cpu()
+    return flat(gradients.get(name, torch.zeros_like(shapes[name])) for name in names).cpu()
 
 
 def _flat_way(
     way: Mapping[str, Tensor], names: list[str], shapes: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """The way in one vector, and where it has a reference; None if nowhere."""
+    """Return the way in one vector, and where it has a reference; None if nowhere."""
     known = [name in way for name in names]
     if not any(known):
         return None

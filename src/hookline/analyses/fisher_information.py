@@ -1,25 +1,20 @@
-"""``fisher_information``: how much the loss depends on each parameter, by a running mean of its squared gradients."""
+"""``fisher_information``: measure how much the loss depends on each parameter, by its mean squared gradient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, Tracked, described, mean_of
-from hookline.metta.fisher import FisherInformationState
-from hookline.metta.fisher_hook import FisherHook
+from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, TrackedAnalysis, mean_of
+from hookline.metta.parameter_feeder import ParameterFeeder
+from hookline.metta.trackers import FisherInformationState
 from hookline.sites.wrappers import walk
-from hookline.training.training_hook import MetricInfo
-
-__all__ = ["FisherInformationHook"]
 
 
-class FisherInformationHook(Tracked):
-    """The diagonal of the empirical Fisher information, parameter by parameter, since the last report.
+class FisherInformationHook(TrackedAnalysis):
+    """Measure the diagonal of the empirical Fisher information, parameter by parameter, since the last report.
 
     Recipe: ``hookline.HookManager(["fisher_information"], sinks=[...])``.
 
@@ -29,7 +24,7 @@ class FisherInformationHook(Tracked):
     the innermost of the layers that have it, and under the first of those that share it.
 
     Args:
-        beta: The share of what was that stays at each update.
+        beta: The share of the old mean that stays at each update.
         targets: Which layers, by name or glob, with commas; if left out, every one with parameters of its own. Of a
             layer that holds others, all parameters that are in none of the others chosen.
         exclude: Layers to leave out.
@@ -40,65 +35,59 @@ class FisherInformationHook(Tracked):
     roots = ("fisher_info/",)
     kind = "backward"
     looks_for = "layers with parameters to train"
+    # With F = beta·F + (1 − beta)·g², from zero.
+    metrics = (
+        ("trace", "over all parameters", "Σ F", "how sharply the loss depends on the weights"),
+        ("max", "largest single entry", "max F"),
+        (
+            "dead_count",
+            "parameters with next to no gradient beside the others",
+            "count of m ≤ 1e-6·m̄; m = mean F of a parameter, m̄ the mean over parameters",
+            "0 is healthy",
+        ),
+        ("dead_fraction", "their share", "dead / parameters", "0 is healthy"),
+        ("fisher_info/{layer}/{param}/mean", "of one parameter", "mean F"),
+        ("fisher_info/{layer}/{param}/trace", "of one parameter", "Σ F"),
+        ("fisher_info/{layer}/{param}/max", "of one parameter", "max F"),
+        (
+            "fisher_info/{layer}/{param}/dead",
+            "whether it has next to no gradient",
+            "1 if mean F < 1e-8, else 0",
+            "absolute: see above",
+        ),
+        ("fisher_info/{layer}/dead_count", "dead parameters of a layer that has some"),
+        ("fisher_info/{layer}/dead_fraction", "their share in the layer"),
+    )
 
     def __init__(self, beta: float = 0.95, targets: str | None = None, exclude: str | None = None) -> None:
         self.beta = beta
-        self._shares: dict[str, frozenset[str]] = {}
+        self._names: dict[str, frozenset[str]] = {}
         """By layer, the names in it of the parameters that are counted there."""
-        super().__init__(targets, exclude, per_unit=True)
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; F = beta·F + (1 − beta)·g², from zero."""
-        one = "fisher_info/{layer}/{param}"
-        return described(
-            [
-                ("trace", "over all parameters", "Σ F", "how sharply the loss depends on the weights"),
-                ("max", "largest single entry", "max F", ""),
-                (
-                    "dead_count",
-                    "parameters with next to no gradient beside the others",
-                    "count of m ≤ 1e-6·m̄; m = mean F of a parameter, m̄ the mean over parameters",
-                    "0 is healthy",
-                ),
-                ("dead_fraction", "their share", "dead / parameters", "0 is healthy"),
-                (f"{one}/mean", "of one parameter", "mean F", ""),
-                (f"{one}/trace", "of one parameter", "Σ F", ""),
-                (f"{one}/max", "of one parameter", "max F", ""),
-                (
-                    f"{one}/dead",
-                    "whether it has next to no gradient",
-                    "1 if mean F < 1e-8, else 0",
-                    "absolute: see above",
-                ),
-                ("fisher_info/{layer}/dead_count", "dead parameters of a layer that has some", "", ""),
-                ("fisher_info/{layer}/dead_fraction", "their share in the layer", "", ""),
-            ]
-        )
+        super().__init__(targets, exclude)
 
     def new_tracker(self) -> FisherInformationState:
-        """It keeps the means."""
+        """Return a tracker that keeps the means."""
         return FisherInformationState(self.beta)
 
-    def new_hook(self, component: str) -> FisherHook:
-        """On the parameters of a layer."""
-        self._counter.register_component(component)
-        return _OnShare(self._counter, component, self._shares[component])
+    def new_feeder(self, component: str) -> ParameterFeeder:
+        """Return a hook on the parameters of a layer."""
+        return ParameterFeeder(self.tracker, component, TRAINING, self._names[component])
 
     def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         layers = super()._layers(model)
-        self._shares = _shares(layers)
-        return [(name, module) for name, module in layers if self._shares[name or "model"]]
+        self._names = _names_by_layer(layers)
+        return [(name, module) for name, module in layers if self._names[name or "model"]]
 
     def is_wanted(self, module: nn.Module) -> bool:
-        """Layers that have something to train by themselves, apart from the layers in them."""
+        """Return whether ``module`` has parameters to train of its own, apart from the layers in it."""
         return any(p.requires_grad for p in module.parameters(recurse=False))
 
     def is_of_unit(self, name: str) -> bool:
-        """None is."""
+        """Return False: no metric is of a unit."""
         return False
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Over all parameters."""
+        """Return the figures over all parameters."""
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
         # Without the infinite ones, beside which all others would be dead; NaN is not dead.
         bound = NEXT_TO_NONE * mean_of([value for value in means if math.isfinite(value)] or [0.0])
@@ -111,25 +100,8 @@ class FisherInformationHook(Tracked):
         }
 
 
-class _OnShare(FisherHook):
-    """On some of the parameters of a layer and of those below it."""
-
-    def __init__(self, tracker: FisherInformationState, component: str, names: Set[str]) -> None:
-        super().__init__(tracker, component, TRAINING)
-        self.names = names
-
-    def attach_to(self, model: nn.Module, module: nn.Module) -> RemovableHandle:
-        """Put it on them, and on those that come to take their place."""
-        handle: Any = super().attach_to(model, module)
-        for leaf in handle._leaves:
-            if leaf.name not in self.names:
-                leaf.remove()
-        handle._leaves = [leaf for leaf in handle._leaves if leaf.name in self.names]
-        return handle  # type: ignore[no-any-return]
-
-
-def _shares(layers: list[tuple[str, nn.Module]]) -> dict[str, frozenset[str]]:
-    """By layer, the parameters in it that no layer further in has, by their names in it."""
+def _names_by_layer(layers: list[tuple[str, nn.Module]]) -> dict[str, frozenset[str]]:
+    """Return, by layer, the parameters that no layer further in has, by their names in it."""
     taken: set[int] = set()
     found: dict[str, frozenset[str]] = {}
     for layer, module in sorted(layers, key=lambda each: len(each[0].split(".")) if each[0] else 0, reverse=True):

@@ -1,36 +1,31 @@
-"""``fourier``: which frequencies over the tokens a model has learnt to compute with.
+"""``fourier``: measure which frequencies over the tokens a model has learnt to compute with.
 
 A model that learns arithmetic modulo p ends with an embedding whose rows are waves over the tokens; this tells which,
-and when each came. It looks at weights alone.
+and when each appeared. It reads weights alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._parts import Modules, decoder_of, embedding_or_off, hidden_layers_of
-from hookline.analyses._shared import wide, work_of
+from hookline.analyses._analysis import Analysis
+from hookline.analyses._firing_values import values_of
+from hookline.analyses._model_parts import Modules, decoder_of, find_embedding, hidden_layers_of
+from hookline.analyses._vectors import wide
 from hookline.errors import OptionError
-from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
 from hookline.training.training_hook import MetricInfo
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["FourierHook"]
 
 
 class FourierHook(Analysis):
-    """The power spectrum of embedding, decoder and hidden neurons over the tokens.
+    """Measure the power spectrum of embedding, decoder and hidden neurons over the tokens.
 
     Recipe: ``hookline.HookManager(["fourier"], hook_config={"fourier": {"num_tokens": 97}}, sinks=[...])``.
 
@@ -43,10 +38,8 @@ class FourierHook(Analysis):
 
     name = "fourier"
     description = "frequencies over the tokens in embedding, decoder and hidden neurons"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
-    loop_points = AT_REPORTS
     kept = ("tracked",)
-    tracked: list[int]
+    tracked: Sequence[int] = ()
 
     def __init__(
         self, significance_multiplier: float = 10.0, embedding: str | None = None, num_tokens: int | None = None
@@ -56,45 +49,42 @@ class FourierHook(Analysis):
         self.significance_multiplier = significance_multiplier
         self.embedding = embedding
         self.num_tokens = num_tokens
-        self.reset()
 
     def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; P is the share of power by frequency, summing to 1 over all p of them."""
+        """Return the meaning of each metric; P is the share of power by frequency, summing to 1 over all p of them."""
         sharp = "0: one frequency; 1: all alike"
         over = f"P > {self.significance_multiplier:g}/p"
-        return [
-            MetricInfo("low_freq_power", "share of the lowest frequencies", "Σ P[k], k < max(p//20, 10)"),
-            MetricInfo("spectral_entropy", "how spread the power is", "−Σ P ln P / ln p", sharp),
-            MetricInfo("peak_frequency", "the strongest frequency", "argmax P[k], 1 ≤ k < p/2"),
-            MetricInfo("peak_power", "its share", "P[peak]", "near 1/2: a pure wave (the other half is at p − k)"),
-            MetricInfo("n_significant_freqs", "frequencies far over the even share, mirror images too", over),
-            MetricInfo("stride_harmonic_power", "share of multiples of the stride ⌊√p⌋", "Σ P[k⌊√p⌋], k ≤ 9"),
-            MetricInfo(
-                "freq_powers",
-                "share of every frequency that ever counted, once there is one",
-                f"P[k] where once {over}",
-                keys="frequency",
-            ),
-            MetricInfo("n_tracked_freqs", "how many there have been, up to p//2", over, "a staircase"),
-            MetricInfo("newly_acquired_freqs", "those that came since the last report, if any", over),
-            MetricInfo("decoder_spectral_entropy", "the same of the decoder's rows", "−Σ P ln P / ln p", sharp),
-            MetricInfo("decoder_peak_frequency", "strongest frequency of the decoder", "argmax P[k]"),
-            MetricInfo("decoder_n_significant_freqs", "frequencies of the decoder over the threshold", over),
-            MetricInfo(
+        tuned = "how much of a hidden neuron's response to tokens is one frequency, on average"
+        seen = "share of every frequency that ever counted, once there is one"
+        rows = [
+            ("low_freq_power", "share of the lowest frequencies", "Σ P[k], k < max(p//20, 10)"),
+            ("spectral_entropy", "how spread the power is", "−Σ P ln P / ln p", sharp),
+            ("peak_frequency", "the strongest frequency", "argmax P[k], 1 ≤ k < p/2"),
+            ("peak_power", "its share", "P[peak]", "near 1/2: a pure wave (the other half is at p − k)"),
+            ("n_significant_freqs", "frequencies far over the even share, mirror images too", over),
+            ("stride_harmonic_power", "share of multiples of the stride ⌊√p⌋", "Σ P[k⌊√p⌋], k ≤ 9"),
+            ("freq_powers", seen, f"P[k] where once {over}", "", "", "frequency"),
+            ("n_tracked_freqs", "how many there have been, up to p//2", over, "a staircase"),
+            ("newly_acquired_freqs", "those that came since the last report, if any", over),
+            ("decoder_spectral_entropy", "the same of the decoder's rows", "−Σ P ln P / ln p", sharp),
+            ("decoder_peak_frequency", "strongest frequency of the decoder", "argmax P[k]"),
+            ("decoder_n_significant_freqs", "frequencies of the decoder over the threshold", over),
+            (
                 "neuron_fourier_top1",
-                "how much of a hidden neuron's response to tokens is one frequency, on average",
+                tuned,
                 "mean max P, P of W·Eᵀ over 1..p//2",
                 "1: every neuron is tuned to one frequency",
             ),
-            MetricInfo("neuron_fourier_entropy", "the same as entropy", "mean −Σ P ln P / ln(p//2)", sharp),
+            ("neuron_fourier_entropy", "the same as entropy", "mean −Σ P ln P / ln(p//2)", sharp),
         ]
+        return [MetricInfo(*row) for row in rows]
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """The spectra as they are now."""
-        found = embedding_or_off(self, ctx, self.embedding)
+        """Return figures of the spectra as they are now."""
+        found = find_embedding(self, ctx, self.embedding)
         if found is None:
             return None
-        modules = work_of(ctx).modules
+        modules = values_of(ctx).modules
         table = found[1]
         p = self._number_of_tokens(table.shape[0], ctx.config)
         if p < 4:  # there is no frequency between none and the highest
@@ -139,14 +129,9 @@ class FourierHook(Analysis):
             "decoder_n_significant_freqs": int((power > self.significance_multiplier / p).sum()),
         }
 
-    def reset(self) -> None:
-        """Another run begins."""
-        super().reset()
-        self.tracked = []
-
 
 def _shares(waves: Tensor, p: int) -> NDArray[Any]:
-    """The share of each of p frequencies in the power of all columns together; zeros of a zero table."""
+    """Return the share of each of p frequencies in the power of all columns; zeros for a table of zeros."""
     half = (waves.real.square() + waves.imag.square()).mean(dim=1).double().cpu().numpy()
     power: NDArray[Any] = np.concatenate((half, half[1 : (p + 1) // 2][::-1]))  # of real rows, p − k is as strong as k
     total = power.sum()
@@ -154,7 +139,7 @@ def _shares(waves: Tensor, p: int) -> NDArray[Any]:
 
 
 def _peak(power: NDArray[Any], p: int) -> int:
-    """The strongest of the frequencies that have a mirror image: for even p, p/2 has none, and a cosine alone."""
+    """Return the strongest frequency that has a mirror image: for even p, p/2 has none, and a cosine alone."""
     return int(power[1 : (p + 1) // 2].argmax()) + 1
 
 
@@ -176,7 +161,4 @@ def _of_neurons(modules: Modules, waves: Tensor, table: nn.Parameter, decoder: T
         entropies.append(torch.special.entr(power).sum(dim=1).mean() / math.log(p // 2))
     if not tops:
         return {}
-    return {
-        "neuron_fourier_top1": torch.stack(tops).mean(),
-        "neuron_fourier_entropy": torch.stack(entropies).mean(),
-    }
+    return {"neuron_fourier_top1": torch.stack(tops).mean(), "neuron_fourier_entropy": torch.stack(entropies).mean()}

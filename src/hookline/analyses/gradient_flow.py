@@ -1,34 +1,30 @@
-"""``gradient_flow``: how large the gradient is that arrives at each unit of each layer."""
+"""``gradient_flow``: measure how large the gradient is that arrives at each unit of each layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
-from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, Tracked, described, mean_of
-from hookline.metta.gradient_flow_state import GradientFlowState
-from hookline.metta.tracker_hooks import GradientFlowHook as _OnLayer
+from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, TrackedAnalysis, mean_of
+from hookline.metta.feeders import GradientFeeder
+from hookline.metta.trackers import GradientFlowState
 from hookline.observe.host_values import fetch
 from hookline.sites.wrappers import clean_modules
-from hookline.training.training_hook import MetricInfo
-
-__all__ = ["GradientFlowHook"]
 
 
-class GradientFlowHook(Tracked):
-    """A running mean of the size of the gradient at each unit's output, since the last report.
+class GradientFlowHook(TrackedAnalysis):
+    """Measure a running mean of the size of the gradient at each unit's output, since the last report.
 
     Recipe: ``hookline.HookManager(["gradient_flow"], sinks=[...])``.
 
     The mean starts at zero and is not corrected: after n passes it has 1 − betaⁿ of its height. Gradients of outputs
-    are as large as a GradScaler has made them. ``out_proj`` of an ``nn.MultiheadAttention``, which nobody calls, is
-    looked at where the attention as a whole gives it out.
+    are as large as a GradScaler has made them. ``out_proj`` of an ``nn.MultiheadAttention``, which is never called, is
+    measured at the output of the attention as a whole.
 
     Args:
-        beta: The share of what was that stays at each backward pass.
+        beta: The share of the old mean that stays at each backward pass.
         targets: Which layers, by name or glob, with commas; if left out, every linear layer and convolution.
         exclude: Layers to leave out.
         per_unit: Report every unit, which may be many; without, layers and sums alone.
@@ -38,6 +34,22 @@ class GradientFlowHook(Tracked):
     description = "size of the gradient that arrives at each unit of each layer"
     kind = "backward"
     looks_for = "linear layers and convolutions"
+    # With n = √mean g² over the batch, G = beta·G + (1 − beta)·n, from zero.
+    metrics = (
+        ("mean", "over layers", "mean of a layer's mean G"),
+        ("smallest", "of the layer that gets least", "min of a layer's mean G", "near 0: it does not learn"),
+        ("largest", "of the layer that gets most", "max of a layer's mean G", "far over the mean: explodes"),
+        (
+            "blocked_fraction",
+            "units that get next to none beside the others, over layers",
+            "mean of a layer's share of G ≤ 1e-6·mean",
+            "0 is healthy",
+        ),
+        ("{layer}/mean", "over the units of a layer", "mean G"),
+        ("{layer}/unit_{unit}", "of one unit, where it is not blocked", "G"),
+        ("{layer}/blocked_fraction", "units of a layer that get none", "share of G < 1e-8", "absolute: see above"),
+        ("{layer}/active_fraction", "the others", "1 less that", "1 is healthy"),
+    )
 
     def __init__(
         self, beta: float = 0.95, targets: str | None = None, exclude: str | None = None, per_unit: bool = True
@@ -45,39 +57,13 @@ class GradientFlowHook(Tracked):
         self.beta = beta
         super().__init__(targets, exclude, per_unit)
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; n = √mean g² over the batch, G = beta·G + (1 − beta)·n, from zero."""
-        return described(
-            [
-                ("mean", "over layers", "mean of a layer's mean G", ""),
-                ("smallest", "of the layer that gets least", "min of a layer's mean G", "near 0: it does not learn"),
-                ("largest", "of the layer that gets most", "max of a layer's mean G", "far over the mean: explodes"),
-                (
-                    "blocked_fraction",
-                    "units that get next to none beside the others, over layers",
-                    "mean of a layer's share of G ≤ 1e-6·mean",
-                    "0 is healthy",
-                ),
-                ("{layer}/mean", "over the units of a layer", "mean G", ""),
-                ("{layer}/unit_{unit}", "of one unit, where it is not blocked", "G", ""),
-                (
-                    "{layer}/blocked_fraction",
-                    "units of a layer that get none",
-                    "share of G < 1e-8",
-                    "absolute: see above",
-                ),
-                ("{layer}/active_fraction", "the others", "1 less that", "1 is healthy"),
-            ]
-        )
-
     def new_tracker(self) -> GradientFlowState:
-        """It keeps the means."""
+        """Return a tracker that keeps the means."""
         return GradientFlowState(self.beta)
 
-    def new_hook(self, component: str) -> _OnLayer:
-        """On the gradient of a layer's output."""
-        self._counter.register_component(component)
-        return _OnLayer(self._counter, component, TRAINING)
+    def new_feeder(self, component: str) -> GradientFeeder:
+        """Return a hook on the gradient of a layer's output."""
+        return GradientFeeder(self.tracker, component, TRAINING)
 
     def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         attentions = [module for _, module in clean_modules(model) if isinstance(module, nn.MultiheadAttention)]
@@ -86,7 +72,7 @@ class GradientFlowHook(Tracked):
         return [(name, callers.get(id(module), module)) for name, module in super()._layers(model)]
 
     def is_wanted(self, module: nn.Module) -> bool:
-        """What multiplies with a matrix; an embedding does not."""
+        """Return whether ``module`` multiplies with a matrix; an embedding does not."""
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.parameter.UninitializedParameter):  # which has no dimensions yet
             return "Norm" not in type(module).__name__
@@ -94,22 +80,18 @@ class GradientFlowHook(Tracked):
         return is_matrix and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
     def is_of_unit(self, name: str) -> bool:
-        """The others are of layers."""
+        """Return whether the metric is not of a whole layer."""
         return name.rpartition("/")[2].startswith("unit_")
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Over all layers."""
+        """Return the figures over all layers."""
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
-        bad = any(map(math.isnan, means))
+        has_nan = any(map(math.isnan, means))
+        mean = mean_of([value for value in means if math.isfinite(value)] or [0.0])
+        shares = fetch((sizes <= NEXT_TO_NONE * mean).float().mean() for sizes in self.tracker.counted().values())
         return {
             "mean": mean_of(means),
-            "smallest": math.nan if bad else min(means),
-            "largest": math.nan if bad else max(means),
-            "blocked_fraction": self._blocked(mean_of([value for value in means if math.isfinite(value)] or [0.0])),
+            "smallest": math.nan if has_nan else min(means),
+            "largest": math.nan if has_nan else max(means),
+            "blocked_fraction": mean_of([share for (share,) in shares]),  # a NaN is not blocked
         }
-
-    def _blocked(self, mean: float) -> float:
-        """The share of units that get next to nothing of the mean, over layers; a NaN is not blocked."""
-        sizes: list[torch.Tensor] = list(self._counter.counted().values())
-        shares = fetch((each <= NEXT_TO_NONE * mean).float().mean() for each in sizes)
-        return mean_of([share for (share,) in shares])

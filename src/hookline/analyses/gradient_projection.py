@@ -1,73 +1,66 @@
-"""``gradient_projection``: whether gradients, and the moves they lead to, point at a known solution.
+"""``gradient_projection``: measure whether gradients, and the moves they lead to, point at a known solution.
 
-Takes reference weights from the manager (``HookManager(reference_weights=...)``).
+The manager gives it reference weights (``HookManager(reference_weights=...)``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._shared import is_bias, norm_of_all, wide, work_of
-from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import MetricInfo
-
-if TYPE_CHECKING:
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["GradientProjectionHook"]
+from hookline.analyses._analysis import Analysis
+from hookline.analyses._firing_values import values_of
+from hookline.analyses._vectors import is_bias, norm_of_all, wide
+from hookline.lifecycle.run_context import RunDataContext
 
 _NONE: Final = 1e-12
 """A vector shorter than this has no direction."""
 
 
+_GRAD: Final = "cos(−g, θ* − θ_prev)"
+_DISP: Final = "cos(θ − θ_prev, θ* − θ_prev)"
+_SIGN: Final = "above 0: towards the reference; below 0: away from it"
+
+
 class GradientProjectionHook(Analysis):
-    """Cosines of descent and displacement with the way from the last weights to the reference.
+    """Measure the cosines of descent and displacement with the way from the last weights to the reference.
 
     Recipe: ``hookline.HookManager(["gradient_projection"], reference_weights="final.pt", sinks=[...])``.
 
-    Parameters that the reference does not have, or has in another shape, are passed over. Keeps one copy of the
+    Parameters that the reference does not have, or has in another shape, are left out. Keeps one copy of the
     parameters besides the reference.
     """
 
     name = "gradient_projection"
     description = "whether gradients and moves point at the reference weights"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
-    loop_points = AT_REPORTS
     needs_grads = True
     needs_reference_weights = True
     kept = ("previous",)
-    previous: dict[str, Tensor] | None
-    _moved: dict[str, Tensor]
+    previous: dict[str, Tensor] | None = None
+
+    metrics = (
+        ("grad_cossim_to_solution/{param}", "descent of a weight", _GRAD, _SIGN),
+        ("disp_cossim_to_solution/{param}", "move of a weight since the last report", _DISP, _SIGN),
+        ("overall_grad_cossim_to_solution", "descent of all parameters", _GRAD, _SIGN),
+        ("overall_disp_cossim_to_solution", "move of all parameters", _DISP, _SIGN),
+        ("mean_layer_grad_cossim_to_solution", "mean over parameters, biases too", _GRAD, _SIGN),
+        ("mean_layer_disp_cossim_to_solution", "mean over parameters, biases too", _DISP, _SIGN),
+        ("displacement_norm", "length of the move since the last report", "‖θ − θ_prev‖"),
+        ("distance_to_reference", "how far it is yet", "‖θ* − θ‖", "falls if it gets there"),
+    )
 
     def __init__(self) -> None:
         self.reference_weights: Mapping[str, Tensor] = {}
-        self.reset()
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
-        grad, disp = "cos(−g, θ* − θ_prev)", "cos(θ − θ_prev, θ* − θ_prev)"
-        sign = "above 0: towards the reference; below 0: away from it"
-        return [
-            MetricInfo("grad_cossim_to_solution/{param}", "descent of a weight", grad, sign),
-            MetricInfo("disp_cossim_to_solution/{param}", "move of a weight since the last report", disp, sign),
-            MetricInfo("overall_grad_cossim_to_solution", "descent of all parameters", grad, sign),
-            MetricInfo("overall_disp_cossim_to_solution", "move of all parameters", disp, sign),
-            MetricInfo("mean_layer_grad_cossim_to_solution", "mean over parameters, biases too", grad, sign),
-            MetricInfo("mean_layer_disp_cossim_to_solution", "mean over parameters, biases too", disp, sign),
-            MetricInfo("displacement_norm", "length of the move since the last report", "‖θ − θ_prev‖"),
-            MetricInfo("distance_to_reference", "how far it is yet", "‖θ* − θ‖", "falls if it gets there"),
-        ]
+        self._moved: dict[str, Tensor] = {}
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """From the weights at the last report; the first time only the distance."""
+        """Compare with the weights at the last report; the first time return only the distance."""
         if self.off:
             return None
-        parameters = work_of(ctx).parameters
+        parameters = values_of(ctx).parameters
         there = [name for name, p in parameters.items() if _shape(self.reference_weights, name) == p.shape]
         now = {name: wide(parameters[name]) for name in there}
         if not there:
@@ -84,21 +77,20 @@ class GradientProjectionHook(Analysis):
         return metrics
 
     def _reference(self, name: str, like: Tensor) -> Tensor:
-        """Moved to the device of the parameter once."""
+        """Return the reference of a parameter, moved to its device once."""
         if self._moved.get(name) is None or self._moved[name].device != like.device:
             self._moved[name] = wide(self.reference_weights[name]).to(like.device)
         return self._moved[name]
 
     def set_reference_weights(self, reference: Mapping[str, Tensor]) -> None:
-        """Weights to compare with, by parameter."""
+        """Compare with these weights."""
         self.reference_weights = reference
         self._moved.clear()
 
     def reset(self) -> None:
-        """Another run begins."""
+        """Begin another run."""
         super().reset()
-        self.previous = None
-        self._moved = {}
+        self._moved.clear()
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> Any:
@@ -134,7 +126,7 @@ def _two(way: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cosines(kind: str, dots: Mapping[str, list[float]], goal: Mapping[str, Tensor]) -> dict[str, float]:
-    """``dots``: of each parameter the squared way, its product with the vector, and the squared vector."""
+    """Return cosines from ``dots``: by parameter the squared way, its product with the vector, the squared vector."""
     if not dots:
         return {}
     cosines = {

@@ -1,8 +1,8 @@
-"""``hessian``: how the step before bends the gradient of this one, by the curvature along its gradient.
+"""``hessian``: measure how the step before bends the gradient of this one, by the curvature along its gradient.
 
 With A the batch before and B the present one, the gradient that training saw at B's step is about the one that B would
-have had before A's step, less η·H_B·g_A: that product is what A and B have to do with each other, and depends on their
-order. Adding it to the gradient that was seen gives the other one back.
+have had before A's step, less η·H_B·g_A: that product is how A acts on B, and depends on their order. Adding it to the
+gradient that was seen gives the other one back.
 """
 
 from __future__ import annotations
@@ -11,36 +11,19 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import whole_number
-from hookline.analyses._interventions import (
-    Compared,
-    bursts,
-    by_parameter,
-    cosine,
-    joined,
-    norm,
-    numbers_of,
-    ratio,
-    step_of,
-    way_to_solution,
-    weight_names,
-)
-from hookline.analyses._shared import flatten
+from hookline.analyses._analysis import ReferenceIntervention, by_parameter, same_random_numbers, way_to_solution
+from hookline.analyses._vectors import cosine, flat, norm, ratio, weight_names
 from hookline.errors import HooklineWarning, OptionError
+from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
 from hookline.messages import caller_stacklevel
 from hookline.training.training_hook import LoopPoints, MetricInfo
-
-if TYPE_CHECKING:
-    from hookline.guard.model_context import ModelDataContext
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["HessianHook"]
 
 _METHODS: Final = ("exact", "difference")
 _HALF: Final = (torch.float16, torch.bfloat16)
@@ -50,22 +33,22 @@ _NO_SECOND: Final = ("not implemented", "double backward", "differentiate twice"
 
 @dataclass
 class _Before:
-    """The model before a step."""
+    """Hold the model before a step."""
 
     tensors: list[Tensor]
     """Parameters, then buffers."""
     rate: float | None
     """The learning rate of the step."""
     seen_after: bool
-    """Whether this was taken after the step before, in a loop that tells nobody when a step begins."""
+    """Whether this was copied after the step before, in a loop that has no point before a step."""
 
 
-class HessianHook(Compared):
-    """Curvature along the gradient of the step before, and how much of this step's gradient comes from there.
+class HessianHook(ReferenceIntervention):
+    """Measure the curvature along the gradient of the step before, and how much of this gradient comes from there.
 
     Recipe: ``hookline.HookManager(["hessian"], hook_config={"hessian": {"every_n_steps": 200}}, sinks=[...])``.
 
-    It takes the gradients of this step and of the one before as they lie in ``.grad``, goes back to the weights before
+    It takes the gradients of this step and of the one before as they are in ``.grad``, goes back to the weights before
     the last step, and takes a second derivative of the present batch there (``"exact"``), or its gradient twice
     (``"difference"``), with the same random numbers, so that dropout does not count as curvature. During a burst it
     keeps two copies of the model. The first step of a burst yields nothing (in the step loop: the first two).
@@ -79,8 +62,8 @@ class HessianHook(Compared):
         every_n_steps: How many steps from one burst to the next; the first begins at that step.
         burst_length: How many steps in a row are looked at.
         method: ``"exact"``, or the ``"difference"`` of two gradients. A loss without second derivatives (a compiled
-            model, say) gets the difference in any case, and one warning; parameters in half precision, of which such
-            a move is rounded away, never get it by being asked for.
+            model, say) gets the difference in any case, and one warning; parameters in half precision, in which such
+            a move is rounded away, get the exact product where there is one.
         per_parameter: Report each parameter that is no bias as well.
     """
 
@@ -92,7 +75,6 @@ class HessianHook(Compared):
     )
     intervention_points = frozenset({HookPoint.POST_STEP})
     needs_prev_step_grads = True
-    scope = "trains"
 
     def __init__(
         self,
@@ -109,16 +91,13 @@ class HessianHook(Compared):
         self.epsilon = float(epsilon)
         self.method = method
         self.per_parameter = per_parameter
-        self.step_schedule = bursts(
-            whole_number(self.name, "every_n_steps", every_n_steps, 1),
-            whole_number(self.name, "burst_length", burst_length, 1),
-        )
+        self.schedule(every_n_steps, burst_length)
         self._before: dict[int, _Before] = {}
         self._last: Tensor | None = None
         self._last_step = -1
 
     def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; g_B is the gradient of the step, e = η·H_B·g_A, c = g_B + e."""
+        """Return the meaning of each metric; g_B is the gradient of the step, e = η·H_B·g_A, c = g_B + e."""
         own = [
             MetricInfo("entanglement_norm", "what the step before took off this gradient", "‖e‖, e = η·H_B·g_A",
                        "0: no effect"),
@@ -147,15 +126,15 @@ class HessianHook(Compared):
         single = [MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in own + aims]
         return own + whole + aims + (single if self.per_parameter else [])
 
-    # -- going along ---------------------------------------------------------------------------------------------
+    # -- at each step --------------------------------------------------------------------------------------------
 
     def compute(self, ctx: RunDataContext) -> None:
-        """A step is about to be made: keep the model as it is."""
-        self._keep(step_of(ctx, self), ctx, seen_after=False)
+        """Keep the model as it is before a step."""
+        self._keep(self.step_of(ctx), ctx, seen_after=False)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """A step was made: go back to before the last one and look at the curvature there."""
-        step = step_of(run_ctx, self)
+        """After a step, go back to before the last one and measure the curvature there."""
+        step = self.step_of(run_ctx)
         before, now = self._before.get(step - 1), self._before.get(step)
         way = way_to_solution(self.reference, model_ctx.model)  # from here, before going anywhere
         if now is None or now.seen_after:
@@ -163,11 +142,11 @@ class HessianHook(Compared):
         found = None if before is None else self._measure(run_ctx, model_ctx, before, way)
         metrics = None if found is None else found[0] | self._coherence(step, found[1])
         if self.step_schedule is not None and not self.step_schedule.is_active(step + 1):
-            self._forget()  # the burst is over: what it kept is no use to the next
+            self._forget()  # the next burst begins anew
         return metrics
 
     def _coherence(self, step: int, vector: Tensor) -> dict[str, Any]:
-        """With the product of the step before, if that was looked at too."""
+        """Compare with the product of the step before, if that was measured too."""
         last, last_step = self._last, self._last_step
         self._last, self._last_step = vector, step
         if last is None or last_step != step - 1 or last.shape != vector.shape:
@@ -183,49 +162,49 @@ class HessianHook(Compared):
     def _forget(self) -> None:
         self._before, self._last, self._last_step = {}, None, -1
 
-    # -- looking -------------------------------------------------------------------------------------------------
+    # -- measuring -----------------------------------------------------------------------------------------------
 
     def _measure(
         self, run_ctx: RunDataContext, model_ctx: ModelDataContext, before: _Before, way: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], Tensor] | None:
-        """The figures, and the product that they are of."""
+        """Return the figures, and the product that they are of."""
         last = run_ctx.prev_step_grads or {}
         if not weight_names(last) or not _put_back(model_ctx.model, before):
             return None
-        whole = flatten(last.values())
-        if whole is None or float(norm(whole)) == 0.0:
+        length = norm(flat(last.values()))
+        if float(length) == 0.0:
             return None  # a step that went nowhere
-        product = self._product(step_of(run_ctx, self), model_ctx, last, norm(whole))
+        product = self._product(self.step_of(run_ctx), model_ctx, last, length)
         groups = model_ctx.param_groups
         rate = before.rate if before.rate is not None else float(groups[0]["lr"]) if groups else 0.0
-        look = _Look(last, model_ctx.gradients, product, rate, way)
+        look = _Step(last, model_ctx.gradients, product, rate, way)
         if not look.names:
             return None
         figures = look.whole(look.names)
         if self.per_parameter:
             figures |= by_parameter(look.names, lambda name: look.parts([name]))
-        return figures, joined(product, look.names)
+        return figures, flat(product[name] for name in look.names)
 
     def _product(
         self, step: int, model_ctx: ModelDataContext, last: Mapping[str, Tensor], length: Tensor
     ) -> dict[str, Tensor]:
-        """The Hessian of this batch times the gradient of the last one, at the weights as they are."""
+        """Return the Hessian of this batch times the gradient of the last one, at the weights as they are."""
         if self.method == "exact" or any(part.dtype in _HALF for part in last.values()):
             product = self._exactly(step, model_ctx, last)
             if product is not None:
                 return product
-        with numbers_of(step):
+        with same_random_numbers(step):
             here = model_ctx.compute_batch_gradients()
         model_ctx.apply_perturbation({name: part / length.to(part.device) for name, part in last.items()}, self.epsilon)
-        with numbers_of(step):
+        with same_random_numbers(step):
             moved = model_ctx.compute_batch_gradients()
         scale = length / self.epsilon
         return {name: (moved[name] - here[name]) * scale.to(moved[name].device) for name in here.keys() & moved.keys()}
 
     def _exactly(self, step: int, model_ctx: ModelDataContext, last: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """The product; None if the loss has no second derivative, which is warned of once."""
+        """Return the product; None, and one warning, if the loss has no second derivative."""
         try:
-            with numbers_of(step):
+            with same_random_numbers(step):
                 return model_ctx.hvp(last)
         except RuntimeError as error:  # NotImplementedError and GuardError are some
             if not any(words in str(error) for words in _NO_SECOND):
@@ -243,23 +222,23 @@ class HessianHook(Compared):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Another run begins."""
+        """Begin another run."""
         super().reset()
         self._forget()
 
     def get_state_tensors(self) -> dict[str, Any]:
-        """What a burst has kept."""
+        """Return what a burst has kept."""
         found: dict[str, Any] = {"before": {str(step): one.tensors for step, one in self._before.items()}}
         return found if self._last is None else {**found, "last": self._last}
 
     def set_state_tensors(self, tensors: dict[str, Any]) -> None:
-        """Take it back, on another device."""
+        """Take it back, perhaps on another device."""
         for step, copies in tensors.get("before", {}).items():
             self._before[int(step)].tensors = copies
         self._last = tensors.get("last")
 
     def state_dict(self) -> dict[str, Any]:
-        """The same, and of which steps it is."""
+        """Return the same, with the steps that it is of."""
         steps = {str(step): [one.rate, one.seen_after] for step, one in self._before.items()}
         return {**self.get_state_tensors(), "steps": steps, "last_step": self._last_step}
 
@@ -272,8 +251,8 @@ class HessianHook(Compared):
         self.set_state_tensors({key: state[key] for key in ("before", "last") if key in state})
 
 
-class _Look(NamedTuple):
-    """What was found at one step, each by parameter."""
+class _Step(NamedTuple):
+    """Compute the figures of one step, each by parameter."""
 
     last: Mapping[str, Tensor]
     """The gradient of the step before."""
@@ -285,12 +264,16 @@ class _Look(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The parameters that it is about."""
+        """Return the parameters that all of them have."""
         return weight_names(self.last, self.gradient, self.product)
 
+    @staticmethod
+    def _flat(tensors: Mapping[str, Tensor], names: list[str]) -> Tensor:
+        return flat(tensors[name] for name in names)
+
     def parts(self, names: list[str]) -> dict[str, Any]:
-        """Figures that each parameter has as well."""
-        g, e = joined(self.gradient, names), self.rate * joined(self.product, names)
+        """Return the figures that each parameter has as well."""
+        g, e = self._flat(self.gradient, names), self.rate * self._flat(self.product, names)
         return {
             "entanglement_norm": norm(e),
             "content_norm": norm(g + e),
@@ -301,12 +284,13 @@ class _Look(NamedTuple):
     def _aims(self, names: list[str]) -> dict[str, Any]:
         if not names:
             return {}
-        g, e, to = joined(self.gradient, names), self.rate * joined(self.product, names), joined(self.way, names)
+        g, e = self._flat(self.gradient, names), self.rate * self._flat(self.product, names)
+        to = self._flat(self.way, names)
         return {"entanglement_cossim_to_solution": cosine(-e, to), "content_cossim_to_solution": cosine(-g - e, to)}
 
     def whole(self, names: list[str]) -> dict[str, Any]:
-        """Figures of all parameters together."""
-        g_a, g_b, vector = joined(self.last, names), joined(self.gradient, names), joined(self.product, names)
+        """Return the figures of all parameters together."""
+        g_a, g_b, vector = (self._flat(each, names) for each in (self.last, self.gradient, self.product))
         stretch = ratio(norm(vector), norm(g_a))
         return self.parts(names) | {
             "observed_grad_norm": norm(g_b),
@@ -322,7 +306,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _put_back(model: nn.Module, before: _Before) -> bool:
-    """Have the model be as it was; False if it is another by now. The guard undoes it."""
+    """Copy the state ``before`` into the model; return False if its shapes differ. The guard undoes it."""
     now = _tensors(model)
     if [tensor.shape for tensor in now] != [tensor.shape for tensor in before.tensors]:
         return False

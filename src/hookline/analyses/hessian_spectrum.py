@@ -1,4 +1,4 @@
-"""``hessian_spectrum``: the largest and smallest curvatures of the loss, and their sum.
+"""``hessian_spectrum``: measure the largest and smallest curvatures of the loss, and their sum.
 
 Eigenvalues by Lanczos, the trace by Hutchinson's random signs, both from products of the Hessian with vectors alone.
 """
@@ -6,33 +6,25 @@ Eigenvalues by Lanczos, the trace by Hutchinson's random signs, both from produc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.analyses._analysis import BowsOut, whole_number
-from hookline.analyses._interventions import bursts, norm, numbers_of, parameters_of, step_of
-from hookline.analyses._shared import flatten
-from hookline.analyses._window import GIB
-from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import InterventionHook, LoopPoints, MetricInfo
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from hookline.guard.model_context import ModelDataContext
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["HessianSpectrumHook"]
+from hookline.analyses._analysis import Intervention, same_random_numbers
+from hookline.analyses._firing_values import parameters_of
+from hookline.analyses._history import GIB
+from hookline.analyses._vectors import flat, norm
+from hookline.guard.model_context import ModelDataContext
+from hookline.lifecycle.run_context import RunDataContext
 
 _Product = Callable[[Tensor], Tensor]
 
 
-class HessianSpectrumHook(BowsOut, InterventionHook):
-    """Extreme eigenvalues and trace of the Hessian of the loss on the batch of the step, at the weights after it.
+class HessianSpectrumHook(Intervention):
+    """Measure extreme eigenvalues and trace of the loss's Hessian on the batch of the step, at the weights after it.
 
     Recipe: ``hookline.HookManager(["hessian_spectrum"], sinks=[...])``.
 
@@ -51,56 +43,48 @@ class HessianSpectrumHook(BowsOut, InterventionHook):
 
     name = "hessian_spectrum"
     description = "largest and smallest curvatures of the loss, and their sum"
-    hook_points = frozenset({HookPoint.POST_STEP})
-    loop_points: LoopPoints = MappingProxyType({"epoch": {HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}})
-    scope = "trains"
+    # With λ the eigenvalues of the Hessian H, descending.
+    metrics = (
+        ("top_eigenvalue", "sharpness: the largest curvature", "λ₁", "high: a sharp valley"),
+        ("top_eigenvalue_error", "how far it may be off", "‖H·v − λ₁·v‖", "small against λ₁: right"),
+        ("eigenvalue_{number}", "the largest ones in turn", "λ₁, λ₂, …"),
+        ("smallest_eigenvalue", "the most negative curvature", "λ_min", "below 0: a saddle"),
+        ("lr_times_sharpness", "whether plain gradient descent is stable", "η·λ₁", "over 2: it is not"),
+        ("trace", "sum of all curvatures", "mean of z·H·z, z of random signs"),
+        ("trace_error", "standard error of that", "std/√probes", "small against the trace: right"),
+    )
 
     def __init__(
         self, every_n_steps: int = 500, iterations: int = 20, top: int = 3, probes: int = 4, max_gib: float = 8.0
     ) -> None:
-        self.step_schedule = bursts(whole_number(self.name, "every_n_steps", every_n_steps, 1), 1)
-        self.iterations = whole_number(self.name, "iterations", iterations, 2)
-        self.top = whole_number(self.name, "top", top, 1)
-        self.probes = whole_number(self.name, "probes", probes, 0)
+        self.schedule(every_n_steps)
+        self.iterations = self.whole_number("iterations", iterations, 2)
+        self.top = self.whole_number("top", top, 1)
+        self.probes = self.whole_number("probes", probes, 0)
         self.max_gib = max_gib
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; λ are eigenvalues of the Hessian H, descending."""
-        return [
-            MetricInfo("top_eigenvalue", "sharpness: the largest curvature", "λ₁", "high: a sharp valley"),
-            MetricInfo("top_eigenvalue_error", "how far it may be off", "‖H·v − λ₁·v‖", "small against λ₁: right"),
-            MetricInfo("eigenvalue_{number}", "the largest ones in turn", "λ₁, λ₂, …"),
-            MetricInfo("smallest_eigenvalue", "the most negative curvature", "λ_min", "below 0: a saddle"),
-            MetricInfo("lr_times_sharpness", "whether plain gradient descent is stable", "η·λ₁", "over 2: it is not"),
-            MetricInfo("trace", "sum of all curvatures", "mean of z·H·z, z of random signs"),
-            MetricInfo("trace_error", "standard error of that", "std/√probes", "small against the trace: right"),
-        ]
-
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """Multiply, and take apart."""
+        """Multiply the Hessian with vectors, and return its eigenvalues and trace."""
         trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
-        if self.off or not trained or not self._fits(sum(p.numel() for p in trained.values())):
+        if self.off or not trained or not self._check_memory(sum(p.numel() for p in trained.values())):
             return None
-        like = flatten(trained.values())
-        assert like is not None
-        step = step_of(run_ctx, self)
+        like = flat(trained.values())
+        step = self.step_of(run_ctx)
 
         def product(vector: Tensor) -> Tensor:
             parts = torch.split(vector, [p.numel() for p in trained.values()])
             named = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
-            with numbers_of(step):
+            with same_random_numbers(step):
                 found = model_ctx.hvp(named)
-            flat = flatten(found[name] for name in trained)
-            assert flat is not None
-            return flat
+            return flat(found[name] for name in trained)
 
         draw = torch.Generator().manual_seed(step)
         values, error = _lanczos(product, _normal(like, draw), min(self.iterations, like.numel()))
         metrics = self._figures(values, error, run_ctx.lr)
         return metrics | (_trace(product, like, draw, self.probes) if self.probes else {})
 
-    def _fits(self, count: int) -> bool:
-        """Whether as many vectors of so many numbers as Lanczos keeps are within the limit; if not, it is off."""
+    def _check_memory(self, count: int) -> bool:
+        """Return True if the vectors of Lanczos, of ``count`` numbers each, are within the limit; else turn off."""
         gib = min(self.iterations + 1, count) * count * torch.float32.itemsize / GIB
         if gib > self.max_gib:
             self.turn_off(
@@ -121,14 +105,14 @@ def _normal(like: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _lanczos(product: _Product, start: Tensor, count: int) -> tuple[NDArray[Any], float]:
-    """Eigenvalues of the Hessian in the space of the first products, descending; and the error of the largest."""
+    """Return eigenvalues of the Hessian in the space of the first products, descending; and the largest's error."""
     basis = [start / norm(start)]
     diagonal: list[float] = []
     beside: list[float] = []
     for _ in range(count):
         vector = product(basis[-1])
         diagonal.append(float(torch.dot(vector, basis[-1])))
-        for _twice in range(2):  # against all before: rounding would bring eigenvalues up again that were found
+        for _twice in range(2):  # against all before: rounding would bring back eigenvalues that were found
             for before in basis:
                 vector = vector - torch.dot(vector, before) * before
         beside.append(float(norm(vector)))

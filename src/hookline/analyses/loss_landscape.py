@@ -1,33 +1,26 @@
-"""``loss_landscape``: the loss along a straight line through the weights."""
+"""``loss_landscape``: measure the loss along a straight line through the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import whole_number
-from hookline.analyses._interventions import bursts, loss_on_batch, norm, parameters_of, ratio, step_of
-from hookline.analyses._shared import flatten
+from hookline.analyses._analysis import Intervention, loss_on_batch
+from hookline.analyses._firing_values import parameters_of
+from hookline.analyses._vectors import flatten, norm, ratio
 from hookline.errors import OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import InterventionHook, LoopPoints, MetricInfo
-
-if TYPE_CHECKING:
-    from hookline.guard.model_context import ModelDataContext
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["LossLandscapeHook"]
+from hookline.guard.model_context import ModelDataContext
+from hookline.lifecycle.run_context import RunDataContext
 
 _DIRECTIONS: Final = ("gradient", "random")
 
 
-class LossLandscapeHook(InterventionHook):
-    """The loss on the batch of the step, at weights along a line through those after it.
+class LossLandscapeHook(Intervention):
+    """Measure the loss on the batch of the step, at weights along a line through those after it.
 
     Recipe: ``hookline.HookManager(["loss_landscape"], hook_config={"loss_landscape": {"radius": 0.05}}, sinks=[...])``.
 
@@ -36,7 +29,7 @@ class LossLandscapeHook(InterventionHook):
 
     Args:
         every_n_steps: How many steps from one look to the next; the first is at that step.
-        points: How many places on the line, an odd number, so that one is where the weights are.
+        points: How many points on the line, an odd number, so that one is where the weights are.
         radius: How far it goes, as a share of the length of the parameters.
         direction: ``"gradient"``, of which the positive side is downhill; or ``"random"``, of as many parts as there
             are parameters, each as long as its parameter.
@@ -44,15 +37,20 @@ class LossLandscapeHook(InterventionHook):
 
     name = "loss_landscape"
     description = "the loss along a line through the weights"
-    hook_points = frozenset({HookPoint.POST_STEP})
-    loop_points: LoopPoints = MappingProxyType({"epoch": {HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}})
-    scope = "trains"
+    # With a from −radius to radius, and ‖θ‖·d the direction.
+    metrics = (
+        ("losses", "along the line, from one end to the other", "L(θ + a·‖θ‖·d)"),
+        ("loss", "in the middle, where the weights are", "L(θ)"),
+        ("lowest", "the smallest on the line", "min L"),
+        ("lowest_at", "where that is", "a of min L", "0: here; radius: still falling at the end"),
+        ("curvature", "how the line bends at the weights", "(L(h) − 2·L(0) + L(−h))/h²", ">0: a valley"),
+    )
 
     def __init__(
         self, every_n_steps: int = 500, points: int = 11, radius: float = 0.1, direction: str = "gradient"
     ) -> None:
-        self.step_schedule = bursts(whole_number(self.name, "every_n_steps", every_n_steps, 1), 1)
-        self.points = whole_number(self.name, "points", points, 3)
+        self.schedule(every_n_steps)
+        self.points = self.whole_number("points", points, 3)
         if points % 2 == 0:
             raise OptionError(f"points= of hook 'loss_landscape' is an odd number, got {points}; take {points + 1}.")
         if not radius > 0:
@@ -61,19 +59,9 @@ class LossLandscapeHook(InterventionHook):
             raise OptionError(f"direction= of hook 'loss_landscape' is 'gradient' or 'random', got {direction!r}.")
         self.radius, self.direction = float(radius), direction
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; a goes from −radius to radius, ‖θ‖·d is the direction."""
-        return [
-            MetricInfo("losses", "along the line, from one end to the other", "L(θ + a·‖θ‖·d)"),
-            MetricInfo("loss", "in the middle, where the weights are", "L(θ)"),
-            MetricInfo("lowest", "the smallest on the line", "min L"),
-            MetricInfo("lowest_at", "where that is", "a of min L", "0: here; radius: still falling at the end"),
-            MetricInfo("curvature", "how the line bends at the weights", "(L(h) − 2·L(0) + L(−h))/h²", ">0: a valley"),
-        ]
-
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """Go along, and come back."""
-        step = step_of(run_ctx, self)
+        """Measure the loss at each point of the line."""
+        step = self.step_of(run_ctx)
         trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
         line = self._line(step, model_ctx, trained)
         if line is None:
@@ -98,7 +86,7 @@ class LossLandscapeHook(InterventionHook):
         }
 
     def _line(self, step: int, model_ctx: ModelDataContext, trained: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """By parameter, as long as all of them together; None if there is no direction."""
+        """Return the direction by parameter, as long as all of them together; None if there is none."""
         length = flatten(trained.values())
         if length is None:
             return None
@@ -118,5 +106,5 @@ class LossLandscapeHook(InterventionHook):
 
 
 def _fit(parameter: Tensor, direction: Tensor) -> Tensor:
-    """What makes a direction as long as its parameter."""
+    """Return the factor that makes a direction as long as its parameter."""
     return ratio(norm(parameter.detach().flatten()), norm(direction.flatten()))

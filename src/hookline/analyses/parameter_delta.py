@@ -1,51 +1,41 @@
-"""``parameter_delta``: how far the parameters have moved since the last report."""
+"""``parameter_delta``: measure how far the parameters have moved since the last report."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hookline.analyses._shared import Work, ratio
-from hookline.analyses._since_last import SinceLast
-from hookline.training.training_hook import MetricInfo
-
-__all__ = ["ParameterDeltaHook"]
+from hookline.analyses._analysis import ChangeAnalysis
+from hookline.analyses._firing_values import FiringValues
+from hookline.analyses._vectors import norm, ratio
 
 
-class ParameterDeltaHook(SinceLast):
-    """The length of the change of all parameters, biases included; nothing the first time.
+class ParameterDeltaHook(ChangeAnalysis):
+    """Measure the length of the change of all parameters, biases included; nothing the first time.
 
     Recipe: ``hookline.HookManager(["parameter_delta"], sinks=[...])``. Keeps one copy of the parameters.
     """
 
     name = "parameter_delta"
     description = "how far the parameters have moved since the last epoch"
+    metrics = (
+        (
+            "relative_delta",
+            "the move as a share of where they were",
+            "‖θ − θ_prev‖ / ‖θ_prev‖; 0 if θ_prev is 0",
+            "falls as training settles",
+            "relative move",
+        ),
+        ("absolute_delta", "length of the move", "‖θ − θ_prev‖", "", "move"),
+        ("param_norm", "length of the parameters", "‖θ‖", "grows without weight decay", "‖θ‖"),
+    )
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
-        return [
-            MetricInfo(
-                "relative_delta",
-                "the move as a share of where they were",
-                "‖θ − θ_prev‖ / ‖θ_prev‖; 0 if θ_prev is 0",
-                "falls as training settles",
-                "relative move",
-            ),
-            MetricInfo("absolute_delta", "length of the move", "‖θ − θ_prev‖", "", "move"),
-            MetricInfo("param_norm", "length of the parameters", "‖θ‖", "grows without weight decay", "‖θ‖"),
-        ]
+    def vector(self, values: FiringValues) -> Tensor | None:
+        """Return the parameters."""
+        return values.flat_parameters
 
-    def vector(self, work: Work) -> Tensor | None:
-        """The parameters."""
-        return work.flat_parameters
-
-    def compared(self, now: Tensor, before: Tensor) -> dict[str, Any]:
-        """The move from one to the other."""
-        move, length = torch.linalg.vector_norm(now - before), torch.linalg.vector_norm(before)
-        return {
-            "relative_delta": ratio(move, length),
-            "absolute_delta": move,
-            "param_norm": torch.linalg.vector_norm(now),
-        }
+    def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
+        """Return the move from one to the other."""
+        move = norm(now - before)
+        return {"relative_delta": ratio(move, norm(before)), "absolute_delta": move, "param_norm": norm(now)}

@@ -1,32 +1,28 @@
-"""``phases``: how far learning has come, and how quickly it changes."""
+"""``phases``: measure how far learning has come, and how quickly it changes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from hookline.analyses._analysis import Analysis
-from hookline.analyses._parts import embedding_of
-from hookline.analyses._shared import flatten, ratio, work_of
+from hookline.analyses._firing_values import values_of
+from hookline.analyses._model_parts import embedding_of
+from hookline.analyses._vectors import flatten, norm, ratio
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import MetricInfo
-
-if TYPE_CHECKING:
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["PhasesHook"]
+from hookline.lifecycle.run_context import RunDataContext
 
 _BOUNDS: Final = (5.0, 20.0, 80.0, 99.0)
-"""Validation accuracies, in percent, at which the next phase begins."""
+"""Validation accuracies, in percent, at which the next phase of learning begins."""
 _SCALES: Final = ("auto", "fraction", "percent")
 
 
 class PhasesHook(Analysis):
-    """Change of gradient and embedding from snapshot to snapshot, and a code for the accuracy reached.
+    """Measure the change of gradient and embedding from snapshot to snapshot, and a code for the accuracy reached.
 
     Recipe: ``hookline.HookManager(["phases"], sinks=[...])``.
 
@@ -42,37 +38,34 @@ class PhasesHook(Analysis):
     loop_points = {"epoch": {HookPoint.SNAPSHOT}, "step": {HookPoint.SNAPSHOT}}  # noqa: RUF012
     needs_grads = True
     kept = ("norm", "velocity", "table", "in_percent")
-    in_percent: bool
-    norm: Tensor | None
-    velocity: Tensor | None
-    table: Tensor | None
+    in_percent = False
+    norm: Tensor | None = None
+    velocity: Tensor | None = None
+    table: Tensor | None = None
+    # All are 0 at the first snapshot, when there is nothing to compare with.
+    metrics = (
+        ("grad_velocity", "change of the gradient's length", "‖g‖ − ‖g_prev‖", "above 0: it grows"),
+        ("grad_acceleration", "change of that change", "v − v_prev", "above 0: it grows faster"),
+        ("embedding_change", "how far the embedding has moved", "‖E − E_prev‖"),
+        ("embedding_change_normalized", "the same as a share", "‖E − E_prev‖ / ‖E_prev‖; 0 if that is 0"),
+        (
+            "phase_code",
+            "0 not learning yet, 1 early, 2 rapid, 3 refining, 4 done; absent without a val_acc",
+            "val_acc below 5, 20, 80, 99 %, or not",
+        ),
+    )
 
     def __init__(self, embedding: str | None = None, accuracy: Literal["auto", "fraction", "percent"] = "auto") -> None:
         if accuracy not in _SCALES:
             raise OptionError(f"accuracy= of hook 'phases' is one of {', '.join(_SCALES)}; got {accuracy!r}.")
         self.embedding = embedding
         self.accuracy = accuracy
-        self.reset()
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; 0 at the first snapshot, when there is nothing to compare with."""
-        return [
-            MetricInfo("grad_velocity", "change of the gradient's length", "‖g‖ − ‖g_prev‖", "above 0: it grows"),
-            MetricInfo("grad_acceleration", "change of that change", "v − v_prev", "above 0: it grows faster"),
-            MetricInfo("embedding_change", "how far the embedding has moved", "‖E − E_prev‖"),
-            MetricInfo("embedding_change_normalized", "the same as a share", "‖E − E_prev‖ / ‖E_prev‖; 0 if that is 0"),
-            MetricInfo(
-                "phase_code",
-                "0 not learning yet, 1 early, 2 rapid, 3 refining, 4 done; absent without a val_acc",
-                "val_acc below 5, 20, 80, 99 %, or not",
-            ),
-        ]
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Since the last snapshot."""
-        flat = work_of(ctx).flat_mean_gradient
+        """Compare with the last snapshot."""
+        flat = values_of(ctx).flat_mean_gradient
         return {
-            **({} if flat is None else self._of_gradient(torch.linalg.vector_norm(flat))),
+            **({} if flat is None else self._of_gradient(norm(flat))),
             **self._of_embedding(ctx),
             **self._of_accuracy(ctx.val_acc),
         }
@@ -84,7 +77,7 @@ class PhasesHook(Analysis):
         return {"grad_velocity": velocity, "grad_acceleration": change}
 
     def _of_embedding(self, ctx: RunDataContext) -> dict[str, Any]:
-        found = embedding_of(work_of(ctx).modules, self.embedding)
+        found = embedding_of(values_of(ctx).modules, self.embedding)
         table = None if found is None else flatten([found[1]])
         before, self.table = self.table, table
         if table is None:
@@ -92,8 +85,8 @@ class PhasesHook(Analysis):
         if before is None or before.shape != table.shape:
             return {"embedding_change": 0.0, "embedding_change_normalized": 0.0}
         before = before.to(table.device)
-        change = torch.linalg.vector_norm(table - before)
-        share = ratio(change, torch.linalg.vector_norm(before))
+        change = norm(table - before)
+        share = ratio(change, norm(before))
         return {"embedding_change": change, "embedding_change_normalized": share}
 
     def _of_accuracy(self, accuracy: float | None) -> dict[str, Any]:
@@ -102,11 +95,3 @@ class PhasesHook(Analysis):
         self.in_percent = self.accuracy == "percent" or (self.accuracy == "auto" and (self.in_percent or accuracy > 1))
         percent = accuracy if self.in_percent else 100 * accuracy
         return {"phase_code": sum(percent >= bound for bound in _BOUNDS)}
-
-    def reset(self) -> None:
-        """Another run begins."""
-        super().reset()
-        self.norm = None
-        self.velocity = None
-        self.table = None
-        self.in_percent = False

@@ -1,19 +1,14 @@
-"""``relu_activations``: how often each unit behind a ReLU is on, and which never are."""
+"""``relu_activations``: measure how often each unit behind a ReLU is on, and which never are."""
 
 from __future__ import annotations
 
-from hookline.analyses._relus import OnReLUs
-from hookline.analyses._tracked import TRAINING, described
-from hookline.metta.relu import ReLUActivationState
-from hookline.metta.tracker_hooks import ActivationHook
-from hookline.sites.tree import main_tensor
-from hookline.training.training_hook import MetricInfo
-
-__all__ = ["ReLUActivationsHook"]
+from hookline.analyses._tracked import TRAINING, ReLUAnalysis
+from hookline.metta.feeders import ActivationFeeder
+from hookline.metta.trackers import ReLUActivationState
 
 
-class ReLUActivationsHook(OnReLUs):
-    """The share of samples in which each unit is above zero, since the last report.
+class ReLUActivationsHook(ReLUAnalysis):
+    """Measure the share of samples in which each unit is above zero, since the last report.
 
     Recipe: ``hookline.HookManager(["relu_activations"], sinks=[...])``.
 
@@ -31,23 +26,17 @@ class ReLUActivationsHook(OnReLUs):
     roots = ("activations/relu/",)
     happens = "active"
     never = "dead"
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
-        return described(
-            [
-                ("active_fraction", "how often a unit is on, over all units", "mean of x > 0", ""),
-                ("dead_units", "units that were never on", "count of 0", "0 is healthy"),
-                ("dead_fraction", "their share of all units", "dead / units", "0 is healthy"),
-                ("activations/relu/{layer}/{unit}", "how often this unit is on", "share of x > 0", "0: dead"),
-            ]
-        )
+    metrics = (
+        ("active_fraction", "how often a unit is on, over all units", "mean of x > 0"),
+        ("dead_units", "units that were never on", "count of 0", "0 is healthy"),
+        ("dead_fraction", "their share of all units", "dead / units", "0 is healthy"),
+        ("activations/relu/{layer}/{unit}", "how often this unit is on", "share of x > 0", "0: dead"),
+    )
 
     def new_tracker(self) -> ReLUActivationState:
-        """It counts."""
+        """Return a tracker that counts activations above zero."""
         return ReLUActivationState()
 
-    def new_hook(self, component: str) -> ActivationHook:
-        """On the output of a layer."""
-        self._counter.register_component(component)
-        return ActivationHook(self._counter, component, main_tensor, TRAINING)
+    def new_feeder(self, component: str) -> ActivationFeeder:
+        """Return a hook on the output of a layer."""
+        return ActivationFeeder(self.tracker, component, TRAINING)

@@ -1,4 +1,4 @@
-"""``relu_gradient_flow``: how often a gradient comes through each unit of a ReLU."""
+"""``relu_gradient_flow``: measure how often a gradient comes through each unit of a ReLU."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.analyses._relus import OnReLUs
-from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, described
-from hookline.metta.gradient_flow_state import ReLUGradientFlowState
-from hookline.metta.tracked_components import UnitOptions
-from hookline.metta.tracker_hooks import ReLUGradientFlowHook as _OnLayer
-from hookline.training.training_hook import MetricInfo
-
-__all__ = ["ReLUGradientFlowHook"]
+from hookline.analyses._tracked import NEXT_TO_NONE, TRAINING, ReLUAnalysis
+from hookline.metta.component_tracker import UnitOptions
+from hookline.metta.feeders import GradientFeeder
+from hookline.metta.trackers import ReLUGradientFlowState
 
 
-class ReLUGradientFlowHook(OnReLUs):
-    """The share of samples in which a gradient comes out of each unit, backwards, since the last report.
+class ReLUGradientFlowHook(ReLUAnalysis):
+    """Measure the share of samples in which a gradient leaves each unit, backwards, since the last report.
 
     Recipe: ``hookline.HookManager(["relu_gradient_flow"], sinks=[...])``.
 
-    It counts twice: by unit, what is above 1e-8, as its source does; for the sums, what is above a millionth of the
+    It counts twice: by unit, what is above 1e-8, as Metta does; for the sums, what is above a millionth of the
     layer's mean in that backward pass, which does not depend on the size of the loss.
 
     Args:
@@ -37,73 +33,66 @@ class ReLUGradientFlowHook(OnReLUs):
     kind = "backward"
     happens = "passed"
     never = "blocked"
+    metrics = (
+        (
+            "passed_fraction",
+            "how often a gradient comes through, over all units",
+            "mean of |g| > 1e-6·mean |g|, of a layer in one pass",
+        ),
+        ("blocked_units", "units that never let one through", "count of 0", "0 is healthy"),
+        ("blocked_fraction", "their share of all units", "blocked / units", "0 is healthy"),
+        (
+            "gradient_flow/relu/{layer}/{unit}",
+            "how often more than 1e-8 comes through this unit",
+            "share of |g| > 1e-8",
+            "0: dead, or small everywhere",
+        ),
+    )
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
-        return described(
-            [
-                (
-                    "passed_fraction",
-                    "how often a gradient comes through, over all units",
-                    "mean of |g| > 1e-6·mean |g|, of a layer in one pass",
-                    "",
-                ),
-                ("blocked_units", "units that never let one through", "count of 0", "0 is healthy"),
-                ("blocked_fraction", "their share of all units", "blocked / units", "0 is healthy"),
-                (
-                    "gradient_flow/relu/{layer}/{unit}",
-                    "how often more than 1e-8 comes through this unit",
-                    "share of |g| > 1e-8",
-                    "0: dead, or small everywhere",
-                ),
-            ]
-        )
+    def new_tracker(self) -> _TwoBounds:
+        """Return a tracker that counts by both bounds."""
+        return _TwoBounds()
 
-    def new_tracker(self) -> _Twice:
-        """It counts."""
-        return _Twice()
-
-    def new_hook(self, component: str) -> _OnLayer:
-        """On the gradient of a layer's input."""
-        self._counter.register_component(component)
-        return _OnLayer(self._counter, component, TRAINING)
+    def new_feeder(self, component: str) -> GradientFeeder:
+        """Return a hook on the gradient of a layer's input."""
+        return GradientFeeder(self.tracker, component, TRAINING, of_input=True)
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Over all units, by what each let through beside the others."""
-        return super().summary(self._counter.beside.to_metrics())
+        """Return the figures over all units, by the relative bound."""
+        return super().summary(self.tracker.relative.to_metrics())
 
 
-class _BesideOthers(ReLUGradientFlowState):
-    """Counts by a bound that is a share of the mean of the tensor."""
+class _RelativeBound(ReLUGradientFlowState):
+    """Count by a bound that is a share of the mean of the tensor."""
 
-    def _marks(self, tensor: Tensor, options: UnitOptions) -> Tensor:
+    def _is_hit(self, tensor: Tensor, options: UnitOptions) -> Tensor:
         sizes = tensor.abs()
         return sizes > NEXT_TO_NONE * sizes.mean()
 
 
-class _Twice(ReLUGradientFlowState):
-    """Counts by its own bound, and beside that by the other."""
+class _TwoBounds(ReLUGradientFlowState):
+    """Count by the absolute bound of the tracker, and in ``relative`` by the relative one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.beside = _BesideOthers()
+        self.relative = _RelativeBound()
 
     def update(self, component: str, tensor: Tensor) -> None:
-        """Count one tensor."""
+        """Count one tensor by both."""
         super().update(component, tensor)
-        self.beside.update(component, tensor)
+        self.relative.update(component, tensor)
 
     def reset(self) -> None:
-        """Start counting at zero."""
+        """Start both at zero."""
         super().reset()
-        self.beside.reset()
+        self.relative.reset()
 
     def counted(self) -> dict[str, Any]:
-        """What was counted so far, of both."""
-        beside = self.beside.counted()
-        return {name: {**counts, "beside": beside[name]} for name, counts in super().counted().items()}
+        """Return the counts so far, of both."""
+        relative = self.relative.counted()
+        return {name: {**counts, "relative": relative[name]} for name, counts in super().counted().items()}
 
     def load_counted(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``counted`` gave."""
         super().load_counted(state)
-        self.beside.load_counted({name: counts["beside"] for name, counts in state.items() if "beside" in counts})
+        self.relative.load_counted({name: counts["relative"] for name, counts in state.items() if "relative" in counts})

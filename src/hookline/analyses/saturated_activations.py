@@ -1,4 +1,5 @@
-"""``saturated_activations``: how often units behind a tanh or a sigmoid are at its ends, where no gradient passes."""
+"""``saturated_activations``: measure how often units behind a tanh or a sigmoid are at its ends, where no gradient
+passes."""
 
 from __future__ import annotations
 
@@ -6,17 +7,14 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from hookline.analyses._tracked import TRAINING, Tracked, described, units_of
-from hookline.metta.saturated import SaturatedActivationState
-from hookline.metta.tracker_hooks import ActivationHook
-from hookline.sites.tree import main_tensor
+from hookline.analyses._tracked import TRAINING, TrackedAnalysis
+from hookline.metta.feeders import ActivationFeeder
+from hookline.metta.trackers import SaturatedActivationState
 from hookline.training.training_hook import MetricInfo
 
-__all__ = ["SaturatedActivationsHook"]
 
-
-class SaturatedActivationsHook(Tracked):
-    """The share of samples in which each unit is saturated, since the last report.
+class SaturatedActivationsHook(TrackedAnalysis):
+    """Measure the share of samples in which each unit is saturated, since the last report.
 
     Recipe: ``hookline.HookManager(["saturated_activations"], sinks=[...])``.
 
@@ -46,45 +44,42 @@ class SaturatedActivationsHook(Tracked):
         self.looks_for = "nn.Tanh" if activation == "tanh" else "nn.Sigmoid"  # type: ignore[misc]
 
     def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; a neuron of the sums counts once per sample."""
+        """Return the meaning of each metric; in the sums a neuron counts once per sample."""
         root = f"activations/{self.activation}"
-        sums = {
-            "total_neurons": "units times samples that were looked at",
-            "saturated_neurons": "those that were saturated",
-            "fraction": "their share",
-            "active_fraction": "the share of the others",
-        }
         rows = [
             ("fraction", "how often a unit is saturated, over all units", "saturated / seen", "1: nothing passes"),
             ("always_saturated", "units that were saturated every time", "count of 1", "0 is healthy"),
-            (f"{root}/saturated_fraction/{{layer}}/{{unit}}", "how often this unit is", "saturated / seen", ""),
+            (f"{root}/saturated_fraction/{{layer}}/{{unit}}", "how often this unit is", "saturated / seen"),
         ]
-        for name, what in sums.items():
-            rows.append((f"{root}/saturation/{name}", what, "", ""))
-            rows.append((f"{root}/saturation/{{layer}}/{name}", f"{what}, of one layer", "", ""))
-        return described(rows)
+        for name, what in (
+            ("total_neurons", "units times samples that were looked at"),
+            ("saturated_neurons", "those that were saturated"),
+            ("fraction", "their share"),
+            ("active_fraction", "the share of the others"),
+        ):
+            rows.append((f"{root}/saturation/{name}", what))
+            rows.append((f"{root}/saturation/{{layer}}/{name}", f"{what}, of one layer"))
+        return [MetricInfo(*row) for row in rows]
 
     def new_tracker(self) -> SaturatedActivationState:
-        """It counts."""
+        """Return a tracker that counts saturated activations."""
         return SaturatedActivationState(self.activation, self.saturation_threshold)
 
-    def new_hook(self, component: str) -> ActivationHook:
-        """On the output of a layer."""
-        self._counter.register_component(component)
-        return ActivationHook(self._counter, component, main_tensor, TRAINING)
+    def new_feeder(self, component: str) -> ActivationFeeder:
+        """Return a hook on the output of a layer."""
+        return ActivationFeeder(self.tracker, component, TRAINING)
 
     def is_wanted(self, module: nn.Module) -> bool:
-        """The modules of that activation."""
+        """Return whether ``module`` is the activation."""
         return isinstance(module, nn.Tanh if self.activation == "tanh" else nn.Sigmoid)
 
     def is_of_unit(self, name: str) -> bool:
-        """The others are sums."""
+        """Return whether the metric is not a sum."""
         return name.startswith(f"activations/{self.activation}/saturated_fraction/")
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Over all layers."""
-        units = units_of(metrics, self.is_of_unit)
+        """Return the figures over all layers."""
         return {
             "fraction": metrics[f"activations/{self.activation}/saturation/fraction"],
-            "always_saturated": sum(value == 1 for value in units),
+            "always_saturated": sum(value == 1 for name, value in metrics.items() if self.is_of_unit(name)),
         }

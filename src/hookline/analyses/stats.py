@@ -1,34 +1,28 @@
-"""``stats``: streaming statistics of every layer, reported with the other metrics of a run.
+"""``stats``: report streaming statistics of every layer with the other metrics of a run.
 
-Puts a `hookline.watch` on the model when training starts and takes it off when it ends; what it counted goes out at the
-end of each epoch, or at snapshots of the step loop.
+It puts a `hookline.watch` on the model when training starts, reports it at the end of each epoch or at snapshots of the
+step loop, and removes it when training ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+from torch import nn
 
-from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.lifecycle.points import HookPoint
+from hookline.analyses._analysis import Analysis
+from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.observe.watch.watch import Watch, watch
 from hookline.training.training_hook import MetricInfo
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["StatsHook"]
 
 _STATS: Final = ("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite")
 
 
 class StatsHook(Analysis):
-    """Mean, spread, norm and extremes of activations, gradients and parameters, layer by layer.
+    """Measure mean, spread, norm and extremes of activations, gradients and parameters, layer by layer.
 
     Recipe: ``hookline.HookManager(["stats"], hook_config={"stats": {"every": 5}}, sinks=[...])``.
 
@@ -48,8 +42,6 @@ class StatsHook(Analysis):
 
     name = "stats"
     description = "statistics of activations, gradients and parameters, layer by layer"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
-    loop_points = AT_REPORTS
 
     def __init__(
         self,
@@ -66,7 +58,7 @@ class StatsHook(Analysis):
         self._waiting: Mapping[str, Any] = {}
 
     def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
+        """Return the meaning of each metric, for the statistics that were chosen."""
         kinds = {
             "forward": "outputs of a layer",
             "backward": "gradients of a layer's outputs",
@@ -83,7 +75,7 @@ class StatsHook(Analysis):
         return found
 
     def start(self, model: nn.Module) -> None:
-        """Put the watch on."""
+        """Attach the watch."""
         self.finish()
         self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
         if self._waiting:
@@ -91,13 +83,13 @@ class StatsHook(Analysis):
         self._waiting = {}
 
     def finish(self) -> None:
-        """Take it off."""
+        """Remove the watch."""
         if self._watch is not None:
             self._watch.remove(quiet=True)
         self._watch = None
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Tell what was counted, and begin anew."""
+        """Report what was counted, and reset."""
         if ctx.model is None:
             return None
         if self._watch is None:  # in a loop that does not start hooks: from now on
@@ -107,14 +99,14 @@ class StatsHook(Analysis):
         return {**_summaries(metrics, self.on), **metrics}
 
     def reset(self) -> None:
-        """Another run begins."""
+        """Begin another run."""
         super().reset()
         self._waiting = {}
         if self._watch is not None:
             self._watch.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted since the last report."""
+        """Return what was counted since the last report."""
         return dict(self._waiting) if self._watch is None else self._watch.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +123,7 @@ def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """A few figures over everything, with names short enough for a console."""
+    """Return a few figures over everything, with names short enough for a console."""
     bad: list[Any] = []
     largest: dict[str, list[float]] = {kind: [] for kind in kinds}
     for name, value in metrics.items():

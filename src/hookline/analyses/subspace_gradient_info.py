@@ -1,36 +1,31 @@
-"""``subspace_gradient_info``: how many directions the mean gradients of the last reports vary in.
+"""``subspace_gradient_info``: measure how many directions the mean gradients of the last reports vary in.
 
-Works on the Gram matrix of the window, which has all singular values of the centred gradients in it and costs one pass
-over them a report. With reference weights it tells how much of that variation points at them.
+The Gram matrix of the window has all singular values of the centred gradients in it, and costs one pass over them a
+report. With reference weights, it also measures how much of that variation points at them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.analyses._analysis import AT_REPORTS, Analysis, whole_number
-from hookline.analyses._shared import Work, flatten, wide, work_of
-from hookline.analyses._window import GradientWindow
-from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import MetricInfo
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["SubspaceGradientInfoHook"]
+from hookline.analyses._analysis import Analysis
+from hookline.analyses._firing_values import FiringValues, values_of
+from hookline.analyses._history import GradientWindow
+from hookline.analyses._vectors import flatten, norm, wide
+from hookline.lifecycle.run_context import RunDataContext
 
 _TOP: Final = (1, 5, 10)
+_FEW: Final = "low: the gradient varies in a few directions"
 
 
 class SubspaceGradientInfoHook(Analysis):
-    """Singular values of the centred window of mean gradients; from the second gradient on.
+    """Measure the singular values of the centred window of mean gradients; from the second gradient on.
 
     Recipe: ``hookline.HookManager(["subspace_gradient_info"], reference_weights="final.pt", sinks=[...])``.
 
@@ -42,59 +37,47 @@ class SubspaceGradientInfoHook(Analysis):
 
     name = "subspace_gradient_info"
     description = "how many directions the mean gradients of the last epochs vary in"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
-    loop_points = AT_REPORTS
     needs_grads = True
     needs_reference_weights = True
     kept = ("window",)
 
+    # With σ the singular values of the centred gradients, v their directions, d the unit vector to the reference.
+    metrics = (
+        ("dims_for_90pct", "directions that hold 90 % of the variance", "min k: Σ₁ᵏσ² ≥ 0.9 Σσ²", _FEW),
+        ("participation_ratio", "directions used about equally", "(Σσ²)² / Σσ⁴", _FEW),
+        ("top_sv_ratio", "weight of the strongest direction", "σ₁ / Σσ", "1: a single direction"),
+        ("svd_total_variance", "variance over the window", "Σσ²"),
+        ("top1_explained", "share of the strongest 1", "Σ₁..1 σ² / Σσ²"),
+        ("top5_explained", "share of the strongest 5", "Σ₁..5 σ² / Σσ²"),
+        ("top10_explained", "share of the strongest 10", "Σ₁..10 σ² / Σσ²"),
+        (
+            "grad_energy_fraction_toward_solution",
+            "share of the variation that points at the reference",
+            "Σ σ²(v·d)² / Σσ², d of the unit vector to the reference",
+            "1: all of it; 0: none",
+        ),
+        ("top1_energy_fraction_toward_solution", "the same of the strongest 1 alone", "Σ₁..1 σ²(v·d)² / Σσ²"),
+        ("top5_energy_fraction_toward_solution", "the same of the strongest 5 alone", "Σ₁..5 σ²(v·d)² / Σσ²"),
+        ("top10_energy_fraction_toward_solution", "the same of the strongest 10 alone", "Σ₁..10 σ²(v·d)² / Σσ²"),
+    )
+
     def __init__(self, window_size: int = 50, n_components: int = 20, max_gib: float = 8.0) -> None:
-        self.window = GradientWindow(whole_number(self.name, "window_size", window_size, 2), exact=True)
-        self.n_components = whole_number(self.name, "n_components", n_components, 1)
+        self.window = GradientWindow(self.whole_number("window_size", window_size, 2), exact=True)
+        self.n_components = self.whole_number("n_components", n_components, 1)
         self.max_gib = max_gib
         self.reference_weights: Mapping[str, Tensor] = {}
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; σ are the singular values of the centred gradients, v their directions."""
-        few = "low: the gradient varies in a few directions"
-        way = "of the unit vector to the reference"
-        return [
-            MetricInfo("dims_for_90pct", "directions that hold 90 % of the variance", "min k: Σ₁ᵏσ² ≥ 0.9 Σσ²", few),
-            MetricInfo("participation_ratio", "directions used about equally", "(Σσ²)² / Σσ⁴", few),
-            MetricInfo("top_sv_ratio", "weight of the strongest direction", "σ₁ / Σσ", "1: a single direction"),
-            MetricInfo("svd_total_variance", "variance over the window", "Σσ²"),
-            *(MetricInfo(f"top{k}_explained", f"share of the strongest {k}", f"Σ₁..{k} σ² / Σσ²") for k in _TOP),
-            MetricInfo(
-                "grad_energy_fraction_toward_solution",
-                "share of the variation that points at the reference",
-                f"Σ σ²(v·d)² / Σσ², d {way}",
-                "1: all of it; 0: none",
-            ),
-            *(
-                MetricInfo(
-                    f"top{k}_energy_fraction_toward_solution",
-                    f"the same of the strongest {k} alone",
-                    f"Σ₁..{k} σ²(v·d)² / Σσ²",
-                )
-                for k in _TOP
-            ),
-        ]
-
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Over the window that this gradient is the newest of."""
-        work = work_of(ctx)
-        flat = work.flat_mean_gradient
-        if self.off or flat is None or not self.fits(self.window, flat, "window_size", self.max_gib):
-            return None
-        self.window.add(flat)
-        count = self.window.count
-        if count < 2:
+        """Decompose the window, of which this gradient is the newest."""
+        values = values_of(ctx)
+        flat = values.flat_mean_gradient
+        if not self.add_to_window(self.window, flat, "window_size", self.max_gib) or self.window.count < 2:
             return None
         gram = self.window.gram()
         if not np.isfinite(gram).all():
-            return dict.fromkeys(_NAMES, float("nan"))
+            return dict.fromkeys((name for name, *_ in self.metrics[:7]), float("nan"))
         centred = gram - gram.mean(axis=0) - gram.mean(axis=1, keepdims=True) + gram.mean()
-        along = self._along_the_way(work)
+        along = self._along_the_way(values)
         if along is None:  # directions take thrice as long as their sizes
             found = torch.linalg.eigvalsh(torch.from_numpy(centred)).numpy()
             return _figures(found[::-1].clip(min=0))
@@ -102,14 +85,14 @@ class SubspaceGradientInfoHook(Analysis):
         squares = found[::-1].clip(min=0)
         return _figures(squares) | self._toward_solution(squares, vectors[:, ::-1].T @ (along - along.mean()))
 
-    def _along_the_way(self, work: Work) -> NDArray[Any] | None:
-        """How far each gradient of the window goes along the way to the reference; None if there is no such way."""
-        way = self._way(work)
-        length = 0.0 if way is None else float(torch.linalg.vector_norm(way))
+    def _along_the_way(self, values: FiringValues) -> NDArray[Any] | None:
+        """Return how far each gradient of the window goes along the way to the reference; None without a way."""
+        way = self._way(values)
+        length = 0.0 if way is None else float(norm(way))
         return self.window.times(way) / length if way is not None and length > 1e-12 else None
 
     def _toward_solution(self, squares: NDArray[Any], along: NDArray[Any]) -> dict[str, float]:
-        """``along``: how far each direction goes along the way, as long as it is strong."""
+        """Return the shares of energy; ``along`` is how far each direction, scaled by its strength, goes that way."""
         total = float(squares.sum())
         if total == 0:
             return {}
@@ -120,24 +103,15 @@ class SubspaceGradientInfoHook(Analysis):
                 found[f"top{k}_energy_fraction_toward_solution"] = float(energies[:k].sum()) / total
         return found
 
-    def _way(self, work: Work) -> Tensor | None:
-        """From the weights to the reference, in the order of the flat gradient; None if it lacks one of them."""
+    def _way(self, values: FiringValues) -> Tensor | None:
+        """Return the way to the reference, in the order of the flat gradient; None if a parameter is missing."""
         parts = []
-        for name in work.mean_gradients:
-            weight, goal = work.parameters.get(name), self.reference_weights.get(name)
+        for name in values.mean_gradients:
+            weight, goal = values.parameters.get(name), self.reference_weights.get(name)
             if weight is None or goal is None or goal.shape != weight.shape:
                 return None
             parts.append(wide(goal).to(weight.device) - wide(weight))
         return flatten(parts)
-
-    def reset(self) -> None:
-        """Another run begins."""
-        super().reset()
-        self.window.clear()
-
-
-_EXPLAINED: Final = ("top1_explained", "top5_explained", "top10_explained")
-_NAMES: Final = ("dims_for_90pct", "participation_ratio", "top_sv_ratio", "svd_total_variance", *_EXPLAINED)
 
 
 def _figures(squares: NDArray[Any]) -> dict[str, Any]:

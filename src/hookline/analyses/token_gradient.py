@@ -1,40 +1,23 @@
-"""``token_gradient``: how the gradient of the embedding is spread over the tokens."""
+"""``token_gradient``: measure how the gradient of the embedding is spread over the tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from hookline.analyses._analysis import AT_REPORTS, Analysis
-from hookline.analyses._parts import embedding_or_off
-from hookline.analyses._shared import wide
-from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import MetricInfo
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["TokenGradientHook"]
-
-_NAMES: Final = (
-    "gradient_sparsity",
-    "gradient_gini",
-    "stride_group_variance",
-    "stride_group_max_ratio",
-    "tokens_for_50pct",
-    "tokens_for_90pct",
-    "concentration_ratio",
-)
+from hookline.analyses._analysis import Analysis
+from hookline.analyses._model_parts import find_embedding
+from hookline.analyses._vectors import wide
+from hookline.lifecycle.run_context import RunDataContext
 
 
 class TokenGradientHook(Analysis):
-    """Inequality of the lengths of the embedding's gradient, row by row.
+    """Measure the inequality of the lengths of the embedding's gradient, row by row.
 
     Recipe: ``hookline.HookManager(["token_gradient"], sinks=[...])``. Silent while the gradient is zero.
 
@@ -44,32 +27,24 @@ class TokenGradientHook(Analysis):
 
     name = "token_gradient"
     description = "how the gradient of the embedding is spread over the tokens"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
-    loop_points = AT_REPORTS
     needs_grads = True
+    # With r the lengths of rows; a group is every ⌊√p⌋-th token.
+    metrics = (
+        ("gradient_sparsity", "share of tokens with next to no gradient", "mean [r < 0.1 r̄]"),
+        ("gradient_gini", "inequality over tokens", "Gini coefficient of r", "0: equal; 1: one has all"),
+        ("stride_group_variance", "variance of the groups' means", "var (mean r by i mod ⌊√p⌋)"),
+        ("stride_group_max_ratio", "strongest group over the mean of groups", "max / mean", "1: all alike"),
+        ("tokens_for_50pct", "tokens that have half of all gradient", "min k: Σ₁ᵏ r ≥ ½ Σ r"),
+        ("tokens_for_90pct", "tokens that have nine tenths of it", "min k: Σ₁ᵏ r ≥ 0.9 Σ r"),
+        ("concentration_ratio", "share of tokens that have half of it", "tokens_for_50pct / p", "½: even"),
+    )
 
     def __init__(self, embedding: str | None = None) -> None:
         self.embedding = embedding
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; r are the lengths of rows, and a group is every ⌊√p⌋-th token."""
-        return [
-            MetricInfo("gradient_sparsity", "share of tokens with next to no gradient", "mean [r < 0.1 r̄]"),
-            MetricInfo("gradient_gini", "inequality over tokens", "Gini coefficient of r", "0: equal; 1: one has all"),
-            MetricInfo("stride_group_variance", "variance of the groups' means", "var (mean r by i mod ⌊√p⌋)"),
-            MetricInfo(
-                "stride_group_max_ratio", "strongest group over the mean of groups", "max / mean", "1: all alike"
-            ),
-            MetricInfo("tokens_for_50pct", "tokens that have half of all gradient", "min k: Σ₁ᵏ r ≥ ½ Σ r"),
-            MetricInfo("tokens_for_90pct", "tokens that have nine tenths of it", "min k: Σ₁ᵏ r ≥ 0.9 Σ r"),
-            MetricInfo(
-                "concentration_ratio", "share of tokens that have half of it", "tokens_for_50pct / p", "½: even"
-            ),
-        ]
-
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Over the rows of the mean gradient."""
-        found = embedding_or_off(self, ctx, self.embedding)
+        """Compare the rows of the mean gradient."""
+        found = find_embedding(self, ctx, self.embedding)
         if found is None:
             return None
         grad = (ctx.accumulated_grads or {}).get(found[0])
@@ -77,7 +52,7 @@ class TokenGradientHook(Analysis):
             return None
         rows: NDArray[Any] = torch.linalg.vector_norm(wide(grad), dim=1).double().cpu().numpy()
         if not np.isfinite(rows).all():
-            return dict.fromkeys(_NAMES, math.nan)
+            return dict.fromkeys((name for name, *_ in self.metrics), math.nan)
         return _spread(rows) if rows.any() else None
 
 

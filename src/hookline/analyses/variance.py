@@ -1,27 +1,21 @@
-"""``variance``: how much the mean gradient changes over the last few reports."""
+"""``variance``: measure how much the mean gradient changes over the last few reports."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hookline.analyses._analysis import AT_REPORTS, Analysis, whole_number
-from hookline.analyses._shared import work_of
-from hookline.analyses._window import GradientWindow
-from hookline.lifecycle.points import HookPoint
-from hookline.training.training_hook import MetricInfo
-
-if TYPE_CHECKING:
-    from hookline.lifecycle.run_context import RunDataContext
-
-__all__ = ["VarianceHook"]
+from hookline.analyses._analysis import Analysis
+from hookline.analyses._firing_values import values_of
+from hookline.analyses._history import GradientWindow
+from hookline.lifecycle.run_context import RunDataContext
 
 
 class VarianceHook(Analysis):
-    """Spread and agreement of the last mean gradients; from the second one on.
+    """Measure spread and agreement of the last mean gradients; from the second one on.
 
     Recipe: ``hookline.HookManager(["variance"], hook_config={"variance": {"window_size": 5}}, sinks=[...])``.
 
@@ -32,48 +26,38 @@ class VarianceHook(Analysis):
 
     name = "variance"
     description = "spread and agreement of the mean gradients of the last epochs"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
-    loop_points = AT_REPORTS
     needs_grads = True
     kept = ("window",)
+    metrics = (
+        ("gradient_variance", "mean variance of a component", "mean (g − ḡ)²", "lower: steadier", "variance"),
+        (
+            "mean_pairwise_cos",
+            "mean cosine between any two gradients of the window",
+            "mean of gᵢ·gⱼ / (‖gᵢ‖‖gⱼ‖), i < j; 0 where one is 0",
+            "1: all agree; 0: unrelated; below 0: they undo each other",
+            "agreement",
+        ),
+        (
+            "signal_to_noise",
+            "length of the mean over length of the standard deviation (n − 1)",
+            "‖ḡ‖ / ‖std‖",
+            "over 1: the common direction outweighs the changes; 1/√n: unrelated; infinite: nothing changed",
+            "signal to noise",
+        ),
+        ("window_mean_norm", "length of the mean over the window", "‖ḡ‖", "", "‖ḡ‖"),
+    )
 
     def __init__(self, window_size: int = 10, max_gib: float = 8.0) -> None:
-        self.window = GradientWindow(whole_number(self.name, "window_size", window_size, 2), exact=True)
+        self.window = GradientWindow(self.whole_number("window_size", window_size, 2), exact=True)
         self.max_gib = max_gib
 
-    def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean."""
-        return [
-            MetricInfo(
-                "gradient_variance", "mean variance of a component", "mean (g − ḡ)²", "lower: steadier", "variance"
-            ),
-            MetricInfo(
-                "mean_pairwise_cos",
-                "mean cosine between any two gradients of the window",
-                "mean of gᵢ·gⱼ / (‖gᵢ‖‖gⱼ‖), i < j; 0 where one is 0",
-                "1: all agree; 0: unrelated; below 0: they undo each other",
-                "agreement",
-            ),
-            MetricInfo(
-                "signal_to_noise",
-                "length of the mean over length of the standard deviation (n − 1)",
-                "‖ḡ‖ / ‖std‖",
-                "over 1: the common direction outweighs the changes; 1/√n: unrelated; infinite: nothing changed",
-                "signal to noise",
-            ),
-            MetricInfo("window_mean_norm", "length of the mean over the window", "‖ḡ‖", "", "‖ḡ‖"),
-        ]
-
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Over the window that this gradient is the newest of."""
-        flat = work_of(ctx).flat_mean_gradient
-        if self.off or flat is None or not self.fits(self.window, flat, "window_size", self.max_gib):
+        """Compare the gradients of the window, of which this one is the newest."""
+        flat = values_of(ctx).flat_mean_gradient
+        if not self.add_to_window(self.window, flat, "window_size", self.max_gib) or self.window.count < 2:
             return None
-        self.window.add(flat)
-        count = self.window.count
-        if count < 2:
-            return None
-        gram = self.window.gram()
+        assert flat is not None
+        gram, count = self.window.gram(), self.window.count
         mean_square = max(float(gram.sum()), 0.0) / count**2 if np.isfinite(gram).all() else float("nan")
         spread = max(float(np.trace(gram)) - count * mean_square, 0.0) if np.isfinite(mean_square) else mean_square
         lengths = np.sqrt(np.diag(gram))
@@ -86,12 +70,7 @@ class VarianceHook(Analysis):
             "window_mean_norm": mean_square**0.5,
         }
 
-    def reset(self) -> None:
-        """Another run begins."""
-        super().reset()
-        self.window.clear()
-
 
 def _over(signal: float, noise: float) -> float:
-    """One over the other: infinite without noise, 0 if there is nothing at all."""
+    """Return ``signal / noise``: infinite without noise, 0 without both."""
     return signal / noise if noise != 0 else math.inf if signal else 0.0

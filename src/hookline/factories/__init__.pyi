@@ -5,7 +5,7 @@ from hookline.factories.alarm import nan_alarm as nan_alarm
 from hookline.factories.batch_rows import BatchRows as BatchRows
 from hookline.factories.batch_rows import current_rows as current_rows
 from hookline.factories.batch_rows import serving as serving
-from hookline.factories.export_reader import read_export as read_export
+from hookline.factories.export_files import read_export as read_export
 from hookline.factories.exporting import export as export
 from hookline.factories.means import record_mean as record_mean
 from hookline.factories.shape_log import log_shapes as log_shapes

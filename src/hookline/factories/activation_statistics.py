@@ -1,7 +1,7 @@
-"""``activation_stats``: streaming statistics of what modules give out, by the engine of ``watch``.
+"""``activation_stats``: keep streaming statistics of the outputs of modules, by the engine of ``watch``.
 
-Takes outputs from forward hooks, hands metrics to whoever asks, and lines of JSON to a file when they are due. Numbers
-are added up on the device of the tensor; the forward waits for nothing but, where a line is due, for that line.
+Specs and users make it. It writes lines of JSON to a file when they are due. Numbers are added up on the device of the
+tensor; a forward waits for nothing but, where a line is due, for that line.
 """
 
 from __future__ import annotations
@@ -15,19 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, path, whole, yes_or_no
-from hookline.factories.output_rows import shown, without_padding
-from hookline.factories.request_filter import PHASES, OfPhase
-from hookline.factories.streaming_stats import Place, Streaming
+from hookline.factories.factory_hook import checked_options, choice, path, whole, yes_or_no
+from hookline.factories.served_batch import PHASES, only_in_phase
+from hookline.factories.streaming_stats import StreamedModule, Streaming, StreamingObserver
 from hookline.observe.watch.stat_columns import Layout, as_metrics, table_of
-from hookline.observe.watch.watch_hooks import give_up
-from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hookline.sinks.record_log import LineFile
-    from hookline.sites.site_info import Site
 
 __all__ = ["ActivationStats", "activation_stats"]
 
@@ -46,7 +40,7 @@ _DUE: Final = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|seconds?|forwards?)?\s*")
 
 
 def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats:
-    """A hook that keeps streaming statistics of every module it is put on.
+    """Make a hook that keeps streaming statistics of every module it is on.
 
     Recipe::
 
@@ -68,38 +62,25 @@ def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats
         raise OptionError(f"{_NAME}: stats is a list of names such as 'mean', got {stats!r}.")
     file = None if options["file"] is None else path(_NAME, "file", options["file"])
     phase = choice(_NAME, "phase", options["phase"], PHASES)
-    hook = (ActivationStats if phase == "both" else _OfPhase)(
+    return only_in_phase(ActivationStats, phase)(
         Layout.of(stats if stats is None or isinstance(stats, str) else tuple(stats)),
         every=whole(_NAME, "every", options["every"]),
         due=None if options["log_every"] is None else _due(options["log_every"]),
         file=file,
         add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
     )
-    if isinstance(hook, _OfPhase):
-        hook.phase = phase
-    return hook
 
 
 def _due(value: Any) -> tuple[float, bool]:
-    """How much has to pass between two lines, and whether it is forwards, not seconds."""
+    """Return how much has to pass between two lines, and whether that is forwards, not seconds."""
     found = None if isinstance(value, bool) else _DUE.fullmatch(str(value))
     if found is None or not float(found[1]):
         raise OptionError(f"{_NAME}: log_every is a number of seconds, or '500 forwards'; got {value!r}.")
     return float(found[1]), bool(found[2]) and found[2].startswith("f")
 
 
-class _Seen:
-    """What is kept for one module."""
-
-    __slots__ = ("calls", "place")
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.calls = 0
-
-
-class ActivationStats(Observer):
-    """The statistics of all modules that one ``activation_stats`` sits on; what was counted stays after removal."""
+class ActivationStats(StreamingObserver[StreamedModule]):
+    """Keep the statistics of all modules that one ``activation_stats`` is on, also after removal."""
 
     name = _NAME
 
@@ -112,50 +93,23 @@ class ActivationStats(Observer):
         file: Path | None = None,
         add_residual: bool = False,
     ) -> None:
-        self._streaming = Streaming(layout)
-        self._seen = ByModule(lambda name: _Seen(self._streaming.place(name)))
-        self._every = every
-        self._add_residual = add_residual
-        self._first: _Seen | None = None
-        """The module that came first: when it comes again, a forward is over."""
-        self.forwards = 0
-        """How many forwards there have been, by the calls of that module."""
-        self._lines = None if due is None and file is None else _Lines(due, file)
+        super().__init__(Streaming(layout), StreamedModule, every=every, add_residual=add_residual)
+        self._ended = 0
+        self._log = None if due is None and file is None else _StatsLog(due, file)
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """A module has given this out."""
-        if _torch.in_recomputation():  # it was counted the first time
-            return
-        seen = self._seen.of(module, site)
-        if seen is self._first:
-            self._begin_forward()
-        elif self._first is None:
-            self._first, self.forwards = seen, 1
-        count = seen.calls
-        seen.calls = count + 1
-        if count % self._every == 0:
-            self._take(seen.place, output)
+    @property
+    def forwards(self) -> int:
+        """Return how many forwards there have been, by the calls of the module that was called first."""
+        return self._ended + (self._first is not None)
 
-    def _begin_forward(self) -> None:
-        self.forwards += 1
-        self._streaming.begin_forward()
-        if self._lines is not None and self._lines.is_due(self.forwards - 1):
-            self._lines.write(self.to_metrics(), self.forwards - 1)
-
-    def _take(self, place: Place, output: Any) -> None:
-        tensor = shown(output, self._add_residual)
-        if tensor is None:
-            place.watched.unread = "there is no tensor in its output"
-            return
-        try:
-            real = without_padding(tensor)
-            if real is not None:
-                self._streaming.take(place, real)
-        except Exception as error:  # whoever only watches must not lose the run to it
-            give_up(place.watched, tensor, error)
+    def _end_forward(self) -> None:
+        self._ended += 1
+        super()._end_forward()
+        if self._log is not None and self._log.is_due(self._ended):
+            self._log.write(self.to_metrics(), self._ended)
 
     def to_metrics(self) -> dict[str, float]:
-        """Every statistic by ``"module/statistic"``, of what was seen since the last reset; one transfer."""
+        """Return every statistic since the last reset by ``"module/statistic"``; one transfer."""
         layout = self._streaming.layout
         if layout.by_unit:
             return self._streaming.by_unit()
@@ -166,26 +120,22 @@ class ActivationStats(Observer):
         }
 
     def read(self) -> dict[str, dict[str, float]]:
-        """The columns of each module's row, of which statistics are made."""
-        seen = self._seen.items()
-        return dict(zip(dict(seen), self._streaming.read([each.place for _, each in seen]), strict=True))
+        """Return the columns of each module's row, from which statistics are computed."""
+        modules = dict(self._modules.items())
+        return dict(zip(modules, self._streaming.read([*modules.values()]), strict=True))
 
     def reset(self) -> None:
-        """Forget what was counted so far, and go on."""
-        self._streaming.reset([seen.place for seen in self._seen.values()])
+        """Drop what was counted so far."""
+        self._streaming.reset(self._modules.values())
 
     def close(self) -> None:
         """Write the last line."""
-        if self._lines is not None:
-            self._lines.close(self.to_metrics(), self.forwards)
+        if self._log is not None:
+            self._log.close(self.to_metrics(), self.forwards)
 
 
-class _OfPhase(OfPhase, ActivationStats):
-    """The same for one phase of a served model."""
-
-
-class _Lines:
-    """When the next line is due, and where it goes."""
+class _StatsLog:
+    """Write the lines of one hook, and keep when the next is due."""
 
     def __init__(self, due: tuple[float, bool] | None, file: Path | None) -> None:
         self._after, self._by_forwards = due or (float("inf"), True)
@@ -199,13 +149,13 @@ class _Lines:
             self._opened()  # a path that cannot be written is an error now, not in the middle of a run
 
     def is_due(self, forwards: int) -> bool:
-        """Whether enough has passed since the last line."""
+        """Return whether enough has passed since the last line."""
         if self._by_forwards:
             return forwards - self._last_forward >= self._after
         return time.monotonic() - self._last_time >= self._after
 
     def write(self, metrics: dict[str, float], forwards: int) -> None:
-        """A line, of the forwards there have been so far."""
+        """Write a line; ``forwards`` is how many there have been so far."""
         with self._lock:
             self._last_time, self._last_forward = time.monotonic(), forwards
             if self._path is None:
@@ -219,7 +169,7 @@ class _Lines:
                 self._failed = True
 
     def close(self, metrics: dict[str, float], forwards: int) -> None:
-        """The last line, if forwards came after the one before."""
+        """Write the last line, if there were forwards after the one before."""
         if forwards > self._last_forward:
             self.write(metrics, forwards)
         with self._lock:
@@ -244,7 +194,3 @@ def _line(metrics: dict[str, float], forwards: int) -> bytes:
     if cleaner.flags:
         line["nonfinite"] = cleaner.flags
     return dumps(line) + b"\n"
-
-
-# Where plain torch calls it in compiled code, the graph ends there; what is behind the call is not compiled as well.
-_torch.leave_to_python(ActivationStats.__call__)

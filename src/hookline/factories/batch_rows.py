@@ -1,7 +1,6 @@
-"""Whose rows are in the batch: what a serving engine tells hooks about the forward that is running.
+"""Tell hooks which requests are in the rows of the running batch.
 
-The engine wraps each forward in ``serving``; hooks that keep something by request ask ``current_rows``. Without an
-engine there is nothing to ask, and the answer is None.
+A serving engine wraps each forward in ``serving``; hooks call ``current_rows``, which is None without an engine.
 
     >>> rows = BatchRows(("a", "b"), (0, 2), (0, 0), ((5, 6, 7), (8,)), "prefill")
     >>> with serving(rows):
@@ -24,7 +23,7 @@ __all__ = ["BatchRows", "current_rows", "serving"]
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """The row → request table of one forward; every tuple has one entry for each row of the batch.
+    """Map the rows of one forward to requests; every tuple has one entry for each row of the batch.
 
     Recipe: ``with serving(BatchRows(("a",), (0,), (0,), ((5, 6),), "prefill")): model(input_ids)``.
     """
@@ -46,13 +45,13 @@ _ROWS: Final[ContextVar[BatchRows | None]] = ContextVar("hookline_batch_rows", d
 
 
 def current_rows() -> BatchRows | None:
-    """The table of the forward that this thread is running; None if nobody told."""
+    """Return the table of the forward that this thread is running; None without an engine."""
     return _ROWS.get()
 
 
 @contextmanager
 def serving(rows: BatchRows | None) -> Iterator[None]:
-    """For as long as the block lasts, a forward with these rows is running."""
+    """Make ``rows`` the current ones for as long as the block lasts."""
     token = _ROWS.set(rows)
     try:
         yield

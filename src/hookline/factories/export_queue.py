@@ -1,8 +1,8 @@
-"""The way of exported tensors from a forward to the disk: a queue that holds so many bytes, and a thread behind it.
+"""Write exported tensors behind the forward: a queue of limited bytes, and a thread that empties it.
 
-Takes tensors from the hook, in the middle of a forward, and either has room for them or refuses them at once; hands
-them to `shards`. The forward never waits: not for the disk, not for the device. Tensors on a GPU are copied to the host
-by the thread, some at a time, when the forward has got so far (`to_host`).
+``export`` reserves room and puts tensors in the middle of a forward; the thread gives them to ``export_files``. The
+forward never waits: not for the disk, not for the device. The thread copies tensors from a GPU to the host, some at a
+time, when the forward has got so far.
 """
 
 from __future__ import annotations
@@ -13,40 +13,37 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from hookline.factories.export_pieces import pieces_of
-from hookline.factories.host_copies import ToHost
+from hookline.factories.export_files import pieces_of
+from hookline.factories.served_batch import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hookline.factories.batch_rows import BatchRows
-    from hookline.factories.engine_batch import TokenBatch
-    from hookline.factories.export_shards import Shards
+    from hookline.factories.export_files import Shards
 
-__all__ = ["ExportQueue", "Item", "Limits"]
+__all__ = ["ExportItem", "ExportQueue", "Limits"]
 
 logger = logging.getLogger("hookline.factories.export")
 
 _LOOK: Final = 0.25
-"""Seconds between two looks at whether a shard has been open for too long."""
+"""Seconds between two checks whether a shard has been open for too long."""
 _NAP: Final = 0.03
-"""Seconds that outputs are given to gather, unless a quarter of the queue is full: a thread that wakes up, or comes
-back from the disk, takes the interpreter from the forward. With one that did so for each output, the export of one
-layer had a decoding forward on an H200 take 9 % longer."""
+"""Seconds that the thread waits for more outputs, unless a quarter of the queue is full: a thread that wakes up, or
+returns from the disk, takes the interpreter from the forward. With one that did so for each output, the export of one
+layer made a decoding forward on an H200 take 9 % longer."""
 _TOGETHER: Final = 16 << 20
-"""Bytes that are brought to the host together, in pinned memory."""
+"""Bytes that are copied to the host together, in pinned memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much there may be of what."""
+    """Limit the bytes in the queue and in all, and the age of an open shard."""
 
     queue_bytes: int
     max_bytes: int | None
@@ -54,8 +51,8 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Item:
-    """One output on its way."""
+class ExportItem:
+    """One output in the queue."""
 
     module: str
     call: int
@@ -71,33 +68,33 @@ class Item:
 
 
 @dataclass(slots=True)
-class _Counts:
+class _ExportCounts:
     accepted_bytes: int = 0
     queued_bytes: int = 0
     dropped: int = 0
     dropped_bytes: int = 0
     errors: int = 0
     seconds: float = 0.0
-    """That the thread was at work."""
+    """How long the thread has worked."""
 
 
 class ExportQueue:
-    """The queue of one hook; its thread begins with the first tensor."""
+    """The queue of one hook; its thread starts with the first tensor."""
 
     def __init__(self, open_shards: Callable[[], Shards], limits: Limits) -> None:
         self._open_shards = open_shards
         self._limits = limits
-        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[ExportItem | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         """Set when the thread should not wait for more."""
-        self._counts = _Counts()
+        self._counts = _ExportCounts()
         self._lock = threading.Lock()
         """Held for counting alone, never while something is written."""
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._shards: Shards | None = None
         self._since = 0.0
-        self._to_host = ToHost()
+        self._host_copies = _HostCopies()
         self._unsure: list[int] = []
         """The bytes of outputs that are not, or not wholly, in complete shards."""
         self._failed = False
@@ -105,13 +102,13 @@ class ExportQueue:
         """Why nothing more is taken, if that is so."""
 
     def is_ours(self) -> bool:
-        """Whether this process has made it: in a forked one there is no thread, and locks may be held by nobody."""
+        """Return whether this process has made it: a forked one has no thread, and its locks may stay locked."""
         return os.getpid() == self._process
 
     # -- in the forward ----------------------------------------------------------------------------------
 
-    def has_room(self, size: int) -> bool:
-        """Whether so many bytes may come, which are then counted; a refusal is counted as well."""
+    def reserve(self, size: int) -> bool:
+        """Reserve ``size`` bytes; return False, and count what is dropped, if there is no room."""
         counts, limits = self._counts, self._limits
         with self._lock:
             if self.stopped or counts.queued_bytes + size > limits.queue_bytes:
@@ -128,8 +125,8 @@ class ExportQueue:
         logger.warning("Export stops: %s; %d bytes were taken", self.stopped, counts.accepted_bytes)
         return False
 
-    def put(self, item: Item) -> None:
-        """Have a tensor written that there was room for."""
+    def put(self, item: ExportItem) -> None:
+        """Have a tensor written, for which `reserve` has returned True."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
@@ -150,8 +147,8 @@ class ExportQueue:
             self._flush_if_old()
         self._finish()
 
-    def _gathered(self) -> tuple[list[Item], bool]:
-        """What has come, and whether that is all there will be; more is given a while to come, if there is time."""
+    def _gathered(self) -> tuple[list[ExportItem], bool]:
+        """Return the waiting items, after a short wait for more, and whether they are the last."""
         try:
             found = [self._items.get(timeout=_LOOK)]
         except queue.Empty:
@@ -164,11 +161,11 @@ class ExportQueue:
                 found.append(self._items.get_nowait())
         return [item for item in found if item is not None], None in found
 
-    def _write(self, items: list[Item]) -> None:
+    def _write(self, items: list[ExportItem]) -> None:
         begin, done = time.perf_counter(), 0
         try:
             if not self._failed:
-                self._to_host.bring(items)
+                self._host_copies.bring(items)
                 for item in items:
                     self._unsure.append(item.bytes)
                     done += 1
@@ -186,7 +183,7 @@ class ExportQueue:
             self._counts.dropped += len(sizes)
             self._counts.dropped_bytes += sum(sizes)
 
-    def _write_pieces(self, item: Item) -> None:
+    def _write_pieces(self, item: ExportItem) -> None:
         shards = self._opened()
         complete = shards.count
         with torch.inference_mode(False), torch.no_grad():
@@ -222,7 +219,7 @@ class ExportQueue:
         self._counts.errors += 1
         logger.error("Export stops, and the run goes on: %s", self.stopped)
         if self._shards is not None:
-            self._shards.give_up()
+            self._shards.abandon()
         self._drop(self._unsure)
         self._unsure = []
 
@@ -236,7 +233,7 @@ class ExportQueue:
     # -- from outside ------------------------------------------------------------------------------------
 
     def close(self, timeout: float = 60.0) -> None:
-        """Write all that was taken, and take no more; once or more often."""
+        """Write all that was taken, and take no more; may be called again."""
         if not self.is_ours():
             return
         with self._lock:
@@ -251,7 +248,7 @@ class ExportQueue:
                 logger.error("Export is not through after %g s; %d bytes still wait to be written", timeout, waiting)
 
     def to_metrics(self) -> dict[str, float]:
-        """Counts so far."""
+        """Return the counts so far."""
         with self._lock:
             counts, shards = self._counts, self._shards
             written = 0 if shards is None else shards.bytes
@@ -269,9 +266,9 @@ class ExportQueue:
             }
 
 
-def _parts(items: list[Item]) -> Iterator[list[Item]]:
-    """Items that are brought together."""
-    some: list[Item] = []
+def _parts(items: list[ExportItem]) -> Iterator[list[ExportItem]]:
+    """Yield groups of items that are copied together."""
+    some: list[ExportItem] = []
     for item in items:
         if some and sum(each.bytes for each in some) + item.bytes > _TOGETHER:
             yield some
@@ -279,3 +276,47 @@ def _parts(items: list[Item]) -> Iterator[list[Item]]:
         some.append(item)
     if some:
         yield some
+
+
+class _HostCopies:
+    """Copy tensors to the host on a stream of its own, from any number of GPUs; only the writing thread waits."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def bring(self, items: Sequence[ExportItem]) -> None:
+        """Replace the tensors of items by copies on the host; one wait for each device."""
+        sent: dict[torch.device, list[tuple[ExportItem, Tensor]]] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for item in items:
+                if item.tensor.device.type == "cuda":
+                    sent.setdefault(item.tensor.device, []).append((item, self._sent(item)))
+                else:
+                    item.tensor = item.tensor.cpu()
+        for device, some in sent.items():
+            with self._stream(device) as stream:
+                make: Any = torch.cuda.Event
+                arrived = make(blocking=True)
+                arrived.record(stream)
+            arrived.synchronize()
+            for item, host in some:
+                item.tensor = host  # what was on the GPU was needed until now
+
+    def _sent(self, item: ExportItem) -> Tensor:
+        """Start the copy of a tensor; return where it will be, once the stream has got so far."""
+        with self._stream(item.tensor.device) as stream:
+            item.ready.wait(stream)
+            host = torch.empty(item.tensor.shape, dtype=item.tensor.dtype, pin_memory=True)
+            host.copy_(item.tensor, non_blocking=True)
+            if isinstance(item.rows, TokenBatch):
+                item.rows = item.rows.on_host()
+        return host
+
+    @contextlib.contextmanager
+    def _stream(self, device: torch.device) -> Iterator[torch.cuda.Stream]:
+        stream = self._streams.get(device)
+        if stream is None:
+            make: Any = torch.cuda.Stream
+            stream = self._streams[device] = make(device)
+        with torch.cuda.stream(stream):
+            yield stream

@@ -1,7 +1,7 @@
-"""``export``: what modules give out, in safetensors files, by request and token.
+"""``export``: write the outputs of modules to safetensors files, by request and token.
 
-Takes outputs from forward hooks, hands copies to `export_queue`, whose thread writes them. Whose tokens they are it
-asks of the engine that runs the forward (`batch_rows`), or of the batch object among the inputs (`engine_batch`).
+Specs and users make it. It copies outputs into an `ExportQueue`, whose thread writes them; `served_batch` says whose
+tokens they are.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.engine_batch import TokenBatch
-from hookline.factories.export_queue import ExportQueue, Item, Limits
-from hookline.factories.export_shards import Shards, storable
+from hookline.factories.export_files import Shards, can_store
+from hookline.factories.export_queue import ExportItem, ExportQueue, Limits
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
-from hookline.factories.output_rows import measurable, shown
-from hookline.factories.request_filter import PHASES, OfPhase, running
+from hookline.factories.served_batch import PHASES, TokenBatch, measurable, only_in_phase, output_tensor, running
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ _OPTIONS: Final = {
 
 
 def export(config: Mapping[str, Any] | None = None) -> Export:
-    """A hook that writes outputs to safetensors files in a folder, and never has a forward wait for it.
+    """Make a hook that writes outputs to safetensors files in a folder; no forward waits for it.
 
     Recipe::
 
@@ -80,7 +78,7 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
         number(_NAME, "flush_seconds", options["flush_seconds"]),
     )
     phase = choice(_NAME, "phase", options["phase"], PHASES)
-    hook = (Export if phase == "both" else _OfPhase)(
+    return only_in_phase(Export, phase)(
         folder,
         limits,
         shard_bytes=whole(_NAME, "shard_bytes", options["shard_bytes"]),
@@ -88,13 +86,10 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
         only_last=choice(_NAME, "positions", options["positions"], ("all", "last")) == "last",
         add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
     )
-    if isinstance(hook, _OfPhase):
-        hook.phase = phase
-    return hook
 
 
-class _Seen:
-    """What is kept for one module."""
+class _ModuleCalls:
+    """Count the calls of one module."""
 
     __slots__ = ("calls", "name")
 
@@ -104,8 +99,7 @@ class _Seen:
 
 
 class Export(Observer):
-    """The export of all modules that one ``export`` sits on; ``close()`` writes the rest, and so does the end of the
-    process."""
+    """Export all modules that one ``export`` is on; ``close()`` or the end of the process writes the rest."""
 
     name = _NAME
 
@@ -124,26 +118,26 @@ class Export(Observer):
         self._every = every
         self._only_last = only_last
         self._add_residual = add_residual
-        self._seen = ByModule(_Seen)
+        self._calls = ByModule(_ModuleCalls)
         self._lock = threading.Lock()
         self._unread = 0
-        # The queue knows nothing of this object: it is closed when nobody has the hook any more, or at the very end.
+        # The queue does not refer to this object: it is closed when the hook is deleted, or when the process ends.
         self._finalizer = weakref.finalize(self, self._queue.close)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """A module has given this out."""
+        """Queue the output of a module."""
         if _torch.in_recomputation():  # it was taken the first time
             return
-        seen = self._seen.of(module, site)
+        seen = self._calls.of(module, site)
         with self._lock:
             call = seen.calls
             seen.calls = call + 1
         if call % self._every == 0 and self._queue.is_ours():
-            self._take(seen.name, call, inputs, shown(output, self._add_residual))
+            self._take(seen.name, call, inputs, output_tensor(output, self._add_residual))
 
     def _take(self, name: str, call: int, inputs: Any, output: Tensor | None) -> None:
         tensor = measurable(output)
-        if tensor is None or not storable(tensor):
+        if tensor is None or not can_store(tensor):
             self._unread += 1
             return
         rows = running(inputs)
@@ -151,11 +145,11 @@ class Export(Observer):
         if is_last:  # of (batch, sequence, features), padded on the left, the last column
             tensor = tensor[:, -1:]
         size = tensor.numel() * tensor.element_size()
-        if self._queue.has_room(size):
-            self._queue.put(_copied(Item(name, call, tensor, size, rows, self._only_last, is_last)))
+        if self._queue.reserve(size):
+            self._queue.put(_copied(ExportItem(name, call, tensor, size, rows, self._only_last, is_last)))
 
     def to_metrics(self) -> dict[str, float]:
-        """What was written, what waits, and what was dropped; ``unread`` had no numbers, or none that can be stored."""
+        """Return what was written, waits and was dropped; ``unread`` had no numbers, or none that can be stored."""
         return self._queue.to_metrics() | {"unread": float(self._unread)}
 
     def close(self) -> None:
@@ -163,12 +157,8 @@ class Export(Observer):
         self._finalizer()
 
 
-class _OfPhase(OfPhase, Export):
-    """The same for one phase of a served model."""
-
-
-def _copied(item: Item) -> Item:
-    """The item with tensors of its own: what comes next in the forward may change these in place."""
+def _copied(item: ExportItem) -> ExportItem:
+    """Return the item with its own tensors: the forward may change these in place."""
     if isinstance(item.rows, TokenBatch):
         item.rows = item.rows.copied()
     item.tensor = item.tensor.clone(memory_format=torch.contiguous_format)
@@ -179,5 +169,5 @@ def _copied(item: Item) -> Item:
     return item
 
 
-# Where plain torch calls it in compiled code, the graph ends there; what is behind the call is not compiled as well.
+# Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
 _torch.leave_to_python(Export.__call__)

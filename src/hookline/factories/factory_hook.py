@@ -1,7 +1,7 @@
-"""What all hooks of this folder share: a name, one state for each module they sit on, and options that are checked.
+"""Define what all hooks of this folder share: a name, one state for each module they are on, and checked options.
 
-Takes a ``config`` from the factories beside it, and calls from whoever has put the hook on a module: hookline, which
-says where (``site``), or plain torch and systems built on it, which say nothing.
+Each factory derives its hook from `Observer` or `FactoryHook` and checks its ``config`` here. A hook is called by
+hookline, which gives a ``site``, or by plain torch and systems built on it, which do not.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hookline.errors import OptionError
+from hookline.messages import suggest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,41 +37,41 @@ _T = TypeVar("_T")
 
 
 class FactoryHook:
-    """A forward hook that may sit on many modules; made by a factory, called by whoever attached it."""
+    """A forward hook that may be on many modules."""
 
     name = "hook"
 
     @property
     def __name__(self) -> str:
-        """For logs of systems that look for the name of a function."""
+        """Return the name, for logs of systems that expect a function."""
         return self.name
 
     def to_metrics(self) -> dict[str, float]:
-        """What there is to tell so far; at most one transfer from each device."""
+        """Return the metrics so far; at most one transfer from each device."""
         return {}
 
     def close(self) -> None:
-        """Write what is still to be written; once or more often."""
+        """Write what is still to be written; may be called again."""
 
     def __repr__(self) -> str:
         return f"<hook {self.name!r} of hookline.factories>"
 
 
 class Observer(FactoryHook):
-    """A hook that only looks. A copied or pickled model carries none: torch would copy it with the modules."""
+    """A hook that changes nothing. A copied or pickled model carries none: torch would copy it with the modules."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """A module has given this out."""
+        """Observe the output of a module."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Observer, ()
 
 
 class ByModule(Generic[_T]):
-    """One state for each module, made when the module first comes by.
+    """Keep one state for each module, made at its first call.
 
-    Where hookline tells the site, modules go by their names in the model. Elsewhere a module is known by itself, held
-    weakly, and named after what it says of itself: ``prefix``, its class with ``layer_id``, or its class and a count.
+    Where there is a site, modules go by their names in the model. Elsewhere a module is known by its identity, held
+    weakly, and named by its own attributes: ``prefix``, its class with ``layer_id``, or its class and a count.
     """
 
     def __init__(self, make: Callable[[str], _T]) -> None:
@@ -79,26 +79,26 @@ class ByModule(Generic[_T]):
         self._by_name: dict[str, _T] = {}
         self._by_id: dict[int, tuple[weakref.ref[nn.Module], _T]] = {}
         self._counts: dict[str, int] = {}
-        """By name, how many numbers behind it are taken: looking for a free one among 10,000 takes too long."""
+        """By name, how many numbers behind it are taken: searching for a free one among 10,000 takes too long."""
         self._lock = threading.Lock()
 
     def of(self, module: nn.Module, site: Site | None) -> _T:
-        """The state of a module."""
+        """Return the state of a module."""
         if site is not None:
             found = self._by_name.get(site.name or type(module).__name__)
             return self._new(site.name or type(module).__name__) if found is None else found
         kept = self._by_id.get(id(module))
         if kept is not None and kept[0]() is module:
             return kept[1]
-        return self._met(module)
+        return self._unnamed(module)
 
     def items(self) -> list[tuple[str, _T]]:
-        """Names and states, in the order in which modules came by."""
+        """Return names and states, in the order of the first calls."""
         with self._lock:
             return list(self._by_name.items())
 
     def values(self) -> list[_T]:
-        """The states alone."""
+        """Return the states alone."""
         return [state for _, state in self.items()]
 
     def _new(self, name: str) -> _T:
@@ -107,8 +107,8 @@ class ByModule(Generic[_T]):
                 self._by_name[name] = self._make(name)
             return self._by_name[name]
 
-    def _met(self, module: nn.Module) -> _T:
-        """The state of a module that nobody has named."""
+    def _unnamed(self, module: nn.Module) -> _T:
+        """Return the state of a module without a site."""
         with self._lock:
             kept = self._by_id.get(id(module))
             if kept is not None and kept[0]() is module:
@@ -130,7 +130,7 @@ class ByModule(Generic[_T]):
 
 
 def _own_name(module: nn.Module) -> str | None:
-    """What a module of a serving system says that it is called."""
+    """Return the name that a module of a serving system has as an attribute."""
     prefix = getattr(module, "prefix", None)
     if isinstance(prefix, str) and prefix:
         return prefix
@@ -145,53 +145,53 @@ def _own_name(module: nn.Module) -> str | None:
 
 
 def checked_options(factory: str, config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a factory over its defaults; a key that it does not have is an error."""
+    """Return the config of a factory over its defaults; raise if it has an unknown key."""
     if config is not None and not isinstance(config, Mapping):
         raise OptionError(f"{factory}: config is an object of names and values, got {config!r}.")
     for key in config or {}:
         if key not in defaults:
-            near = get_close_matches(str(key), list(defaults), n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise OptionError(f"{factory} has no option {key!r}.{meant} It takes {', '.join(defaults)}.")
+            raise OptionError(
+                f"{factory} has no option {key!r}{suggest(key, defaults) or '.'} It takes {', '.join(defaults)}."
+            )
     given = {key: value for key, value in (config or {}).items() if value is not None}
     return {**defaults, **given}
 
 
 def choice(factory: str, key: str, value: Any, among: tuple[str, ...]) -> str:
-    """One of several words."""
+    """Return ``value``; raise unless it is one of the words ``among``."""
     if value not in among:
         raise OptionError(f"{factory}: {key} is one of {', '.join(map(repr, among))}; got {value!r}.")
     return str(value)
 
 
 def whole(factory: str, key: str, value: Any, *, least: int = 1) -> int:
-    """A whole number."""
+    """Return ``value``; raise unless it is a whole number from ``least`` on."""
     if type(value) is not int or value < least:
         raise OptionError(f"{factory}: {key} is a whole number from {least} on, got {value!r}.")
     return value
 
 
 def number(factory: str, key: str, value: Any) -> float:
-    """Any finite number."""
+    """Return ``value``; raise unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
         raise OptionError(f"{factory}: {key} is a finite number, got {value!r}.")
     return float(value)
 
 
 def yes_or_no(factory: str, key: str, value: Any) -> bool:
-    """True or false."""
+    """Return ``value``; raise unless it is true or false."""
     if not isinstance(value, bool):
         raise OptionError(f"{factory}: {key} is true or false, got {value!r}.")
     return value
 
 
 def path(factory: str, key: str, value: Any) -> Path:
-    """A path, which means the same wherever the process goes later."""
+    """Return ``value`` as an absolute path, which stays the same if the process changes its folder."""
     return Path(text(factory, key, value)).absolute()
 
 
 def text(factory: str, key: str, value: Any) -> str:
-    """Text that is not empty."""
+    """Return ``value``; raise unless it is a text that is not empty."""
     if not isinstance(value, str) or not value:
         raise OptionError(f"{factory}: {key} is a text that is not empty, got {value!r}.")
     return value

@@ -1,7 +1,7 @@
-"""``record_mean``: the mean activation of each module over all tokens, for ablations and steering.
+"""``record_mean``: keep the mean activation of each module over all tokens, for ablations and steering.
 
-Takes outputs from forward hooks, hands a vector per module to a safetensors file, or to whoever asks. Sums are formed
-on the device of the tensor, and kept in float64.
+Specs and users make it. It writes a vector per module to a safetensors file, or returns them. Sums are formed on the
+device of the tensor, and kept in float64.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, path, yes_or_no
-from hookline.factories.output_rows import measurable, shown, without_padding
+from hookline.factories.served_batch import measurable, output_tensor, without_padding
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _OPTIONS: Final = {"file": None, "add_residual": False}
 
 
 def record_mean(config: Mapping[str, Any] | None = None) -> RecordMean:
-    """A hook that keeps the running mean of the main tensor of outputs, over everything but the units.
+    """Make a hook that keeps the running mean of the main tensor of outputs, over everything but the units.
 
     Recipe::
 
@@ -51,33 +51,28 @@ def record_mean(config: Mapping[str, Any] | None = None) -> RecordMean:
     return RecordMean(file, add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]))
 
 
-class _Sum:
-    """What is kept for one module, by device and number of units."""
-
-    __slots__ = ("by_make",)
-
-    def __init__(self, name: str) -> None:
-        self.by_make: dict[tuple[torch.device, int], tuple[Tensor, list[int]]] = {}
+_Sums: TypeAlias = dict[tuple[torch.device, int], tuple[Tensor, list[int]]]
+"""The sum of one module, and over how many tokens, by device and number of units."""
 
 
 class RecordMean(Observer):
-    """The means of all modules that one ``record_mean`` sits on."""
+    """Keep the means of all modules that one ``record_mean`` is on."""
 
     name = _NAME
 
     def __init__(self, file: Path | None = None, *, add_residual: bool = False) -> None:
         self._file = file
         self._add_residual = add_residual
-        self._sums = ByModule(_Sum)
+        self._sums: ByModule[_Sums] = ByModule(lambda name: {})
         self._lock = threading.Lock()
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """A module has given this out."""
+        """Add the output of a module."""
         if not _torch.in_recomputation():
             self._take(module, site, output)
 
     def _take(self, module: nn.Module, site: Site | None, output: Any) -> None:
-        tensor = measurable(shown(output, self._add_residual))
+        tensor = measurable(output_tensor(output, self._add_residual))
         tensor = None if tensor is None else without_padding(tensor.dequantize() if tensor.is_quantized else tensor)
         if tensor is None or not tensor.numel() or not tensor.dim() or tensor.is_complex():
             return
@@ -92,20 +87,18 @@ class RecordMean(Observer):
                 kept.add_(total)
                 count[0] += tensor.numel() // total.numel()
 
-    def _kept(self, sums: _Sum, total: Tensor) -> tuple[Tensor, list[int]]:
-        make = (total.device, total.numel())
-        if make not in sums.by_make:
+    def _kept(self, sums: _Sums, total: Tensor) -> tuple[Tensor, list[int]]:
+        key = (total.device, total.numel())
+        if key not in sums:
             dtype = torch.float32 if total.device.type == "mps" else torch.float64  # which has no float64
-            with torch.inference_mode(False):  # what is made in inference mode could not be changed outside of it
-                sums.by_make[make] = (torch.zeros(total.numel(), dtype=dtype, device=total.device), [0])
-        return sums.by_make[make]
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be changed outside of it
+                sums[key] = (torch.zeros(total.numel(), dtype=dtype, device=total.device), [0])
+        return sums[key]
 
     def means(self) -> dict[str, Tensor]:
-        """The mean of each module so far, in float32 on the CPU; of several widths, the one with most tokens."""
+        """Return the mean of each module so far, in float32 on the CPU; of several widths, the one with most tokens."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            kept = [
-                (name, total, count) for name, sums in self._sums.items() for total, (count,) in sums.by_make.values()
-            ]
+            kept = [(name, total, count) for name, sums in self._sums.items() for total, (count,) in sums.values()]
             totals = _on_host([total for _, total, _ in kept])
         by_name: dict[str, dict[int, tuple[Tensor, int]]] = {}
         for (name, _, count), total in zip(kept, totals, strict=True):
@@ -116,16 +109,16 @@ class RecordMean(Observer):
         return {name: (total / count).float() for name, (total, count) in most.items()}
 
     def tokens(self) -> dict[str, int]:
-        """Over how many tokens (or samples) each mean is."""
-        return {name: sum(count for _, (count,) in sums.by_make.values()) for name, sums in self._sums.items()}
+        """Return over how many tokens (or samples) each mean is."""
+        return {name: sum(count for _, (count,) in sums.values()) for name, sums in self._sums.items()}
 
     def to_metrics(self) -> dict[str, float]:
-        """For each module the number of tokens, and the norm of the mean."""
+        """Return, for each module, the number of tokens and the norm of the mean."""
         metrics = {f"{name}/tokens": float(count) for name, count in self.tokens().items()}
         return metrics | {f"{name}/norm": float(mean.norm()) for name, mean in self.means().items()}
 
     def save(self, file: str | Path | None = None) -> Path:
-        """Write the means so far to a safetensors file; the path."""
+        """Write the means so far to a safetensors file, and return its path."""
         from safetensors.torch import save_file
 
         target = self._file if file is None else Path(file)
@@ -145,7 +138,7 @@ class RecordMean(Observer):
 
 
 def _on_host(totals: list[Tensor]) -> list[Tensor]:
-    """The same in the memory of the host, in float64: one transfer from each device."""
+    """Return the same on the host, in float64: one transfer from each device."""
     by_device: dict[torch.device, list[int]] = {}
     for index, total in enumerate(totals):
         by_device.setdefault(total.device, []).append(index)
@@ -158,5 +151,5 @@ def _on_host(totals: list[Tensor]) -> list[Tensor]:
     return found
 
 
-# Where plain torch calls it in compiled code, the graph ends there; what is behind the call is not compiled as well.
+# Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
 _torch.leave_to_python(RecordMean.__call__)

@@ -1,6 +1,6 @@
-"""``log_shapes``: what kinds of tensors go through modules, a line for each kind and none for each call.
+"""``log_shapes``: log the shapes of tensors that go through modules, a line for each set of shapes and module.
 
-Takes outputs from forward hooks, hands lines to the log; reads shapes alone, never numbers.
+Specs and users make it. It reads shapes alone, never numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, whole, yes_or_no
-from hookline.factories.output_rows import shape_of
+from hookline.factories.served_batch import shape_of
 from hookline.sites.tree import leaves
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ _NAME: Final = "log_shapes"
 _OPTIONS: Final = {"inputs": False, "level": "info", "most": 16}
 _LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 
-_Make = tuple[str, str, tuple[int, ...], torch.dtype, torch.device]
+_TensorKind = tuple[str, str, tuple[int, ...], torch.dtype, torch.device]
 """A tensor: the side it is on, where it stands there, and its shape, dtype and device."""
 
 
 def log_shapes(config: Mapping[str, Any] | None = None) -> LogShapes:
-    """A hook that logs the shapes, dtypes and devices of outputs, once for each set of them and module.
+    """Make a hook that logs the shapes, dtypes and devices of outputs, once for each set of them and module.
 
     Recipe::
 
@@ -42,7 +42,7 @@ def log_shapes(config: Mapping[str, Any] | None = None) -> LogShapes:
             model(x)  # layers.0: output (2, 8, 64) float32 cpu
 
     Args:
-        config: ``inputs``: tell the positional inputs as well. ``level``: ``"debug"``, ``"info"`` or ``"warning"``.
+        config: ``inputs``: log the positional inputs as well. ``level``: ``"debug"``, ``"info"`` or ``"warning"``.
             ``most``: how many lines a module may have, since batches of all sizes would have one each.
     """
     options = checked_options(_NAME, config, _OPTIONS)
@@ -54,42 +54,42 @@ def log_shapes(config: Mapping[str, Any] | None = None) -> LogShapes:
 
 
 class LogShapes(Observer):
-    """What was seen at all modules that one ``log_shapes`` sits on."""
+    """Log the shapes of all modules that one ``log_shapes`` is on."""
 
     name = _NAME
 
     def __init__(self, level: int, most: int) -> None:
         self._level = level
         self._most = most
-        self._seen: ByModule[tuple[str, set[tuple[_Make, ...]]]] = ByModule(lambda name: (name, set()))
+        self._seen: ByModule[tuple[str, set[tuple[_TensorKind, ...]]]] = ByModule(lambda name: (name, set()))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """A module has given this out."""
-        self._note(module, site, _makes("output", output))
+        """Log the shapes of an output, if they are new."""
+        self._note(module, site, _kinds("output", output))
 
-    def _note(self, module: nn.Module, site: Site | None, makes: tuple[_Make, ...]) -> None:
+    def _note(self, module: nn.Module, site: Site | None, kinds: tuple[_TensorKind, ...]) -> None:
         name, seen = self._seen.of(module, site)
-        if makes in seen or len(seen) > self._most:
+        if kinds in seen or len(seen) > self._most:
             return
-        seen.add(makes)
+        seen.add(kinds)
         if len(seen) > self._most:
             logger.log(self._level, "%s: more than %d sets of shapes; no further ones are logged", name, self._most)
         else:
-            logger.log(self._level, "%s: %s", name, ", ".join(map(_words, makes)) or "no tensors")
+            logger.log(self._level, "%s: %s", name, ", ".join(map(_text, kinds)) or "no tensors")
 
     def to_metrics(self) -> dict[str, float]:
-        """How many sets of shapes each module has shown, up to one more than ``most``."""
+        """Return how many sets of shapes each module has shown, up to one more than ``most``."""
         return {f"{name}/shapes": float(len(seen)) for name, (_, seen) in self._seen.items()}
 
 
 class _LogBoth(LogShapes):
-    """The same for inputs and outputs; a class of its own, as compiled code keeps what the code of a hook reads."""
+    """Log inputs too; a class of its own, as compiled code keeps what the code of a hook reads."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        self._note(module, site, _makes("input", inputs) + _makes("output", output))
+        self._note(module, site, _kinds("input", inputs) + _kinds("output", output))
 
 
-def _makes(side: str, value: Any) -> tuple[_Make, ...]:
+def _kinds(side: str, value: Any) -> tuple[_TensorKind, ...]:
     if type(value) is Tensor:
         return ((side, "", shape_of(value), value.dtype, value.device),)
     return tuple(
@@ -99,6 +99,6 @@ def _makes(side: str, value: Any) -> tuple[_Make, ...]:
     )
 
 
-def _words(make: _Make) -> str:
-    side, path, shape, dtype, device = make
+def _text(kind: _TensorKind) -> str:
+    side, path, shape, dtype, device = kind
     return f"{side}{f'.{path}' if path else ''} {shape} {str(dtype).removeprefix('torch.')} {device}"

@@ -1,8 +1,7 @@
-"""``steer``: a vector added to what modules give out.
+"""``steer``: add a vector to the outputs of modules.
 
-Takes a vector from a config or a safetensors file, and outputs from forward hooks; hands back the same structure around
-the changed tensor. The arithmetic and its errors are those of `hookline.edits.steer`. Of a served batch it may be for
-some requests, which `request_filter` finds.
+Specs and users make it, with a vector from a config or a safetensors file. The arithmetic and its errors are those of
+`hookline.edits.steer`. In a served batch it may be for some requests, which `served_batch` finds.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.engine_batch import last_tokens
 from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text
-from hookline.factories.request_filter import PHASES, chosen_tokens, request_names, running, say_unknown
+from hookline.factories.served_batch import PHASES, chosen_tokens, last_tokens, log_unknown, request_names, running
 from hookline.observe.patch.edited_tensor import main_output, misfit, place_of, rebuilt, shape_of
 from hookline.observe.patch.given_edits import steer as steer_edit
 from hookline.sites import _torch
@@ -44,7 +42,7 @@ _OPTIONS: Final = {
 
 
 def steer(config: Mapping[str, Any] | None = None) -> Steer:
-    """A hook that adds ``strength`` times a vector to the main tensor of outputs.
+    """Make a hook that adds ``strength`` times a vector to the main tensor of outputs.
 
     Recipe::
 
@@ -116,7 +114,7 @@ def _read(file: Path, key: Any) -> Tensor:
 
 
 class Steer(FactoryHook):
-    """What one ``steer`` adds, on all modules that it sits on."""
+    """Add the vector of one ``steer`` at all modules that it is on."""
 
     name = _NAME
 
@@ -124,21 +122,21 @@ class Steer(FactoryHook):
         self.edit: Edit = steer_edit(vector, strength)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
-        """The output with the vector added."""
+        """Return the output with the vector added."""
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
         main = main_output(output, place_of(where))
         return rebuilt(output, main, self.edit.apply(main, where), place_of(where))
 
 
 class _SteerLast(Steer):
-    """The same for the last token of each sequence; a class of its own, as it looks at the inputs."""
+    """Steer the last token of each sequence; a class of its own, as it reads the inputs."""
 
     def __init__(self, vector: Tensor, strength: float) -> None:
         super().__init__(vector, strength)
         self.last: Edit = steer_edit(vector, strength, index=(..., -1, slice(None)))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
-        """The output with the vector added to some of it."""
+        """Return the output with the vector added to the last tokens."""
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
         main = main_output(output, place_of(where))
         if main.dim() > 2:  # batch, sequence, units; padding is on the left
@@ -156,7 +154,7 @@ class _SteerLast(Steer):
 
 
 class _SteerSome(Steer):
-    """The same for some requests, or one phase: what those are is looked up in each forward."""
+    """Steer some requests, or one phase; both are looked up in each forward."""
 
     def __init__(
         self, vector: Tensor, strength: float, requests: tuple[str, ...] | None, phase: str, *, only_last: bool
@@ -165,15 +163,15 @@ class _SteerSome(Steer):
         self._requests = requests
         self._phase = phase
         self._only_last = only_last
-        self._has_said = False
+        self._has_logged = False
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
-        """The output with the vector added to some of it; None if there is none of that."""
+        """Return the output with the vector added to the chosen requests; None if there are none."""
         if torch.compiler.is_compiling():
             _refuse()
         served = running(inputs)
         if served is None:
-            self._say_unknown()
+            self._log_unknown()
         if served is None or self._phase not in ("both", served.phase):
             return None
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
@@ -186,10 +184,10 @@ class _SteerSome(Steer):
             return None
         return rebuilt(output, main, _where(chosen, self.edit.apply(main, where), main), place_of(where))
 
-    def _say_unknown(self) -> None:
-        if not self._has_said:
-            self._has_said = True
-            say_unknown(self.name, "phase" if self._requests is None else "requests")
+    def _log_unknown(self) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            log_unknown(self.name, "phase" if self._requests is None else "requests")
 
 
 _REMEDY: Final = "Put it on a module whose output has the batch, or all tokens, as its first dimension."

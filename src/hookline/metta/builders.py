@@ -1,32 +1,40 @@
-"""Builders: functions that make the hooks of a component when a run begins.
+"""Make the hooks of a component when a run begins: Metta's ``attach_…_hooks``.
 
-A builder is called with the name of a component and a `ComponentContext`, puts its tracker into the context if none is
-there, and gives back a hook that feeds it. Handed to `TrainTool`, which calls them when there is a policy.
+A builder is called with the name of a component and a `ComponentContext`. It puts its tracker into the context if none
+is there, and returns a hook of ``feeders`` that feeds it. `TrainTool` calls builders when there is a policy.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeAlias, TypeVar
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.run_phase import checked_phases
+from hookline.metta.component_tracker import MeanOptions, UnitOptions
 from hookline.metta.components import ComponentContext
-from hookline.metta.extract import Extractor, build_extractor, mark_of
-from hookline.metta.fisher import FisherInformationState
-from hookline.metta.fisher_hook import FisherHook
-from hookline.metta.gradient_flow_state import GradientFlowState, ReLUGradientFlowState
-from hookline.metta.relu import ReLUActivationState
-from hookline.metta.saturated import SaturatedActivationState
-from hookline.metta.tracked_components import BlendOptions, UnitOptions
-from hookline.metta.tracker_hooks import ActivationHook, GradientFlowHook, ReLUGradientFlowHook
+from hookline.metta.feeders import ActivationFeeder, GradientFeeder, TrackerFeeder
+from hookline.metta.parameter_feeder import ParameterFeeder
+from hookline.metta.trackers import (
+    FisherInformationState,
+    GradientFlowState,
+    ReLUActivationState,
+    ReLUGradientFlowState,
+    SaturatedActivationState,
+)
 
 __all__ = [
     "TRACKERS",
     "BackwardHookBuilder",
     "ComponentBackwardHookSpec",
     "ComponentHookSpec",
+    "Extractor",
     "HookBuilder",
     "attach_fisher_information_hooks",
     "attach_gradient_flow_hooks",
@@ -45,10 +53,10 @@ BackwardHookBuilder: TypeAlias = Callable[
 """Makes the backward hook ``(module, grad_input, grad_output)`` of a component; None attaches nothing."""
 
 ComponentHookSpec: TypeAlias = tuple[str, HookBuilder]
-"""The name of a component, and what makes its forward hook."""
+"""The name of a component, and the builder of its forward hook."""
 
 ComponentBackwardHookSpec: TypeAlias = tuple[str, BackwardHookBuilder]
-"""The name of a component, and what makes its backward hook."""
+"""The name of a component, and the builder of its backward hook."""
 
 TRACKERS: Final[dict[str, type]] = {
     "relu_activation_state": ReLUActivationState,
@@ -58,7 +66,7 @@ TRACKERS: Final[dict[str, type]] = {
     "gradient_flow_state": GradientFlowState,
     "relu_gradient_flow_state": ReLUGradientFlowState,
 }
-"""What is kept where in ``context.model_metrics``, in the order it is reported."""
+"""The class of each tracker by its key in ``context.model_metrics``, in the order of reports."""
 
 Phases: TypeAlias = str | Iterable[str]
 
@@ -79,18 +87,8 @@ def attach_relu_activation_hooks(
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    UnitOptions(unit_dim)
-    phases = checked_phases(during)
-
-    def builder(component: str, context: ComponentContext) -> ActivationHook | None:
-        state = _state(context, "relu_activation_state", ReLUActivationState)
-        extract = _extractor(component, extractor)
-        if extract is None:
-            return None
-        state.register_component(component, unit_dim=unit_dim, extractor=mark_of(extract))
-        return ActivationHook(state, component, extract, phases)
-
-    return builder
+    UnitOptions(unit_dim)  # checks it
+    return _forward_builder("relu_activation_state", ReLUActivationState, extractor, during, unit_dim=unit_dim)
 
 
 def attach_saturated_activation_hooks(
@@ -110,30 +108,21 @@ def attach_saturated_activation_hooks(
         context.model_metrics["saturated_activation_state_tanh"].to_metrics()
 
     Args:
-        activation: ``"tanh"`` or ``"sigmoid"``: what the component's output has passed.
-        saturation_threshold: From where on it is saturated, strictly between 0 and 1, for a sigmoid above 0.5; kept by
-            component.
+        activation: ``"tanh"`` or ``"sigmoid"``: the activation behind the component's output.
+        saturation_threshold: Where saturation begins, strictly between 0 and 1, for a sigmoid above 0.5; by component.
         extractor: Which tensor of the output (see `build_extractor`); an output that is a tensor is taken itself.
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
     SaturatedActivationState(activation, saturation_threshold, unit_dim=unit_dim)  # checks them
-    phases = checked_phases(during)
-
-    def builder(component: str, context: ComponentContext) -> ActivationHook | None:
-        key = f"saturated_activation_state_{activation}"
-        found = context.model_metrics.get(key)
-        if not isinstance(found, SaturatedActivationState) or found.activation != activation:
-            found = context.model_metrics[key] = SaturatedActivationState(activation, saturation_threshold)
-        extract = _extractor(component, extractor)
-        if extract is None:
-            return None
-        found.register_component(
-            component, saturation_threshold=saturation_threshold, unit_dim=unit_dim, extractor=mark_of(extract)
-        )
-        return ActivationHook(found, component, extract, phases)
-
-    return builder
+    return _forward_builder(
+        f"saturated_activation_state_{activation}",
+        lambda: SaturatedActivationState(activation, saturation_threshold),
+        extractor,
+        during,
+        saturation_threshold=saturation_threshold,
+        unit_dim=unit_dim,
+    )
 
 
 def attach_fisher_information_hooks(*, beta: float = 0.95, during: Phases = "train") -> BackwardHookBuilder:
@@ -152,18 +141,13 @@ def attach_fisher_information_hooks(*, beta: float = 0.95, during: Phases = "tra
     scaled them.
 
     Args:
-        beta: The share of what was that stays at each update; at least 0, less than 1; kept by component.
+        beta: The share of the old mean that stays at each update; at least 0, less than 1; by component.
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    BlendOptions(beta=beta)
-    phases = checked_phases(during)
-
-    def builder(component: str, context: ComponentContext) -> FisherHook:
-        state = _state(context, "fisher_information_state", FisherInformationState, beta=beta)
-        state.register_component(component, beta=beta)
-        return FisherHook(state, component, phases)
-
-    return builder
+    MeanOptions(beta=beta)  # checks it
+    return _backward_builder(
+        "fisher_information_state", lambda: FisherInformationState(beta=beta), ParameterFeeder, during, beta=beta
+    )
 
 
 def attach_gradient_flow_hooks(
@@ -180,23 +164,23 @@ def attach_gradient_flow_hooks(
     It looks at the gradient of the component's first output, ``grad_output[0]``.
 
     Args:
-        beta: The share of what was that stays at each update; at least 0, less than 1; kept by component.
+        beta: The share of the old mean that stays at each update; at least 0, less than 1; by component.
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    BlendOptions(unit_dim=unit_dim, beta=beta)
-    phases = checked_phases(during)
-
-    def builder(component: str, context: ComponentContext) -> GradientFlowHook:
-        state = _state(context, "gradient_flow_state", GradientFlowState, beta=beta)
-        state.register_component(component, beta=beta, unit_dim=unit_dim)
-        return GradientFlowHook(state, component, phases)
-
-    return builder
+    MeanOptions(unit_dim=unit_dim, beta=beta)  # checks them
+    return _backward_builder(
+        "gradient_flow_state",
+        lambda: GradientFlowState(beta=beta),
+        GradientFeeder,
+        during,
+        beta=beta,
+        unit_dim=unit_dim,
+    )
 
 
 def attach_relu_gradient_flow_hooks(*, unit_dim: int | None = None, during: Phases = "train") -> BackwardHookBuilder:
-    """Make a builder of backward hooks that count how often a gradient comes out of each unit of a ReLU.
+    """Make a builder of backward hooks that count how often a gradient leaves each unit of a ReLU.
 
     Recipe::
 
@@ -211,35 +195,140 @@ def attach_relu_gradient_flow_hooks(*, unit_dim: int | None = None, during: Phas
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    UnitOptions(unit_dim)
+    UnitOptions(unit_dim)  # checks it
+    feeder = partial(GradientFeeder, of_input=True)
+    return _backward_builder("relu_gradient_flow_state", ReLUGradientFlowState, feeder, during, unit_dim=unit_dim)
+
+
+def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: Phases, **options: Any) -> HookBuilder:
     phases = checked_phases(during)
 
-    def builder(component: str, context: ComponentContext) -> ReLUGradientFlowHook:
-        state = _state(context, "relu_gradient_flow_state", ReLUGradientFlowState)
-        state.register_component(component, unit_dim=unit_dim)
-        return ReLUGradientFlowHook(state, component, phases)
+    def builder(component: str, context: ComponentContext) -> ActivationFeeder | None:
+        tracker = _tracker(context, key, make)
+        extract = build_extractor(spec)
+        if extract is None:
+            warnings.warn(
+                f"Component {component!r} is not tracked: extractor= is a function or the key of a tensor in its "
+                f"output, got {spec!r}.",
+                HooklineWarning,
+                stacklevel=2,
+            )
+            return None
+        tracker.register_component(component, extractor=_identity(extract), **options)
+        return ActivationFeeder(tracker, component, phases, extract)
 
     return builder
 
 
-StateT = TypeVar("StateT")
+def _backward_builder(
+    key: str, make: Callable[[], Any], feeder: Callable[..., TrackerFeeder], during: Phases, **options: Any
+) -> BackwardHookBuilder:
+    phases = checked_phases(during)
+
+    def builder(component: str, context: ComponentContext) -> Any:
+        tracker = _tracker(context, key, make)
+        tracker.register_component(component, **options)
+        return feeder(tracker, component, phases)
+
+    return builder
 
 
-def _state(context: ComponentContext, key: str, kind: type[StateT], **options: Any) -> StateT:
-    """The tracker of that kind in the context; put there if there is none, or something else."""
-    found = context.model_metrics.get(key)
-    if not isinstance(found, kind):
-        found = context.model_metrics[key] = kind(**options)
-    return found
+def _tracker(context: ComponentContext, key: str, make: Callable[[], Any]) -> Any:
+    """Return the tracker under ``key``; put a new one there if there is none, or something else."""
+    found, new = context.model_metrics.get(key), make()
+    if isinstance(found, type(new)) and getattr(found, "activation", "") == getattr(new, "activation", ""):
+        return found
+    context.model_metrics[key] = new
+    return new
 
 
-def _extractor(component: str, spec: Any) -> Extractor | None:
-    extract = build_extractor(spec)
-    if extract is None:
-        warnings.warn(
-            f"Component {component!r} is not tracked: extractor= is a function or the key of a tensor in its output, "
-            f"got {spec!r}.",
-            HooklineWarning,
-            stacklevel=3,
-        )
-    return extract
+# -- which tensor of an output -----------------------------------------------------------------------------------
+
+Extractor: TypeAlias = Callable[[Any], Any]
+"""From an output to the tensor to count; anything else that it returns is not counted."""
+
+
+def build_extractor(spec: Any) -> Extractor | None:
+    """Return the function that ``extractor=spec`` stands for, or None if it stands for none.
+
+    Recipe::
+
+        hookline.metta.build_extractor("hidden")({"hidden": x, "value": v})  # x
+        hookline.metta.build_extractor("hidden")(x)  # x: an output that is a tensor is taken itself
+        hookline.metta.build_extractor(lambda output: output[0])((x, state))  # x
+
+    Args:
+        spec: A function, which is used as it is (if it raises in a tracker's hook, there is one warning, and the output
+            is not counted); or a key: it looks into a dict, a TensorDict or whatever else has keys and values, and
+            finds nothing (None) if the key is missing, or in other outputs. Keys of nested TensorDicts are tuples.
+    """
+    if callable(spec):
+        extract: Extractor = spec
+        return extract
+    if isinstance(spec, str) or (isinstance(spec, tuple) and spec and all(isinstance(part, str) for part in spec)):
+        return _KeyExtractor(spec)
+    return None
+
+
+class _KeyExtractor:
+    """Look a key up; two extractors of the same key are equal."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: str | tuple[str, ...]) -> None:
+        self._key = key
+
+    def __call__(self, output: Any) -> Tensor | None:
+        if isinstance(output, Tensor):
+            return output
+        if not (isinstance(output, Mapping) or hasattr(type(output), "keys")):
+            return None
+        try:
+            found = output[self._key]
+        except (LookupError, TypeError, ValueError):
+            return None
+        return found if isinstance(found, Tensor) else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _KeyExtractor) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return repr(self._key)
+
+
+def _identity(extract: Extractor) -> object:
+    """Return what a tracker compares to notice another extractor for the same component."""
+    return extract if isinstance(extract, _KeyExtractor) else _FunctionIdentity(extract)
+
+
+class _FunctionIdentity:
+    """Stand for a function as long as that lives: a tracker keeps neither it nor what it refers to.
+
+    Only the same function is equal: two functions that do the same cannot be recognised. A function that was deleted
+    is equal to any other, which may take its place.
+    """
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, function: Any = None) -> None:
+        self._ref: Callable[[], Any]
+        try:
+            self._ref = weakref.WeakMethod(function) if inspect.ismethod(function) else weakref.ref(function)
+        except TypeError:  # there are none to functions written in C, such as operator.itemgetter
+            self._ref = lambda: function
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _FunctionIdentity):
+            return self._ref() is None
+        mine, theirs = self._ref(), other._ref()
+        return mine is None or theirs is None or bool(mine == theirs)
+
+    def __repr__(self) -> str:
+        function = self._ref()
+        return getattr(function, "__qualname__", repr(function))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FunctionIdentity, ()  # a lambda cannot be pickled; a copy of a tracker has none of its hooks

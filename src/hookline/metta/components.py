@@ -1,12 +1,12 @@
-"""The named parts of a model that hooks are put on, and what their trackers are kept in.
+"""Give a model named components that take hooks, and keep the trackers of a run.
 
-`PolicyAutoBuilder` takes modules by name and puts hooks on them; `ComponentContext` goes from builder to builder and to
-`StatsReporter`.
+`PolicyAutoBuilder` attaches hooks to modules by component name; `TrainTool` calls it. `ComponentContext` holds the
+trackers for builders and `StatsReporter`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import nn
@@ -14,16 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import NoMatchError, OptionError, TargetError
 from hookline.messages import nearest_names, type_name
-from hookline.metta.live_components import ChildComponents, ModelComponents
 from hookline.sites.attach import attach
 from hookline.sites.signature import hook_name
-from hookline.sites.wrappers import unwrap
+from hookline.sites.wrappers import clean_modules, submodule, unwrap
 
 __all__ = ["AttachesItself", "ComponentContext", "PolicyAutoBuilder"]
 
 
 class ComponentContext:
-    """What a run shares with its hooks: the trackers, by name.
+    """Hold what a run shares with its hooks: the trackers, by name.
 
     Recipe::
 
@@ -42,14 +41,14 @@ class ComponentContext:
 
 @runtime_checkable
 class AttachesItself(Protocol):
-    """A hook that knows better where it has to sit than on the component's own call."""
+    """A hook that attaches itself elsewhere than to the component's own call."""
 
     def attach_to(self, model: nn.Module, module: nn.Module) -> RemovableHandle:
-        """Put it on a module of a model; the handle takes it off again."""
+        """Attach it to ``module``, a part of ``model``; the handle removes it."""
 
 
 class PolicyAutoBuilder(nn.Module):
-    """A model made of named components, each of which takes hooks.
+    """Build a model of named components, each of which takes hooks.
 
     Recipe::
 
@@ -80,12 +79,12 @@ class PolicyAutoBuilder(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """Any model as a policy: its components are all of its modules, by their dotted names without wrappers.
+        """Return a policy of any model: its components are all modules, by their dotted names without wrappers.
 
         The policy has the model as its child ``model`` and calls it; hooks fire whichever of the two is called. In a
         subclass, its own ``__init__`` is not run.
         """
-        policy = cls.__new__(cls)  # what a subclass asks for at its making, nobody here knows
+        policy = cls.__new__(cls)  # a subclass may have other arguments
         PolicyAutoBuilder.__init__(policy, {})
         policy._is_whole = True
         policy.add_module("model", model)
@@ -93,7 +92,7 @@ class PolicyAutoBuilder(nn.Module):
 
     @property
     def components(self) -> MutableMapping[str, nn.Module]:
-        """The components by name, looked up at each use: one that was replaced in the policy is replaced here too.
+        """Return the components by name, looked up at each use: a module replaced in the policy is replaced here too.
 
         ``policy.components["head"] = module`` replaces or adds a child; of a policy that was made by ``of``, a module
         of the model. A name that no module of the policy can have is kept for hooks alone.
@@ -111,7 +110,7 @@ class PolicyAutoBuilder(nn.Module):
         self.components.update(wanted)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the components in order, each on what the one before gave; or whatever ``forward=`` does."""
+        """Run the components in order, each on the output of the one before; or call ``forward=``."""
         if self._is_whole:
             return self.model(*args, **kwargs)
         modules = self._children()
@@ -138,7 +137,7 @@ class PolicyAutoBuilder(nn.Module):
         """Call ``hook(module, grad_input, grad_output)`` when a backward pass has come through a component.
 
         By then its parameters have their gradients, also in a first layer; what the hook returns is ignored. A hook
-        that has ``attach_to(model, module)`` puts itself where it wants to be.
+        that has ``attach_to(model, module)`` attaches itself by that.
 
         Raises:
             NoMatchError: (a KeyError) if there is no such component.
@@ -161,11 +160,11 @@ class PolicyAutoBuilder(nn.Module):
             return attach(module, hook, on=kind, observe=True, name=label)
 
     def _around(self) -> nn.Module:
-        """The model whose forwards are counted: of ``of(model)`` that one, which may be called without the policy."""
+        """Return the model whose forwards count: with ``of(model)`` that model, which may be called by itself."""
         return unwrap(self.model) if self._is_whole else self
 
     def _children(self) -> dict[str, nn.Module]:
-        """The components that are children, as they are by now; plain, since compiled code comes through here."""
+        """Return the components that are children, as they are by now; plain, since compiled code runs this."""
         found = [(name, self._modules.get(name)) for name in self._names]  # one that was deleted may come back
         return {name: module for name, module in found if module is not None}
 
@@ -192,3 +191,104 @@ def _checked(components: Any) -> Mapping[str, nn.Module]:
         if not isinstance(module, nn.Module):
             raise OptionError(f"Component {name!r} has to be an nn.Module, got {type_name(module)}.")
     return found
+
+
+# -- the components of a policy, looked up at each use -----------------------------------------------------------
+#
+# A module of a policy may be replaced at any time: by ``torch.compile``, LoRA, quantisation, or an assignment. A
+# dictionary made once would go on naming the old one.
+
+
+class Components(MutableMapping[str, nn.Module]):
+    """Map names to modules of a policy, and to those added by hand, whose name no module of the policy can have."""
+
+    __slots__ = ("_added",)
+
+    def __init__(self, added: dict[str, nn.Module]) -> None:
+        self._added = added
+
+    def _find(self) -> dict[str, nn.Module]:
+        """Return the modules that are part of the policy, in order."""
+        raise NotImplementedError
+
+    def _put(self, name: str, module: nn.Module) -> bool:
+        """Make ``module`` a part of the policy as ``name``; return False if that cannot be."""
+        raise NotImplementedError
+
+    def _take_out(self, name: str) -> None:
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return (self._added | self._find())[name]
+
+    def __setitem__(self, name: str, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise OptionError(f"Component {name!r} has to be an nn.Module, got {type_name(module)}.")
+        if self._put(name, module):
+            self._added.pop(name, None)
+        else:
+            self._added[name] = module
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._find():
+            self._take_out(name)
+        else:
+            del self._added[name]
+
+    def __iter__(self) -> Iterator[str]:
+        found = self._find()
+        yield from found
+        yield from (name for name in self._added if name not in found)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)})"
+
+
+class ChildComponents(Components):
+    """Map names to children of the policy; children that are no components are left out."""
+
+    __slots__ = ("_policy",)
+
+    def __init__(self, policy: PolicyAutoBuilder) -> None:
+        super().__init__(policy._added)
+        self._policy = policy
+
+    def _find(self) -> dict[str, nn.Module]:
+        return self._policy._children()
+
+    def _put(self, name: str, module: nn.Module) -> bool:
+        try:
+            self._policy._adopt(name, module)
+        except OptionError:  # a dotted name, say: hooks can be put on it, but it is no child
+            return False
+        return True
+
+    def _take_out(self, name: str) -> None:
+        delattr(self._policy, name)
+        self._policy._names.remove(name)
+
+
+class ModelComponents(Components):
+    """Map the dotted names of all modules of a model, without wrappers, to the modules."""
+
+    __slots__ = ("_model",)
+
+    def __init__(self, model: nn.Module, added: dict[str, nn.Module]) -> None:
+        super().__init__(added)
+        self._model = model
+
+    def _find(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in clean_modules(self._model) if name}
+
+    def _put(self, name: str, module: nn.Module) -> bool:
+        if name not in self._find():
+            return False
+        path, _, child = name.rpartition(".")
+        setattr(submodule(self._model, path), child, module)
+        return True
+
+    def _take_out(self, name: str) -> None:
+        raise OptionError(f"{name!r} is a module of the model; take it out of the model itself.")

@@ -1,6 +1,7 @@
-"""The end of an epoch: what the trackers have counted goes out, then they start anew.
+"""Report what the trackers have counted at the end of an epoch, and reset them.
 
-Takes trackers from a `ComponentContext`, hands one dictionary of metrics to sinks and to whoever asked.
+`Trainer` calls it, or your own loop. It reads the trackers of a `ComponentContext` and gives one dictionary of metrics
+to sinks and to the caller.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hookline.metta.builders import TRACKERS
-from hookline.metta.tracked_components import ComponentTracker
+from hookline.metta.component_tracker import ComponentTracker
 from hookline.metta.weight_stats import compute_dead_neuron_stats
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class _Sink(Protocol):
 
 
 class StatsReporter:
-    """Collects the metrics of every tracker at the end of an epoch.
+    """Collect the metrics of every tracker at the end of an epoch.
 
     Recipe::
 
@@ -51,11 +52,11 @@ class StatsReporter:
         self.policy = policy
         self.sinks = list(sinks)
         self._epoch = -1
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         """Which tracker's failure, and in what, has been logged."""
 
     def on_epoch_end(self, epoch: int | None = None) -> dict[str, float]:
-        """Collect, hand on and reset; the metrics.
+        """Collect, emit and reset; return the metrics.
 
         The order is: dead neurons, ReLU, Fisher, tanh, sigmoid, gradient flow, ReLU gradient flow, then whatever else
         in the context has ``to_metrics()`` and ``reset()``. Something else under the key of a tracker is passed over.
@@ -81,7 +82,7 @@ class StatsReporter:
                 metrics |= found
                 collected.append((key, tracker))
         for sink in self.sinks:
-            self._hand_to(sink, metrics)
+            self._emit(sink, metrics)
         for key, tracker in collected:
             self._reset(key, tracker)
         return metrics
@@ -99,22 +100,23 @@ class StatsReporter:
         try:
             return dict(ask())
         except Exception:
-            self._tell(key, "could not be read")
+            self._log_once(key, "could not be read")
             return None
 
     def _reset(self, key: str, tracker: Any) -> None:
         try:
             tracker.reset()
         except Exception:
-            self._tell(key, "could not be reset")
+            self._log_once(key, "could not be reset")
 
-    def _tell(self, key: str, what: str) -> None:
+    def _log_once(self, key: str, what: str) -> None:
         # What fails at the end of one epoch fails at the end of all of them.
-        if (key, what) not in self._told:
-            self._told.add((key, what))
+        if (key, what) not in self._logged:
+            self._logged.add((key, what))
             logger.exception("%r %s at the end of epoch %d; the others go on", key, what, self._epoch)
 
-    def _hand_to(self, sink: _Sink, metrics: dict[str, float]) -> None:
+    def _emit(self, sink: _Sink, metrics: dict[str, float]) -> None:
+        """Emit ``metrics`` to one sink; log what it raises."""
         try:
             sink.emit(dict(metrics), self._epoch, _POST_EPOCH)
         except Exception:

@@ -1,6 +1,6 @@
-"""Hooks of a run that is yet to come: stored by component name, attached when there is a policy, cleared at the end.
+"""Store builders of hooks by component name, attach the hooks when there is a policy, and remove them at the end.
 
-Takes builders from the user, hands the hooks they make to a `PolicyAutoBuilder`, and trains it with a `Trainer`.
+The user and the command line call it. It attaches hooks through a `PolicyAutoBuilder`, and trains with a `Trainer`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.messages import caller_stacklevel, type_name
+from hookline.metta.component_tracker import ComponentTracker
 from hookline.metta.components import PolicyAutoBuilder
-from hookline.metta.tracked_components import ComponentTracker
-from hookline.metta.trainer import Trainer, made_up_data, made_up_policy
+from hookline.metta.trainer import Trainer, example_data, example_policy
 from hookline.sites.wrappers import unwrap
 from hookline.training.manager import HookManager
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainTool:
-    """Keeps the builders of a run's hooks, and the hooks while it runs.
+    """Keep the builders of a run's hooks, and the hooks while it runs.
 
     Recipe::
 
@@ -91,11 +91,11 @@ class TrainTool:
         self._active_policy_backward_hooks: list[RemovableHandle] = []
 
     def add_training_hook(self, component_name: str, hook_builder: HookBuilder) -> None:
-        """Store what makes a component's forward hook."""
+        """Store the builder of a component's forward hook."""
         self._training_hooks.append((component_name, hook_builder))
 
     def add_training_backward_hook(self, component_name: str, hook_builder: BackwardHookBuilder) -> None:
-        """Store what makes a component's backward hook."""
+        """Store the builder of a component's backward hook."""
         self._training_backward_hooks.append((component_name, hook_builder))
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ class TrainTool:
         return f"<TrainTool, hooks: {len(names)}{where}; {state}>"
 
     def invoke(self) -> Trainer:
-        """Make the policy and its trainer, attach the hooks, train; however it ends, the hooks come off.
+        """Make the policy and its trainer, attach the hooks and train; remove the hooks however it ends.
 
         Returns:
             The trainer: its ``policy``, its ``context`` with the trackers, its ``metrics`` and ``result``.
@@ -123,7 +123,7 @@ class TrainTool:
     def _load_or_create_policy(self) -> nn.Module:
         policy = self.policy
         if policy is None:
-            policy = made_up_policy()
+            policy = example_policy()
         elif not isinstance(policy, nn.Module):
             policy = policy() if callable(policy) else policy
             if not isinstance(policy, nn.Module):
@@ -131,11 +131,11 @@ class TrainTool:
         return policy if isinstance(unwrap(policy), PolicyAutoBuilder) else PolicyAutoBuilder.of(policy)
 
     def _initialize_trainer(self, policy: nn.Module) -> Trainer:
-        data = made_up_data(policy) if self.data is None else self.data
+        data = example_data(policy) if self.data is None else self.data
         return Trainer(policy, data, self.loss, optimizer=self.optimizer, sinks=self.sinks, **self.options)
 
     def _the_manager(self) -> HookManager | None:
-        """The same in each run: a hook belongs to one manager, and starts anew with each run of it."""
+        """Return the manager, the same for each run: a hook belongs to one manager, which resets it for each run."""
         if self._manager is None and self.hooks:
             names = [hook for hook in self.hooks if isinstance(hook, str)]
             others = [hook for hook in self.hooks if not isinstance(hook, str)]
@@ -151,7 +151,7 @@ class TrainTool:
 
     @contextmanager
     def attached(self, *, policy: nn.Module, trainer: Any) -> Iterator[None]:
-        """Have the hooks on for as long as the block lasts, however it ends."""
+        """Attach the hooks for as long as the block lasts, however it ends."""
         self._register_policy_hooks(policy=policy, trainer=trainer)
         try:
             yield
@@ -160,7 +160,7 @@ class TrainTool:
         _warn_of_silent(getattr(trainer, "context", None))
 
     def _register_policy_hooks(self, *, policy: nn.Module, trainer: Any) -> None:
-        """Make and attach all hooks that were added; those of an earlier policy come off first."""
+        """Make and attach all hooks that were added; remove those of an earlier policy first."""
         self._clear_policy_hooks()
         inner = unwrap(policy)  # DDP and torch.compile may be around it
         if not isinstance(inner, PolicyAutoBuilder):
@@ -181,7 +181,7 @@ class TrainTool:
             raise
 
     def _clear_policy_hooks(self) -> None:
-        """Take every hook off; one that cannot be taken off is logged and does not keep the others on."""
+        """Remove every hook; log one that cannot be removed, and go on with the others."""
         for handles in (self._active_policy_hooks, self._active_policy_backward_hooks):
             while handles:
                 handle = handles.pop(0)

@@ -1,7 +1,7 @@
-"""What `TrainTool` trains with: an experiment whose trackers are reported at the end of each epoch.
+"""Train a policy and report its trackers at the end of each epoch.
 
-Takes a policy, data and a loss from `TrainTool`, made up here if it has none; its ``context`` goes to the builders of
-hooks and to `StatsReporter`.
+`TrainTool` makes a `Trainer` and gives its ``context`` to the builders of hooks; `StatsReporter` reports it. Without a
+policy or data, an example is made here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hookline.training.loops.loop_run import LoopResult
     from hookline.training.manager import HookManager
 
-__all__ = ["Trainer", "made_up_data", "made_up_policy"]
+__all__ = ["Trainer", "example_data", "example_policy"]
 
 _BATCH_SIZE: Final = 32
 _LEARNING_RATE: Final = 1e-3
@@ -38,7 +38,7 @@ _NEXT: Final = "Give TrainTool data=, batches or a Dataset."
 
 
 class Trainer(Experiment):
-    """An experiment with component trackers.
+    """Train an experiment with component trackers.
 
     Recipe::
 
@@ -75,7 +75,7 @@ class Trainer(Experiment):
         self.reporter = StatsReporter(self.context, policy=policy, sinks=sinks)
         self.metrics: list[dict[str, float]] = []
         """What trackers had counted at the end of each epoch."""
-        self._and_then = on_epoch_end
+        self._extra_on_epoch_end = on_epoch_end
         self.result: LoopResult | None = None
         """What the training came to."""
 
@@ -92,19 +92,19 @@ class Trainer(Experiment):
 
     @property
     def policy(self) -> nn.Module:
-        """The model."""
+        """Return the model."""
         return self.model
 
     def train(self, epochs: int = 1, manager: HookManager | None = None, **options: Any) -> LoopResult:
-        """Train for some epochs; options are those of `epoch_loop`, ``progress=True`` among them."""
+        """Train for ``epochs`` epochs; ``options`` are those of `epoch_loop`, ``progress=True`` among them."""
         self.result = epoch_loop(self, epochs=epochs, manager=manager, **options)
         return self.result
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """Have what the trackers counted reported; they start anew."""
+        """Report and reset the trackers."""
         self.metrics.append(self.reporter.on_epoch_end(epoch))
-        if self._and_then is not None:
-            self._and_then(epoch, metrics)
+        if self._extra_on_epoch_end is not None:
+            self._extra_on_epoch_end(epoch, metrics)
 
 
 def _loader(data: Any) -> Iterable[Any]:
@@ -124,15 +124,15 @@ def _optimizer(policy: nn.Module, given: Any) -> Optimizer:
 # -- for a TrainTool that was given neither policy nor data: something to try hooks on --------------------------
 
 
-def made_up_policy() -> PolicyAutoBuilder:
-    """An actor and a critic of it, by the names of the source's example."""
+def example_policy() -> PolicyAutoBuilder:
+    """Return an actor and its critic, by the names of Metta's example."""
     actor = nn.Sequential(nn.Linear(4, 16), nn.ReLU())
     critic = nn.Sequential(nn.Linear(16, 1), nn.Tanh())
     return PolicyAutoBuilder(OrderedDict(actor_mlp=actor, critic_head=critic))
 
 
-def made_up_data(policy: nn.Module) -> TensorDataset:
-    """Random rows as wide as the policy's first layer, to learn from whether they add up to more than nothing."""
+def example_data(policy: nn.Module) -> TensorDataset:
+    """Return random rows as wide as the first layer of ``policy``, with the sign of their sum as the target."""
     first = next((module for _, module in clean_modules(policy) if isinstance(module, nn.Linear)), None)
     if first is None:
         raise OptionError(f"There is no data= to train on, and none can be made up without a Linear layer. {_NEXT}")

@@ -1,6 +1,6 @@
-"""What the weights alone tell, without a forward: units that are dead, activations that are saturated at their bias.
+"""Compute statistics of the weights alone, without a forward: dead units, and activations saturated at their bias.
 
-Takes a model, hands numbers to `StatsReporter` or whoever asks. Reads the parameters, with one transfer for all layers.
+`StatsReporter` calls it, or the user. It reads the parameters with one transfer for all layers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.errors import OptionError
-from hookline.metta.saturated import check_activation
-from hookline.metta.tracked_components import as_number
+from hookline.metta.component_tracker import as_number
+from hookline.metta.trackers import check_activation
 from hookline.observe.host_values import fetch
 from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules
@@ -22,7 +22,7 @@ __all__ = ["compute_dead_neuron_stats", "compute_saturated_activation_stats"]
 
 
 def compute_dead_neuron_stats(policy: nn.Module, threshold: float = 1e-6) -> dict[str, float]:
-    """The share of neurons of linear layers whose weights are all but zero.
+    """Return the share of neurons of linear layers whose weights are all but zero.
 
     Recipe::
 
@@ -48,7 +48,7 @@ def compute_dead_neuron_stats(policy: nn.Module, threshold: float = 1e-6) -> dic
 def compute_saturated_activation_stats(
     policy: nn.Module, activation: str, derivative_threshold: float = 1e-3
 ) -> dict[str, float]:
-    """The share of neurons of linear layers that would be saturated if their input were zero.
+    """Return the share of neurons of linear layers that would be saturated if their input were zero.
 
     Recipe::
 
@@ -76,7 +76,7 @@ def compute_saturated_activation_stats(
 
 
 def _by_layer(policy: nn.Module, marks: Callable[[nn.Linear], Tensor]) -> dict[str, tuple[int, int]]:
-    """By layer, how many neurons are marked, and how many there are."""
+    """Return, by layer, how many neurons are marked, and how many there are."""
     with torch.no_grad():
         marked = {name: marks(layer) for name, layer in _linear_layers(policy)}
         counts = fetch(mark.sum() for mark in marked.values())

@@ -1,22 +1,22 @@
-"""The last n gradients of a run and all products between them: what variance, rank and coherence are made of.
+"""Keep gradients and numbers of single steps on their device until a report asks for them.
 
-Takes flat vectors from an analysis, hands back their Gram matrix on the host. It is kept up to date: a new vector costs
-one pass over the others, where working it out anew costs n of them.
+Analyses add to a `GradientWindow` or `StepNumbers` at a step, and read both at a report. The Gram matrix of a window is
+kept up to date: a new vector costs one pass over the others, where computing it anew costs n of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from hookline.analyses._vectors import widest
 
-__all__ = ["GIB", "GradientWindow"]
+__all__ = ["GIB", "GradientWindow", "StepNumbers"]
 
 _CHUNK: Final = 1 << 17
 """Components that are multiplied in float32 before adding up in float64: right to about 1e-7 of the squared lengths."""
@@ -24,51 +24,51 @@ _IN_CACHE: Final = 1 << 12
 """The same on a CPU: of 66 rows they are 1 MiB, which stays in the cache while it is multiplied. Nine new vectors of
 57,152 components take 1.8 ms; all at once, 2.3."""
 _EXACT: Final = 100_000
-"""Numbers that are made float64 at a time on a CPU, 800 KiB of them: they stay in the cache, and so does the room that
-they are put into time and again (for 50 rows of 57,152 components 1.3 ms; into new memory 2.2, all at once 2.7). A GPU
+"""Numbers that are made float64 at a time on a CPU, 800 KiB of them: they stay in the cache, and so does the memory
+that is reused for them (for 50 rows of 57,152 components 1.3 ms; into new memory 2.2, all at once 2.7). A GPU
 takes ``_CHUNK`` components of every row."""
 _KEPT_WIDE: Final = 1 << 26
 """Bytes of a window up to which an exact one keeps float64: a new vector then costs half of what widening all rows for
-it does, and the memory is none that anybody misses."""
+it does, for little memory."""
 GIB: Final = 1 << 30
 
 
 class GradientWindow:
-    """A ring of vectors, on their device."""
+    """Keep the last ``capacity`` vectors in a ring, on their device, and all products between them."""
 
     def __init__(self, capacity: int, spare: int = 0, *, exact: bool = False) -> None:
         self.exact = exact
         """Whether to multiply in float64. Centred figures are differences of products: of gradients that differ by a
         thousandth, they are a millionth of them, which float32 has an error of a tenth in."""
         self.capacity = capacity
-        """How many of the newest vectors are asked about."""
+        """How many of the newest vectors are read."""
         self.size = capacity + spare
-        """How many are kept: with some to spare, products may wait until there are several to work out at once."""
+        """How many are kept: with some to spare, products may wait until several are computed at once."""
         self.clear()
 
     def clear(self) -> None:
-        """Forget all vectors."""
+        """Drop all vectors."""
         self._rows: Tensor | None = None  # (size, P), of which the first `_filled` hold something
         self._gram = torch.zeros(self.size, self.size, dtype=torch.float64)
         self._filled = self._next = 0
         self.fresh = 0
-        """How many have come since the products were last worked out."""
+        """How many were added since the products were last computed."""
 
     @property
     def count(self) -> int:
-        """How many there are to ask about."""
+        """Return how many vectors can be read."""
         return min(self._filled, self.capacity)
 
     def gib(self, vector: Tensor) -> float:
-        """How much memory it takes for vectors like this one."""
-        bytes_each = _widest(vector).itemsize if self._keeps_wide(vector) else vector.element_size()
+        """Return how much memory it takes for vectors like this one."""
+        bytes_each = widest(vector.device).itemsize if self._keeps_wide(vector) else vector.element_size()
         return self.size * vector.numel() * bytes_each / GIB
 
     def _keeps_wide(self, vector: Tensor) -> bool:
-        return self.exact and self.size * vector.numel() * _widest(vector).itemsize <= _KEPT_WIDE
+        return self.exact and self.size * vector.numel() * widest(vector.device).itemsize <= _KEPT_WIDE
 
     def add(self, vector: Tensor) -> None:
-        """One more; the oldest goes when it is full. One of another size begins anew."""
+        """Add ``vector``, and drop the oldest if it is full; drop all if their size is another."""
         if self._rows is not None and self._rows.shape[1] != vector.numel():
             self.clear()
         self._make_room(vector)
@@ -81,33 +81,33 @@ class GradientWindow:
     def _make_room(self, like: Tensor) -> None:
         if self._rows is not None and (self._rows.shape[0] == self.size or self._filled < self._rows.shape[0]):
             return
-        dtype = _widest(like) if self._keeps_wide(like) else like.dtype
+        dtype = widest(like.device) if self._keeps_wide(like) else like.dtype
         rows = like.new_empty(self.size, like.numel(), dtype=dtype)
         if self._rows is None:
-            self._gram = like.new_zeros(self.size, self.size, dtype=_widest(like))
+            self._gram = like.new_zeros(self.size, self.size, dtype=widest(like.device))
         else:  # what a checkpoint brought has no room to spare
             rows[: self._filled].copy_(self._rows[: self._filled])
         self._rows = rows
 
     def places(self, count: int) -> list[int]:
-        """The rows of the newest vectors, the newest first."""
+        """Return the rows of the ``count`` newest vectors, the newest first."""
         return [(self._next - age) % self.size for age in range(1, count + 1)]
 
     def slices(self, count: int) -> list[slice]:
-        """Where the newest vectors lie: one stretch of rows, or two."""
-        # By slices: an index would have to travel to the device, and the step would wait for it.
+        """Return where the ``count`` newest vectors are: one range of rows, or two."""
+        # By slices: an index would be copied to the device, and the step would wait for it.
         start = self._next - count
         if start >= 0:
             return [slice(start, self._next)]
         return [slice(start % self.size, self.size), slice(0, self._next)]
 
     def products(self) -> Tensor:
-        """All products of two vectors by row, (size, size) on their device; zero where there is none. Nothing waits."""
+        """Return all products of two vectors by row, (size, size), 0 where there is none; wait for nothing."""
         if self.fresh and self._rows is not None:
             self._gram = self._gram.to(self._rows.device)
             places = self.slices(self.fresh)
             fresh = self._rows[places[0]] if len(places) == 1 else torch.cat([self._rows[rows] for rows in places])
-            # Nobody asks how two compare that are further apart than this.
+            # Two vectors that are further apart than this are never compared.
             reach = self.capacity + self.fresh
             for others in [slice(0, self._filled)] if reach >= self._filled else self.slices(reach):
                 found = _products(self._rows[others], fresh, exact=self.exact)  # (others, fresh)
@@ -121,13 +121,13 @@ class GradientWindow:
         return self._gram
 
     def gram(self) -> NDArray[Any]:
-        """The products of the newest vectors, (n, n) in float64 on the host, the newest first."""
+        """Return the products of the newest vectors, (n, n) in float64 on the host, the newest first."""
         newest = self.places(self.count)
         found: NDArray[Any] = self.products().double().cpu().numpy()[np.ix_(newest, newest)]
         return found
 
     def times(self, vector: Tensor) -> NDArray[Any]:
-        """The product of each of the newest with this one, (n,) in float64 on the host, the newest first."""
+        """Return the product of each of the newest with ``vector``, (n,) in float64 on the host, the newest first."""
         assert self._rows is not None
         rows = self._rows[: self._filled]
         found: NDArray[Any] = _products(rows, vector.unsqueeze(0), exact=self.exact)[:, 0].double().cpu().numpy()
@@ -136,7 +136,7 @@ class GradientWindow:
     # -- resuming ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything, for a checkpoint; the products too, as adding them up in another order rounds differently."""
+        """Return the state for a checkpoint; the products too, as summing them in another order rounds differently."""
         if self._rows is None:
             return {}
         rows = self._rows[: self._filled]
@@ -144,7 +144,7 @@ class GradientWindow:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state`` gave."""
-        if not state or state["gram"].shape[0] != self.size:  # another window was asked for since
+        if not state or state["gram"].shape[0] != self.size:  # the window has another size now
             self.clear()
             return
         self._rows, self._gram = state["rows"], state["gram"]
@@ -152,8 +152,8 @@ class GradientWindow:
 
 
 def _products(rows: Tensor, others: Tensor, *, exact: bool) -> Tensor:
-    """Of each row with each of the others, (rows, others)."""
-    wider = _widest(rows)
+    """Return the product of each row with each of the others, (rows, others)."""
+    wider = widest(rows.device)
     if rows.dtype == wider:
         return rows @ others.to(wider).T
     if exact:
@@ -166,7 +166,7 @@ def _products(rows: Tensor, others: Tensor, *, exact: bool) -> Tensor:
 
 
 def _add_exactly(total: Tensor, rows: Tensor, others: Tensor) -> Tensor:
-    """Multiplied in the dtype of the total."""
+    """Add the products to ``total``, multiplied in its dtype."""
     num_rows, length = rows.shape
     size = min(length, _EXACT // num_rows + 1 if rows.device.type == "cpu" else _CHUNK)
     room = total.new_empty(num_rows, size)
@@ -177,5 +177,73 @@ def _add_exactly(total: Tensor, rows: Tensor, others: Tensor) -> Tensor:
     return total
 
 
-def _widest(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+_LOOSE: Final = 64
+"""Tensors of one number that are kept before they become one: on a GPU each of them takes 512 bytes."""
+
+
+class StepNumbers:
+    """Keep the numbers of steps where they are: moving one between device and host would wait."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all numbers."""
+        self._parts: list[Any] = []  # arrays, and numbers since; in order
+        self._loose = 0
+        self.has_any = False
+        """Whether one of them was a number, and not missing."""
+
+    def add(self, number: Any, *, own: bool = False) -> None:
+        """Add a tensor of one element, a float, or a function that returns one; None if it is missing.
+
+        ``own`` says that the tensor is a scalar without a graph that is never written to, so that no copy is needed.
+        """
+        if isinstance(number, Tensor):
+            # A copy: a step that is a captured graph writes its loss to the same place every time.
+            self._parts.append(number if own else number.detach().reshape(()).clone())
+            self._loose += 1
+            if self._loose == _LOOSE:
+                self._pack()
+        else:
+            self._parts.append(np.nan if number is None else number)
+            self._loose = 0
+        self.has_any = self.has_any or number is not None
+
+    def _pack(self) -> None:
+        loose = self._parts[-_LOOSE:]
+        if len({(part.device, part.dtype) for part in loose}) == 1:
+            self._parts[-_LOOSE:] = [torch.stack(loose)]
+        self._loose = 0
+
+    def take(self) -> NDArray[Any]:
+        """Return all in float64, in order, and drop them; one transfer, unless devices alternate."""
+        found: list[Any] = []
+        tensors: list[Tensor] = []
+        for part in [*self._parts, None]:
+            if isinstance(part, Tensor) and (not tensors or _alike(part, tensors[0])):
+                tensors.append(part)
+                continue
+            if tensors:
+                found += torch.cat([tensor.reshape(-1) for tensor in tensors]).tolist()
+            tensors = [part] if isinstance(part, Tensor) else []
+            if part is not None and not tensors:
+                found.append(part() if callable(part) else part)
+        self.clear()
+        return np.array(found, dtype=np.float64)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        parts = [part() if callable(part) and not isinstance(part, Tensor) else part for part in self._parts]
+        return {"parts": parts, "has_any": self.has_any} if parts else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` gave."""
+        self.clear()
+        self._parts, self.has_any = list(state.get("parts", ())), bool(state.get("has_any", False))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.dtype == other.dtype

@@ -1,0 +1,345 @@
+"""Write and read the files of an export: safetensors shards that appear whole, and an index of what is in them.
+
+`ExportQueue` calls `pieces_of` and `Shards` in its writing thread; users call `read_export`. A shard grows under a
+temporary name and gets its own when it is complete, and only then its lines go into the index: whatever kills the
+process, every file is whole and every line is true. Nothing is pickled, and nothing that is read is run.
+
+The header of a safetensors file comes first and may end in blanks, so room for it is left, and tensors are written as
+they arrive, small ones by the MiB: by system calls, which let other threads run, and without holding a shard in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookline.errors import OptionError
+from hookline.factories.batch_rows import BatchRows
+from hookline.factories.served_batch import TokenBatch, by_token
+from hookline.sinks.metric_values import dumps
+
+if TYPE_CHECKING:
+    from hookline.factories.export_queue import ExportItem
+
+__all__ = ["ExportRecord", "Shards", "can_store", "pieces_of", "read_export"]
+
+_INDEX: Final = "index-{number:03d}.jsonl"
+_SUFFIX: Final = ".safetensors"
+_SHARD: Final = "export-{number:03d}-{count:06d}" + _SUFFIX
+_ROOM: Final = (1 << 18) - 8
+"""Bytes for the header: 1,500 tensors or so; the file's first 8 bytes are its length."""
+_SMALL: Final = 1 << 16
+"""Bytes of a tensor that is written together with others."""
+_DTYPES: Final = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def can_store(tensor: Tensor) -> bool:
+    """Return whether the format knows the tensor's dtype."""
+    return tensor.dtype in _DTYPES
+
+
+class Shards:
+    """Write the files of one hook into a folder, which several hooks and processes may share."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._shard_bytes = shard_bytes
+        self._number, self._index = _claim_number(folder)
+        self.count = 0
+        """How many shards are complete."""
+        self._tensors = self._bytes = 0
+        """What is in them."""
+        self._file = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._header: dict[str, Any] = {}
+        self._header_bytes = 2
+        self._lines: list[bytes] = []
+        self._small = bytearray()
+        """Small tensors that are not written yet: a system call for each would take longer than the tensors."""
+        self._size = 0
+
+    @property
+    def tensors(self) -> int:
+        """Return how many tensors are in files, complete or not."""
+        return self._tensors + len(self._lines)
+
+    @property
+    def bytes(self) -> int:
+        """Return how many bytes those are."""
+        return self._bytes + self._size
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is a shard that is not complete."""
+        return self._file >= 0
+
+    def add(self, key: str, tensor: Tensor, line: dict[str, Any]) -> None:
+        """Write a tensor, which is contiguous and on the CPU; ``line`` is what the index says of it."""
+        if self._file < 0:
+            self._file = os.open(self._partial(), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.lseek(self._file, 8 + _ROOM, os.SEEK_SET)
+        self._align(tensor.element_size())
+        numbers: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+        self._put(key, _DTYPES[tensor.dtype], list(tensor.shape), memoryview(numbers))
+        self._lines.append(dumps({**line, "shard": self._name(), "key": key}) + b"\n")
+        if self._size >= self._shard_bytes or self._header_bytes > _ROOM - 4096:
+            self.complete()
+
+    def _put(self, key: str, dtype: str, shape: list[int], memory: memoryview) -> None:
+        if len(memory) < _SMALL:
+            self._small += memory
+        if len(memory) >= _SMALL or len(self._small) >= 16 * _SMALL:
+            self._write_small()
+        if len(memory) >= _SMALL:
+            _write(self._file, memory)
+        end = self._size + len(memory)
+        self._header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [self._size, end]}
+        self._header_bytes += len(json.dumps({key: self._header[key]}))
+        self._size = end
+
+    def _write_small(self) -> None:
+        if self._small:
+            _write(self._file, memoryview(self._small))
+            self._small = bytearray()
+
+    def _align(self, width: int) -> None:
+        """Write padding, so that a reader can map the next tensor, of elements ``width`` bytes wide."""
+        missing = -self._size % width
+        if missing:
+            self._put(f"_blank.{self._size}", "U8", [missing], memoryview(bytes(missing)))
+
+    def complete(self) -> None:
+        """Give the shard its name, and write its lines to the index."""
+        if self._file < 0:
+            return
+        self._write_small()
+        header = json.dumps(self._header, separators=(",", ":")).encode().ljust(_ROOM)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        _write(self._file, memoryview(_ROOM.to_bytes(8, "little") + header))
+        os.close(self._file)
+        self._file = -1
+        os.replace(self._partial(), self.folder / self._name())
+        _write(self._index, memoryview(b"".join(self._lines)))
+        self.count += 1
+        self._tensors += len(self._lines)
+        self._bytes += self._size
+        self._begin()
+
+    def close(self) -> None:
+        """Complete the last shard."""
+        try:
+            self.complete()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files, and delete a shard that is not complete."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._partial())
+        for file in (self._file, self._index):
+            if file >= 0:
+                os.close(file)
+        self._file = self._index = -1
+        self._begin()
+
+    def _name(self) -> str:
+        return _SHARD.format(number=self._number, count=self.count)
+
+    def _partial(self) -> Path:
+        return self.folder / f"{self._name()}.part"
+
+
+def _claim_number(folder: Path) -> tuple[int, int]:
+    """Return a number that no other hook has in this folder, and its index, open."""
+    number = 0
+    while True:
+        try:
+            path = folder / _INDEX.format(number=number)
+            return number, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        except FileExistsError:
+            number += 1
+
+
+def _write(file: int, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        done += os.write(file, memory[done:])
+
+
+# -- pieces: an output by request ------------------------------------------------------------------------------------
+
+
+class _ExportPiece(NamedTuple):
+    """A tensor of an export, its key, and its line in the index."""
+
+    key: str
+    tensor: Tensor
+    line: dict[str, Any]
+
+
+def pieces_of(item: ExportItem, tensor: Tensor) -> Iterator[_ExportPiece]:
+    """Yield the pieces of an output: the tokens of each request."""
+    rows = item.rows
+    if isinstance(rows, BatchRows):
+        yield from _by_row(item, tensor, rows)
+    elif isinstance(rows, TokenBatch):
+        yield from _by_token(item, tensor, rows)
+    else:
+        yield _piece(item, 0, tensor)
+
+
+def _by_row(item: ExportItem, tensor: Tensor, rows: BatchRows) -> Iterator[_ExportPiece]:
+    """Yield, from a batch that may be padded, each request's tokens; its last, if there is no other; else its row."""
+    batch = len(rows.request_ids)
+    tokens_of = None if item.is_last else by_token(tensor, rows)
+    if tokens_of is None and (tensor.dim() < 2 or tensor.shape[0] != batch):
+        yield _piece(item, 0, tensor, phase=rows.phase)
+        return
+    is_last = tensor.dim() == 3 and tensor.shape[1] == 1
+    for row, request in enumerate(rows.request_ids):
+        tokens = rows.tokens[row]
+        positions = range(rows.positions[row], rows.positions[row] + len(tokens))
+        if tokens_of is not None:
+            real = tokens_of[row, rows.starts[row] :]
+            first = max(len(tokens) - 1, 0) if item.wants_last else 0
+            yield _piece(item, row, real[first:], request, tokens[first:], positions[first:], rows.phase)
+        elif is_last:
+            yield _piece(item, row, tensor[row], request, tokens[-1:], positions[-1:], rows.phase)
+        else:  # one entry for each request that is not by token, as a pooled vector or attention weights
+            yield _piece(item, row, tensor[row], request, phase=rows.phase)
+
+
+def _by_token(item: ExportItem, tensor: Tensor, rows: TokenBatch) -> Iterator[_ExportPiece]:
+    tokens, positions = _numbers(rows.input_ids), _numbers(rows.positions)
+    requests = _requests(rows.request_ids)
+    lengths = [1] * len(requests) if rows.lengths is None else _numbers(rows.lengths)
+    unclear = rows.lengths is None and len(tokens) != len(requests)  # several tokens each, or padded: unknown
+    if unclear or not requests or len(lengths) != len(requests) or not tensor.dim() or sum(lengths) > len(tensor):
+        yield _piece(item, 0, tensor, None, tokens, positions, rows.phase)
+        return
+    begin = 0
+    for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        end = begin + length
+        first = max(end - 1, begin) if item.wants_last else begin
+        yield _piece(item, row, tensor[first:end], request, tokens[first:end], positions[first:end], rows.phase)
+        begin = end
+
+
+def _requests(ids: Sequence[str] | Tensor | None) -> list[str]:
+    if isinstance(ids, Tensor):
+        return [f"pool-{number}" for number in ids.tolist()]
+    return list(ids or ())
+
+
+def _numbers(values: Tensor | Sequence[int] | None) -> list[int]:
+    if isinstance(values, Tensor):
+        return [int(value) for value in values.flatten().tolist()]
+    return list(values or ())
+
+
+def _piece(
+    item: ExportItem,
+    row: int,
+    tensor: Tensor,
+    request: str | None = None,
+    tokens: Sequence[int] = (),
+    positions: Sequence[int] = (),
+    phase: str | None = None,
+) -> _ExportPiece:
+    line = {
+        "module": item.module,
+        "call": item.call,
+        "request": request,
+        "tokens": list(tokens),
+        "positions": list(positions),
+        "phase": phase,
+    }
+    return _ExportPiece(f"{item.module}#{item.call}#{row}", tensor, line)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """One exported tensor."""
+
+    module: str
+    call: int
+    """Which call of the module it is from, from 0."""
+    request: str | None
+    """Which request it is of; None if that is unknown, and then the tensor is all of the output."""
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    """Of these tokens in their sequence."""
+    phase: str | None
+    """``"prefill"``, ``"decode"``, or None."""
+    tensor: Tensor
+
+
+def read_export(folder: str | Path) -> Iterator[ExportRecord]:
+    """Yield all tensors of an export, file by file, in the order they were written.
+
+    Recipe::
+
+        for record in read_export("states"):
+            print(record.module, record.request, record.positions, record.tensor.shape)
+
+    Only complete files are read: one that a killed process has left half-written has another name.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise OptionError(f"read_export({str(folder)!r}): there is no such folder.")
+    for index in sorted(folder.glob("index-*.jsonl")):
+        yield from _records(folder, index)
+
+
+def _records(folder: Path, index: Path) -> Iterator[ExportRecord]:
+    shard: Any = None
+    name = ""
+    for line in _lines(index):
+        if line["shard"] != name:
+            name = line["shard"]
+            if name != Path(name).name:
+                raise OptionError(f"{index} names {name!r}, which is no file of its folder.")
+            shard = _open_shard(folder / name)
+        yield ExportRecord(
+            line["module"],
+            line["call"],
+            line["request"],
+            tuple(line["tokens"]),
+            tuple(line["positions"]),
+            line["phase"],
+            shard.get_tensor(line["key"]),
+        )
+
+
+def _open_shard(shard: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(shard), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise OptionError(f"read_export: {shard} cannot be read, though it was complete once ({error}).") from None
+
+
+def _lines(index: Path) -> Iterator[dict[str, Any]]:
+    for line in index.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):  # else it is still being written, or never will be
+            yield json.loads(line)
