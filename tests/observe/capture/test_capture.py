@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
 import torch
+from helpers_capture import X, stack
 from helpers_modules import Returns
 from torch import Tensor, nn
 
@@ -36,14 +35,6 @@ class Reused(nn.Module):
         for _ in range(3):
             x = self.layer(x)
         return x
-
-
-def stack() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(OrderedDict(a=nn.Linear(3, 4), b=nn.Tanh(), c=nn.Linear(4, 2)))
-
-
-X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
 
 # -- what is kept --------------------------------------------------------------------------------------------
@@ -227,147 +218,6 @@ def test_a_call_that_raises_is_not_captured_and_does_not_mix_up_the_next():
         model(X).sum().backward()
     assert cache["0"].inputs[0] is X
     assert torch.equal(cache["0"].grad, torch.ones(2, 3))
-
-
-# -- the cache -----------------------------------------------------------------------------------------------
-
-
-def test_the_cache_prints_as_a_table_and_counts_bytes():
-    """Name, shape, type, calls, size; a tensor captured in two places counts once."""
-    model = stack()
-    with hl.capture(model, "*") as cache:
-        assert str(cache) == "Cache of 4 modules, none captured yet"
-        assert repr(cache) == f"{cache}\non, .remove() takes it off"
-        model(X)
-    assert repr(cache) == f"{cache}\noff"
-    assert str(cache).splitlines() == [
-        "name         output  dtype    calls  size",
-        "───────────  ──────  ───────  ─────  ────",
-        "a            (2, 4)  float32      1  32 B",
-        "b            (2, 4)  float32      1  32 B",
-        "c            (2, 2)  float32      1  16 B",
-        "(the model)  (2, 2)  float32      1  16 B",
-        "4 modules, 4 calls, 80 B",
-    ]
-    assert cache.bytes == 80
-    assert repr(cache["a"]) == "<Captured 'a', 1 call>"
-    assert repr(cache["a"].calls[0]) == "<CapturedCall 'a', step 0, call 0>"
-
-
-def test_clear_forgets_and_goes_on():
-    """The hooks stay on, and order starts anew."""
-    model = stack()
-    with hl.capture(model, ["a", "b"]) as cache:
-        model(X)
-        first = cache["a"].output
-        cache.clear()
-        assert len(cache) == 0
-        assert cache.bytes == 0
-        model(X)
-    assert cache["a"].output is not first
-    assert cache["a"].calls[0].step == 1
-
-
-def test_without_a_with_block_remove_takes_it_off():
-    """Twice does no harm; what was captured stays readable."""
-    model = stack()
-    cache = hl.capture(model, "a", inputs=True, grads=True)
-    model(X).sum().backward()
-    cache.remove()
-    cache.remove()
-    model(X)
-    assert len(cache["a"].calls) == 1
-    hl.assert_no_hooks(model, foreign=True)
-
-
-def test_a_copied_or_pickled_model_with_a_cache_works():
-    """Copies carry no hooks; a cache they keep is empty."""
-    model = stack()
-    with hl.capture(model, "a") as cache:
-        model(X)
-        model.cache = cache
-        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert len(twin.cache) == 0
-    assert torch.equal(twin(X), model(X))
-    assert len(cache["a"].calls) == 1
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
-    ids=["copy", "deep", "pickle"],
-)
-def test_a_copied_or_pickled_cache_holds_what_was_captured(copied):
-    """Values, gradients, inputs, order and the reasons of what is missing; it captures no more, nor does it share."""
-    model = stack()
-    with hl.capture(model, ("*",), inputs=True, grads=True) as cache:
-        model(X).sum().backward()
-        twin = copied({"the": cache})["the"] if copied is copy.deepcopy else copied(cache)
-        model(X)
-    assert twin.names == cache.names
-    for name in twin:
-        (call,), first = twin[name].calls, cache[name].calls[0]
-        assert (call.step, call.call) == (first.step, first.call)
-        for one, other in ((call.output, first.output), (call.inputs[0], first.inputs[0]), (call.grad, first.grad)):
-            assert torch.equal(one, other)
-            assert (one is other) == (copied is copy.copy)
-            assert (one.data_ptr() == other.data_ptr()) == (copied is copy.copy)
-    with pytest.raises(CaptureError, match="closed"):
-        twin.__enter__()
-
-
-def test_a_copy_says_what_the_cache_says():
-    """Of what was not asked for, not called, or overwritten since."""
-    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.ReLU(inplace=True), "never": nn.Linear(1, 1)})
-    model.forward = lambda x: model["b"](model["a"](x))
-    with pytest.warns(hl.errors.HookNeverFired), hl.capture(model, ("a", "b", "never")) as cache:
-        model(X)
-    for twin in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        with pytest.raises(CaptureError, match="changed in place"):
-            twin["a"].output
-        assert torch.equal(twin["b"].output, cache["b"].output)
-        with pytest.raises(CaptureError, match="inputs=True"):
-            twin["b"].inputs
-        with pytest.raises(CaptureError, match="Nothing was captured of 'never'"):
-            twin["never"].output
-
-
-def test_objects_in_a_pickled_cache_are_notes():
-    """Of their class, since they may not bear pickling."""
-    model = stack()
-    model.a.register_forward_hook(lambda module, args, output: (output, iter(())))
-    model.b.register_forward_pre_hook(lambda module, args: args[0][0])
-    with hl.capture(model, "a") as cache:
-        model(X)
-    back = pickle.loads(pickle.dumps(cache))["a"].output
-    assert torch.equal(back[0], cache["a"].output[0])
-    assert repr(back[1]) == "<Unseen builtins.tuple_iterator>"
-
-
-def test_a_closed_cache_is_not_entered_again():
-    """It would capture nothing, so it says so; what it holds stays."""
-    model = stack()
-    with hl.capture(model, "a") as cache:
-        model(X)
-    with pytest.raises(CaptureError, match=r"cache is closed.*open another hl\.capture"), cache:
-        model(X)
-    assert len(cache["a"].calls) == 1
-
-
-def test_neither_cache_nor_hooks_keep_the_model_alive():
-    """A capture that is on ends with its model."""
-    import gc
-    import weakref
-
-    model = stack()
-    cache = hl.capture(model, "*", detach=True, inputs=True, grads=True)
-    model(X)
-    gone = weakref.ref(model.a)
-    del model
-    gc.collect()
-    assert gone() is None
-    assert cache["a"].output.shape == (2, 4)
-    cache.remove(quiet=True)
 
 
 # -- stop ----------------------------------------------------------------------------------------------------

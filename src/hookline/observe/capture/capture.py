@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Hook, Scope, Target
-    from hookline.sites.hook_at_site import Attachment, HookAtSite
+    from hookline.sites.hook_at_site import HookAtSite
 
 __all__ = ["capture"]
 
@@ -129,23 +129,6 @@ def capture(
     return cache
 
 
-def _requests(recorder: CaptureRecorder) -> dict[Kind, Attachment]:
-    """Return what to attach, by kind, in the order to do it."""
-    found = {}
-    if recorder.opens_calls:
-        found[Kind.FORWARD_PRE] = _request(_begin, Kind.FORWARD_PRE, with_kwargs=True)
-        found[Kind.FORWARD_PRE].reads = "ak" if recorder.takes_inputs else ""
-    if recorder.takes_grads:
-        found[Kind.BACKWARD_PRE] = _request(recorder.take_grads, Kind.BACKWARD_PRE)
-    found[Kind.FORWARD] = _request(_end, Kind.FORWARD)
-    found[Kind.FORWARD].reads = "o"
-    return found
-
-
-def _request(hook: Hook, kind: Kind, *, with_kwargs: bool = False) -> Attachment:
-    return new_attachment(hook, kind, AttachOptions(observe=True, with_kwargs=with_kwargs, name="capture"))
-
-
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Stand for the pre-hook that each module has of its own."""
 
@@ -158,8 +141,17 @@ def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: l
     """Attach once for each kind of hook; each module gets a hook of its own, with its name."""
     for name, module in chosen:
         recorder.expect(name, module)
-    for kind, attachment in _requests(recorder).items():
-        is_plain = kind is Kind.FORWARD and not recorder.opens_calls
+    hooks: dict[Kind, tuple[Hook, str | None]] = {}
+    if recorder.opens_calls:
+        hooks[Kind.FORWARD_PRE] = _begin, "ak" if recorder.takes_inputs else ""
+    if recorder.takes_grads:
+        hooks[Kind.BACKWARD_PRE] = recorder.take_grads, None
+    hooks[Kind.FORWARD] = _end, "o"
+    for kind, (hook, reads) in hooks.items():
+        with_kwargs, is_plain = kind is Kind.FORWARD_PRE, kind is Kind.FORWARD and not recorder.opens_calls
+        attachment = new_attachment(hook, kind, AttachOptions(observe=True, with_kwargs=with_kwargs, name="capture"))
+        if reads is not None:
+            attachment.reads = reads
         attachment.context = None if is_plain else cache.scope  # a plain hook checks it by itself
         cache.handles[kind] = attach_to_modules(attachment, model, chosen)
         for entry in attachment.entries:
