@@ -1,14 +1,32 @@
-"""Tiny random Hugging Face models with a batch each, shared by tests of several folders; nothing is downloaded."""
+"""Models that tests of several folders share: toy modules, and tiny random Hugging Face models with a batch each.
+
+Nothing is downloaded, and transformers is imported by the models that need it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "batch_for", "loss_of", "make", "twin_of"]
+__all__ = [
+    "MODELS",
+    "Args",
+    "Broken",
+    "Fn",
+    "Scale",
+    "assert_same_grads",
+    "batch_for",
+    "leaf",
+    "logger",
+    "loss_of",
+    "make",
+    "mlp",
+    "twin",
+    "twin_of",
+]
 
 _TINY_BERT = {
     "vocab_size": 31,
@@ -22,6 +40,8 @@ _TINY_BERT = {
 
 
 def _gpt2() -> nn.Module:
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=31, n_positions=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
     )
@@ -29,6 +49,8 @@ def _gpt2() -> nn.Module:
 
 
 def _llama() -> nn.Module:
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=31,
         hidden_size=16,
@@ -44,14 +66,20 @@ def _llama() -> nn.Module:
 
 
 def _bert_classifier() -> nn.Module:
+    import transformers
+
     return transformers.BertForSequenceClassification(transformers.BertConfig(**_TINY_BERT))
 
 
 def _bert() -> nn.Module:
+    import transformers
+
     return transformers.BertModel(transformers.BertConfig(**_TINY_BERT))
 
 
 def _vit() -> nn.Module:
+    import transformers
+
     config = transformers.ViTConfig(
         hidden_size=16,
         num_hidden_layers=2,
@@ -65,6 +93,8 @@ def _vit() -> nn.Module:
 
 
 def _t5() -> nn.Module:
+    import transformers
+
     config = transformers.T5Config(
         vocab_size=31,
         d_model=16,
@@ -83,6 +113,8 @@ def _t5() -> nn.Module:
 
 
 def _mamba() -> nn.Module:
+    import transformers
+
     config = transformers.MambaConfig(
         vocab_size=31, hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=4, pad_token_id=0
     )
@@ -134,3 +166,74 @@ def loss_of(output: Any) -> Tensor:
     if output.get("loss") is not None:
         return output["loss"]
     return output["last_hidden_state"].square().mean() + output["pooler_output"].square().mean()
+
+
+class Scale(nn.Module):
+    """Multiplies by a number; a stand-in for any module whose arithmetic is easy to follow."""
+
+    def __init__(self, factor: float = 5.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Any) -> Any:
+        return x * self.factor
+
+
+class Args(nn.Module):
+    """Returns the arguments it was called with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+
+class Broken(nn.Module):
+    """A forward that ends with the given exception."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise self.error
+
+
+class Fn(nn.Module):
+    """A module around any function, so that a test can say in one line what its forward does."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def mlp() -> nn.Sequential:
+    """Three layers, 3 to 5 to 2, the same weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def leaf(*shape: int, seed: int = 1) -> Tensor:
+    """A random tensor that needs a gradient, the same numbers each time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def twin(tensor: Tensor) -> Tensor:
+    """Another leaf with the same numbers."""
+    return tensor.detach().clone().requires_grad_()
+
+
+def logger(events: list[Any], label: Any) -> Callable[..., None]:
+    """A hook for any kind that notes its label and returns nothing."""
+
+    def hook(*_: Any) -> None:
+        events.append(label)
+
+    return hook
+
+
+def assert_same_grads(model: nn.Module, reference: nn.Module) -> None:
+    """Fail unless the parameters of both have the same gradients to the last bit."""
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad), name

@@ -62,6 +62,7 @@ def test_a_firing_runs_the_hooks_that_were_on_when_it_began(make: Callable[[], P
     assert log_of(place.attach, place.attach, place.run, {"observe": True} if observes else {}) == "AB AC"
 
 
+@pytest.mark.filterwarnings("error::hookline.errors.HookNeverFired")
 @pytest.mark.parametrize(("make", "observes"), CASES)
 def test_a_hook_may_remove_itself_while_it_fires(make: Callable[[], Place], observes: bool) -> None:
     """The others of the same firing still run; from the next one on it is off, and no warning says it was silent."""

@@ -369,40 +369,6 @@ def test_a_run_observed_from_its_first_call_is_the_same_to_the_bit():
         assert torch.equal(a.grad, b.grad)
 
 
-# -- order ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward"])
-@pytest.mark.parametrize("process_wide", [True, False])
-def test_everywhere_hooks_run_before_module_hooks_whenever_they_came(kind, process_wide):
-    """Everywhere first, then the module's own, each in registration order, prepended ones first of their own."""
-    model, log = nn.Linear(2, 2), []
-
-    def hook(name: str):
-        def note(*args: object) -> None:
-            log.append(name)
-
-        return note
-
-    scope = {} if process_wide else {"within": model}
-    handles = [
-        hl.attach(model, hook("local 1"), on=kind),
-        hl.attach_everywhere(hook("everywhere 1"), on=kind, **scope),
-        hl.attach(model, hook("local 2"), on=kind),
-        hl.attach_everywhere(hook("everywhere 2"), on=kind, **scope),
-        hl.attach(model, hook("local 0"), on=kind, prepend=True),
-        hl.attach_everywhere(hook("everywhere 0"), on=kind, prepend=True, **scope),
-    ]
-    expected = ["everywhere 0", "everywhere 1", "everywhere 2", "local 0", "local 1", "local 2"]
-    run(model)
-    assert log == expected
-    log.clear()
-    run(model)
-    assert log == expected
-    for handle in handles:
-        handle.remove()
-
-
 # -- always_call ---------------------------------------------------------------------------------------------
 
 
@@ -470,19 +436,6 @@ def test_an_error_in_a_cleanup_hook_is_a_warning_that_does_not_mask():
 # -- leaving, and neighbours ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", RUN_KINDS)
-def test_removal_leaves_torchs_dictionaries_empty(kind):
-    """Global and module dictionaries are as before, and a second removal is harmless."""
-    model = make_model()
-    handle = hl.attach_everywhere(ignore, on=kind)
-    run(model)
-    assert torch_module._has_any_global_hook()
-    handle.remove()
-    handle.remove()
-    assert not torch_module._has_any_global_hook()
-    assert_no_trace(model)
-
-
 def test_the_global_hook_stays_until_the_last_process_wide_hook_goes():
     """Two hooks share one global hook of torch."""
     first, second = hl.attach_everywhere(ignore), hl.attach_everywhere(ignore, on="forward_pre")
@@ -501,21 +454,6 @@ def test_a_hook_that_was_removed_does_not_reach_modules_made_later():
     make_model()(torch.ones(1, 2))
     assert fired == []
     other.remove()
-
-
-def test_a_process_wide_hook_may_remove_itself_while_firing():
-    """In the first call it ever sees, without disturbing that call."""
-    model, fired = make_model(), []
-
-    def leave(module: nn.Module, args: object) -> None:
-        fired.append(1)
-        handle.remove()
-
-    handle = hl.attach_everywhere(leave, on="forward_pre")
-    model(torch.ones(1, 2))
-    model(torch.ones(1, 2))
-    assert len(fired) == 1
-    assert_no_trace(model)
 
 
 def test_foreign_global_hooks_are_left_alone():

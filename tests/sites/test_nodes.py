@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_training import differences, plain_step, train
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -222,112 +221,7 @@ def test_bad_options_are_refused_before_anything_is_attached() -> None:
         assert hooks_beside(register(print)) == [print]
 
 
-# -- order -------------------------------------------------------------------------------------------------------
-
-
-def test_the_order_around_a_computed_tensor() -> None:
-    """Tensor hooks, retain_grad, node pre, the node, node post; whatever the order of attaching."""
-    x = leaf()
-    y = x * 2
-    log: list[Any] = []
-    hl.attach_node(y, logging(log, "node post"), on="post")
-    hl.attach_node(y, lambda grads: log.append(("node pre", y.grad.tolist())))
-    y.retain_grad()
-    hl.attach_tensor(y, lambda grad: log.append(("tensor", y.grad)) or grad * 5)
-    hl.attach_tensor(x, logging(log, "producer"))
-    y.sum().backward()
-    assert log == [("tensor", None), ("node pre", [5.0] * 3), "node post", "producer"]
-
-
-def test_the_order_around_a_leaf() -> None:
-    """Tensor hooks, node pre, accumulate, post-accumulate, node post."""
-    x = leaf()
-    log: list[Any] = []
-
-    def noting(what: str) -> Any:
-        return lambda *args: log.append((what, None if x.grad is None else x.grad.tolist()))
-
-    handles = [
-        hl.attach_node(x, noting("node post"), on="post"),
-        hl.attach_node(x, noting("node pre")),
-        hl.attach_tensor(x, noting("post-accumulate"), on="param_grad"),
-        hl.attach_tensor(x, noting("tensor")),
-    ]
-    (x * 2).sum().backward()
-    assert log == [("tensor", None), ("node pre", None), ("post-accumulate", [2.0] * 3), ("node post", [2.0] * 3)]
-    hl.HandleSet(handles).remove()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_observers_come_after_edits_and_see_what_goes_on(kind: str) -> None:
-    """Whatever the order of attaching."""
-    x = leaf()
-    y = x.neg()
-    seen = []
-    hl.attach_node(y, lambda *grads: seen.append(grads[0][0].tolist()) or "ignored", on=kind, observe=True)
-    hl.attach_node(y, lambda *grads: (grads[0][0] * 5,), on=kind)
-    y.sum().backward()
-    assert [abs(number) for number in seen[0]] == [5.0] * 3
-    assert x.grad.tolist() == [-5.0] * 3
-
-
 # -- coming and going --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
-def test_removal_between_forward_and_backward_is_immediate_and_can_be_repeated(kind: str, computed: bool) -> None:
-    """The others stay."""
-    x = leaf()
-    y = x + 2
-    log: list[int] = []
-    handles = [hl.attach_node(y if computed else x, logging(log, index), on=kind) for index in range(3)]
-    loss = y.sum()
-    loss.backward()
-    assert log == [0, 1, 2]
-    handles[1].remove()
-    handles[1].remove()
-    loss.backward()
-    assert log[3:] == [0, 2]
-    with handles[0], handles[2]:
-        pass
-    loss.backward()
-    assert len(log) == 5
-    assert [handle.report().attached for handle in handles] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_may_come_and_go_while_one_fires(kind: str) -> None:
-    """The pass that runs uses those that were there; the next one the new ones."""
-    y = leaf() + 2
-    log: list[str] = []
-
-    def first(*grads: Any) -> None:
-        log.append("first")
-        handles["first"].remove()
-        handles["second"].remove()
-        hl.attach_node(y, logging(log, "third"), on=kind)
-
-    handles = {"first": hl.attach_node(y, first, on=kind)}
-    handles["second"] = hl.attach_node(y, logging(log, "second"), on=kind)
-    y.sum().backward()
-    assert log == ["first", "second"]
-    y.sum().backward()
-    assert log == ["first", "second", "third"]
-
-
-def test_a_node_hook_on_a_leaf_survives_the_node_object() -> None:
-    """torch makes the node anew when nobody holds it; ours stays on until it is removed, then nothing is held."""
-    x = leaf()
-    log: list[Any] = []
-    handles = [hl.attach_node(get_gradient_edge(x).node, logging(log, kind), on=kind) for kind in KINDS]
-    for _ in range(2):
-        gc.collect()
-        (x * 2).sum().backward()
-    assert log == ["pre", "post"] * 2
-    hl.HandleSet(handles).remove()
-    x.sum().backward()
-    assert log == ["pre", "post"] * 2
 
 
 def test_a_node_hook_fires_in_every_pass_of_a_retained_graph() -> None:
@@ -426,44 +320,6 @@ def test_attaching_does_not_repeat_a_checkpointed_forward() -> None:
 # -- inert -------------------------------------------------------------------------------------------------------
 
 
-def watched_step(model: nn.Sequential, x: Tensor, target: Tensor, draw: bool = False) -> None:
-    """Both kinds, on every node of the graph."""
-
-    def read(*grads: Any) -> None:
-        [grad.sum() for part in grads for grad in part if grad is not None]
-        if draw:
-            torch.rand(1)
-
-    loss = F.cross_entropy(model(x), target)
-    found, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            todo += [child for child, _ in node.next_functions]
-    assert len(found) > 10
-    handles = hl.HandleSet(
-        hl.attach_node(node, read, on=kind, observe=observe)
-        for node in found
-        for kind in KINDS
-        for observe in (True, False)
-    )
-    loss.backward()
-    assert all(report.fired == 1 for report in handles.report())
-    handles.remove()
-
-
-def test_training_with_node_hooks_ends_with_the_same_bits() -> None:
-    """Twenty AdamW steps through dropout and BatchNorm."""
-    assert differences(train(watched_step), train(plain_step)) == []
-
-
-def test_a_hook_that_draws_a_random_number_is_found_out() -> None:
-    """So the comparison can fail."""
-    found = train(lambda model, x, target: watched_step(model, x, target, draw=True))
-    assert {"random", "weight 0.weight", "exp_avg 0"} <= set(differences(found, train(plain_step)))
-
-
 # -- freed -------------------------------------------------------------------------------------------------------
 
 
@@ -533,22 +389,3 @@ def test_a_hooked_leaf_stays_until_the_hook_is_removed_and_no_longer() -> None:
         handle.remove()
     assert reference() is None
     assert set(nodes._HELD) == held
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
-def test_five_hundred_cycles_leave_nothing_behind(kind: str, computed: bool) -> None:
-    """Of attaching, firing and removing."""
-    x = leaf()
-
-    def cycle(times: int) -> int:
-        for _ in range(times):
-            y = x.sin()
-            with hl.attach_node(y if computed else x, ignore, on=kind):
-                y.sum().backward()
-        del y
-        gc.collect()
-        return len(gc.get_objects())
-
-    before = cycle(10)
-    assert cycle(500) - before < 20

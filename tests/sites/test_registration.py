@@ -252,24 +252,6 @@ def test_a_replaced_parameter_is_the_one_that_trains():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_everywhere_comes_first_then_registration_order_and_prepend_before_its_own(kind):
-    """Process-wide and within a model alike."""
-    model, order = make_model(), []
-
-    def note(text: str) -> Callable[..., None]:
-        return lambda *args: order.append(text)
-
-    handles = hl.HandleSet([hl.attach(model, "0", note(text), on=kind) for text in ("first", "second")])
-    handles.add(hl.attach(model, "0", note("prepended"), on=kind, prepend=True))
-    handles.add(hl.attach_everywhere(note("within"), on=kind, within=model))
-    handles.add(hl.attach_everywhere(note("wide"), on=kind))
-    handles.add(hl.attach_everywhere(note("wide, prepended"), on=kind, prepend=True))
-    with handles:
-        store(kind, model[0])
-    assert order == ["wide, prepended", "within", "wide", "prepended", "first", "second"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_site_tells_the_module_its_name_the_kind_and_the_step(kind):
     """A hook that declares site gets one; the step is that of the model's forwards."""
     model, sites = make_model(), []
@@ -301,13 +283,6 @@ def test_the_receipt_counts_and_a_silent_hook_is_no_news(kind):
     assert (report.matched, report.attached, report.fired, report.last_step) == (2, 2, 1, 0)
     assert report.silent == ("1",)
     assert report.cost_us > 0
-
-
-@pytest.mark.parametrize("option", ["with_kwargs", "always_call"])
-def test_options_of_calls_are_refused(option):
-    """There is no call."""
-    with pytest.raises(hl.errors.OptionError, match=f"{option}= does not go with on='register_buffer'"):
-        hl.attach(make_model(), Calls(), on="register_buffer", **{option: True})
 
 
 # -- the whole process ---------------------------------------------------------------------------------------
@@ -359,21 +334,6 @@ def test_process_wide_hooks_take_no_exclude():
         hl.attach_everywhere(Calls(), on="register_module", exclude="0")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_letting_go_of_the_handle_keeps_a_process_wide_hook(kind):
-    """It is on until it is removed."""
-    calls = Calls()
-    handle = hl.attach_everywhere(calls, on=kind)
-    reference = handle.report
-    del handle
-    gc.collect()
-    store(kind, nn.Identity())
-    assert len(calls.seen) == 1
-    reference.__self__.remove()
-    store(kind, nn.Identity())
-    assert len(calls.seen) == 1
-
-
 # -- coming and going ----------------------------------------------------------------------------------------
 
 
@@ -411,34 +371,6 @@ def test_foreign_hooks_of_the_process_run_and_stay(kind):
     assert list(DICTS[kind]) == [before.id, after.id]
     before.remove()
     after.remove()
-
-
-@pytest.mark.parametrize("neighbours", ["alone", "after a foreign hook", "before a foreign hook"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_hook_may_remove_itself_while_firing(kind, neighbours):
-    """Nothing raises, foreign hooks have their turn, and torch forgets us: at once, or when the next hook comes."""
-    module, foreign, fired = nn.Identity(), Calls(), []
-    theirs = FOREIGN[kind](foreign) if neighbours == "after a foreign hook" else None
-
-    def leave(*args: Any) -> None:
-        fired.append(1)
-        handle.remove()
-
-    handle = hl.attach(module, leave, on=kind)
-    if neighbours == "before a foreign hook":
-        theirs = FOREIGN[kind](foreign)
-    guest = store(kind, module)
-    assert stored(kind, module) is guest
-    if neighbours == "before a foreign hook":
-        # torch is in the middle of its dictionary, so ours is left in it and does nothing.
-        assert len(DICTS[kind]) == 2
-        hl.attach(nn.Identity(), lambda *args: None).remove()
-    assert list(DICTS[kind]) == ([] if theirs is None else [theirs.id])
-    store(kind, module)
-    assert len(fired) == 1
-    if theirs is not None:
-        assert len(foreign.seen) == 2
-        theirs.remove()
 
 
 @pytest.mark.parametrize("touch", ["attach", "remove", "find", "attached"])
@@ -581,20 +513,6 @@ def test_removal_in_another_thread_waits_for_torch_to_be_through():
     assert len(foreign.seen) == 1
     assert stored("register_buffer", module) is not None
     theirs.remove()
-
-
-def test_a_thousand_process_wide_hooks_leave_nothing_behind():
-    """No object is left after attaching and removing a thousand times."""
-
-    def cycle(times: int) -> int:
-        for _ in range(times):
-            for kind in KINDS:
-                hl.attach_everywhere(print, on=kind).remove()
-        gc.collect()
-        return len(gc.get_objects())
-
-    before = cycle(10)
-    assert cycle(1000) - before < 20
 
 
 # -- what torch does -----------------------------------------------------------------------------------------

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 import threading
 import weakref
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers_training import differences, plain_step, train
 from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 
@@ -74,105 +70,6 @@ def test_a_hook_that_returns_none_changes_nothing() -> None:
     assert seen[0] is seen[1]
 
 
-def test_an_observer_is_not_heard_and_comes_after_the_edits() -> None:
-    """Whatever the order of attaching, it sees what goes on."""
-    x = leaf()
-    seen = []
-    hl.attach_tensor(x, lambda grad: seen.append(grad) or grad * 0, observe=True)
-    hl.attach_tensor(x, lambda grad: grad * 5)
-    x.sum().backward()
-    assert seen[0].tolist() == x.grad.tolist() == [5.0] * 3
-
-
-def test_hooks_of_one_tensor_run_in_the_order_of_attaching() -> None:
-    """Several of ours, one after the other."""
-    x = leaf()
-    order = []
-    for index in range(4):
-        hl.attach_tensor(x, lambda grad, index=index: order.append(index))
-    x.sum().backward()
-    assert order == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
-def test_removal_between_forward_and_backward_is_immediate_and_can_be_repeated(computed: bool) -> None:
-    """The others stay, and the last one leaves no hook of ours behind."""
-    x = leaf()
-    y = x * 2 if computed else x
-    counts = [0, 0, 0]
-
-    def counting(index: int):
-        def hook(grad: Tensor) -> None:
-            counts[index] += 1
-
-        return hook
-
-    handles = [hl.attach_tensor(y, counting(index)) for index in range(3)]
-    loss = y.sum()
-    loss.backward(retain_graph=True)
-    assert counts == [1, 1, 1]
-    handles[1].remove()
-    handles[1].remove()
-    loss.backward(retain_graph=True)
-    assert counts == [2, 1, 2]
-    handles[0].remove()
-    loss.backward(retain_graph=True)
-    assert counts == [2, 1, 3]
-    assert handles[1].removed
-    assert handles[1].report().attached == 0
-    handles[2].remove()
-    loss.backward()
-    assert counts == [2, 1, 3]
-    assert not y._backward_hooks
-
-
-def test_a_with_block_takes_the_hook_off() -> None:
-    """Also when the body raises."""
-    x = leaf()
-    seen = []
-    with hl.attach_tensor(x, seen.append):
-        x.sum().backward()
-    with pytest.raises(ZeroDivisionError), hl.attach_tensor(x, seen.append):
-        1 / 0
-    x.sum().backward()
-    assert len(seen) == 1
-
-
-def test_hooks_may_come_and_go_while_one_fires() -> None:
-    """The pass that runs uses those that were there; the next one the new ones."""
-    x = leaf()
-    order = []
-
-    def first(grad: Tensor) -> None:
-        order.append("first")
-        handles["first"].remove()
-        handles["second"].remove()
-        handles["third"] = hl.attach_tensor(x, lambda grad: order.append("third"))
-
-    handles = {"first": hl.attach_tensor(x, first)}
-    handles["second"] = hl.attach_tensor(x, lambda grad: order.append("second"))
-    x.sum().backward()
-    assert order == ["first", "second"]
-    x.sum().backward()
-    assert order == ["first", "second", "third"]
-
-
-def test_a_hook_may_remove_itself_as_the_only_one() -> None:
-    """Nothing of ours is left on the tensor then."""
-    x = leaf()
-    seen = []
-
-    def once(grad: Tensor) -> None:
-        seen.append(grad)
-        handle.remove()
-
-    handle = hl.attach_tensor(x, once)
-    x.sum().backward()
-    x.sum().backward()
-    assert len(seen) == 1
-    assert not x._backward_hooks
-
-
 def test_the_unused_output_of_a_split_has_none_for_a_gradient() -> None:
     """As in torch; and it cannot be given one."""
     used, unused = (leaf(1, 2, 3, 4) * 1).split(2)
@@ -196,24 +93,6 @@ def test_an_edit_in_place_leaves_the_hook_with_the_value_before() -> None:
     y.sum().backward()
     assert before[0].tolist() == [3.0] * 3
     assert after[0].tolist() == [1.0] * 3
-
-
-def test_a_hook_fires_for_autograd_grad() -> None:
-    """On the input that is asked for, edits included."""
-    x = leaf()
-    hl.attach_tensor(x, lambda grad: grad * 2)
-    (grad,) = torch.autograd.grad(x.sum(), x)
-    assert grad.tolist() == [2.0] * 3
-
-
-def test_a_hook_takes_part_in_double_backward() -> None:
-    """What it returns is differentiated again."""
-    x = leaf()
-    y = x * x
-    hl.attach_tensor(y, lambda grad: grad * x.detach())
-    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)  # 2 x²: 2 x (x), of which x is a constant
-    (second,) = torch.autograd.grad(grad.sum(), x)
-    assert second.tolist() == [2.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize(
@@ -242,18 +121,6 @@ def test_a_return_value_that_does_not_fit_is_an_error_that_names_the_hook(result
         x.sum().backward()
 
 
-def test_an_error_in_a_hook_comes_out_of_the_backward() -> None:
-    """As it is."""
-
-    def fail(grad: Tensor) -> None:
-        raise ValueError("mine")
-
-    x = leaf()
-    hl.attach_tensor(x, fail)
-    with pytest.raises(ValueError, match="mine"):
-        x.sum().backward()
-
-
 def test_a_hook_that_asks_is_told_its_site() -> None:
     """A tensor has no name but the one it is given, and no module."""
     x = torch.ones(3, 4, requires_grad=True)
@@ -269,50 +136,6 @@ def test_a_hook_that_asks_is_told_its_site() -> None:
     assert [site.name for site in sites] == ["tensor (3, 4)", "mine"] * 2
     assert [site.call for site in sites] == [0, 0, 1, 1]
     assert {(site.kind, site.module, site.step) for site in sites} == {(hl.Kind.GRAD, None, -1)}
-
-
-def test_the_cost_of_a_hook_can_be_measured() -> None:
-    """With profile=True, and only then."""
-    x = leaf()
-    handles = [hl.attach_tensor(x, ignore, profile=profile) for profile in (True, False)]
-    x.sum().backward()
-    assert handles[0].report().cost_us > 0
-    assert handles[1].report().cost_us is None
-
-
-def test_a_backward_in_another_thread_fires_the_hook() -> None:
-    """Hooks belong to the tensor, not to the thread."""
-    x = leaf()
-    threads = []
-    hl.attach_tensor(x, lambda grad: threads.append(threading.current_thread()))
-    thread = threading.Thread(target=lambda: x.sum().backward())
-    thread.start()
-    thread.join()
-    assert threads == [thread]
-
-
-def test_foreign_hooks_stay_where_they_are() -> None:
-    """Removing ours touches none of theirs."""
-    x = leaf()
-    seen = []
-    foreign = x.register_hook(lambda grad: seen.append("foreign"))
-    hl.attach_tensor(x, lambda grad: seen.append("ours")).remove()
-    x.sum().backward()
-    assert seen == ["foreign"]
-    foreign.remove()
-
-
-@pytest.mark.parametrize("tensor", [leaf(), nn.Parameter(torch.ones(3))], ids=["tensor", "parameter"])
-def test_a_hooked_tensor_is_copied_and_saved_without_its_hooks(tensor: Tensor) -> None:
-    """And without a warning, which here would be an error."""
-    fired = []
-    hl.attach_tensor(tensor, fired.append)
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    buffer.seek(0)
-    for twin in (copy.deepcopy(tensor), torch.load(buffer, weights_only=False)):
-        twin.sum().backward()
-    assert fired == []
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
@@ -377,20 +200,6 @@ def test_bad_options_are_refused_before_anything_is_attached() -> None:
 
 
 # -- leaves that accumulate --------------------------------------------------------------------------------------
-
-
-def test_post_accumulate_hooks_on_a_parameter_used_twice_fire_once_with_the_sum() -> None:
-    """Two registrations both fire, in order, when .grad is there."""
-    weight = nn.Parameter(torch.ones(2))
-    log = []
-    first = hl.attach_tensor(weight, lambda tensor: log.append(("first", tensor.grad.tolist())), on="param_grad")
-    hl.attach_tensor(weight, lambda tensor: log.append(("second", tensor is weight)), on="param_grad")
-    (weight * 2 + weight * 3).sum().backward()
-    assert log == [("first", [5.0, 5.0]), ("second", True)]
-    first.remove()
-    weight.sum().backward()
-    assert log[2:] == [("second", True)]
-    assert first.report().fired == 1
 
 
 def test_only_leaves_take_a_param_grad_hook() -> None:
@@ -525,19 +334,6 @@ def test_two_outputs_of_one_operation_come_together() -> None:
     assert [(grads[0].tolist(), grads[1]) for grads in seen] == [([1.0, 1.0], None)]
 
 
-def test_any_is_the_first_gradient_alone() -> None:
-    """Once per pass, whichever comes first."""
-    x = leaf()
-    y, z = x * 2, x * 3
-    seen = []
-    hl.attach_tensor([x, y, z], seen.append, mode="any")
-    (y * 5).sum().backward(retain_graph=True)
-    (z * 7).sum().backward(retain_graph=True)
-    (y * 5 + z * 7).sum().backward()
-    assert firsts(seen[:2]) == [5.0, 7.0]
-    assert len(seen) == 3
-
-
 def test_tensors_without_gradient_are_an_error_for_all_and_left_out_for_any() -> None:
     """Unless there are no others."""
     x, bare = leaf(), torch.ones(3)
@@ -641,42 +437,6 @@ def test_passes_in_two_threads_are_kept_apart() -> None:
 # -- inert -------------------------------------------------------------------------------------------------------
 
 
-def watched_step(model: nn.Sequential, x: Tensor, target: Tensor, hook: Any = None) -> None:
-    """Every kind of tensor hook, on parameters and activations, each reading what it is shown."""
-
-    def read(value: Any) -> None:
-        [one.sum() for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
-
-    hidden = model[0](x)
-    first = hl.attach_tensor(hidden, read)
-    activated = model[2](model[1](hidden))
-    logits = model[4](model[3](activated))
-    tensors = [activated, logits, *model.parameters()]
-    handles = hl.HandleSet(
-        [
-            first,
-            *(hl.attach_tensor(tensor, hook or read, observe=True) for tensor in tensors),
-            hl.attach_tensor(tensors, read),
-            hl.attach_tensor(tensors, read, mode="any"),
-            hl.attach_tensor(list(model.parameters()), read, on="param_grad"),
-        ]
-    )
-    F.cross_entropy(logits, target).backward()
-    assert all(report.fired for report in handles.report())
-    handles.remove()
-
-
-def test_training_with_tensor_hooks_ends_with_the_same_bits() -> None:
-    """Twenty AdamW steps through dropout and BatchNorm."""
-    assert differences(train(watched_step), train(plain_step)) == []
-
-
-def test_a_hook_that_draws_a_random_number_is_found_out() -> None:
-    """So the comparison can fail."""
-    found = train(lambda model, x, target: watched_step(model, x, target, lambda grad: torch.rand(1)))
-    assert {"random", "weight 0.weight", "exp_avg 0"} <= set(differences(found, train(plain_step)))
-
-
 # -- freed -------------------------------------------------------------------------------------------------------
 
 
@@ -743,42 +503,3 @@ def test_a_handle_keeps_no_tensor_alive_and_says_that_they_are_gone(way: str) ->
     assert [reference() for reference in references] == [None] * 3
     assert handle.report().attached == 0
     handle.remove()
-
-
-@pytest.mark.parametrize("way", [*WAYS, "param_grad"])
-def test_five_hundred_cycles_leave_nothing_behind(way: str) -> None:
-    """Of attaching, firing and removing."""
-    x = leaf()
-
-    def cycle(times: int) -> int:
-        for _ in range(times):
-            y = x.sin()
-            z = y.exp()
-            if way == "param_grad":
-                handle = hl.attach_tensor(x, ignore, on="param_grad")
-            else:
-                handle = WAYS[way](x, y, z, ignore)
-            (y * z).sum().backward()
-            handle.remove()
-        del y, z, handle
-        gc.collect()
-        return len(gc.get_objects())
-
-    before = cycle(10)
-    assert cycle(500) - before < 20
-
-
-def test_five_hundred_passes_with_hooks_that_stay_leave_nothing_behind() -> None:
-    """On leaves, where hooks live long."""
-    x, y = leaf(), leaf()
-    for tensors, mode in ((x, "all"), ([x, y], "all"), ([x, y], "any")):
-        hl.attach_tensor(tensors, ignore, mode=mode)
-
-    def cycle(times: int) -> int:
-        for _ in range(times):
-            (x * y).sum().backward()
-        gc.collect()
-        return len(gc.get_objects())
-
-    before = cycle(10)
-    assert cycle(500) - before < 20

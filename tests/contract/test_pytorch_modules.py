@@ -1,0 +1,418 @@
+"""PyTorch's semantics of module hooks where torch is right, and what it promises where it is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers_models import Args, Fn, Scale, assert_same_grads, leaf, logger, mlp, twin
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import hookline as hl
+
+FORWARD_KINDS = ["forward_pre", "forward"]
+
+
+GRADIENT_KINDS = ["backward_pre", "backward"]
+
+
+RUN_KINDS = [*FORWARD_KINDS, *GRADIENT_KINDS, "full_backward"]
+
+
+STATE_KINDS = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+
+
+HOOK_DICTS = [
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+]
+
+
+GLOBAL_DICTS = [
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_with_kwargs",
+    "_global_forward_hooks_always_called",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+]
+
+
+EDITING = pytest.mark.parametrize("editing", [False, True], ids=["observing", "editing"])
+
+
+def gradient_spy(seen, *, editing=False):
+    """A backward hook that keeps what it is shown; as an editor it returns its gradients unchanged."""
+    if editing:
+
+        def hook(module, grad_input, grad_output):
+            seen.append((grad_input, grad_output))
+            return grad_input
+    else:
+
+        def hook(module, grad_input, grad_output):
+            seen.append((grad_input, grad_output))
+
+    return hook
+
+
+def assert_untouched(model):
+    """Every hook dictionary of every module is empty, and nothing else of ours is on the instance."""
+    plain = vars(nn.Linear(1, 1))
+    for name, module in model.named_modules():
+        for attribute in HOOK_DICTS:
+            assert not getattr(module, attribute), (name, attribute)
+        assert module._is_full_backward_hook == plain["_is_full_backward_hook"], name
+        assert "_call_impl" not in vars(module), name
+        assert "forward" not in vars(module), name
+    for attribute in GLOBAL_DICTS:
+        assert not getattr(torch_module, attribute), attribute
+
+
+# -- order ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", ["backward", "full_backward"])
+def test_global_and_local_hooks_of_every_kind_fire_in_the_documented_order(backward):
+    """G.pre, L.pre (prepended first), G.post, L.post; in the backward G.bpre, L.bpre, G.bwd, L.bwd."""
+    module, events = nn.Linear(3, 2), []
+    kinds = {"pre": "forward_pre", "post": "forward", "bpre": "backward_pre", "bwd": backward}
+    for short, kind in kinds.items():
+        hl.attach(module, logger(events, f"L.{short}"), on=kind)
+        hl.attach(module, logger(events, f"L.{short} prepended"), on=kind, prepend=True)
+    everywhere = hl.HandleSet()
+    for short, kind in kinds.items():
+        everywhere.add(hl.attach_everywhere(logger(events, f"G.{short}"), on=kind))
+        everywhere.add(hl.attach_everywhere(logger(events, f"G.{short} prepended"), on=kind, prepend=True))
+    with everywhere:
+        module(leaf(4, 3)).sum().backward()
+    expected = []
+    for short in kinds:
+        expected += [f"G.{short} prepended", f"G.{short}", f"L.{short} prepended", f"L.{short}"]
+    assert events == expected
+
+
+def test_forward_observers_see_what_downstream_sees_and_raw_ones_what_there_was():
+    """An observer attached before an edit sees the edited value; sees="raw" the unedited one."""
+    module, seen, x = Scale(5.0), {}, torch.ones(2)
+    hl.attach(module, lambda m, args: seen.update(pre=args[0]), on="forward_pre", observe=True)
+    hl.attach(module, lambda m, args: seen.update(raw_pre=args[0]), on="forward_pre", observe=True, sees="raw")
+    hl.attach(module, lambda m, args, out: seen.update(post=out), observe=True)
+    hl.attach(module, lambda m, args, out: seen.update(raw_post=out), observe=True, sees="raw")
+    hl.attach(module, lambda m, args: args[0] + 1, on="forward_pre")
+    hl.attach(module, lambda m, args, out: out * 100)
+    output = module(x)
+    assert torch.equal(seen["raw_pre"], x)
+    assert torch.equal(seen["pre"], x + 1)
+    assert torch.equal(seen["raw_post"], (x + 1) * 5)
+    assert seen["post"] is output
+    assert torch.equal(output, (x + 1) * 500)
+
+
+def test_gradient_observers_see_edited_gradients_and_raw_ones_what_came():
+    """The same for gradients: backward_pre edits reach the backward, backward edits reach upstream."""
+    module, seen, x = Scale(5.0), {}, leaf(2)
+    hl.attach(module, lambda m, go: seen.update(pre=go[0]), on="backward_pre", observe=True)
+    hl.attach(module, lambda m, go: seen.update(raw_pre=go[0]), on="backward_pre", observe=True, sees="raw")
+    hl.attach(module, lambda m, gi, go: seen.update(post=(gi[0], go[0])), on="backward", observe=True)
+    hl.attach(module, lambda m, gi, go: seen.update(raw=(gi[0], go[0])), on="backward", observe=True, sees="raw")
+    hl.attach(module, lambda m, go: (go[0] * 2,), on="backward_pre")
+    hl.attach(module, lambda m, gi, go: (gi[0] * 100,), on="backward")
+    module(x).sum().backward()
+    one = torch.ones(2)
+    assert torch.equal(seen["raw_pre"], one)
+    assert torch.equal(seen["pre"], 2 * one)
+    assert torch.equal(seen["raw"][0], 10 * one)
+    assert torch.equal(seen["raw"][1], 2 * one)
+    assert torch.equal(seen["post"][0], 1000 * one)
+    assert torch.equal(seen["post"][1], 2 * one)
+    assert torch.equal(x.grad, 1000 * one)
+
+
+# -- beside other people's hooks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreign_first", [True, False], ids=["foreign_first", "foreign_last"])
+@pytest.mark.parametrize("prepend", [False, True], ids=["appended", "prepended"])
+@pytest.mark.parametrize("through", ["model", "child"])
+def test_our_edits_run_before_foreign_hooks_and_our_observers_after(foreign_first, prepend, through):
+    """Whoever came first, and wherever torch was asked to put theirs: ours edit first and observe last.
+
+    Places among pre-hooks are looked after as the model begins; for a child that is called by itself, one call late.
+    """
+    model, events = nn.Sequential(Scale(), Scale()), []
+    child = model[0]
+
+    def foreign():
+        child.register_forward_pre_hook(logger(events, "foreign pre"), prepend=prepend)
+        child.register_forward_hook(logger(events, "foreign post"), prepend=prepend)
+
+    if foreign_first:
+        foreign()
+    for short, kind in (("pre", "forward_pre"), ("post", "forward")):
+        hl.attach(model, "0", logger(events, f"our {short} observer"), on=kind, observe=True)
+        hl.attach(model, "0", logger(events, f"our {short} edit"), on=kind)
+    if not foreign_first:
+        foreign()
+    if through == "child":
+        child(torch.ones(2))
+        events.clear()
+    (model if through == "model" else child)(torch.ones(2))
+    assert events == [
+        "our pre edit",
+        "foreign pre",
+        "our pre observer",
+        "our post edit",
+        "foreign post",
+        "our post observer",
+    ]
+
+
+@pytest.mark.parametrize("kind", FORWARD_KINDS)
+def test_an_observer_on_the_model_itself_sees_a_foreign_edit_registered_later(kind):
+    """The same on the root, in its first call; before the forward, torch has its list in hand, so one call late."""
+    module, seen = Scale(1.0), []
+    hl.attach(module, lambda m, args, *output: seen.append((output or args)[0]), on=kind, observe=True)
+    if kind == "forward_pre":
+        module.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    else:
+        module.register_forward_hook(lambda m, args, output: output + 1)
+    for _ in range(2):
+        module(torch.zeros(2))
+    first = [0.0, 0.0] if kind == "forward_pre" else [1.0, 1.0]
+    assert [value.tolist() for value in seen] == [first, [1.0, 1.0]]
+
+
+def test_a_foreign_capture_hook_sees_an_ablation_of_ours_attached_late():
+    """A permanent capture hook, as transformers keeps them, shows the value after our later edit."""
+    model, captured = mlp(), []
+    model[0].register_forward_hook(lambda m, args, output: captured.append(output))
+    with hl.attach(model, "0", lambda m, args, output: torch.zeros_like(output)):
+        model(leaf(4, 3))
+    model(leaf(4, 3))
+    assert torch.equal(captured[0], torch.zeros(4, 5))
+    assert not torch.equal(captured[1], torch.zeros(4, 5))
+
+
+@EDITING
+def test_gradients_of_an_output_that_a_foreign_hook_replaces_are_those_of_the_replacement(editing):
+    """A foreign edit of the output, registered after ours, is part of the module as downstream sees it."""
+    module, seen, x = Scale(5.0), [], leaf(2)
+    hl.attach(module, gradient_spy(seen, editing=editing), on="backward")
+    module.register_forward_hook(lambda m, args, output: output * 3)
+    (module(x) * 2).sum().backward()
+    [(grad_input, grad_output)] = seen
+    assert torch.equal(grad_output[0], torch.full((2,), 2.0))
+    assert torch.equal(grad_input[0], torch.full((2,), 30.0))
+    assert torch.equal(x.grad, torch.full((2,), 30.0))
+
+
+@EDITING
+def test_torchs_own_backward_hooks_on_the_same_module_keep_working(editing):
+    """A native full backward hook and ours report the same gradients, and ours leave it where it was."""
+    module, seen, native, x = nn.Linear(3, 2), [], [], leaf(4, 3)
+    handle = hl.attach(module, gradient_spy(seen, editing=editing), on="backward")
+    module.register_full_backward_hook(lambda m, gi, go: native.append((gi, go)))
+    module(x).square().sum().backward()
+    assert len(seen) == len(native) == 1
+    for ours, theirs in zip(seen[0], native[0], strict=True):
+        assert len(ours) == len(theirs) == 1
+        assert torch.equal(ours[0], theirs[0])
+    handle.remove()
+    module(x).square().sum().backward()
+    assert (len(seen), len(native)) == (1, 2)
+
+
+def test_only_our_own_hooks_are_taken_off():
+    """Removing ours leaves every foreign hook in every dictionary of the module."""
+    module = nn.Linear(3, 2)
+    module.register_forward_pre_hook(lambda m, args: None, with_kwargs=False)
+    module.register_forward_hook(lambda m, args, kwargs, out: None, with_kwargs=True, always_call=True)
+    module.register_full_backward_pre_hook(lambda m, go: None)
+    module.register_full_backward_hook(lambda m, gi, go: None)
+    module.register_state_dict_pre_hook(lambda m, prefix, keep_vars: None)
+    module.register_state_dict_post_hook(lambda m, sd, prefix, metadata: None)
+    module.register_load_state_dict_pre_hook(lambda *args: None)
+    module.register_load_state_dict_post_hook(lambda m, keys: None)
+    before = {name: dict(getattr(module, name)) for name in HOOK_DICTS}
+    handles = hl.HandleSet(hl.attach(module, lambda *_: None, on=kind) for kind in RUN_KINDS + STATE_KINDS)
+    assert {name: dict(getattr(module, name)) for name in HOOK_DICTS} != before
+    handles.remove()
+    assert {name: dict(getattr(module, name)) for name in HOOK_DICTS} == before
+    assert module._is_full_backward_hook is True
+    hl.assert_no_hooks(module)
+
+
+# -- return values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "args"),
+    [
+        (7, (7,)),
+        ([1, 2], ([1, 2],)),
+        ((1, 2), (1, 2)),
+        ((), ()),
+        (None, ("x",)),
+        (0, (0,)),
+    ],
+    ids=["value", "list", "tuple", "empty", "none", "falsy"],
+)
+def test_what_a_pre_hook_returns_becomes_the_arguments(returned, args):
+    """A value is wrapped, a list is one argument, a tuple is the arguments, () is none, None leaves them."""
+    module, native = Args(), Args()
+    hl.attach(module, lambda m, args: returned, on="forward_pre")
+    native.register_forward_pre_hook(lambda m, args: returned)
+    assert module("x", key=1) == (args, {"key": 1}) == native("x", key=1)
+
+
+def test_a_pre_hook_with_kwargs_replaces_both():
+    """With with_kwargs it is shown both and returns (args, kwargs); later hooks see them."""
+    module, seen = Args(), []
+    hl.attach(module, lambda m, args, kwargs: ((1, 2), {"b": 3}), on="forward_pre", with_kwargs=True)
+    hl.attach(module, lambda m, args, kwargs: seen.append((args, kwargs)), on="forward_pre", with_kwargs=True)
+    hl.attach(module, lambda m, args, kwargs, out: seen.append((args, kwargs)), with_kwargs=True)
+    assert module("x", key=1) == ((1, 2), {"b": 3})
+    assert seen == [((1, 2), {"b": 3})] * 2
+
+
+@pytest.mark.parametrize("bad", [7, (1,), [(), {}], ((), {}, 3), ("args", {}), ((), ["kwargs"])], ids=repr)
+def test_a_bad_return_of_a_pre_hook_with_kwargs_raises_and_names_the_hook(bad):
+    """Anything but (tuple, dict) is a RuntimeError that names the hook and the module."""
+    model = nn.Sequential(Args())
+    hl.attach(model, "0", lambda m, args, kwargs: bad, on="forward_pre", with_kwargs=True, name="my_culprit")
+    with pytest.raises(RuntimeError, match=r"my_culprit.*'0'") as caught:
+        model("x")
+    assert isinstance(caught.value, hl.errors.HookReturnError)
+
+
+def test_a_forward_hook_replaces_the_output_unless_it_returns_none():
+    """Falsy outputs count; None keeps what there was; each hook sees the previous one's value."""
+    module, seen = Args(), []
+    hl.attach(module, lambda m, args, output: 0)
+    hl.attach(module, lambda m, args, output: seen.append(output))
+    assert module("x") == 0
+    assert seen == [0]
+
+
+def test_hooks_without_kwargs_never_see_them():
+    """A kwargs-only call gives a plain hook args == ()."""
+    module, seen = Args(), []
+    hl.attach(module, lambda m, args: seen.append(args), on="forward_pre")
+    hl.attach(module, lambda m, args, output: seen.append(args))
+    module(key=1)
+    assert seen == [(), ()]
+
+
+@pytest.mark.parametrize("kind", GRADIENT_KINDS)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda grads: (),
+        lambda grads: (*grads, *grads),
+        lambda grads: "junk",
+        lambda grads: ("junk",),
+        lambda grads: (grads[0][:1],),
+        lambda grads: (grads[0].double(),),
+    ],
+    ids=["too_few", "too_many", "string", "not_a_tensor", "shape", "dtype"],
+)
+def test_gradients_that_do_not_fit_raise_and_name_the_hook(kind, bad):
+    """Wrong count, type, shape or dtype of returned gradients is a RuntimeError that names the hook."""
+    module = nn.Linear(3, 2)
+    hl.attach(module, lambda m, *grads: bad(grads[0]), on=kind, name="my_culprit")
+    with pytest.raises(RuntimeError, match="my_culprit") as caught:
+        module(leaf(4, 3)).sum().backward()
+    assert isinstance(caught.value, hl.errors.HookReturnError)
+
+
+def test_edits_of_grad_output_reach_parameters_and_upstream_and_edits_of_grad_input_only_upstream():
+    """backward_pre edits change the module's own gradients too; backward edits leave its parameters alone."""
+    for kind, weight_factor in (("backward_pre", 4), ("backward", 1)):
+        module, x = nn.Linear(3, 2), leaf(4, 3)
+        reference, x_reference = copy.deepcopy(module), twin(x)
+        hl.attach(module, lambda m, *grads: tuple(g * 4 for g in grads[0]), on=kind)
+        module(x).sum().backward()
+        reference(x_reference).sum().backward()
+        assert torch.equal(x.grad, x_reference.grad * 4)
+        assert torch.equal(module.weight.grad, reference.weight.grad * weight_factor)
+        assert torch.equal(module.bias.grad, reference.bias.grad * weight_factor)
+
+
+def test_gradient_edits_of_several_inputs_and_outputs_each_reach_their_own():
+    """With two inputs and two outputs, each returned gradient goes to its own tensor."""
+    module = Fn(lambda a, b: (a * 2, b * 3))
+    a, b = leaf(2), leaf(2, seed=2)
+    hl.attach(module, lambda m, go: (go[0] * 10, go[1] * 100), on="backward_pre")
+    hl.attach(module, lambda m, gi, go: (gi[0] + 1, gi[1] + 2), on="backward")
+    first, second = module(a, b)
+    (first + second).sum().backward()
+    assert torch.equal(a.grad, torch.full((2,), 21.0))
+    assert torch.equal(b.grad, torch.full((2,), 302.0))
+
+
+def test_none_in_place_of_a_gradient_cuts_it():
+    """A backward hook that returns (None,) lets nothing through: an optimizer step moves nothing upstream."""
+    model = mlp()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    hl.attach(model, "2", lambda m, gi, go: (None,), on="backward")
+    model(leaf(4, 3)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert moved == [False, False, True, True]
+
+
+# -- torch's own full backward hook ---------------------------------------------------------------------------
+
+
+def test_full_backward_is_torchs_own_with_its_arguments_and_its_edits():
+    """on="full_backward" reports and edits exactly as register_full_backward_hook does."""
+    ours, native, x = nn.Linear(3, 2), [], leaf(4, 3)
+    reference, x_reference, seen = copy.deepcopy(ours), twin(x), []
+
+    def spy(into):
+        def hook(module, grad_input, grad_output):
+            into.append((grad_input, grad_output))
+            return tuple(grad * 2 for grad in grad_input)
+
+        return hook
+
+    hl.attach(ours, spy(seen), on="full_backward")
+    reference.register_full_backward_hook(spy(native))
+    ours(x).square().sum().backward()
+    reference(x_reference).square().sum().backward()
+    for mine, theirs in zip(seen[0], native[0], strict=True):
+        assert torch.equal(mine[0], theirs[0])
+    assert torch.equal(x.grad, x_reference.grad)
+    assert_same_grads(ours, reference)
+
+
+def test_full_backward_edits_chain_and_observers_see_the_last():
+    """Two editors compose in order; an observer among them returns nothing and sees the result."""
+    module, seen, x = Scale(5.0), [], leaf(2)
+    hl.attach(module, lambda m, gi, go: seen.append(gi[0].tolist()), on="full_backward", observe=True)
+    hl.attach(module, lambda m, gi, go: (gi[0] * 2,), on="full_backward")
+    hl.attach(module, lambda m, gi, go: (gi[0] + 1,), on="full_backward")
+    module(x).sum().backward()
+    assert seen == [[11.0, 11.0]]
+    assert x.grad.tolist() == [11.0, 11.0]
+
+
+def test_full_backward_leaves_room_for_other_backward_hooks_after_removal():
+    """torch keeps a flag for ever that forbids mixing; ours takes it back with the last hook."""
+    module = nn.Linear(3, 2)
+    hl.attach(module, lambda m, gi, go: None, on="full_backward").remove()
+    assert_untouched(module)
+    module.register_backward_hook(lambda m, gi, go: None)
+    assert module._is_full_backward_hook is False

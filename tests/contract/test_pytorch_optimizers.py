@@ -1,0 +1,253 @@
+"""PyTorch around the model: optimizers and registration.
+
+Where torch has the same hook and is right, the same scenario runs with torch's own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_models import logger
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+import hookline as hl
+
+STEP_KINDS = ["step_pre", "step_post"]
+
+
+OPTIMIZERS = {
+    cls.__name__: cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
+}
+
+
+def weights():
+    return [nn.Parameter(torch.tensor([1.0, 2.0]))]
+
+
+def with_gradients(optimizer, value=1.0):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, value)
+    return optimizer
+
+
+def sgd(lr=0.1, cls=SGD):
+    return with_gradients(cls(weights(), lr=lr))
+
+
+def weight_of(optimizer):
+    return optimizer.param_groups[0]["params"][0]
+
+
+def by_torch(optimizer, hook, kind):
+    return getattr(optimizer, f"register_{kind}_hook")(hook)
+
+
+def by_hookline(optimizer, hook, kind):
+    return hl.attach_optimizer(optimizer, hook, on=kind)
+
+
+BOTH = pytest.mark.parametrize("put", [by_torch, by_hookline], ids=["torch", "hookline"])
+
+
+# -- order, arguments, edits ----------------------------------------------------------------------------------
+
+
+def test_hooks_on_every_optimizer_run_before_its_own_around_the_step():
+    """DESIGN.md §5 for both sides of the step; torch turns the order round after it."""
+    events = []
+
+    class Noting(SGD):
+        def step(self, closure=None):
+            events.append("step")
+            return super().step(closure)
+
+    optimizer = sgd(cls=Noting)
+    for kind in STEP_KINDS:
+        hl.attach_optimizer(optimizer, logger(events, f"own {kind}"), on=kind)
+        hl.attach_optimizer(optimizer, logger(events, f"own {kind} prepended"), on=kind, prepend=True)
+    with (
+        hl.attach_everywhere(logger(events, "every step_pre"), on="step_pre"),
+        hl.attach_everywhere(logger(events, "every step_post"), on="step_post"),
+    ):
+        optimizer.step()
+    assert events == [
+        "every step_pre",
+        "own step_pre prepended",
+        "own step_pre",
+        "step",
+        "every step_post",
+        "own step_post prepended",
+        "own step_post",
+    ]
+
+
+@BOTH
+def test_step_hooks_get_the_optimizer_and_the_arguments_of_the_step(put):
+    """`(optimizer, args, kwargs)` where args[0] is the optimizer; the closure is where the caller put it."""
+    optimizer, seen = sgd(), []
+
+    def closure():
+        return torch.tensor(3.0)
+
+    for kind in STEP_KINDS:
+        put(optimizer, lambda opt, args, kwargs, kind=kind: seen.append((kind, opt, args, kwargs)), kind)
+    optimizer.step(closure)
+    optimizer.step(closure=closure)
+    assert [(kind, opt is optimizer) for kind, opt, _, _ in seen] == [(kind, True) for kind in STEP_KINDS * 2]
+    assert [args for _, _, args, _ in seen] == [(optimizer, closure)] * 2 + [(optimizer,)] * 2
+    assert [kwargs for *_, kwargs in seen] == [{}] * 2 + [{"closure": closure}] * 2
+
+
+@BOTH
+def test_a_step_pre_hook_may_change_the_arguments_and_the_gradients(put):
+    """The returned (args, kwargs) is what the step is called with; gradients edited in place are stepped on."""
+    optimizer, called = sgd(lr=1.0), []
+
+    def edit(opt, args, kwargs):
+        weight_of(opt).grad.mul_(0.5)
+        return (opt, lambda: called.append("mine") or torch.tensor(7.0)), {}
+
+    put(optimizer, edit, "step_pre")
+    loss = optimizer.step(lambda: called.append("theirs"))
+    assert called == ["mine"]
+    assert loss == 7.0
+    assert weight_of(optimizer).tolist() == [0.5, 1.5]
+
+
+@BOTH
+def test_step_pre_sees_the_old_weights_and_step_post_the_new(put):
+    """SGD with lr 1 and gradient 1: [1, 2] before, [0, 1] after."""
+    optimizer, seen = sgd(lr=1.0), {}
+    for kind in STEP_KINDS:
+        put(optimizer, lambda opt, *_, kind=kind: seen.update({kind: weight_of(opt).tolist()}), kind)
+    optimizer.step()
+    assert seen == {"step_pre": [1.0, 2.0], "step_post": [0.0, 1.0]}
+
+
+# -- once per step --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_fires_once_per_step_and_steps_as_without_hooks(name):
+    """Pre and post once each, numbered, and the weights are those of the plain optimizer."""
+
+    def run(hooked):
+        torch.manual_seed(0)
+        sparse = name == "SparseAdam"
+        shape = (3, 2)  # Muon takes matrices alone
+        parameter = nn.Parameter(torch.randn(*shape))
+        optimizer, events = OPTIMIZERS[name]([parameter], lr=0.01), []
+        if hooked:
+            for kind in STEP_KINDS:
+
+                def hook(opt, args, kwargs, *, site):
+                    events.append((str(site.kind), site.step, site.name))
+
+                hl.attach_optimizer(optimizer, hook, on=kind)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (parameter**2).sum()
+            loss.backward()
+            if sparse:
+                parameter.grad = parameter.grad.to_sparse()
+            return loss
+
+        for _ in range(3):
+            closure()
+            optimizer.step(closure)
+        return parameter.detach(), events
+
+    (hooked, events), (plain, _) = run(True), run(False)
+    assert events == [(kind, step, name) for step in range(3) for kind in STEP_KINDS]
+    assert torch.equal(hooked, plain)
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_step_that_a_scaler_skips_fires_nothing(put, bad):
+    """An infinite gradient: the scaler does not call step(); the next, finite one fires once."""
+    optimizer, events = sgd(lr=1.0), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    everywhere = logger(events, "everywhere")
+    for kind in STEP_KINDS:
+        put(optimizer, logger(events, kind), kind)
+    with (
+        hl.attach_everywhere(everywhere, on="step_post")
+        if put is by_hookline
+        else torch_optimizer.register_optimizer_step_post_hook(everywhere)
+    ):
+        for factor in (bad, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight_of(optimizer) * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if factor is bad:
+                assert events == []
+                assert weight_of(optimizer).tolist() == [1.0, 2.0]
+    assert sorted(events) == ["everywhere", "step_post", "step_pre"]
+    assert weight_of(optimizer).tolist() == [0.0, 1.0]
+
+
+# -- coming and going -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_it", "error"),
+    [
+        (lambda: hl.attach_optimizer(nn.Linear(1, 1), lambda *_: None), hl.errors.UnhookableError),
+        (lambda: hl.attach_optimizer(SGD, lambda *_: None), hl.errors.UnhookableError),
+        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="forward"), hl.errors.KindError),
+        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="step"), hl.errors.KindError),
+        (lambda: hl.attach_optimizer(sgd(), lambda opt: None, on="step_pre"), hl.errors.HookSignatureError),
+        (lambda: hl.attach_optimizer(sgd(), "hook"), hl.errors.HookSignatureError),
+        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="step_post", observe=True), hl.errors.OptionError),
+        (lambda: hl.attach_everywhere(lambda *_: None, on="step_pre", within=nn.Linear(1, 1)), hl.errors.OptionError),
+        (lambda: hl.attach(nn.Linear(1, 1), lambda *_: None, on="step_pre"), hl.errors.KindError),
+    ],
+    ids=["module", "class", "other kind", "no kind", "signature", "text", "option", "within", "wrong verb"],
+)
+def test_a_wrong_request_raises_before_anything_is_attached(request_it, error):
+    """Each says what was asked; the last names the call that takes it."""
+    with pytest.raises(error) as caught:
+        request_it()
+    assert isinstance(caught.value, hl.HooklineError)
+    if error is hl.errors.KindError:
+        assert "step_" in str(caught.value) or "attach" in str(caught.value)
+    assert not torch_optimizer._global_optimizer_pre_hooks
+
+
+GLOBAL_REGISTRATION = {
+    "register_module": torch_module.register_module_module_registration_hook,
+    "register_parameter": torch_module.register_module_parameter_registration_hook,
+    "register_buffer": torch_module.register_module_buffer_registration_hook,
+}
+
+
+def registered_everywhere(kind, hook, library):
+    return GLOBAL_REGISTRATION[kind](hook) if library == "torch" else hl.attach_everywhere(hook, on=kind)
+
+
+# -- registration ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["torch", "hookline"])
+def test_registration_hooks_run_before_parameters_are_initialised(library):
+    """A Linear registers its weight and then resets it: what the hook wrote is overwritten."""
+    written = []
+
+    def fill(owner, name, value):
+        with torch.no_grad():
+            value.fill_(123.0)
+        written.append(name)
+
+    with registered_everywhere("register_parameter", fill, library):
+        module = nn.Linear(3, 2)
+    assert written == ["weight", "bias"]
+    assert not (module.weight == 123).any()
