@@ -283,6 +283,7 @@ class WithinAModel(OnModule):
     """Every module of a model of which one is called; for parameters, a model with one."""
 
     def __init__(self, kind: str, model: nn.Module | None = None) -> None:
+        torch.manual_seed(0)
         super().__init__(kind, nn.Sequential(nn.Linear(2, 2, bias=False)) if model is None else model)
         self.called = self.layer
         self.late = kind in ("param_grad", "full_backward")  # torch's own hook, once it is on, runs what is on then

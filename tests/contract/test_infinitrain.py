@@ -1,8 +1,4 @@
-"""Source 001 (InfiniTrain), module half: hooks that observe, in a fixed order, and come off at once.
-
-Each test is one module-level scenario of S2 in ACCEPTANCE.md, or a rule of DESIGN.md §5 that decides it.
-Functions, tensors and the precision checker have files of their own.
-"""
+"""InfiniTrain: hooks on modules and functions that observe, in a fixed order, with their own gradients."""
 
 from __future__ import annotations
 

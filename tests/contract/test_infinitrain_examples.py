@@ -16,11 +16,11 @@ def batch(*shape, requires_grad=False):
     return torch.randn(*shape, generator=generator, requires_grad=requires_grad)
 
 
-# -- source 001, sections 1, 4 and 7: module hooks ------------------------------------------------------------
+# -- module hooks ------------------------------------------------------------
 
 
-def test_001_forward_pre_hook():
-    """§1.1: called before the forward, with the module and its inputs."""
+def test_forward_pre_hook():
+    """Called before the forward, with the module and its inputs."""
     module, seen, x = nn.Linear(3, 2), [], batch(4, 3)
 
     def hook(mod, inputs):
@@ -34,8 +34,8 @@ def test_001_forward_pre_hook():
     assert isinstance(handle, hl.HookHandle)
 
 
-def test_001_forward_post_hook():
-    """§1.2: called after the forward, with the module, its inputs and its outputs."""
+def test_forward_post_hook():
+    """Called after the forward, with the module, its inputs and its outputs."""
     module, seen, x = nn.Linear(3, 2), [], batch(4, 3)
 
     def hook(mod, inputs, outputs):
@@ -49,8 +49,8 @@ def test_001_forward_post_hook():
     assert outputs is output
 
 
-def test_001_backward_pre_hook():
-    """§1.3: called before the module's backward, with the gradients of its outputs."""
+def test_backward_pre_hook():
+    """Called before the module's backward, with the gradients of its outputs."""
     module, seen, x = nn.Linear(3, 2), [], batch(4, 3, requires_grad=True)
 
     def hook(mod, grad_outputs):
@@ -65,8 +65,8 @@ def test_001_backward_pre_hook():
     assert weight_grad is None
 
 
-def test_001_backward_post_hook():
-    """§1.4: called after the module's backward, with the gradients of its inputs and of its outputs."""
+def test_backward_post_hook():
+    """Called after the module's backward, with the gradients of its inputs and of its outputs."""
     module, seen, x = nn.Linear(3, 2), [], batch(4, 3, requires_grad=True)
 
     def hook(mod, grad_inputs, grad_outputs):
@@ -82,7 +82,7 @@ def test_001_backward_post_hook():
     assert has_weight_grad
 
 
-def test_001_basic_module_hooks():
+def test_basic_module_hooks():
     """The source's own test: all four kinds on an identity module, one output, each fired once."""
     module, events = nn.Identity(), []
     for kind in OBSERVED:
@@ -93,8 +93,8 @@ def test_001_basic_module_hooks():
     assert events == list(OBSERVED)
 
 
-def test_001_hook_remove():
-    """§4: every registration returns a handle; Remove leaves the other hooks alone, also when called twice."""
+def test_hook_remove():
+    """Every registration returns a handle; Remove leaves the other hooks alone, also when called twice."""
     module, events = nn.Identity(), []
     first = hl.attach(module, lambda mod, inputs: events.append("first"), on="forward_pre")
     hl.attach(module, lambda mod, inputs: events.append("second"), on="forward_pre")
@@ -105,8 +105,8 @@ def test_001_hook_remove():
     assert events == ["first", "second", "second"]
 
 
-def test_001_module_call_flow():
-    """§5, the module's part of the picture: pre-hooks, Forward, post-hooks; backward from the last layer up."""
+def test_module_call_flow():
+    """The module's part of the picture: pre-hooks, Forward, post-hooks; backward from the last layer up."""
     events = []
 
     class Layer(nn.Linear):
@@ -134,8 +134,8 @@ def test_001_module_call_flow():
     ]
 
 
-def test_001_calling_the_module_and_not_its_forward():
-    """§7.3: (*module)(inputs) triggers the hooks, module->Forward(inputs) does not."""
+def test_calling_the_module_and_not_its_forward():
+    """(*module)(inputs) triggers the hooks, module->Forward(inputs) does not."""
     module, events = nn.Linear(3, 2), []
     hl.attach(module, lambda mod, inputs: events.append("fired"), on="forward_pre")
     module.forward(batch(4, 3))
@@ -145,7 +145,7 @@ def test_001_calling_the_module_and_not_its_forward():
 
 
 class Square(torch.autograd.Function):
-    """What source 001 calls a Function: forward and backward of one operation."""
+    """What InfiniTrain calls a Function: forward and backward of one operation."""
 
     @staticmethod
     def forward(ctx, x):
@@ -172,11 +172,11 @@ def function(request):
     return FUNCTIONS[request.param]
 
 
-# -- source 001, section 2: function hooks --------------------------------------------------------------------
+# -- function hooks --------------------------------------------------------------------
 
 
-def test_001_function_forward_pre_hook(function):
-    """§2.1: called before the forward, with the function and its inputs."""
+def test_function_forward_pre_hook(function):
+    """Called before the forward, with the function and its inputs."""
     target, run = function
     seen, x = [], batch(4, 3)
 
@@ -193,8 +193,8 @@ def test_001_function_forward_pre_hook(function):
     assert isinstance(handle, hl.HookHandle)
 
 
-def test_001_function_forward_post_hook(function):
-    """§2.2: called after the forward, with the function, its inputs and its outputs."""
+def test_function_forward_post_hook(function):
+    """Called after the forward, with the function, its inputs and its outputs."""
     target, run = function
     seen, x = [], batch(4, 3)
 
@@ -210,8 +210,8 @@ def test_001_function_forward_post_hook(function):
     assert torch.equal(outputs[0], output)
 
 
-def test_001_function_backward_pre_hook(function):
-    """§2.3: called when the gradients of the outputs have been accumulated, with them."""
+def test_function_backward_pre_hook(function):
+    """Called when the gradients of the outputs have been accumulated, with them."""
     target, run = function
     seen, x = [], batch(4, 3, requires_grad=True)
 
@@ -226,8 +226,8 @@ def test_001_function_backward_pre_hook(function):
     assert torch.equal(grad_output, torch.full((4, 3), 3.0))
 
 
-def test_001_function_backward_post_hook(function):
-    """§2.4: called after the backward, with the gradients of inputs and outputs."""
+def test_function_backward_post_hook(function):
+    """Called after the backward, with the gradients of inputs and outputs."""
     target, run = function
     seen, x = [], batch(4, 3, requires_grad=True)
 
@@ -242,14 +242,14 @@ def test_001_function_backward_post_hook(function):
     assert torch.equal(grad_output, torch.ones(4, 3))
 
 
-def test_001_function_hook_types():
-    """§2 and §3: one type for what goes before, one for what comes after, of functions and of modules."""
+def test_function_hook_types():
+    """One type for what goes before, one for what comes after, of functions and of modules."""
     for name in ("FunctionPreHook", "FunctionPostHook", "ModulePreHook", "ModulePostHook"):
-        assert hasattr(hl, name)
+        assert hasattr(hl.hook_types, name)
 
 
-def test_001_function_call_flow(function):
-    """§5: module pre, function pre, forward, function post, module post; backward the same way round."""
+def test_function_call_flow(function):
+    """Module pre, function pre, forward, function post, module post; backward the same way round."""
     target, run = function
     events = []
 
@@ -280,8 +280,8 @@ def test_001_function_call_flow(function):
     ]
 
 
-def test_001_function_hook_order_and_removal(function):
-    """§4 and §7: hooks run in registration order, and a removed one leaves the others alone."""
+def test_function_hook_order_and_removal(function):
+    """Hooks run in registration order, and a removed one leaves the others alone."""
     target, run = function
     events, x = [], batch(4, 3)
     handles = [

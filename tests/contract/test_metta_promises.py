@@ -1,4 +1,4 @@
-"""Source 003, Metta's component trackers: what the acceptance list asks, what upstream's tests assert, its examples.
+"""Metta's component trackers: what they promise, what upstream's tests assert, and its examples.
 
 The examples are those of the source with the import lines changed. What it quotes of its own implementation (builders
 that keep their state in the context) is tested as what a user may write.
@@ -100,7 +100,7 @@ def train() -> TrainTool:
     return cfg
 
 
-def test_003_example_usage():
+def test_example_usage():
     """Stored, attached at set-up, fed by training, reported and reset per epoch, cleared at the end."""
     cfg, policy, trainer = train(), actor_critic(), new_trainer()
     assert trainer.context.model_metrics == {}
@@ -128,7 +128,7 @@ def test_003_example_usage():
     hl.assert_no_hooks(policy, foreign=True)
 
 
-def test_003_forward_hook_builder_of_ones_own():
+def test_forward_hook_builder_of_ones_own():
     """A builder as the source shows one: state in the context, component registered, a closure that updates."""
 
     def attach_my_activation_hooks():
@@ -163,7 +163,7 @@ def test_003_forward_hook_builder_of_ones_own():
     assert metrics(trainer.context) == pytest.approx(expected)
 
 
-def test_003_backward_hook_builder_of_ones_own():
+def test_backward_hook_builder_of_ones_own():
     """A builder as the source shows one: per-unit norms, reduced in the hook and moved to the host."""
 
     def attach_my_gradient_hooks(*, beta=0.95):
@@ -186,7 +186,7 @@ def test_003_backward_hook_builder_of_ones_own():
     assert metrics(trainer.context)["gradient_flow/critic_head/unit_0"] == pytest.approx(0.05)
 
 
-def test_003_call_order():
+def test_call_order():
     """The picture of docs/sources.md: built at set-up, forward hooks in order, backward hooks the other way round."""
     events: list[str] = []
     cfg, policy, trainer = TrainTool(), actor_critic(), new_trainer()
@@ -220,7 +220,7 @@ def test_003_call_order():
     ]
 
 
-# -- the acceptance list -----------------------------------------------------------------------------------
+# -- trackers, metrics and handles --------------------------------------------------------------------------
 
 
 def test_a_stored_builder_is_attached_at_set_up_and_not_before():

@@ -1,4 +1,4 @@
-"""Source 004, OrderedLearning's hooks over time: what the acceptance list asks of loops, schedules, observers,
+"""OrderedLearning's hooks over time: what is promised of loops, schedules, observers,
 interventions and their context, line by line. Files of sinks and the command line have tests of their own."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Source 004's command line, word for word: SPEC 5.8 and the lines about it in the acceptance scenarios."""
+"""OrderedLearning's command line, word for word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source 004's own examples, with only imports and placeholders changed, in the loops they are meant for.
+"""OrderedLearning's own examples, with only imports and placeholders changed, in the loops they are meant for.
 
 Its pictures too: the order of firing within an epoch, and what one firing at a snapshot does, step by step.
 """
@@ -142,7 +142,7 @@ def test_the_firing_order_within_one_epoch():
 
 
 def test_an_observer_is_shown_a_frozen_context():
-    """compute(ctx), and nothing in it can be set."""
+    """Compute(ctx), and nothing in it can be set."""
 
     class Norms(TrainingHook):
         hook_points = {HookPoint.POST_EPOCH}
@@ -232,7 +232,7 @@ def test_the_typical_intervention_pattern(restores):
 
 
 def test_a_sink_of_ones_own():
-    """emit, set_run_context, flush: called with metrics, at the start of a run, at its end."""
+    """Emit, set_run_context, flush: called with metrics, at the start of a run, at its end."""
 
     class Dashboard(MetricSink):
         def __init__(self):

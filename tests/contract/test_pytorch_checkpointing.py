@@ -57,7 +57,7 @@ class Stack(nn.Module):
         return x
 
 
-# -- S2, S3: saved tensors ------------------------------------------------------------------------------------
+# -- saved tensors ------------------------------------------------------------------------------------
 
 
 @REENTRANT
@@ -92,7 +92,7 @@ COUNTED = {
 }
 
 
-# -- S3: activation checkpointing -----------------------------------------------------------------------------
+# -- activation checkpointing -----------------------------------------------------------------------------
 
 
 @REENTRANT
@@ -180,7 +180,7 @@ def test_the_operators_of_a_checkpointed_backward_are_no_recompute(use_reentrant
 @REENTRANT
 @pytest.mark.parametrize("target", [torch.tanh, "aten.addmm", Cube], ids=["function", "operator", "own function"])
 def test_gradient_hooks_of_functions_in_a_checkpointed_model_fire_once_per_call_or_say_why_not(target, use_reentrant):
-    """DESIGN.md promise 3: as often as in the plain model; if not, the warning on removal speaks of checkpointing."""
+    """As often as in the plain model; if not, the warning on removal speaks of checkpointing."""
     fired = {}
     for mode in (None, use_reentrant):
         model, seen = Stack(mode), []

@@ -61,7 +61,7 @@ def batch(*shape, requires_grad=False):
 
 @pytest.fixture(params=["native", "attach"])
 def register(request):
-    """Registers a hook as source 002 does: natively beside observers of ours, or through ``hl.attach``.
+    """Registers a hook as PyTorch's page does: natively beside observers of ours, or through ``hl.attach``.
 
     In the native form the test ends with the claim that ours fired beside torch's and left them alone.
     """
@@ -86,11 +86,11 @@ def register(request):
         assert handle.report().fired > 0, handle
 
 
-# -- source 002, sections 3 to 7 ------------------------------------------------------------------------------
+# -- hooks ------------------------------------------------------------------------------
 
 
-def test_002_input_logger_hook(register, capsys):
-    """§3.1: prints the input's shape before the forward, until the handle is removed."""
+def test_input_logger_hook(register, capsys):
+    """Prints the input's shape before the forward, until the handle is removed."""
     model, x = nn.Linear(3, 2), batch(4, 3)
 
     def input_logger_hook(module, args):
@@ -105,8 +105,8 @@ def test_002_input_logger_hook(register, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_002_forward_pre_hook_options(register):
-    """§3.1: prepend=True goes first, with_kwargs=True is called with kwargs and may return both."""
+def test_forward_pre_hook_options(register):
+    """prepend=True goes first, with_kwargs=True is called with kwargs and may return both."""
     events = []
 
     class Scale(nn.Module):
@@ -124,8 +124,8 @@ def test_002_forward_pre_hook_options(register):
     assert events == ["first", "second"]
 
 
-def test_002_always_call(register):
-    """§3.2: with always_call=True the forward hook runs although the forward raises, for cleaning up."""
+def test_always_call(register):
+    """With always_call=True the forward hook runs although the forward raises, for cleaning up."""
     open_resources = ["resource"]
 
     class Failing(nn.Module):
@@ -143,8 +143,8 @@ def test_002_always_call(register):
     assert open_resources == []
 
 
-def test_002_backward_hooks_edit_gradients(register):
-    """§4.1, §4.2: the pre hook changes the incoming gradient, the hook what is passed on."""
+def test_backward_hooks_edit_gradients(register):
+    """The pre hook changes the incoming gradient, the hook what is passed on."""
     model, x = nn.Linear(3, 2), batch(4, 3, requires_grad=True)
     register(model, "register_full_backward_pre_hook", lambda module, grad_output: (grad_output[0] * 2,))
     register(model, "register_full_backward_hook", lambda module, gi, go: (gi[0] * 4,))
@@ -153,8 +153,8 @@ def test_002_backward_hooks_edit_gradients(register):
     assert torch.equal(model.bias.grad, torch.full((2,), 8.0))
 
 
-def test_002_execution_flow(register):
-    """§5.2: the sequence diagram, with torch's global hooks before the module's in every phase."""
+def test_execution_flow(register):
+    """The sequence diagram, with torch's global hooks before the module's in every phase."""
     events = []
 
     class Noting(nn.Linear):
@@ -196,8 +196,8 @@ GLOBALS = {
 
 
 @pytest.mark.parametrize("form", ["native", "attach"])
-def test_002_global_hooks(form):
-    """§6: each of the four global registrations reaches every module, before the module's own hooks."""
+def test_global_hooks(form):
+    """Each of the four global registrations reaches every module, before the module's own hooks."""
     model, events = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), []
 
     def note(label):
@@ -237,8 +237,8 @@ def test_002_global_hooks(form):
     assert events == ["local forward_pre Linear", "local forward Linear"]
 
 
-def test_002_state_dict_hooks(register):
-    """§7: the four registrations with their documented signatures, on saving and on loading."""
+def test_state_dict_hooks(register):
+    """The four registrations with their documented signatures, on saving and on loading."""
     model, calls = nn.Linear(3, 2), []
 
     def pre(module, prefix, keep_vars):
@@ -268,11 +268,11 @@ def test_002_state_dict_hooks(register):
     ]
 
 
-# -- source 002, section 8: use cases -------------------------------------------------------------------------
+# -- use cases -------------------------------------------------------------------------
 
 
-def test_002_feature_extraction(register):
-    """§8.1: intermediate features of two named layers, detached, as the model computed them."""
+def test_feature_extraction(register):
+    """Intermediate features of two named layers, detached, as the model computed them."""
     features = {}
 
     def get_features(name):
@@ -296,8 +296,8 @@ def test_002_feature_extraction(register):
     assert not features["layer4"].requires_grad
 
 
-def test_002_gradient_clipping(register):
-    """§8.2: every Linear passes on a gradient within ±1; its own parameters' are not bounded by this hook."""
+def test_gradient_clipping(register):
+    """Every Linear passes on a gradient within ±1; its own parameters' are not bounded by this hook."""
     passed_on = []
 
     def gradient_clipping_hook(module, grad_input, grad_output):
@@ -319,8 +319,8 @@ def test_002_gradient_clipping(register):
     assert model[2].bias.grad.tolist() == [500.0, 500.0]
 
 
-def test_002_gradient_clipping_by_torchs_own_full_backward_kind():
-    """§8.2 once more with on="full_backward": the same gradients as natively, by type instead of by loop."""
+def test_gradient_clipping_by_torchs_own_full_backward_kind():
+    """Clipping with on="full_backward": the same gradients as natively, by type instead of by loop."""
 
     def gradient_clipping_hook(module, grad_input, grad_output):
         return tuple(g.clamp(-1.0, 1.0) if g is not None else g for g in grad_input)
@@ -341,8 +341,8 @@ def test_002_gradient_clipping_by_torchs_own_full_backward_kind():
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_002_freezing_by_zeroing(register):
-    """§8.3: zeroing grad_output leaves the backbone without gradient, and with it everything before it."""
+def test_freezing_by_zeroing(register):
+    """Zeroing grad_output leaves the backbone without gradient, and with it everything before it."""
 
     def freeze_hook(module, grad_output):
         return tuple(torch.zeros_like(g) if g is not None else g for g in grad_output)
@@ -355,8 +355,8 @@ def test_002_freezing_by_zeroing(register):
     assert all(not parameter.grad.any() for parameter in model.stem.parameters())
 
 
-def test_002_activation_statistics(register, capsys):
-    """§8.3: one line of statistics per Conv2d and Linear, in the order of the forward."""
+def test_activation_statistics(register, capsys):
+    """One line of statistics per Conv2d and Linear, in the order of the forward."""
 
     def activation_stats_hook(module, input, output):
         if isinstance(output, torch.Tensor):
@@ -380,8 +380,8 @@ def test_002_activation_statistics(register, capsys):
     )
 
 
-def test_002_removable_handle(register):
-    """§8.4: every registration returns a RemovableHandle whose remove() takes the hook off."""
+def test_removable_handle(register):
+    """Every registration returns a RemovableHandle whose remove() takes the hook off."""
     model, x, events = nn.Linear(3, 2), batch(4, 3), []
 
     def my_hook(module, args, output):
@@ -395,8 +395,8 @@ def test_002_removable_handle(register):
     assert events == ["fired"]
 
 
-def test_002_handle_as_a_context_manager(register):
-    """§8.4: inside the with block the hook is on, after it it is gone."""
+def test_handle_as_a_context_manager(register):
+    """Inside the with block the hook is on, after it it is gone."""
     model, x, events = nn.Linear(3, 2), batch(4, 3), []
 
     def my_hook(module, args, output):
@@ -408,8 +408,8 @@ def test_002_handle_as_a_context_manager(register):
     assert events == ["fired"]
 
 
-def test_002_fast_path(register):
-    """§9.1: with every hook removed the model is back on torch's fast path: all eight dictionaries are empty."""
+def test_fast_path(register):
+    """With every hook removed the model is back on torch's fast path: all eight dictionaries are empty."""
     model, x = nn.Linear(3, 2), batch(4, 3, requires_grad=True)
     handles = [
         register(model, "register_forward_pre_hook", lambda module, args: None),

@@ -1,4 +1,4 @@
-"""Source 002's inventory, SPEC.md 3.1: every hook that torch has, and the hookline call that does the same.
+"""Every hook that torch has, and the hookline call that does the same.
 
 One table: torch's name, how torch registers it, how hookline does, a scenario that takes either, and the effect that
 both must have. What hookline leaves to torch on purpose is a second table, with the reason and what happens instead. A

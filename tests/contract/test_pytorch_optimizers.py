@@ -59,7 +59,7 @@ BOTH = pytest.mark.parametrize("put", [by_torch, by_hookline], ids=["torch", "ho
 
 
 def test_hooks_on_every_optimizer_run_before_its_own_around_the_step():
-    """DESIGN.md §5 for both sides of the step; torch turns the order round after it."""
+    """On both sides of the step; torch turns the order round after it."""
     events = []
 
     class Noting(SGD):

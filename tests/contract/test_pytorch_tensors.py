@@ -59,7 +59,7 @@ def by_hookline(tensor, hook, kind, **options):
 BOTH = pytest.mark.parametrize("put", [by_torch, by_hookline], ids=["torch", "hookline"])
 
 
-# -- S2: hooks on leaves that accumulate ----------------------------------------------------------------------
+# -- hooks on leaves that accumulate ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", ["attach", "attach_tensor"])
@@ -104,7 +104,7 @@ def test_post_accumulate_hooks_fire_as_often_and_at_the_same_moments_as_torchs_o
 
 
 def test_a_pre_accumulate_hook_gets_the_incoming_gradient_and_may_replace_it():
-    """Source 001's pre-accumulate hook: on="grad" of a leaf sees this pass's gradient, before it is added."""
+    """InfiniTrain's pre-accumulate hook: on="grad" of a leaf sees this pass's gradient, before it is added."""
     weight, seen = leaf(3), []
     weight.grad = torch.full((3,), 10.0)
 
@@ -130,7 +130,7 @@ def test_a_pre_accumulate_hook_may_bypass_the_accumulation():
         assert torch.equal(weight.grad, torch.full((3,), 10.0)), (put, kept)
 
 
-# -- S3: order ------------------------------------------------------------------------------------------------
+# -- order ------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -211,7 +211,7 @@ def test_hooks_of_one_kind_run_in_registration_order_and_each_sees_the_edit_befo
 
 @pytest.mark.parametrize("kind", ["grad", "pre", "post"])
 def test_observers_of_tensors_and_nodes_run_after_edits_and_see_what_goes_on(kind):
-    """DESIGN.md §5: an observer attached before an editor sees the edited gradient, and its return is ignored."""
+    """An observer attached before an editor sees the edited gradient, and its return is ignored."""
     x = leaf(3)
     tensor, seen = x * 5, []
     first = (lambda grad: grad) if kind == "grad" else (lambda grads: grads[0])
@@ -279,7 +279,7 @@ def test_a_node_hook_on_a_leaf_survives_the_collection_of_the_node_object():
     assert len(ours) == 4
 
 
-# -- S3: tensors ----------------------------------------------------------------------------------------------
+# -- tensors ----------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -387,7 +387,7 @@ def multi_by_hookline(tensors, hook, mode):
 BOTH_MULTI = pytest.mark.parametrize("put", [multi_by_torch, multi_by_hookline], ids=["torch", "hookline"])
 
 
-# -- S3: several tensors together -----------------------------------------------------------------------------
+# -- several tensors together -----------------------------------------------------------------------------
 
 
 @BOTH_MULTI
@@ -440,7 +440,7 @@ def test_a_pass_inside_a_pass_is_a_pass_of_its_own(put):
     assert seen == [[True, False], [True, True]]
 
 
-# -- S3: nodes ------------------------------------------------------------------------------------------------
+# -- nodes ------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -492,7 +492,7 @@ SAVING = {
 }
 
 
-# -- S2, S3: saved tensors ------------------------------------------------------------------------------------
+# -- saved tensors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", SAVING.values(), ids=SAVING.keys())
@@ -530,7 +530,7 @@ def test_pack_and_unpack_are_called_for_the_same_tensors_as_torchs_own(function)
     assert torch.equal(grad, plain.grad)
 
 
-# -- S2: observe-only, and off --------------------------------------------------------------------------------
+# -- observe-only, and off --------------------------------------------------------------------------------
 
 
 def test_under_no_grad_nothing_is_left_that_a_later_backward_would_fire():

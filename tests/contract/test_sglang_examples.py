@@ -1,4 +1,4 @@
-"""Source 000's configurations and calls, as a user has them, with only imports and paths of factories changed."""
+"""SGLang's configurations and calls, as a user has them, with only imports and paths of factories changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source 000, SGLang's hooks as data: what the acceptance list asks of specs, patterns, paths and removal."""
+"""SGLang's hooks as data: what is promised of specs, patterns, paths and removal."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def log_of(first: Attach, later: Attach, run: Callable[[], object], options: dic
     return "".join(log)
 
 
-@pytest.mark.parametrize(("make", "observes"), CASES)
+@pytest.mark.parametrize(("make", "observes"), [case for case in CASES if "AnyOfSeveral" not in case.id])
 def test_a_firing_runs_the_hooks_that_were_on_when_it_began(make: Callable[[], Place], observes: bool) -> None:
     """Of one kind at one place: the removed one still runs, the added one not yet; at the next firing both count."""
     place = make()

@@ -176,10 +176,12 @@ def test_threads_may_attach_and_remove_around_each_call(kind, style):
     hl.assert_no_hooks(model, foreign=True)
 
 
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("other", CALLS)
-@pytest.mark.parametrize("new", [False, True], ids=["hands its input on", "makes a new tensor"])
-@pytest.mark.parametrize("when", ["attached", "removed", "attached and removed"])
+@pytest.mark.product(
+    kind=CALLS,
+    other=CALLS,
+    new={"hands its input on": False, "makes a new tensor": True},
+    when=["attached", "removed", "attached and removed"],
+)
 def test_what_another_thread_attaches_during_a_call_changes_nothing_in_it(kind, other, new, when):
     """A hook of another thread that comes or goes in the middle of a forward takes no firing away, and has none."""
     for style, other_style in itertools.product(STYLES, STYLES):

@@ -806,9 +806,6 @@ def test_a_hook_that_never_had_a_step_comes_off_without_a_word() -> None:
         attach_optimizer(optimizer, ignore).remove()
 
 
-# -- the house test ---------------------------------------------------------------------------------------------
-
-
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
     """Where two nested states are not the same bit for bit."""
     if isinstance(one, Tensor):
