@@ -5,6 +5,7 @@ One run has every observer of the library on; the control is a hook that draws o
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -69,7 +70,8 @@ class House(nn.Module):
 class Run:
     """Twenty steps of AdamW; a subclass may hook whatever it likes."""
 
-    def __init__(self, *, use_reentrant=None):
+    def __init__(self, *, use_reentrant=None, steps=STEPS):
+        self.steps = steps
         torch.manual_seed(0)
         random.seed(0)
         self.model = House(use_reentrant)
@@ -80,7 +82,7 @@ class Run:
 
     def train(self):
         losses = []
-        for _ in range(STEPS):
+        for _ in range(self.steps):
             batch, labels = torch.randn(12, 6), torch.randint(3, (12,))
             self.optimizer.zero_grad()
             loss = self.loss(batch, labels)
@@ -97,11 +99,17 @@ class Run:
         }
 
 
+@functools.cache
+def plain(use_reentrant=None):
+    """The run to compare with."""
+    return Run(use_reentrant=use_reentrant).train()
+
+
 class ObservedRun(Run):
     """The same with observers on modules, functions, tensors, leaves, nodes, saved tensors, the optimizer and more."""
 
-    def __init__(self, *, observe=True, use_reentrant=None):
-        super().__init__(use_reentrant=use_reentrant)
+    def __init__(self, *, observe=True, **options):
+        super().__init__(**options)
         self.fired = {}
         self.observe = observe
         self.profiled = 0
@@ -200,7 +208,7 @@ def differences(one, other, path=""):
 def test_twenty_steps_with_every_observer_on_end_with_the_bits_of_the_plain_run(observe):
     """Losses, weights, buffers, gradients, AdamW's state and the random streams are identical; every observer fired."""
     observed = ObservedRun(observe=observe)
-    found = differences(observed.train(), Run().train())
+    found = differences(observed.train(), plain())
     assert found == []
     once = ["activation grad", "activation and loss", "loss node pre", "activation node post", "all grads"]
     once += [f"{who} {kind}" for who in ("own", "every") for kind in STEP_KINDS]
@@ -225,7 +233,7 @@ def test_twenty_steps_with_every_observer_on_end_with_the_bits_of_the_plain_run(
 def test_a_checkpointed_run_with_every_observer_on_ends_with_the_bits_of_the_plain_run(use_reentrant):
     """The same with most of the forward repeated in the backward, dropout and all."""
     observed = ObservedRun(use_reentrant=use_reentrant)
-    found = differences(observed.train(), Run(use_reentrant=use_reentrant).train())
+    found = differences(observed.train(), plain(use_reentrant))
     assert found == []
     for label in ("param_grad", "leaf node", "Swish backward", "module backward", "functions backward", "pack"):
         assert observed.fired[label] >= STEPS, label
@@ -233,7 +241,7 @@ def test_a_checkpointed_run_with_every_observer_on_ends_with_the_bits_of_the_pla
 
 def test_after_a_run_with_every_observer_the_model_and_the_process_are_as_before():
     """No hook of anybody is left on model, optimizer, function class or in torch's global dictionaries."""
-    observed, apply = ObservedRun(), Swish.apply
+    observed, apply = ObservedRun(steps=2), Swish.apply
     observed.train()
     hl.assert_no_hooks(observed.model, foreign=True)
     assert "apply" not in vars(Swish)
@@ -273,7 +281,7 @@ def test_one_hook_that_draws_a_random_number_is_found_out(put):
     run = Run()
     with put(run, draw):
         drawn = run.train()
-    found = differences(drawn, Run().train())
+    found = differences(drawn, plain())
     assert "/torch" in found
     assert "/model/stem.weight" in found
 
@@ -286,6 +294,6 @@ def test_one_pack_function_that_draws_a_random_number_is_found_out():
             with hl.saved_tensors(lambda tensor: torch.rand(1) is None or tensor, lambda packed: packed):
                 return super().loss(batch, labels)
 
-    found = differences(Drawing().train(), Run().train())
+    found = differences(Drawing().train(), plain())
     assert "/torch" in found
     assert "/model/stem.weight" in found
