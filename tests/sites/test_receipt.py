@@ -406,7 +406,7 @@ def test_a_report_is_made_while_modules_are_collected():
         for module in kept:
             module(torch.ones(1, 1))
         entries = handle._attachment.members()
-        table_type = type(entries[-1].table)
+        table_type = type(entries[-1].container)
         alive = table_type.alive
 
         def collects(table):
