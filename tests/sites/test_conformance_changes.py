@@ -1,4 +1,4 @@
-"""Hooks that come and go while hooks fire: one rule for every kind and every place (docs/architecture.md, *Order*)."""
+"""Hooks that come and go while hooks fire: one rule for every kind and every place (docs/behaviour.md, *Order*)."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_a_change_counts_from_the_next_firing_of_the_same_call(
 
 
 def test_the_rule_stands_in_one_place() -> None:
-    """Pages that speak of it repeat the sentence of docs/architecture.md or link to it."""
+    """Pages that speak of it repeat the sentence of docs/behaviour.md or link to it."""
     docs = Path(__file__).parents[2] / "docs"
-    order = (docs / "architecture.md").read_text().partition("\n## Order\n")[2].partition("\n## ")[0]
+    order = (docs / "behaviour.md").read_text().partition("\n## Order\n")[2].partition("\n## ")[0]
     assert "fire as they were when the first of them began" in " ".join(order.split())
-    assert "architecture.md#order" in (docs / "sources.md").read_text()
+    assert "behaviour.md#order" in (docs / "sources.md").read_text()
