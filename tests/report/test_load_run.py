@@ -223,23 +223,6 @@ def test_several_runs_come_by_name(tmp_path):
         hl.load_run(tmp_path)
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
-    """By where their folders part."""
-    for folder in ("default", "default_1"):
-        write(tmp_path / folder, at(0, 0, m__x=1.0), name="digits")
-    assert list(hl.load_runs(tmp_path)) == ["digits / default (default)", "digits / default (default_1)"]
-
-
-def test_strategies_of_one_log_are_runs_each(tmp_path):
-    """A manager may have written several into one."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    for strategy, value in (("a", 1.0), ("b", 2.0)):
-        log.append_context({"strategy": strategy})
-        log.append(Record({"m/x": value}, 0, "POST_EPOCH", 0, strategy))
-    log.close()
-    assert [run.latest["m/x"] for run in hl.load_runs(tmp_path).values()] == [1.0, 2.0]
-
-
 def test_what_is_no_run_is_refused(tmp_path):
     """With what was looked for."""
     (tmp_path / "empty").mkdir()

@@ -16,6 +16,7 @@ from helpers_waiting import PATIENCE
 from hookline.errors import MissingPackageError, OptionError
 from hookline.report import plotly_script
 from hookline.report import report_page as page
+from hookline.report.loaded_run import load_runs
 from hookline.report.metric_series import Collector
 from hookline.report.report_page import write_report
 from hookline.report.report_runs import distinct_names, find_runs, read_runs
@@ -63,6 +64,7 @@ def test_strategies_in_one_log_are_runs_of_their_own(tmp_path: Path) -> None:
     runs = read_runs(tmp_path, Collector)
     assert [run.name for run in runs] == ["mod / random", "mod / stride"]
     assert [run.collected.series().curves[0].values.tolist() for run in runs] == [[1.0, 2.0]] * 2
+    assert [run.latest["a/x"] for run in load_runs(tmp_path).values()] == [2.0, 2.0]
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -76,6 +78,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         "digits / default (two/default)",
         "digits / default (one/default) 2",
     ]
+    assert list(load_runs(folders)) == ["digits / default (one/default)", "digits / default (two/default)"]
 
 
 @pytest.mark.parametrize(

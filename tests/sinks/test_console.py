@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -134,7 +132,7 @@ def test_nothing_is_printed_of_no_metrics_and_of_other_processes():
     ],
 )
 def test_values_read_in_a_few_characters(value, text):
-    """The source's formats; NaN is to be seen, also in a list."""
+    """OrderedLearning's formats; NaN is to be seen, also in a list."""
     assert format_value(value) == text
 
 
@@ -295,15 +293,6 @@ def test_wrong_options_are_told():
     with pytest.raises(hl.errors.OptionError, match="got both"):
         ConsoleSink(console=terminal(), width=3)
     assert ConsoleSink("LIVE").mode == "live"  # type: ignore[arg-type]
-
-
-def test_importing_it_imports_neither_torch_nor_rich():
-    """The helper process and ``hookline --help`` do without."""
-    code = (
-        "import sys, hookline.sinks.console_sink, hookline.sinks.console_live, hookline.sinks.console_live;"
-        "sys.exit(bool({'torch', 'rich'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_it_is_a_sink_of_a_run():

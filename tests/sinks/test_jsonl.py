@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from hookline.errors import HooklineWarning
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.metric_values import all_finite
@@ -25,7 +24,7 @@ def lines(path: Path):
 
 
 def test_a_line_per_emit_is_there_at_once(tmp_path):
-    """The source's keys first, then the metrics; nothing for no metrics."""
+    """OrderedLearning's keys first, then the metrics; nothing for no metrics."""
     path = tmp_path / "metrics.jsonl"
     sink = JSONLSink(path)
     sink.emit({"loss": 0.5, "größe": 1}, 3, HookPoint.POST_EPOCH)
@@ -64,7 +63,7 @@ def test_a_metric_with_the_name_of_another_key_has_a_spelling_of_its_own(tmp_pat
 
 
 def test_tensors_arrays_and_odd_things_are_written(tmp_path):
-    """Of several numbers as well, at which the source raised."""
+    """Of several numbers as well, at which OrderedLearning raised."""
     sink = JSONLSink(tmp_path / "metrics.jsonl")
     sink.emit(
         {"one": torch.tensor(1.5), "two": torch.tensor([1, 2]), "np": np.float32(0.5), "odd": {1, 2} and object(),
@@ -87,17 +86,6 @@ def test_without_a_path_there_is_a_file_per_strategy_in_the_folder_of_the_run(tm
     sink.close()
     counts = {path.name: len(lines(path)) for path in tmp_path.rglob("*.jsonl")}
     assert counts == {"a.jsonl": 2, "b.jsonl": 1}
-
-
-def test_not_knowing_where_to_write_it_drops_metrics_and_says_so_once(tmp_path):
-    """Until it knows."""
-    sink = JSONLSink()
-    with pytest.warns(HooklineWarning, match=r"does not know yet where to write.*Give it a path"):
-        sink.emit({"x": 1}, 0, "POST_EPOCH")
-    sink.emit({"x": 2}, 0, "POST_EPOCH")
-    sink.set_run_context(strategy="a", run_dir=str(tmp_path))
-    sink.emit({"x": 3}, 0, "POST_EPOCH")
-    assert [line["x"] for line in lines(tmp_path / "a.jsonl")] == [3]
 
 
 def test_a_resumed_run_goes_on_in_the_file_where_the_checkpoint_was(tmp_path):
@@ -128,13 +116,6 @@ def test_a_state_from_before_the_first_line_cuts_off_all_of_them(tmp_path):
     again.load_state_dict(state)
     again.emit({"x": 2}, 0, "POST_EPOCH")
     assert [line["x"] for line in lines(path)] == ["before", 2]
-
-
-def test_its_options_make_such_a_sink_again(tmp_path):
-    """As JSON has them."""
-    again = JSONLSink(**json.loads(json.dumps(JSONLSink(tmp_path / "x.jsonl").options())))
-    assert again.path == tmp_path / "x.jsonl"
-    assert JSONLSink().options() == {"path": None}
 
 
 def test_a_tensor_beside_an_array_is_written_where_warnings_are_errors(tmp_path):

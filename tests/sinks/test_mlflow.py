@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hookline.errors import HooklineWarning
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.mlflow_sink import MLflowSink
 from hookline.sinks.sink import Record, StepSeries
@@ -134,28 +133,6 @@ def test_every_kind_of_value_and_name_is_taken(tmp_path, empty):
     }  # fmt: skip
     assert (data.tags["text"], data.tags["mixed"]) == ("größe", '[1,"x"]')
     assert json.loads((tmp_path / "run" / "mlflow_run.json").read_text())["run_id"] == run
-
-
-def test_nothing_is_made_before_it_is_needed(tmp_path):
-    """No store for no metrics; without any they are dropped, which is said once."""
-    sink = MLflowSink()
-    sink.set_run_context(strategy="random", run_dir=tmp_path / "run")
-    sink.emit({}, 0, "SNAPSHOT")
-    sink.close()
-    assert list(tmp_path.iterdir()) == []
-    sink = MLflowSink()
-    with pytest.warns(HooklineWarning, match="MLflowSink requires tracking_uri"):
-        sink.emit({"a": 1}, 0, "SNAPSHOT")
-    sink.emit({"a": 1}, 0, "SNAPSHOT")
-
-
-def test_options_make_the_same_sink_elsewhere(tmp_path):
-    """As JSON has it; a file is given to MLflow as the database it is."""
-    assert MLflowSink.slow
-    assert MLflowSink("sqlite:///x.db", "e").options() == {"tracking_uri": "sqlite:///x.db", "experiment": "e"}
-    assert MLflowSink(tmp_path / "x.db").options()["tracking_uri"] == f"sqlite:///{tmp_path}/x.db"
-    assert MLflowSink("http://host:5000").options()["tracking_uri"] == "http://host:5000"
-    assert MLflowSink().options() == {"tracking_uri": None, "experiment": None}
 
 
 def test_a_replay_does_not_go_on_with_the_run(tmp_path, empty):

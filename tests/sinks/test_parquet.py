@@ -135,17 +135,6 @@ def test_a_folder_that_exists_is_left_alone_and_strategies_have_their_own(tmp_pa
     assert all(len(read(tmp_path / path)) == 1 for path in found)
 
 
-def test_without_a_path_metrics_are_dropped_and_that_is_said_once(tmp_path):
-    """And nothing is made for no metrics."""
-    sink = ParquetSink()
-    with pytest.warns(HooklineWarning, match="ParquetSink requires a path"):
-        sink.emit({"a": 1}, 0, "SNAPSHOT")
-    sink.emit({"a": 1}, 0, "SNAPSHOT")
-    sink.emit({}, 0, "SNAPSHOT")
-    sink.close()
-    assert sink.state_dict() == {}
-
-
 @pytest.mark.parametrize("at", [4, 10, 11, 17])
 def test_a_resumed_run_goes_on_in_its_folder(tmp_path, monkeypatch, at):
     """Rows after the checkpoint go, wherever in the files it was."""

@@ -6,10 +6,8 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hookline.errors import HooklineWarning
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.sink import Record, StepSeries
@@ -154,25 +152,3 @@ def test_a_killed_and_resumed_run_repeats_no_step_through_the_helper_process(tmp
     found = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("a")] == [(step, step * 0.5) for step in range(12)]
-
-
-def test_nothing_is_made_before_it_is_needed(tmp_path):
-    """No folder for no metrics; without any place they are dropped, which is said once."""
-    sink = TensorBoardSink(tmp_path / "tb")
-    sink.set_run_context(strategy="any")
-    sink.emit({}, 0, "SNAPSHOT")
-    sink.flush()
-    sink.close()
-    assert list(tmp_path.iterdir()) == []
-    sink = TensorBoardSink()
-    with pytest.warns(HooklineWarning, match="TensorBoardSink requires log_dir"):
-        sink.emit({"a": 1}, 0, "SNAPSHOT")
-    sink.emit({"a": 1}, 0, "SNAPSHOT")
-
-
-def test_options_make_the_same_sink_elsewhere(tmp_path, monkeypatch):
-    """Also in a process that is in another folder."""
-    monkeypatch.chdir(tmp_path)
-    assert TensorBoardSink.slow
-    assert TensorBoardSink("tb").options() == {"log_dir": str(tmp_path / "tb")}
-    assert TensorBoardSink().options() == {"log_dir": None}

@@ -14,14 +14,9 @@ import wandb
 from helpers_waiting import until
 from wandb.proto import wandb_internal_pb2
 
-from hookline.errors import HooklineWarning, MissingPackageError, OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.sinks import sink as sink_module
-from hookline.sinks.mlflow_sink import MLflowSink
-from hookline.sinks.parquet_sink import ParquetSink
-from hookline.sinks.prometheus_sink import PrometheusSink
 from hookline.sinks.sink import Record, StepSeries
-from hookline.sinks.tensorboard_sink import TensorBoardSink
 from hookline.sinks.wandb_sink import WandbSink
 
 _BLOCK = 32768
@@ -187,57 +182,3 @@ def test_a_project_that_wandb_refuses_is_refused_before_training(project):
     """With what it takes."""
     with pytest.raises(OptionError, match=r"W&B takes project names of 1 to 128 signs without any of"):
         WandbSink(project)
-
-
-def test_options_make_the_same_sink_elsewhere(tmp_path, monkeypatch):
-    """As JSON has it."""
-    monkeypatch.chdir(tmp_path)
-    assert WandbSink.slow
-    sink = WandbSink("p", group="g", mode="offline", config={"a": 1}, dir="here")
-    options = json.loads(json.dumps(sink.options()))
-    assert options == {
-        "project": "p",
-        "group": "g",
-        "mode": "offline",
-        "config": {"a": 1},
-        "dir": str(tmp_path / "here"),
-    }
-    assert WandbSink(**options).options() == options
-
-
-@pytest.mark.parametrize(
-    ("kind", "line"),
-    [
-        (WandbSink, "'wandb', which is not installed. Install it: pip install 'hookline[wandb]'."),
-        (TensorBoardSink, "'tensorboard', which is not installed. Install it: pip install 'hookline[tensorboard]'."),
-        (MLflowSink, "'mlflow', which is not installed. Install it: pip install 'hookline[mlflow]'."),
-        (ParquetSink, "'pyarrow', which is not installed. Install it: pip install 'hookline[parquet]'."),
-        (
-            PrometheusSink,
-            "'prometheus_client', which is not installed. Install it: pip install 'hookline[prometheus]'.",
-        ),
-    ],
-)
-def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(kind, line, monkeypatch, tmp_path):
-    """Before training, by ``check``, and at the first record; as ours and as an ImportError."""
-    kind.check()
-    monkeypatch.setattr(sink_module, "_is_installed", lambda module: False)
-    with pytest.raises(OptionError) as caught:
-        kind.check()
-    assert str(caught.value) == f"{kind.__name__} needs the package {line}"
-    assert isinstance(caught.value, MissingPackageError)
-    assert isinstance(caught.value, ImportError)
-    sink = kind("project") if kind is WandbSink else kind()
-
-    def use() -> None:
-        sink.set_run_context(strategy="any", run_dir=tmp_path)
-        sink.emit({"a": 1}, 0, "SNAPSHOT")
-
-    with pytest.raises(MissingPackageError):
-        use()
-
-
-def test_what_is_installed_is_found_without_importing_it():
-    """Also parts of packages that are missing, and modules made by hand."""
-    assert sink_module._is_installed("wandb")
-    assert not sink_module._is_installed("no_such_package.part")

@@ -88,10 +88,7 @@ class _PlacedCurve:
 def find_anomalies(
     facts: Mapping[str, Any], series: RunSeries, places: Mapping[str, LayerPlace]
 ) -> list[dict[str, Any]]:
-    """Return findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more``.
-
-    Recipe: ``find_anomalies({}, series, layer_places(curve.name for curve in series.curves))[0]["title"]``.
-    """
+    """Return findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more``."""
     curves = _placed(series, places)
     found = [
         *_run_failures(facts),
@@ -108,10 +105,7 @@ def find_anomalies(
 
 
 def count_judged(facts: Mapping[str, Any], series: RunSeries, places: Mapping[str, LayerPlace]) -> dict[str, Any]:
-    """Return how many curves of each kind the rules could judge: ``kinds``, and how many were too ``short``.
-
-    Recipe: ``count_judged({}, series, {})["kinds"]`` is ``[["loss", 2], ["accuracy", 1], ["gradient norm", 0]]``.
-    """
+    """Return how many curves of each kind the rules could judge: ``kinds``, and how many were too ``short``."""
     curves = _placed(series, places)
     kinds = {
         "loss": _losses(curves),

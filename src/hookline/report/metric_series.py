@@ -109,10 +109,7 @@ _Rows = tuple[list[int], list[Any]]
 
 
 class Collector:
-    """Collects the metrics of a run, record by record.
-
-    Recipe: ``found = Collector(); found.take(record); found.series().curves``.
-    """
+    """Collects the metrics of a run, record by record."""
 
     def __init__(self) -> None:
         self.numbers: dict[_Key, _Points] = {}
@@ -339,10 +336,7 @@ def _clock(moments: list[tuple[int, int, float, bool]], started: float | None) -
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The place of a metric on a map of layers and steps.
-
-    Recipe: ``layer_places(["stats/0/forward/mean"])["stats/0/forward/mean"].layer`` is ``"0"``.
-    """
+    """The place of a metric on a map of layers and steps."""
 
     group: str
     """The map: the hook and what it looked at, ``stats/forward``."""
@@ -353,10 +347,7 @@ class LayerPlace:
 
 
 def layer_places(names: Iterable[str]) -> dict[str, LayerPlace]:
-    """Return the place of each metric that there is for several layers; leave the others out.
-
-    Recipe: ``layer_places(curve.name for curve in series.curves)``.
-    """
+    """Return the place of each metric that there is for several layers; leave the others out."""
     found: dict[str, LayerPlace] = {}
     others: dict[int, list[tuple[str, list[str]]]] = {}
     for name in names:

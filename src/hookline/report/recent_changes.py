@@ -87,10 +87,7 @@ def _candidates(logs: Values, least: float, floor: float) -> Iterator[int]:
 
 
 def falls(curve: Curve, least: float) -> Iterator[Event]:
-    """Yield where the curve falls by `least` or more below the best level it had, slowly or at once.
-
-    Recipe: ``[event.extreme for event in falls(accuracy, 0.05)]``.
-    """
+    """Yield where the curve falls by `least` or more below the best level it had, slowly or at once."""
     values, steps = _finite(curve)
     if values.size < 3:
         return

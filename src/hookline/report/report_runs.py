@@ -58,10 +58,7 @@ class RunData(Generic[T]):
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the folders of runs, and logs by themselves; for a folder that holds runs, these.
-
-    Recipe: ``find_runs(["runs/mod_arithmetic"])`` returns a folder for each strategy.
-    """
+    """Return the folders of runs, and logs by themselves; for a folder that holds runs, these."""
     if not paths:
         raise OptionError("A page needs at least one run; give the folder of one, such as runs/digits/default.")
     found: list[Path] = []
@@ -90,10 +87,7 @@ def _nearby(path: Path) -> str:
 
 
 def read_runs(path: Path, make: Callable[[], T]) -> list[RunData[T]]:
-    """Read a folder or a log; hand the records of each run in it, by strategy, to an object that ``make`` returns.
-
-    Recipe: ``read_runs(Path("runs/digits/default"), Collector)[0].collected.series()``.
-    """
+    """Read a folder or a log; hand the records of each run in it, by strategy, to an object that ``make`` returns."""
     folder, log = (path.parent, path) if path.is_file() else (path, path / LOG)
     remarks: list[str] = []
     facts = _read_facts(folder / FACTS, remarks)

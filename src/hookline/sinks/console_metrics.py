@@ -199,10 +199,7 @@ def _without_twins(keys: Sequence[str]) -> list[str]:
 
 
 class SnapshotLines:
-    """One line per snapshot: numbers in columns, under their names when these change.
-
-    Recipe: ``SnapshotLines(MetricChoice()).lines({"eval/val_acc": 0.5}, record)`` is the names and a line below.
-    """
+    """One line per snapshot: numbers in columns, under their names when these change."""
 
     def __init__(self, choice: MetricChoice) -> None:
         self._choice = choice
@@ -210,7 +207,7 @@ class SnapshotLines:
         self._num_rows = 0
 
     def clear(self) -> None:
-        """Have the names printed again, as another run begins."""
+        """Print the names again, as another run begins."""
         self._columns, self._num_rows = (), 0
 
     def lines(self, metrics: Mapping[str, Any], record: Record) -> list[str]:

@@ -17,12 +17,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from hookline.error_policy import error_text
 from hookline.sinks.metric_values import dumps, loads
-from hookline.sinks.record_log import Context, parse_line, record_number, size_of
+from hookline.sinks.record_log import Context, parse_line, read_lines, record_number, size_of
 from hookline.sinks.resilient_log import BackOff
 from hookline.sinks.sink import Record
 
@@ -77,7 +78,7 @@ class Delivery:
         self.back_off = BackOff()
         self._spec, self._log, self._send = spec, log, send
         self._sink: Any = None
-        self._tail = _LogTail(log)
+        self._offset = 0  # bytes of the log that were read
         self.position = read_position(log, self.name)
         """The number of the first record that has not arrived for good."""
         self._taken = self.position
@@ -115,11 +116,11 @@ class Delivery:
 
     def is_done(self) -> bool:
         """Return whether everything in the log has arrived."""
-        return not self._next and self._taken == self.position and self._tail.is_at_end()
+        return not self._next and self._taken == self.position and not self._whole_lines(1)
 
     def seek(self) -> None:
         """Read the log from its beginning, as it was cut back; what the sink has received is skipped."""
-        self._tail = _LogTail(self._log)
+        self._offset = 0
         self._next.clear()
         self._expected = None
         self._before = {}
@@ -139,14 +140,15 @@ class Delivery:
         """Read the next batch from the log."""
         if self._next:
             return
-        if self._tail.is_cut():
+        if size_of(self._log) < self._offset:
             self.seek()
         has_sought = False
-        while not self._next and (lines := self._tail.read(BATCH)):
+        while not self._next and (lines := self._whole_lines(BATCH)):
             if not has_sought and self._is_other_place(lines[0]):
                 has_sought = True  # once: a number may also be missing in the log itself
                 self.seek()
                 continue
+            self._offset += sum(map(len, lines))
             for line in lines:
                 number = record_number(line)
                 if number is not None:
@@ -154,6 +156,14 @@ class Delivery:
                 found = parse_line(line) if number is None or number >= self._taken else None
                 if found is not None:
                     self._append(found)
+
+    def _whole_lines(self, most: int) -> list[bytes]:
+        """Return the next whole lines of the log, which grows, ``most`` at the most."""
+        if size_of(self._log) <= self._offset:
+            return []
+        with suppress(FileNotFoundError):
+            return list(islice(read_lines(self._log, self._offset), most))
+        return []
 
     def _is_other_place(self, line: bytes) -> bool:
         """Return whether ``line`` is not the next one: the log was cut back and has grown again since the last read."""
@@ -209,40 +219,6 @@ class Delivery:
         if self.back_off.attempts == 1:
             traceback.print_exception(error)  # to the file of the helper's standard error
         self._send({"failed": self.name, "what": what, "error": error_text(error)})
-
-
-class _LogTail:
-    """A log that is read while it grows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self, most: int) -> list[bytes]:
-        """Return the next whole lines, ``most`` at the most."""
-        lines = self._peek(most)
-        self._offset += sum(map(len, lines))
-        return lines
-
-    def _peek(self, most: int) -> list[bytes]:
-        found: list[bytes] = []
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                found.append(line)
-                if len(found) == most:
-                    break
-        return found
-
-    def is_cut(self) -> bool:
-        """Return whether the log is shorter than what was read."""
-        return size_of(self._path) < self._offset
-
-    def is_at_end(self) -> bool:
-        """Return whether no whole line is left."""
-        return size_of(self._path) <= self._offset or not self._peek(1)
 
 
 def _make_sink(spec: dict[str, Any]) -> Any:

@@ -118,7 +118,7 @@ class FanOut:
         self._each("begin another run", lambda sink: sink.call("set_run_context", **context))
 
     def flush(self) -> None:
-        """Have everything written: the log on the disk, and what sinks hold back. Wait for slow sinks."""
+        """Write everything: the log to the disk, and what sinks hold back. Wait for slow sinks."""
         self._flush_local()
         if self._helper is not None and self._log is not None:
             self._helper.flush(self._log.number)

@@ -119,11 +119,11 @@ class HelperProcess:
         return not behind
 
     def seek(self) -> None:
-        """Have sinks read the log from its beginning, as it was cut back."""
+        """Make sinks read the log from its beginning, as it was cut back."""
         self._send({"seek": True})
 
     def close(self) -> bool:
-        """Have the process end when all is delivered, and wait for that; return whether there was one."""
+        """End the process when all is delivered, and wait for that; return whether there was one."""
         process = self._process
         if process is None:
             return False

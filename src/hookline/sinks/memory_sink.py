@@ -17,7 +17,7 @@ __all__ = ["MemoryRecord", "MemorySink"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """What one ``emit`` received."""
+    """The arguments of one ``emit``."""
 
     metrics: dict[str, Any]
     """The metrics, by name."""

@@ -62,10 +62,7 @@ def all_finite(values: Collection[Any]) -> bool:
 
 
 class JsonCleaner:
-    """Converts values to what JSON can hold, and records what it had to change.
-
-    Recipe: ``cleaner = JsonCleaner(); line = dumps(cleaner.clean(metrics)); cleaner.flags, cleaner.altered``.
-    """
+    """Converts values to what JSON can hold, and records what it had to change."""
 
     def __init__(self) -> None:
         self.flags: dict[str, Any] = {}

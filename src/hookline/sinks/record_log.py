@@ -26,7 +26,7 @@ from hookline.lifecycle.points import HookPoint
 from hookline.sinks.metric_values import JsonCleaner, all_finite, dumps, loads, restore_nonfinite
 from hookline.sinks.sink import Record, StepSeries
 
-__all__ = ["Context", "LineFile", "RecordLog", "parse_line", "read_log", "record_number", "size_of"]
+__all__ = ["Context", "LineFile", "RecordLog", "parse_line", "read_lines", "read_log", "record_number", "size_of"]
 
 _NUMBER: Final = re.compile(rb'\{"n": ?(\d+)')
 _POINTS: Final = HookPoint.__members__
@@ -35,7 +35,7 @@ _BLOCK: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Which run the records after it belong to.
+    """The run that the records after it belong to.
 
     Recipe: ``[found.context for found in read_log(path) if isinstance(found, Context)]``.
     """
@@ -99,7 +99,7 @@ class LineFile:
             self._cut_half_line()
 
     def sync(self) -> None:
-        """Have the system write what it holds to the disk."""
+        """Write what the system holds to the disk."""
         os.fsync(self._file)
 
     def last(self) -> bytes:
@@ -242,7 +242,7 @@ class RecordLog:
         self.number = number
 
     def sync(self) -> None:
-        """Have everything on the disk."""
+        """Write everything to the disk."""
         self._file.sync()
 
     def is_in_place(self) -> bool:
@@ -256,7 +256,7 @@ class RecordLog:
     def _next_number(self) -> int:
         number = record_number(self._file.last())
         if number is None:  # empty, or contexts at its end
-            numbers = map(record_number, _lines(self.path))
+            numbers = map(record_number, read_lines(self.path))
             number = max((found for found in numbers if found is not None), default=-1)
         return number + 1
 
@@ -336,7 +336,7 @@ def read_log(path: str | Path, start: int = 0) -> Iterator[Entry]:
         start: The number of the first record wanted. The context that it belongs to comes first.
     """
     context: dict[str, Any] | None = None
-    for line in _lines(_log_path(path)):
+    for line in read_lines(_log_path(path)):
         number = record_number(line)
         if start and number is not None and number < start:
             continue
@@ -360,7 +360,8 @@ def _log_path(path: str | Path) -> Path:
     return found
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the whole lines; one without a newline is being written, or never will be."""
+def read_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
+    """Yield the whole lines from ``offset`` on; one without a newline is being written, or never will be."""
     with path.open("rb") as file:
+        file.seek(offset)
         yield from (line for line in file if line.endswith(b"\n"))

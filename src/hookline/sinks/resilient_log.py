@@ -29,7 +29,7 @@ _LOOK_EVERY: Final = 5.0
 
 
 class BackOff:
-    """When to try again: soon at first, then ever later."""
+    """Times to try again: soon at first, then ever later."""
 
     def __init__(self, first: float = 0.2, last: float = 30.0) -> None:
         self._first, self._last = first, last

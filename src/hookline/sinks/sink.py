@@ -166,7 +166,7 @@ _IDENTITY = ("strategy", "run_dir", "output_dir", "experiment_name")
 
 
 class RunContext:
-    """What ``set_run_context`` has said of the current run, and where the files of that run are.
+    """The arguments of ``set_run_context`` for the current run, and the places of its files.
 
     Recipe::
 

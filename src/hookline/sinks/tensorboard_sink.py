@@ -95,7 +95,7 @@ class TensorBoardSink(RunSink):
         self._last = max(self._last, step)
 
     def _add_purge(self, step: int) -> None:
-        """Have readers ignore what earlier files hold from ``step`` on."""
+        """Make readers ignore what earlier files hold from ``step`` on."""
         from tensorboard.compat.proto import event_pb2
 
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
