@@ -11,7 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["OPTIMIZERS", "Run", "Tied", "bytes_of", "differing", "portrait"]
+from hookline.guard.guard import Guard
+from hookline.guard.model_context import ModelDataContext
+
+__all__ = [
+    "OPTIMIZERS",
+    "Run",
+    "Stop",
+    "Tied",
+    "bytes_of",
+    "context_of",
+    "differing",
+    "guard_of",
+    "portrait",
+    "ruin",
+    "small_context",
+    "small_loss",
+]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
@@ -92,6 +108,25 @@ class Run:
     def guarded(self) -> tuple[Any, ...]:
         """What ``Guard`` and ``rollback`` take."""
         return self.model, self.optimizer, self.scheduler, self.scaler
+
+
+class Stop(Exception):
+    """Ends a block in the middle."""
+
+
+def guard_of(run: Run, **options: Any) -> Guard:
+    """Return a guard for all of a run."""
+    return Guard(*run.guarded, loader=run.loader, **options)
+
+
+def ruin(run: Run) -> None:
+    """Fill everything with 999, step everything, and leave the model another one."""
+    with torch.no_grad():
+        for tensor in [*run.model.parameters(), *run.model.buffers()]:
+            tensor.fill_(999)
+    run.step()
+    run.model.eval()
+    del run.model.head
 
 
 def portrait(run: Run, *, addresses: bool = True) -> dict[str, Any]:
@@ -175,3 +210,30 @@ def _value(value: Any) -> Any:
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of what is not the same."""
     return [name for name in {**one, **other} if name not in one or name not in other or one[name] != other[name]]
+
+
+def context_of(run: Run, **options: Any) -> ModelDataContext:
+    """Return the context of a run, with a batch of its own."""
+    given = {
+        "scheduler": run.scheduler,
+        "scaler": run.scaler,
+        "loader": run.loader,
+        "loss_fn": run.loss,
+        "batch": [torch.ones(6, 5)],
+    }
+    return ModelDataContext(run.model, run.optimizer, **(given | options))
+
+
+def small_context(**options: Any) -> tuple[nn.Module, ModelDataContext]:
+    """Return a model without randomness, so that gradients can be compared, and its context."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    loader = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=4, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"loader": loader, "loss_fn": small_loss, "batch": next(iter(loader))}
+    return model, ModelDataContext(model, optimizer, **(given | options))
+
+
+def small_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of `small_context`."""
+    return model(batch[0]).square().mean()

@@ -64,9 +64,9 @@ def _behind_its_back(leaf: Any) -> None:
     (leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf)[...] = 9
 
 
-@pytest.mark.parametrize("scope", ["reads", "grads", "trains"])
-@pytest.mark.parametrize("write", [_through_counter, _behind_its_back])
-@pytest.mark.parametrize("kind", sorted(BATCHES))
+@pytest.mark.product(
+    kind=sorted(BATCHES), write=[_through_counter, _behind_its_back], scope=["reads", "grads", "trains"]
+)
 def test_what_was_written_into_a_batch_is_undone(kind, write, scope):
     """However the batch is built, however it was written, and whatever the scope; the objects are the same."""
     batch = BATCHES[kind]()

@@ -345,7 +345,7 @@ def test_the_fuzzer_sees_what_a_missing_guard_lets_through(name: str) -> None:
             assert [key for key in seen if key not in before or seen[key] != before[key]] != []
     finally:
         switches.restore()
-        vandals.hl.HandleSet(kept for kept in run.keep if isinstance(kept, hl.HookHandle)).remove(quiet=True)
+        hl.HandleSet(kept for kept in run.keep if isinstance(kept, hl.HookHandle)).remove(quiet=True)
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "let go"])

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import helpers_guard
 import numpy as np
 import torch
-from helpers_guard import OPTIMIZERS, Tied, bytes_of, differing
+from helpers_guard import OPTIMIZERS, Stop, Tied, bytes_of, differing, guard_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -153,10 +153,6 @@ def switches() -> dict[str, Any]:
 # -- acts -----------------------------------------------------------------------------------------------------------
 
 Act = Callable[[VandalizedRun, random.Random], Any]
-
-
-class Stop(Exception):
-    """Ends a block in the middle."""
 
 
 def _parameter(run: VandalizedRun, rng: random.Random) -> nn.Parameter:
@@ -444,7 +440,7 @@ def run_case(number: int) -> Verdict:
     rng = random.Random(number)
     kind = rng.choice(sorted(MODELS)), rng.choice(sorted(OPTIMIZERS)), rng.random() < 0.6
     verdict, run, num_firings = Verdict(number, *kind), VandalizedRun(*kind), rng.randint(1, 2)
-    guard = Guard(*run.guarded, loader=run.loader)
+    guard = guard_of(run)
     for firing in range(num_firings):
         if firing:
             verdict.wrong += _errors(run.train)

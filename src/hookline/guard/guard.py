@@ -41,7 +41,7 @@ _MAX_ROWS: Final = 20
 
 @dataclass(slots=True, repr=False)
 class GuardReceipt(ShownAsTable):
-    """What one intervention did, and what was put back; filled in when its block ends."""
+    """The changes of one intervention, and which were put back; filled in when its block ends."""
 
     hook: str
     """Its name."""

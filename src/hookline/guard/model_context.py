@@ -78,8 +78,6 @@ class ModelDataContext:
         self._checkpoints: dict[str, tuple[Snapshot, bool]] = {}
         self._token_numbers = count()
 
-    # -- to look at ----------------------------------------------------------------------------------------------
-
     @property
     def model(self) -> nn.Module:
         """The model."""
@@ -108,7 +106,7 @@ class ModelDataContext:
     @property
     def param_groups(self) -> tuple[Mapping[str, Any], ...]:
         """The optimizer's groups with their learning rates, to read."""
-        return tuple(MappingProxyType(group) for group in self._groups)
+        return tuple(map(MappingProxyType, self._groups))
 
     def optimizer_state(self, name: str) -> Mapping[str, Any]:
         """Return what the optimizer keeps about the parameter ``name`` (``exp_avg``, …), to read; empty if nothing."""
@@ -145,8 +143,7 @@ class ModelDataContext:
         snapshot = Snapshot(roots)
         with interrupts_deferred():
             snapshot.take("all" if full else "parameters", gradients=full)
-        token = f"ckpt_{next(self._token_numbers)}"
-        self._checkpoints[token] = snapshot, full
+        self._checkpoints[token := f"ckpt_{next(self._token_numbers)}"] = snapshot, full
         return token
 
     def restore_checkpoint(self, token: str) -> None:
@@ -164,8 +161,7 @@ class ModelDataContext:
     def restore_pre_epoch(self) -> None:
         """Go back to before the epoch; gradients stay as they are.
 
-        Random streams go back too, so that an epoch can be made again to the bit: what is drawn after it from torch,
-        NumPy or Python is the same each time. For other numbers each time there is `new_generator`.
+        Random streams go back too, so that an epoch can be repeated bit by bit; `new_generator` gives other numbers.
         """
         if self._pre_epoch is None:
             raise GuardError(
@@ -227,8 +223,6 @@ class ModelDataContext:
             )
         return {n: torch.zeros_like(p) if h is None else h for (n, p), h in zip(trained.items(), seconds, strict=True)}
 
-    # -- weights and data ----------------------------------------------------------------------------------------
-
     def apply_perturbation(self, direction: Mapping[str, Tensor], scale: float) -> None:
         """Add a multiple of the direction to the parameters it names."""
         parameters = [self._parameter(name) for name in direction]
@@ -253,15 +247,13 @@ class ModelDataContext:
         """Return another generator at each call, the same ones in an equal run; no restore rewinds it."""
         return private_generator(self._model)
 
-    # -- inside --------------------------------------------------------------------------------------------------
-
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self._optimizer is None else unwrap_optimizer(self._optimizer).param_groups
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
-        """Parameters by clean name, shared ones once; looked up each time, since a hook may have replaced some."""
+        """The parameters by clean name, shared ones once; found anew each time, since a hook may replace some."""
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for module_name, module in clean_modules(self._model):
             for key, parameter in module._parameters.items():

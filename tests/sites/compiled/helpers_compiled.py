@@ -18,12 +18,14 @@ __all__ = [
     "Seen",
     "breaks",
     "compiled",
+    "fill",
     "flat",
     "graphs",
     "observe_all",
     "same_fires",
     "same_values",
     "step",
+    "tensors_in",
 ]
 
 KINDS = ("forward_pre", "forward", "backward_pre", "backward")
@@ -172,3 +174,13 @@ def graphs() -> int:
 def breaks() -> int:
     """How many times the compiler had to stop in the middle."""
     return sum(counters["graph_break"].values())
+
+
+def tensors_in(values: list[Any]) -> list[Tensor]:
+    """Return the tensors among the values that a hook was shown."""
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def fill(module: nn.Module, args: Any, output: Tensor) -> None:
+    """Change the output in place: a hook that looks like one that only watches."""
+    output[:] = 0

@@ -17,9 +17,12 @@ __all__ = [
     "Around",
     "Pair",
     "Scale",
+    "exp_hook",
     "fresh",
     "label",
+    "matrices",
     "modes",
+    "nothing",
     "noting",
     "overridden_kernels",
     "patched_classes",
@@ -99,6 +102,20 @@ LEVELS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Any], str]] = {
 def fresh(*shape: int, seed: int = 0, requires_grad: bool = True) -> Tensor:
     """A leaf, the same each time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(requires_grad)
+
+
+def matrices() -> tuple[Tensor, Tensor]:
+    """Two leaves for the functions of `LEVELS`."""
+    return fresh(3, 3, seed=1), fresh(3, 3, seed=2)
+
+
+def nothing(fn: Any, *tensors: Any) -> None:
+    """Watches, and notes nothing."""
+
+
+def exp_hook(events: list[Any]) -> hl.HookHandle:
+    """Attach a hook to ``torch.exp`` that notes its calls."""
+    return hl.attach_function(torch.exp, noting(events, "exp"))
 
 
 def noting(events: list[Any], label: Any) -> Callable[..., None]:

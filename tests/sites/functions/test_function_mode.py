@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 import tracemalloc
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers_functions import KINDS, Around, fresh, modes, noting
-from helpers_waiting import PATIENCE
+from helpers_functions import Around, exp_hook, modes, noting
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 import hookline as hl
@@ -45,10 +40,6 @@ def default_device(device: str | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None if before == torch.device("cpu") else before)
-
-
-def exp_hook(events: list[Any]) -> hl.HookHandle:
-    return hl.attach_function(torch.exp, noting(events, "exp"))
 
 
 # -- on and off --------------------------------------------------------------------------------------------
@@ -443,251 +434,3 @@ def test_after_a_hook_removed_itself_the_next_hook_goes_on_and_off_as_ever() -> 
     torch.exp(torch.ones(1))
     assert events == ["once", "exp"]
     assert modes() == []
-
-
-def test_after_a_hook_removed_itself_its_mode_is_empty_and_goes_with_the_next() -> None:
-    """torch holds the mode while the hook runs and puts it back after it: inert, until the next hook comes or goes."""
-    before = modes()
-
-    def once(fn: Any, inputs: Any, outputs: Any) -> None:
-        handle.remove()
-
-    handle = hl.attach_function(torch.exp, once)
-    torch.exp(torch.ones(1))
-    torch.exp(torch.ones(1))
-    assert handle.report().fired == 1
-    assert [mode.table for mode in modes() if mode not in before] == [{}]
-    hl.attach_function(torch.exp, lambda fn, i, o: None, within=nn.Identity()).remove()
-    assert modes() == before
-
-
-# -- threads -----------------------------------------------------------------------------------------------
-
-
-def in_threads(*runs: Callable[[], Any]) -> None:
-    """Run each in a thread of its own, all at once; the first error is raised."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(runs))
-
-    def guarded(run: Callable[[], Any]) -> None:
-        try:
-            barrier.wait(PATIENCE)
-            run()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(run,)) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    if errors:
-        raise errors[0]
-
-
-def test_a_bare_hook_counts_in_its_own_thread_alone() -> None:
-    """Functions in other threads go unseen, before and after."""
-    events: list[str] = []
-    with exp_hook(events):
-        in_threads(lambda: torch.exp(torch.ones(1)), lambda: torch.exp(torch.ones(1)))
-        assert events == []
-        torch.exp(torch.ones(1))
-    assert events == ["exp"]
-
-
-def test_within_a_model_hooks_count_in_every_thread() -> None:
-    """Two threads on one model, and two on a model each: every call is seen once, with the number of its own thread."""
-    model, other = Around(lambda x: torch.exp(torch.exp(x))), Around(lambda x: torch.exp(x))
-    seen: list[Any] = []
-
-    def note(fn: Any, inputs: Any, outputs: Any) -> None:
-        seen.append((threading.get_ident(), fn.call))
-
-    with hl.attach_function(torch.exp, note, within=model):
-        in_threads(*[lambda: [model(torch.ones(1)) for _ in range(50)]] * 2, lambda: other(torch.ones(1)))
-    assert len(seen) == 200
-    by_thread: dict[int, list[int]] = {}
-    for thread, call in seen:
-        by_thread.setdefault(thread, []).append(call)
-    assert list(by_thread.values()) == [[0, 1] * 50] * 2
-
-
-def test_two_threads_each_with_a_bare_hook() -> None:
-    """Both on at the same time: each sees its own calls, and leaves its own stack clean."""
-    seen: dict[str, list[int]] = {"one": [], "two": []}
-    left: list[Any] = []
-    both_on, both_done = threading.Barrier(2), threading.Barrier(2)
-
-    def run(name: str) -> None:
-        with hl.attach_function(torch.exp, lambda fn, i, o: seen[name].append(threading.get_ident())):
-            both_on.wait(PATIENCE)
-            for _ in range(20):
-                torch.exp(torch.ones(1))
-            both_done.wait(PATIENCE)
-        left.extend(modes())
-
-    in_threads(lambda: run("one"), lambda: run("two"))
-    assert {name: (len(threads), len(set(threads))) for name, threads in seen.items()} == {
-        "one": (20, 1),
-        "two": (20, 1),
-    }
-    assert left == []
-
-
-def test_removed_from_another_thread() -> None:
-    """It fires no more; its mode goes with the next hook that comes off in its own thread, or is inert."""
-    events: list[str] = []
-    handle = exp_hook(events)
-    torch.exp(torch.ones(1))
-    in_threads(handle.remove)
-    assert handle.removed
-    torch.exp(torch.ones(1))
-    assert events == ["exp"]
-    with exp_hook(events):
-        torch.exp(torch.ones(1))
-    assert events == ["exp"] * 2
-    assert modes() == []
-
-
-def test_a_hook_removed_from_another_thread_leaves_an_empty_mode_until_the_next_comes() -> None:
-    """No thread can reach into the stack of another: the mode stays there, inert, and goes with the next of its own."""
-    before = modes()
-    handle = exp_hook([])
-    in_threads(lambda: handle.remove(quiet=True))
-    torch.exp(torch.ones(1))
-    assert handle.report().fired == 0
-    assert [mode.table for mode in modes() if mode not in before] == [{}]
-    hl.attach_function(torch.exp, lambda fn, i, o: None).remove()
-    assert modes() == before
-
-
-def test_threads_that_attach_and_remove_while_others_run() -> None:
-    """No call is lost or counted twice for a hook that is on throughout, and nothing raises."""
-    model, counts = Around(lambda x: torch.exp(torch.sin(x))), Counter()
-    stop = threading.Event()
-
-    def churn() -> None:
-        while not stop.is_set():
-            with hl.attach_function([torch.exp, torch.cos], lambda fn, i, o: None, within=model):
-                pass
-
-    def work() -> None:
-        try:
-            for _ in range(200):
-                model(torch.ones(1))
-        finally:
-            stop.set()
-
-    with hl.attach_function(torch.exp, lambda fn, i, o: counts.update(["exp"]), within=model):
-        in_threads(work, churn)
-    assert counts == {"exp": 200}
-
-
-def test_a_thread_that_dies_takes_its_mode_along() -> None:
-    """Nothing of ours keeps the modes of threads that are over."""
-
-    def kept() -> int:
-        gc.collect()
-        return sum(issubclass(type(one), TorchFunctionMode) for one in gc.get_objects())
-
-    before = kept()
-    model = Around(torch.exp)
-    with hl.attach_function(torch.exp, lambda fn, i, o: None, within=model):
-        for _ in range(5):
-            in_threads(lambda: model(torch.ones(1)))
-    assert kept() <= before + 1  # this thread's own
-
-
-# -- fakes, export, autocast -----------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Something is being compiled")
-@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward"])
-def test_fake_tensors_pass_function_hooks(kind: str) -> None:
-    """Shapes come out as without hooks; hooks on functions see the fakes, those on operators keep out."""
-    linear = nn.Linear(3, 2)
-    events: list[Any] = []
-    with (
-        hl.attach_function(F.linear, lambda fn, *tensors: events.append(fn.name), on=kind),
-        hl.attach_function("aten.tanh.default", lambda fn, *tensors: None, on=kind),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
-        y = torch.tanh(linear(torch.empty(5, 3, requires_grad=True)))
-        y.sum().backward()
-    assert y.shape == (5, 2)
-    assert events == ["torch.nn.functional.linear"]
-
-
-def test_meta_tensors_pass_function_hooks() -> None:
-    """On the meta device functions are seen; there is nothing to say of operators, whose kernels are not the CPU's."""
-    events: list[str] = []
-    with exp_hook(events), hl.attach_function("aten.exp.default", lambda fn, i, o: None):
-        assert torch.exp(torch.ones(2, device="meta")).shape == (2,)
-    assert events == ["exp"]
-
-
-def test_export_and_fx_trace_beside_function_hooks() -> None:
-    """A graph taken while hooks are on has no trace of them."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    x = torch.ones(2, 3)
-    expected = [node.target for node in torch.export.export(model, (x,)).graph.nodes]
-    traced = [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes]
-    with hl.attach_function(["torch.tanh", "torch.nn.functional.linear"], lambda fn, i, o: None):
-        assert [node.target for node in torch.export.export(model, (x,)).graph.nodes] == expected
-        assert [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes] == traced
-
-
-def test_a_base_mode_above_and_autocast_and_deterministic_code_run_the_same() -> None:
-    """Values under a plain foreign mode, and under autocast, are those without hooks."""
-    x, w = fresh(4, 4), fresh(4, 4, seed=1)
-
-    def run() -> list[Tensor]:
-        with BaseTorchFunctionMode(), torch.autocast("cpu", dtype=torch.bfloat16):
-            y = F.linear(x, w)
-        return [y, *torch.autograd.grad(y.float().sum(), [x, w])]
-
-    expected = run()
-    assert expected[0].dtype is torch.bfloat16
-    seen: list[Any] = []
-    with hl.HandleSet(
-        [
-            hl.attach_function(F.linear, lambda fn, i, o: seen.append((i[0].dtype, o[0].dtype))),
-            hl.attach_function(F.linear, lambda fn, gi, go: seen.append((gi[0].dtype, go[0].dtype)), on="backward"),
-        ]
-    ):
-        assert all(map(torch.equal, run(), expected))
-    assert seen == [(torch.float32, torch.bfloat16)] * 2
-
-
-# -- memory ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.product(
-    kind=KINDS,
-    target={"function": torch.exp, "operator": "aten.exp.default"},
-    editing={"watched": False, "edited": True},
-)
-def test_the_graph_is_freed_without_the_collector(kind: str, target: Any, editing: bool) -> None:
-    """A hook on a call makes no ring of references with its tensors, whether a backward pass comes or not."""
-
-    def watch(fn: Any, *tensors: Any) -> None:
-        pass
-
-    def edit(fn: Any, *tensors: Any) -> Any:
-        return tensors[0] if kind.startswith("backward") else tensors[-1]
-
-    gc.collect()
-    gc.disable()
-    try:
-        with hl.attach_function(target, edit if editing else watch, on=kind):
-            for backward in (False, True):
-                x = torch.ones(3, requires_grad=True)
-                h = x * 1
-                y = torch.exp(h)
-                if backward:
-                    y.sum().backward()
-                references = [weakref.ref(tensor) for tensor in (x, h, y)]
-                del x, h, y
-                assert [reference() for reference in references] == [None, None, None]
-    finally:
-        gc.enable()

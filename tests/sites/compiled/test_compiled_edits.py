@@ -1,0 +1,364 @@
+"""Edits, options and failures of hooks in compiled code: as in eager code."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from helpers_compiled import (
+    KINDS,
+    Blocks,
+    breaks,
+    compiled,
+    fill,
+    observe_all,
+    step,
+)
+from torch import Tensor, nn
+
+import hookline as hl
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired"),
+    # torch's own, where what is compiled takes something that is no leaf, with hooks or without.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+def _gradients(model: nn.Module, run: Any, *args: Any) -> list[Tensor]:
+    model.zero_grad()
+    step(run, *args)
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _close(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
+
+
+# -- edits -------------------------------------------------------------------------------------------------
+
+
+def _halve(module, args, output):
+    return output * 0.5
+
+
+def _halve_with_site(module, args, output, *, site):
+    return output * (0.5 if site.name == "layers.1" else 0.25)
+
+
+def _halve_input(module, args):
+    return (args[0] * 0.5,)
+
+
+def _halve_input_bare(module, args):
+    return args[0] * 0.5
+
+
+def _halve_with_kwargs(module, args, kwargs):
+    return (args[0] * 0.5,), kwargs
+
+
+def _halve_grad_input(module, grad_input, grad_output):
+    return (None if grad_input[0] is None else grad_input[0] * 0.5,)
+
+
+def _halve_grad_output(module, grad_output):
+    return (grad_output[0] * 0.5,)
+
+
+def _halve_in_place(module, args, output):
+    output.mul_(0.5)
+
+
+EDITS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "forward": (_halve, {"on": "forward"}),
+    "forward with site": (_halve_with_site, {"on": "forward"}),
+    "forward in place": (_halve_in_place, {"on": "forward"}),
+    "forward_pre": (_halve_input, {"on": "forward_pre"}),
+    "forward_pre, not a tuple": (_halve_input_bare, {"on": "forward_pre"}),
+    "forward_pre with_kwargs": (_halve_with_kwargs, {"on": "forward_pre", "with_kwargs": True}),
+    "backward": (_halve_grad_input, {"on": "backward"}),
+    "backward_pre": (_halve_grad_output, {"on": "backward_pre"}),
+}
+
+
+# Whole, each of them; block by block, one that takes each way into the graph.
+_EDITS = [
+    *((edit, "torch.compile(model)") for edit in EDITS),
+    *((edit, "block.compile()") for edit in ("forward with site", "forward_pre with_kwargs", "backward")),
+]
+
+
+@pytest.mark.parametrize(("edit", "way"), _EDITS)
+def test_an_edit_gives_the_gradients_of_eager_code_and_goes_when_removed(edit: str, way: str) -> None:
+    """Edits are part of the graph, so autograd sees them."""
+    hook, options = EDITS[edit]
+    model, x = Blocks(), torch.randn(3, 4)
+    with hl.attach(model, "layers.#", hook, **options) as handle:
+        expected = _gradients(model, model, x)
+        assert handle.report().fired == 2
+    run = compiled(model, way=way)
+    plain = _gradients(model, run, x)
+    with hl.attach(model, "layers.#", hook, **options) as handle:
+        assert _close(_gradients(model, run, x), expected)
+        assert _close(_gradients(model, run, x), expected)
+        assert handle.report().fired == 4
+    assert not _close(plain, expected)
+    assert all(torch.equal(a, b) for a, b in zip(_gradients(model, run, x), plain, strict=True))
+    assert breaks() == 0
+
+
+def test_an_in_place_change_that_would_be_lost_is_an_error() -> None:
+    """The hook looks like one that only watches, so it was shown a copy: the error names it and says what to do."""
+    model, x = Blocks(1), torch.randn(3, 4)
+    run = compiled(model)
+    with hl.attach(model, "layers.0", fill), pytest.raises(hl.errors.HookReturnError, match=r"'fill' on 'layers\.0'"):
+        run(x)
+    assert run(x).shape == (3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_an_edit_that_cannot_be_traced_is_the_compilers_error_naming_the_site() -> None:
+    """The hook's name and its module are in the text."""
+
+    def edit(module, args, output):
+        threading.current_thread()
+        return output * 2
+
+    model, x = Blocks(1), torch.randn(3, 4)
+    run = compiled(model)
+    with (
+        hl.attach(model, "layers.0.up", edit, name="through the thread"),
+        pytest.raises(torch._dynamo.exc.Unsupported) as error,
+    ):
+        run(x)
+    assert "through the thread" in str(error.value)
+    assert "layers.0.up" in str(error.value)
+    assert run(x).shape == (3, 4)
+
+
+def _append_shape(module, args, output):
+    SHAPES.append(tuple(output.shape))
+
+
+SHAPES: list[tuple[int, ...]] = []
+
+
+def test_plain_hooks_that_return_nothing_need_not_be_traced() -> None:
+    """A hook without observe=True that only looks on is left out of the graph, wherever it appends to."""
+    model, x = Blocks(), torch.randn(3, 4)
+    SHAPES.clear()
+    run = compiled(model)
+    run(x)
+    with hl.attach(model, "layers.#", _append_shape):
+        run(x), run(x)
+    assert SHAPES == [(3, 4)] * 4
+    assert breaks() == 0
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_observers_and_edits_of_one_site_keep_their_order(kind: str) -> None:
+    """Raw observer, edit, plain hook, edit, observer: each sees what it sees in eager code."""
+    model, x, seen = Blocks(1), torch.randn(3, 4), []
+
+    def noting(name):
+        def note(module, *shown):
+            value = shown[-1][0] if kind == "forward_pre" else shown[-1]
+            seen.append((name, value.detach().clone()))
+
+        return note
+
+    def double(module, *shown):
+        return (shown[-1][0] * 2,) if kind == "forward_pre" else shown[-1] * 2
+
+    def attach_five() -> hl.HandleSet:
+        return hl.HandleSet(
+            [
+                hl.attach(model, "layers.0", noting("last"), on=kind, observe=True),
+                hl.attach(model, "layers.0", double, on=kind),
+                hl.attach(model, "layers.0", noting("plain"), on=kind),
+                hl.attach(model, "layers.0", double, on=kind),
+                hl.attach(model, "layers.0", noting("raw"), on=kind, observe=True, sees="raw"),
+            ]
+        )
+
+    run = compiled(model)
+    with attach_five():
+        expected = model(x)
+        eager = list(seen)
+        seen.clear()
+        assert torch.allclose(run(x), expected, atol=1e-6)
+        assert [name for name, _ in seen] == [name for name, _ in eager] == ["raw", "plain", "last"]
+        assert all(torch.allclose(a, b, atol=1e-6) for (_, a), (_, b) in zip(seen, eager, strict=True))
+    values = [value for _, value in eager]
+    assert torch.equal(values[1], values[0] * 2)
+    assert torch.equal(values[2], values[0] * 4)
+
+
+# -- options -----------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Takes what is not a tensor, by place and by name."""
+
+    def forward(self, x: Tensor, times: int, *, by: float = 0.5, how: str = "up", also: Any = None) -> Tensor:
+        return x * times * by
+
+
+class Scaling(nn.Module):
+    """Calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Scaled()
+
+    def forward(self, x: Tensor, times: int, by: float, also: Any = None) -> Tensor:
+        return self.scaled(x, times, by=by, how="down", also=also)
+
+
+def test_keyword_arguments_and_numbers_come_as_they_are() -> None:
+    """Ints and floats that change from call to call, strings, None and a nested list with a tensor in it."""
+    model, x, seen = Scaling(), torch.ones(2), []
+
+    def note(module, args, kwargs, output):
+        seen.append((args[1], kwargs, output))
+
+    run = compiled(model)
+    with hl.attach(model, "scaled", note, observe=True, with_kwargs=True):
+        for times in (2, 3, 4):
+            run(x, times, times / 4, [None, {"a": (x, True)}])
+    for times, (number, kwargs, output) in zip((2, 3, 4), seen, strict=True):
+        assert number == times
+        assert {key: kwargs[key] for key in ("by", "how")} == {"by": times / 4, "how": "down"}
+        assert kwargs["also"][0] is None
+        assert kwargs["also"][1]["a"][1] is True
+        assert torch.equal(kwargs["also"][1]["a"][0], x)
+        assert torch.equal(output, x * times * times / 4)
+
+
+def test_options_always_call_and_profile() -> None:
+    """An always_call hook fires once per call; profile=True has a cost to show."""
+    model, x, fired = Blocks(1), torch.randn(3, 4), []
+
+    def note(module, args, output):
+        fired.append(output is None)
+
+    run = compiled(model)
+    with hl.attach(model, "layers.0", note, observe=True, always_call=True, profile=True) as handle:
+        run(x), run(x)
+        assert handle.report().fired == 2
+        assert handle.report().cost_us > 0
+    assert fired == [False, False]
+    run(x)
+    assert breaks() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scope_is_read_when_the_code_runs(kind: str) -> None:
+    """scope='context': the calls of another thread are none of the hook's business, compiled or not."""
+    model, x, fired = Blocks(1), torch.randn(3, 4), []
+
+    def note(module, *shown):
+        fired.append(threading.get_ident())
+
+    run = compiled(model)
+    with hl.attach(model, "layers.0", note, on=kind, observe=True, scope="context"):
+        thread = threading.Thread(target=step, args=(run, x))
+        thread.start()
+        thread.join()
+        assert fired == []
+        step(run, x)
+    assert len(fired) == 1
+
+
+# -- coming, going, failing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_that_raises_is_heard_and_the_next_call_works(kind: str) -> None:
+    """Its own error comes through, from the forward or the backward."""
+    model, x, calls = Blocks(1), torch.randn(3, 4), []
+
+    def fail_once(module, *shown):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("of the hook's own")
+
+    run = compiled(model)
+    with hl.attach(model, "layers.0", fail_once, on=kind, observe=True):
+        with pytest.raises(ValueError, match="of the hook's own"):
+            step(run, x)
+        step(run, x)
+    assert len(calls) == 2
+    assert breaks() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_may_take_itself_off_or_put_another_on(kind: str) -> None:
+    """As in eager code: it has run for the last time; the new one begins with the next call."""
+    logs = []
+    for compiles in (False, True):
+        model, x, log = Blocks(1), torch.randn(3, 4), []
+        handles: dict[str, hl.HookHandle] = {}
+
+        def once(module, *shown, log=log, handles=handles):
+            log.append("once")
+            handles["once"].remove()
+
+        def other(module, *shown, log=log):
+            log.append("other")
+
+        def adding(module, *shown, log=log, handles=handles, model=model, other=other):
+            log.append("adding")
+            if "other" not in handles:
+                handles["other"] = hl.attach(model, "layers.0", other, on=kind, observe=True)
+
+        run = compiled(model) if compiles else model
+        handles["once"] = hl.attach(model, "layers.0", once, on=kind, observe=True)
+        handles["adding"] = hl.attach(model, "layers.0", adding, on=kind, observe=True)
+        for _ in range(3):
+            step(run, x)
+            log.append("|")
+        hl.HandleSet(handles.values()).remove()
+        logs.append(log)
+    assert logs[0] == logs[1] == ["once", "adding", "|", "adding", "other", "|", "adding", "other", "|"]
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_gradient_hooks_go_at_once_and_come_with_the_next_call(kind: str) -> None:
+    """Removed between forward and backward it is silent; attached there, it does not take part in that call."""
+    model, x, fired = Blocks(1), torch.randn(3, 4), []
+
+    def note(module, *shown):
+        fired.append(1)
+
+    run = compiled(model)
+    with hl.attach(model, "layers.0", note, on=kind, observe=True):
+        step(run, x)
+        assert len(fired) == 1
+        loss = run(x).sum()
+    loss.backward()
+    assert len(fired) == 1
+    with hl.attach(model, "layers.0", lambda module, *shown: None, on=kind, observe=True):
+        loss = run(x).sum()
+        with hl.attach(model, "layers.0", note, on=kind, observe=True):
+            loss.backward()
+            assert len(fired) == 1
+            step(run, x)
+            assert len(fired) == 2
+
+
+def test_an_error_of_the_model_leaves_the_next_call_in_order() -> None:
+    """A wrong shape raises while the call is compiled or run; the following call counts from 0 again."""
+    model, seen = Blocks(), []
+    run = compiled(model)
+    with observe_all(model, seen):
+        step(run, torch.randn(3, 4))
+        with pytest.raises((RuntimeError, torch._dynamo.exc.TorchDynamoException)):
+            run(torch.randn(3, 5))
+        del seen[:]
+        step(run, torch.randn(3, 4))
+    assert len(seen) == 4 * 9
+    assert {s.call for s in seen} == {0}

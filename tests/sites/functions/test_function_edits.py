@@ -1,0 +1,394 @@
+"""Hooks on functions that edit, remove themselves or raise; functions inside functions; receipts."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_functions import KINDS, LEVELS, Around, Pair, Scale, fresh, label, matrices, modes, noting, sin_product
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import hookline as hl
+
+levels = pytest.mark.parametrize("level", LEVELS)
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+# -- edits -------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two linear maps with a relu between, by hand, with room for edits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 4))
+        self.before = self.after = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, self.a)
+        h = self.after(F.gelu(self.before(h)))
+        return F.linear(h, self.b)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().clone().requires_grad_()
+    output = model(x)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+@pytest.mark.parametrize("returned", ["tensor", "tuple", "list"])
+def test_an_edit_is_what_the_run_goes_on_with_and_gradients_flow_through_it(kind: str, returned: str) -> None:
+    """The same output and gradients as a model that has the edit written into it."""
+    model, written, x = Net(), Net(), fresh(5, 3)
+
+    def edit(h: Tensor) -> Tensor:
+        return h * 3 + h.sin()
+
+    setattr(written, "before" if kind == "forward_pre" else "after", edit)
+    shape = {"tensor": lambda t: t, "tuple": lambda t: (t,), "list": lambda t: [t]}[returned]
+
+    def hook(fn: Any, inputs: Any, outputs: Any = None) -> Any:
+        return shape(edit((inputs if outputs is None else outputs)[0]))
+
+    plain = gradients(model, x)
+    with hl.attach_function(F.gelu, hook, on=kind, within=model):
+        edited = gradients(model, x)
+    assert all(map(torch.equal, edited, gradients(written, x)))
+    assert not torch.equal(edited[0], plain[0])
+    assert all(map(torch.equal, gradients(model, x), plain))
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+def test_edits_on_operators_and_classes_flow_into_the_graph(kind: str) -> None:
+    """The same on the levels below and beside functions."""
+    a, b = matrices()
+    for target, run in (
+        ("aten.atan2.default", torch.atan2),
+        (sin_product, lambda a, b: sin_product(a, b)),
+        (Scale, lambda a, b: Scale.apply(a, 2.0)),
+    ):
+        takes_two = target is not Scale
+
+        def hook(fn: Any, *tensors: Any) -> Any:
+            return tuple(tensor * 3 for tensor in tensors[-1])
+
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (a, b)]
+        with hl.attach_function(target, hook, on=kind):
+            output = run(*leaves)
+            output.sum().backward()
+        reference = [tensor.detach().clone().requires_grad_() for tensor in (a, b)]
+        factor = 3 if kind == "forward_pre" else 1
+        expected = run(*(tensor * factor for tensor in reference)) * (3 if kind == "forward" else 1)
+        expected.sum().backward()
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(leaves[0].grad, reference[0].grad)
+        if takes_two:
+            torch.testing.assert_close(leaves[1].grad, reference[1].grad)
+
+
+def test_edits_of_inputs_reach_into_lists_and_keywords_without_changing_the_callers() -> None:
+    """The function gets a list with the new tensors, the caller's list stays as it was."""
+    pieces = [torch.ones(1), torch.zeros(1)]
+    with hl.attach_function([torch.cat, torch.stack], lambda fn, inputs: [t + 1 for t in inputs], on="forward_pre"):
+        assert torch.cat(pieces).tolist() == [2.0, 1.0]
+        assert torch.cat(tensors=pieces, dim=0).tolist() == [2.0, 1.0]
+        assert torch.stack(tuple(pieces)).tolist() == [[2.0], [1.0]]
+    assert [piece.tolist() for piece in pieces] == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "returned", "says"),
+    [
+        ("forward_pre", (torch.ones(3, 3),), "a tuple of 2 tensors, as it was shown, but got 1 values"),
+        ("forward_pre", torch.ones(3, 3), "a tuple of 2 tensors, as it was shown, but got a Tensor"),
+        ("forward_pre", "junk", "got a str"),
+        ("forward_pre", (torch.ones(3, 3), 3), "a tuple of 2 tensors"),
+        ("forward", (), "must return None or a tensor, as it was shown, but got 0 values"),
+        ("forward", (None,), "must return None or a tensor, as it was shown, but got a tuple with None at 0"),
+        ("forward", 3.0, "got a float"),
+        ("forward", {"a": 1}, "got a dict"),
+        ("backward_pre", (torch.ones(3, 3),) * 2, "expected a tuple of 1"),
+        ("backward_pre", torch.ones(2), "shape"),
+        ("backward", torch.ones(3, 3), "expected a tuple of 2"),
+        ("backward", (torch.ones(3, 3), torch.ones(1)), "shape"),
+        ("backward", "junk", "got a str"),
+    ],
+)
+@pytest.mark.parametrize("level", ["function", "operator", "custom operator"])
+def test_a_return_value_that_cannot_stand_in_is_an_error(level: str, kind: str, returned: Any, says: str) -> None:
+    """It names hook, kind and function, and leaves the function as it was."""
+    target, run, name = LEVELS[level]
+
+    def wrong(fn: Any, *tensors: Any) -> Any:
+        return returned
+
+    with (
+        hl.attach_function(target, wrong, on=kind),
+        pytest.raises(hl.errors.HookReturnError) as raised,
+    ):
+        run(*matrices()).sum().backward()
+    assert says in str(raised.value)
+    assert name in str(raised.value)
+    assert "wrong" in str(raised.value)
+    run(*matrices()).sum().backward()
+
+
+# -- coming and going --------------------------------------------------------------------------------------
+
+
+@levels
+@kinds
+def test_a_hook_that_removes_itself_and_is_the_only_one_leaves_nothing(level: str, kind: str) -> None:
+    """Its kernels or class go too, although they are in use; a mode, which torch holds, is empty, and the next's."""
+    target, run, _ = LEVELS[level]
+    events: list[str] = []
+    before = modes()
+
+    def once(fn: Any, *tensors: Any) -> None:
+        events.append("once")
+        handle.remove()
+
+    handle = hl.attach_function(target, once, on=kind)
+    for _ in range(2):
+        run(*matrices()).sum().backward()
+    assert events == ["once"]
+    left = [mode for mode in modes() if mode not in before]
+    assert [mode.table for mode in left] == [{}] * (level == "function")
+    hl.attach_function(torch.exp, lambda fn, i, o: None).remove()
+    assert modes() == before
+
+
+@kinds
+def test_a_hook_may_put_a_hook_on_another_function(kind: str) -> None:
+    """From inside a hook; it counts from then on."""
+    events: list[str] = []
+    added: list[hl.HookHandle] = []
+
+    def adder(fn: Any, *tensors: Any) -> None:
+        if not added:
+            added.append(hl.attach_function(torch.sin, noting(events, "sin"), on="forward"))
+
+    x = fresh(2)
+    with hl.attach_function(torch.exp, adder, on=kind):
+        torch.exp(x).sum().backward()
+        torch.sin(x)
+    assert events == ["sin"]
+    added[0].remove()
+    torch.sin(x)
+    assert events == ["sin"]
+
+
+# -- errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.product(
+    level=list(LEVELS), kind=KINDS, error=[ValueError, KeyboardInterrupt], scoped={"within": True, "bare": False}
+)
+def test_an_error_in_a_hook_comes_out_as_it_is_and_leaves_all_in_order(
+    level: str, kind: str, error: type[BaseException], scoped: bool
+) -> None:
+    """The error itself, no mode left on the stack, and the next call runs hooks as ever."""
+    target, run, _ = LEVELS[level]
+    model, events, failing = Around(run), [], [True]
+
+    def hook(fn: Any, *tensors: Any) -> None:
+        if failing:
+            raise error("mine")
+        events.append("fired")
+
+    with hl.attach_function(target, hook, on=kind, within=model if scoped else None):
+        depth = len(modes())
+        with pytest.raises(error, match="mine"):
+            model(*matrices()).sum().backward()
+        assert len(modes()) == depth
+        failing.clear()
+        model(*matrices()).sum().backward()
+    assert events == ["fired"]
+
+
+@pytest.mark.product(level=list(LEVELS), kind=KINDS, scoped={"within": True, "bare": False})
+def test_an_error_in_the_function_itself_comes_out_as_it_is(level: str, kind: str, scoped: bool) -> None:
+    """The same error as without hooks, and hooks go on afterwards."""
+    target, run, _ = LEVELS[level]
+    model, events = Around(run), []
+    bad = torch.ones(3, 3), torch.ones(5, 5)
+    with pytest.raises(RuntimeError) as plain:
+        model(*bad)
+    with hl.attach_function(target, noting(events, "fired"), on=kind, within=model if scoped else None):
+        depth = len(modes())
+        with pytest.raises(RuntimeError) as hooked:
+            model(*bad)
+        assert str(hooked.value) == str(plain.value)
+        assert len(modes()) == depth
+        events.clear()
+        model(*matrices()).sum().backward()
+    assert events == ["fired"]
+
+
+# -- functions inside functions ----------------------------------------------------------------------------
+
+
+def test_functions_inside_a_function_are_its_own_affair() -> None:
+    """Of nn.ReLU, F.relu shows and the torch.relu in it does not; its operator does."""
+    events: list[str] = []
+    with hl.attach_function("*.relu", lambda fn, i, o: events.append(fn.name)):
+        nn.ReLU()(torch.ones(2))
+    assert events == ["torch.nn.functional.relu"]
+    with hl.attach_function("aten.relu", lambda fn, i, o: events.append(fn.name)):
+        nn.ReLU()(torch.ones(2))
+    assert events == ["torch.nn.functional.relu", "aten.relu.default"]
+
+
+@kinds
+@levels
+def test_functions_that_a_hook_calls_are_not_seen(level: str, kind: str) -> None:
+    """A hook that calls the very function it is on does not call itself."""
+    target, run, _ = LEVELS[level]
+    events: list[int] = []
+
+    def hook(fn: Any, *tensors: Any) -> None:
+        events.append(1)
+        assert len(events) < 5
+        run(*matrices())
+
+    with hl.attach_function(target, hook, on=kind):
+        run(*matrices()).sum().backward()
+    assert events == [1]
+
+
+@pytest.mark.parametrize("scoped", [True, False], ids=["within", "bare"])
+def test_a_star_fires_as_often_as_torch_shows_functions(scoped: bool) -> None:
+    """Counted independently by a mode of the test's own, over a model with attention, an LSTM and operators."""
+    torch.manual_seed(0)
+    attention, lstm = nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTM(4, 4, batch_first=True)
+
+    def run(x: Tensor) -> Tensor:
+        h = attention(x, x, x)[0] + x @ torch.ones(4, 4)
+        h = lstm(h)[0][:, -1] * 2 - 1
+        h[0] = 1.0
+        return torch.einsum("ij,ij->i", h, F.layer_norm(h, (4,))).sum() / (1 + h.abs().max())
+
+    shown: Counter[Any] = Counter()
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") != "__get__":
+                shown[func] += 1
+            return func(*args, **(kwargs or {}))
+
+    model, fired = Around(run), Counter()
+    x = fresh(2, 3, 4, requires_grad=False)
+    with Mode():
+        model(x)
+    with hl.attach_function("*", lambda fn, i, o: fired.update([fn.func]), within=model if scoped else None):
+        model(x)
+    assert fired == shown
+    assert sum(fired.values()) > 15
+
+
+# -- receipts ----------------------------------------------------------------------------------------------
+
+
+@levels
+@kinds
+def test_the_receipt_counts(level: str, kind: str) -> None:
+    """Matched, attached, fired, the step it last fired in, and what it cost."""
+    target, run, name = LEVELS[level]
+    model = Around(run)
+    with hl.attach_function(target, lambda fn, *_: None, on=kind, within=model, profile=True, name="mine") as handle:
+        for _ in range(3):
+            model(*matrices()).sum().backward()
+        report = handle.report()
+    assert (report.name, report.kind, report.matched, report.attached, report.fired) == ("mine", kind, 1, 1, 3)
+    assert report.last_step == 2
+    assert report.cost_us is not None
+    assert [site.name for site in report.sites] == [name] == list(handle.names)
+    assert handle.report().attached == 0
+    assert name in repr(handle)
+
+
+def test_a_hook_that_never_fired_although_the_model_ran_says_so_and_why() -> None:
+    """Once, on removal, with a remedy; a glob of which some fired says nothing."""
+    model = Around(lambda x: torch.relu(x))
+    handle = hl.attach_function(F.relu, lambda fn, i, o: None, within=model)
+    model(torch.ones(2))
+    with pytest.warns(hl.errors.HookNeverFired, match=r"'\*\.relu' takes all spellings"):
+        handle.remove()
+    handle = hl.attach_function("aten.mm.default", lambda fn, i, o: None, within=model)
+    model(torch.ones(2))
+    with pytest.warns(hl.errors.HookNeverFired, match="operator never ran"):
+        handle.remove()
+    handle = hl.attach_function(Pair, lambda fn, i, o: None, within=model)
+    model(torch.ones(2))
+    with pytest.warns(hl.errors.HookNeverFired, match="not applied|never called"):
+        handle.remove()
+
+
+@pytest.mark.parametrize("target", ["*.relu", "aten.relu.default", Pair], ids=label)
+@pytest.mark.parametrize("run", [lambda model, x: model.forward(x), lambda model, x: model[1](model[0](x))])
+def test_a_model_that_is_passed_by_is_said_to_be(run: Any, target: Any) -> None:
+    """within= counts what model(x) calls; its forward, or a part of it, called by themselves begin no step."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    handle = hl.attach_function(target, lambda fn, i, o: None, within=model)
+    run(model, torch.ones(1, 2))
+    assert handle.report().fired == 0
+    with pytest.warns(
+        hl.errors.HookNeverFired, match="the model itself was not called: within= counts what model"
+    ) as warned:
+        handle.remove()
+    assert "although the model ran" not in str(warned[0].message)
+
+
+def test_the_advice_does_not_recommend_what_was_done() -> None:
+    """All spellings of a function are hooked already; and without a model there is none that ran."""
+    handle = hl.attach_function("*.gelu", lambda fn, i, o: None)
+    torch.exp(torch.ones(1))
+    with pytest.warns(hl.errors.HookNeverFired, match="it may be called inside another function") as warned:
+        handle.remove()
+    assert "spellings" not in str(warned[0].message)
+    assert "model" not in str(warned[0].message)
+
+
+@pytest.mark.filterwarnings("error::hookline.errors.HookNeverFired")
+def test_no_complaint_where_nothing_ran_or_something_fired() -> None:
+    """A glob of which a few fired, a model that did not run, a handle left by an error: silence."""
+    model = Around(torch.relu)
+    with hl.attach_function("torch.*", lambda fn, i, o: None, within=model):
+        model(torch.ones(2))
+    hl.attach_function(F.relu, lambda fn, i, o: None, within=model).remove()
+    hl.attach_function(F.relu, lambda fn, i, o: None).remove()
+    with pytest.raises(RuntimeError), hl.attach_function(F.relu, lambda fn, i, o: None, within=model):
+        torch.mm(model(torch.ones(2, 2)), torch.ones(3, 3))
+
+
+def test_the_model_is_not_kept_alive_by_the_hook() -> None:
+    """Neither by the handle nor by the mode; the handle may be removed after it is gone."""
+    model = Around(torch.exp)
+    handle = hl.attach_function(torch.exp, lambda fn, i, o: None, within=model)
+    model(torch.ones(2))
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    handle.remove()
+
+
+def test_a_hook_put_on_in_a_thread_that_is_over_comes_off() -> None:
+    """Its mode went with the thread."""
+    handles: list[hl.HookHandle] = []
+    thread = threading.Thread(target=lambda: handles.append(hl.attach_function(torch.exp, lambda fn, i, o: None)))
+    thread.start()
+    thread.join()
+    torch.exp(torch.ones(1))
+    assert handles[0].report().fired == 0
+    handles[0].remove()
