@@ -116,7 +116,7 @@ def test_a_view_whose_graph_is_kept_is_named_when_all_else_is_back():
     assert "model.part" not in kept[0].restored
 
 
-def test_a_view_of_what_nobody_knows_has_no_graph_either():
+def test_a_view_of_a_tensor_outside_the_model_has_no_graph_either():
     """Its base is not part of the model."""
     base, model = torch.ones(6), nn.Linear(3, 3)
     model.register_buffer("part", base[::2])

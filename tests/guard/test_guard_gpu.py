@@ -102,7 +102,7 @@ def test_nothing_is_allocated_after_the_first_save():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nobody_waits_for_the_device():
+def test_saving_and_restoring_do_not_wait_for_the_device():
     """Saving and restoring are queued like any kernel."""
     run = Run(device="cuda")
     guard = Guard(*run.guarded)

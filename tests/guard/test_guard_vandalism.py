@@ -148,7 +148,7 @@ ACTS: dict[str, Act] = {
     "a frozen one of another shape": _frozen_reshaped,
     "the whole model double": lambda run, keep: keep.append(run.model.double()(run.x.double())),
     "swapped": _swap,
-    "swapped with one of nobody's": _swap_outside,
+    "swapped with one outside the model": _swap_outside,
     "swapped and of another dtype": _swap_and_retype,
     "a swap that torch refuses": _half_swap,
     "shrunk to nothing": _shrink(0),

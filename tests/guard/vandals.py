@@ -494,7 +494,7 @@ def _is_named(name: str, said: str) -> bool:
 
 @functools.cache
 def _twin(model: str, optimizer: str, is_graph_alive: bool, num_firings: int) -> list[bytes]:
-    """Return the weights of a run of that kind that nobody has touched, when it has been trained on."""
+    """Return the weights of an untouched run of that kind, when it has been trained on."""
     run = VandalizedRun(model, optimizer, is_graph_alive)
     run.train(num_firings - 1)
     return run.train_on()

@@ -41,7 +41,7 @@ _TYPES: Final[tuple[tuple[Any, int], ...]] = (
 """The category of each type; owned are objects whose attributes are part of the run."""
 _NO_RECORDS: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.device, torch.dtype)
 _DATA: Final = ("dataset", "data_source")
-"""The attributes by which loaders and samplers hold the data: it may be large, and nobody writes there."""
+"""The attributes by which loaders and samplers hold the data: it may be large, and is not written."""
 _INNER: Final = ("_modules", "_parameters", "_buffers", "__dict__", "_held")
 """Keys that a path leaves out."""
 _CATEGORIES: Final[dict[type, int]] = {}

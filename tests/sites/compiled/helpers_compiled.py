@@ -16,6 +16,7 @@ __all__ = [
     "WAYS",
     "Blocks",
     "Seen",
+    "both_logs",
     "breaks",
     "compiled",
     "fill",
@@ -129,6 +130,18 @@ def observe_all(model: nn.Module, seen: list[Seen], target: Any = "*", kinds: tu
         seen.append(Seen(site.kind.value, site.name, site.step, site.call, flat(shown)))
 
     return hl.HandleSet([hl.attach(model, target, note, on=kind, observe=True) for kind in kinds])
+
+
+def both_logs(
+    model: nn.Module, act: Callable[[Any], Any], target: Any = "*", **options: Any
+) -> tuple[list[Seen], list[Seen]]:
+    """Return what observers of every kind see while ``act(run)`` runs the model, eagerly and then compiled."""
+    eager: list[Seen] = []
+    seen: list[Seen] = []
+    for run, log in ((model, eager), (compiled(model, **options), seen)):
+        with observe_all(model, log, target):
+            act(run)
+    return eager, seen
 
 
 def flat(value: Any) -> list[Any]:

@@ -17,9 +17,9 @@ from helpers_compiled import (
     KINDS,
     Blocks,
     Seen,
+    both_logs,
     breaks,
     compiled,
-    fill,
     graphs,
     observe_all,
     same_fires,
@@ -58,13 +58,7 @@ class Reusing(nn.Module):
 def test_a_module_called_several_times_has_its_calls_numbered() -> None:
     """Also where two calls are the same to the compiler, which would run them once."""
     model, x = Reusing(), torch.randn(3, 4)
-    eager: list[Seen] = []
-    with observe_all(model, eager):
-        step(model, x), step(model, x)
-    seen: list[Seen] = []
-    run = compiled(model)
-    with observe_all(model, seen):
-        step(run, x), step(run, x)
+    eager, seen = both_logs(model, lambda run: (step(run, x), step(run, x)))
     for kind in KINDS:
         assert [s.where for s in seen if s.kind == kind] == [s.where for s in eager if s.kind == kind]
     assert [s.call for s in seen if s.kind == "forward" and s.name] == [0, 1, 2, 3] * 2
@@ -184,15 +178,14 @@ def test_a_changing_batch_size_compiles_no_more_than_without_hooks() -> None:
 def test_modes_of_torch_are_the_same_for_hooks(mode: Any) -> None:
     """no_grad, inference_mode, autocast: the same firings and dtypes; gradient hooks where there are gradients."""
     model, x = Blocks(), torch.randn(3, 4)
-    logs = []
-    for run in (model, compiled(model)):
-        seen: list[Seen] = []
-        with observe_all(model, seen):
-            with mode():
-                loss = run(x).float().sum()
-            if loss.requires_grad:
-                loss.backward()
-        logs.append(seen)
+
+    def act(run: Any) -> None:
+        with mode():
+            loss = run(x).float().sum()
+        if loss.requires_grad:
+            loss.backward()
+
+    logs = both_logs(model, act)
     assert same_fires(*logs)
     for one, other in zip(*logs, strict=True):
         assert [getattr(v, "dtype", v) for v in one.values] == [getattr(v, "dtype", v) for v in other.values]
@@ -213,19 +206,6 @@ def test_a_plain_hook_that_only_looks_fires_in_inference_mode() -> None:
             assert torch.equal(run(given), expected)
     assert handle.report().fired == len(sums) == 3
     assert len(set(sums)) == 1
-
-
-def test_an_in_place_change_that_would_be_lost_is_an_error_in_inference_mode_too() -> None:
-    """In the same words as outside of it; without the hook the next call is as ever."""
-    model, x = Blocks(1).eval(), torch.randn(3, 4)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.inference_mode():
-        with (
-            hl.attach(model, "layers.0", fill),
-            pytest.raises(hl.errors.HookReturnError, match=r"'fill' on 'layers\.0'"),
-        ):
-            run(x)
-        assert torch.equal(run(x), model(x))
 
 
 def test_training_and_evaluation_mode_have_a_graph_each() -> None:
@@ -256,14 +236,8 @@ class Recomputing(Blocks):
 def test_activation_checkpointing_counts_once() -> None:
     """The recomputation in the backward graph fires nothing; gradient hooks know their step and call."""
     model, x = Recomputing(), torch.randn(3, 4)
-    eager: list[Seen] = []
-    with observe_all(model, eager):
-        step(model, x), step(model, x)
+    eager, seen = both_logs(model, lambda run: (step(run, x), step(run, x)))
     first = [s for s in eager if s.kind.startswith("forward")]
-    seen: list[Seen] = []
-    run = compiled(model)
-    with observe_all(model, seen):
-        step(run, x), step(run, x)
     forwards = [s for s in seen if s.kind.startswith("forward")]
     assert len(forwards) == 2 * 2 * 9
     assert {s.where for s in forwards} == {s.where for s in first}
@@ -273,20 +247,18 @@ def test_activation_checkpointing_counts_once() -> None:
 
 
 def test_several_backward_passes_and_micro_batches() -> None:
-    """retain_graph, and two forwards before two backwards: each gradient is told the step of its own forward."""
+    """retain_graph, and two forwards before two backwards: each gradient hook has the step of its own forward."""
     model, x = Blocks(1), torch.randn(3, 4)
-    logs = []
-    for run in (model, compiled(model)):
-        seen: list[Seen] = []
-        with observe_all(model, seen, "layers.0"):
-            loss = run(x).sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-            first, second = run(x).sum(), run(x * 2).sum()
-            first.backward()
-            second.backward()
-        logs.append(seen)
-    eager, seen = logs
+
+    def act(run: Any) -> None:
+        loss = run(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        first, second = run(x).sum(), run(x * 2).sum()
+        first.backward()
+        second.backward()
+
+    eager, seen = both_logs(model, act, "layers.0")
     assert same_fires(seen, eager)
     assert same_values(seen, eager)
     assert [s.step for s in seen if s.kind == "backward"] == [0, 0, 1, 2]
@@ -350,12 +322,7 @@ class PrintingInside(nn.Module):
 def test_custom_functions_and_graph_breaks_change_nothing(make: Any, backend: str) -> None:
     """The same firings and values, whatever the backend, and where the compiler had to stop in between."""
     model, x = make(), torch.randn(3, 4)
-    logs = []
-    for run in (model, compiled(model, backend=backend, fullgraph=False)):
-        seen: list[Seen] = []
-        with observe_all(model, seen):
-            step(run, x), step(run, x)
-        logs.append(seen)
+    logs = both_logs(model, lambda run: (step(run, x), step(run, x)), backend=backend, fullgraph=False)
     assert same_fires(*logs)
     assert same_values(*logs)
     assert (graphs() > 1) == (make in (Printing, PrintingInside))

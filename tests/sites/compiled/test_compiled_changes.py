@@ -33,7 +33,7 @@ def test_an_edit_that_comes_back_finds_its_graph() -> None:
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
-def test_a_hook_that_takes_itself_off_keeps_no_other_from_its_turn(compile_it: bool) -> None:
+def test_a_hook_that_takes_itself_off_keeps_no_other_from_running(compile_it: bool) -> None:
     """The call under way goes on with the hooks it began with; the next one has the others in their places."""
     model, x, log = Blocks(1), torch.randn(3, 4), []
     run = compiled(model) if compile_it else model
@@ -54,7 +54,7 @@ def test_a_hook_that_takes_itself_off_keeps_no_other_from_its_turn(compile_it: b
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
-def test_a_hook_that_puts_an_edit_first_keeps_no_other_from_its_turn(compile_it: bool) -> None:
+def test_a_hook_that_puts_an_edit_first_keeps_no_other_from_running(compile_it: bool) -> None:
     """It edits from the next call on."""
     model, x, log = Blocks(1), torch.randn(3, 4), []
     run = compiled(model) if compile_it else model
@@ -152,7 +152,7 @@ def test_gradients_of_a_dataclass_are_those_of_an_eager_run(edits: bool) -> None
 
 
 def test_numbers_that_change_need_no_graph_each() -> None:
-    """Neither whole ones nor others; the hook is told the number of its call."""
+    """Neither whole ones nor others; the hook has the number of its call."""
     model, x, seen = Takes(), torch.randn(3, 4), []
     outer = nn.ModuleList([model])
 

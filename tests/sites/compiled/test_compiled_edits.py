@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -110,13 +111,18 @@ def test_an_edit_gives_the_gradients_of_eager_code_and_goes_when_removed(edit: s
     assert breaks() == 0
 
 
-def test_an_in_place_change_that_would_be_lost_is_an_error() -> None:
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+def test_an_in_place_change_that_would_be_lost_is_an_error(mode: Any) -> None:
     """The hook looks like one that only watches, so it was shown a copy: the error names it and says what to do."""
-    model, x = Blocks(1), torch.randn(3, 4)
+    model, x = Blocks(1).eval(), torch.randn(3, 4)
     run = compiled(model)
-    with hl.attach(model, "layers.0", fill), pytest.raises(hl.errors.HookReturnError, match=r"'fill' on 'layers\.0'"):
-        run(x)
-    assert run(x).shape == (3, 4)
+    with mode():
+        with (
+            hl.attach(model, "layers.0", fill),
+            pytest.raises(hl.errors.HookReturnError, match=r"'fill' on 'layers\.0'"),
+        ):
+            run(x)
+        assert torch.equal(run(x), model(x))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
@@ -257,7 +263,7 @@ def test_options_always_call_and_profile() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scope_is_read_when_the_code_runs(kind: str) -> None:
-    """scope='context': the calls of another thread are none of the hook's business, compiled or not."""
+    """scope='context': the hook does not fire for calls of another thread, compiled or not."""
     model, x, fired = Blocks(1), torch.randn(3, 4), []
 
     def note(module, *shown):

@@ -1,4 +1,4 @@
-"""Compiled code that checks nothing, as vLLM's: a hook that came too late is told why it was silent."""
+"""Compiled code that checks nothing, as vLLM's: a hook that was attached too late says why it never fired."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_remedy_that_is_named_has_the_hook_fire(remedy: str) -> None:
 
 
 def test_code_with_guards_is_not_blamed() -> None:
-    """The control: a module that nobody calls, in code that notices hooks, has its own cause."""
+    """The control: a module that is never called, in code that notices hooks, has its own cause."""
     model = Model()
     run = torch.compile(model, backend="eager")
     run(torch.ones(1, 2))

@@ -1,4 +1,4 @@
-"""The house test in compiled code: a run that is watched ends with the same bits as the run that is not.
+"""Training in compiled code: a run that is watched ends with the same bits as the run that is not.
 
 Under ``aot_eager`` every operator runs as in eager code, so the bits have to be the same. Under inductor an observed
 tensor has to exist, which changes what is fused and so the rounding: there the hooked run is another compilation of the

@@ -112,7 +112,7 @@ def test_hooks_inside_leave_their_mark() -> None:
 
 
 def test_a_handle_from_inside_comes_out_and_removes() -> None:
-    """It is torch's own, and keeps no receipt: who asks for one is told so by an error."""
+    """It is torch's own, and keeps no receipt: to ask for one is an error that says so."""
 
     def function(x: Tensor) -> tuple[Tensor, RemovableHandle]:
         handle = hl.attach_tensor(x, lambda grad: grad * 2)

@@ -238,7 +238,7 @@ def test_an_error_in_the_function_itself_comes_out_as_it_is(level: str, kind: st
 # -- functions inside functions ----------------------------------------------------------------------------
 
 
-def test_functions_inside_a_function_are_its_own_affair() -> None:
+def test_functions_inside_a_function_are_not_seen() -> None:
     """Of nn.ReLU, F.relu shows and the torch.relu in it does not; its operator does."""
     events: list[str] = []
     with hl.attach_function("*.relu", lambda fn, i, o: events.append(fn.name)):

@@ -121,7 +121,7 @@ def test_recursion_and_nesting() -> None:
 
 
 def test_a_call_of_the_model_inside_a_hook_of_it_leaves_the_stack_in_order() -> None:
-    """A hook that runs the model again: functions in there are its own affair, and everything comes off."""
+    """A hook that runs the model again: functions in there are not seen, and everything comes off."""
     model, events = Around(lambda x: torch.sin(torch.exp(x))), []
 
     def hook(fn: Any, inputs: Any, outputs: Any) -> None:
@@ -376,7 +376,7 @@ def test_disabled_torch_function_disables_hooks_and_nothing_else() -> None:
 
 
 def test_subclasses_of_tensor_pass_through() -> None:
-    """A subclass with its own __torch_function__ gets its turn after ours."""
+    """A subclass with its own __torch_function__ is called after ours."""
 
     class Tagged(Tensor):
         @classmethod
