@@ -58,7 +58,7 @@ def compiling_has_been_said() -> None:
     It is tested in processes of its own (tests/sites/functions/test_kernels.py).
     """
     from hookline.sites.functions import function_mode as mode
-    from hookline.sites.functions import operator_kernels as kernels
+    from hookline.sites.functions import function_overrides as kernels
 
     kernels._Said.compiling = True
     mode._Warned.compiled = True

@@ -48,8 +48,8 @@ from hookline.sites.receipt import Receipt as Receipt
 from hookline.sites.site_info import Site as Site
 from hookline.sites.tensors.gradient_limits import clip_gradients as clip_gradients
 from hookline.sites.tensors.gradient_limits import freeze as freeze
-from hookline.sites.tensors.node_hooks import attach_node as attach_node
 from hookline.sites.tensors.saved_tensors import saved_tensors as saved_tensors
+from hookline.sites.tensors.tensor_hooks import attach_node as attach_node
 from hookline.sites.tensors.tensor_hooks import attach_tensor as attach_tensor
 from hookline.specs.hook_spec import HookSpec as HookSpec
 from hookline.specs.hook_spec import register_hooks as register_hooks

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.sites._torch import hooks_beside
-from hookline.sites.tensors import node_hooks as nodes
+from hookline.sites.tensors import tensor_hooks as nodes
 
 KINDS = ("pre", "post")
 

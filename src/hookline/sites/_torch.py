@@ -32,124 +32,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "CALL_IMPL",
-    "CONVERSION_SWITCHES",
-    "FULL_BACKWARD_FLAG",
-    "HOOK_DICTS",
-    "KERNEL_SWITCHES",
-    "TENSOR_HOOKS",
-    "TRANSFORMS",
-    "Compilations",
-    "Edges",
-    "FunctionBase",
-    "OpOverload",
-    "Shards",
-    "accumulator_of",
-    "add_torch_hook",
-    "allow_accumulator",
-    "autocast_nesting",
-    "backends",
-    "backward_hooks_of_call",
-    "being_walked",
-    "below_autograd",
-    "boundary",
-    "call_aten",
-    "called_by_us",
-    "caller",
-    "capturing",
-    "compilation",
-    "compiled_code",
-    "constant_while_tracing",
-    "copy_all",
-    "counting_changes",
-    "current_stream_of",
-    "default_device",
-    "drop_hook",
-    "exporting",
-    "factories",
-    "flat",
-    "forget_accumulator",
-    "forget_compiled",
-    "fsdp_shards",
-    "graph_task_id",
-    "guards_of",
-    "handles_modes",
-    "has_backward_hooks",
-    "has_compiled",
-    "has_numbers",
-    "hook_tensor",
-    "hooks_beside",
-    "hooks_of",
-    "identity_of",
-    "in_compiled_code",
-    "in_functional_call",
-    "in_recomputation",
-    "in_run",
-    "in_transform",
-    "innermost_saved_hooks",
-    "is_compiled",
-    "is_compiled_function",
-    "is_global_pre_hook",
-    "is_inner_step",
-    "is_known_to_be_at_most",
-    "is_native",
-    "is_right_accumulator",
-    "is_tracing",
-    "is_wrapped",
-    "keeps_saved",
-    "kwargs_of_call",
-    "leaf_hooks",
-    "leaf_hooks_of",
-    "leave_to_python",
-    "lift_mode",
-    "local_tensor",
-    "made_since",
-    "move_late",
-    "never_recomputed",
-    "open_late",
-    "operator_names",
-    "operators",
-    "operators_of",
-    "operators_shown_as",
-    "optimizer_hooks",
-    "override_kernel",
-    "own_part",
-    "parameter_hooks_of",
-    "place_first",
-    "place_last",
-    "pop_mode",
-    "pop_saved_hooks",
-    "precision",
-    "push_mode",
-    "push_saved_hooks",
-    "queue_end_of_backward",
-    "queue_id",
-    "reductions",
-    "replays_graph",
-    "running_module",
-    "running_modules",
-    "scale_of",
-    "sequence_number",
-    "sequence_number_of",
-    "set_autocast_nesting",
-    "set_grad_enabled",
-    "set_precision",
-    "set_reductions",
-    "set_versions",
-    "sharded_parameter",
-    "skips_guards",
-    "slip_mode_under",
-    "swap_insides",
-    "takes_optimizer_hooks",
-    "times_running",
-    "untraced",
-    "use_count",
-    "variable_of_caller",
-    "vectorizing",
-    "will_execute",
-    "without_numbers",
-]
+__all__ = ["FunctionBase", "OpOverload"]  # of torch's own, passed on
 
 CALL_IMPL: Final = "_call_impl"
 """``nn.Module.__call__`` looks this method up on the instance, so an attribute of that name wraps the whole call."""
@@ -180,12 +63,12 @@ graph_task_id: Final[Callable[[], int]] = torch._C._current_graph_task_id
 
 
 def sequence_number_of(node: Any) -> int:
-    """When a graph node was made; autograd runs the ready node with the largest number first."""
+    """Return when a graph node was made; autograd runs the ready node with the largest number first."""
     return node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def made_since(node: Any, number: int) -> bool:
-    """Whether a graph node is younger than that number; none, or a leaf's accumulator, is not."""
+    """Return whether a graph node is younger than that number; none, or a leaf's accumulator, is not."""
     return node is not None and number <= node._sequence_nr() < _LEAF_SEQUENCE
 
 
@@ -196,7 +79,7 @@ Edges: TypeAlias = dict[Any, dict[int, int]]
 
 
 def boundary(roots: list[Any], edges: Edges, since: int) -> list[tuple[Any, list[tuple[int, int]]]]:
-    """The nodes younger than ``since``, found by walking from ``roots`` (used up), that have one of ``edges``.
+    """Return the nodes younger than ``since``, found by walking from ``roots`` (used up), that have one of ``edges``.
 
     With each come the slots of its gradient that go there and the caller's numbers. Nodes that accumulate
     into a leaf carry the largest number there is and lead nowhere, so they are passed over.
@@ -220,12 +103,12 @@ def boundary(roots: list[Any], edges: Edges, since: int) -> list[tuple[Any, list
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have ``callback`` run when the backward pass that is running now has accumulated everything."""
+    """Run ``callback`` when the backward pass that is running now has accumulated everything."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def add_torch_hook(module: nn.Module, attribute: str, first: bool, torch_hook: Any) -> int:
-    """Register a forward hook that takes keyword arguments, at either end of its queue; its id.
+    """Register a forward hook that takes keyword arguments, at either end of its queue; return its id.
 
     What ``register_forward_hook`` does, without the handle, which costs more than all the rest together.
     """
@@ -246,7 +129,7 @@ def drop_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
 
 
 def hook_tensor(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
-    """What ``tensor.register_hook`` does for a tensor that some node made, without the handle (7 → 5 µs)."""
+    """Do what ``tensor.register_hook`` does for a tensor that some node made, without the handle (7 → 5 µs)."""
     hooks = tensor._backward_hooks
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
@@ -256,7 +139,7 @@ def hook_tensor(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
-    """Every hook in the module's own dictionaries: dictionary, id, callable."""
+    """Return every hook in the module's own dictionaries: dictionary, id, callable."""
     for attribute in HOOK_DICTS:
         hooks: OrderedDict[int, Any] = getattr(module, attribute)
         wrapped = attribute == "_load_state_dict_pre_hooks"  # torch keeps these in a wrapper that adds the module
@@ -265,13 +148,13 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
 
 
 def caller() -> nn.Module | None:
-    """The module whose ``_call_impl`` is being called, for what stands in for that method on the instance."""
+    """Return the module whose ``_call_impl`` is being called, for what stands in for that method on the instance."""
     module = sys._getframe(2).f_locals.get("self")
     return module if isinstance(module, nn.Module) else None
 
 
 def queue_id(depth: int) -> int:
-    """Tells the queues of hooks of one module call from those of others: torch runs each call in a frame of its own.
+    """Return a number of the running queue of hooks, another for each module call: torch runs each in its own frame.
 
     ``depth`` is how many calls above this one torch's own frame is.
     """
@@ -279,7 +162,7 @@ def queue_id(depth: int) -> int:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether torch itself calls backward hooks for the module, its own or global ones."""
+    """Return whether torch itself calls backward hooks for the module, its own or global ones."""
     # Looked up at each call: torch's own tests put other dictionaries in the place of the global ones.
     return bool(
         module._backward_hooks
@@ -290,12 +173,13 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def is_global_pre_hook(hook_id: int) -> bool:
-    """Whether torch still has a global forward pre-hook of that id: some tests put another dictionary there."""
+    """Return whether torch still has a global forward pre-hook of that id: some tests put another dictionary there."""
     return hook_id in module_py._global_forward_pre_hooks
 
 
 def backward_hooks_of_call() -> Any:
-    """The ``BackwardHook`` that torch has made for the module call whose forward hook asks; None if there is none.
+    """Return the ``BackwardHook`` that torch has made for the module call whose forward hook asks; None if there is
+    none.
 
     It is a variable of the frame that calls that forward hook, and its ``user_pre_hooks`` are a list of this call alone
     (torch 2.11 to 2.13).
@@ -305,17 +189,17 @@ def backward_hooks_of_call() -> Any:
 
 
 def variable_of_caller(name: str, depth: int) -> Any:
-    """The variable of that name in the function ``depth`` calls above the one that asks; None if it has none."""
+    """Return the variable of that name in the function ``depth`` calls above the one that asks; None if it has none."""
     return sys._getframe(depth + 1).f_locals.get(name)
 
 
 def in_transform() -> bool:
-    """Whether a ``torch.func`` transform or forward-mode AD is at work, which custom functions do not bear."""
+    """Return whether a ``torch.func`` transform or forward-mode AD is at work, which custom functions do not bear."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def in_run() -> bool:
-    """Whether a forward or backward is under way in this thread; walks the stack, so not for hot paths."""
+    """Return whether a forward or backward is under way in this thread; walks the stack, so not for hot paths."""
     if graph_task_id() != -1:
         return True
     code = nn.Module._call_impl.__code__
@@ -328,7 +212,7 @@ def in_run() -> bool:
 
 
 def kwargs_of_call() -> dict[str, Any]:
-    """The keyword arguments of the module call whose global pre-hook asks, which torch does not hand it.
+    """Return the keyword arguments of the module call whose global pre-hook asks, which torch does not hand it.
 
     They are a variable of ``nn.Module._call_impl``, which is the caller of that hook; the very dictionary, so
     that changing it changes the call.
@@ -338,7 +222,7 @@ def kwargs_of_call() -> dict[str, Any]:
 
 
 def parameter_hooks_of(module: nn.Module) -> Iterator[Any]:
-    """Every post-accumulate hook on the module's own parameters."""
+    """Return every post-accumulate hook on the module's own parameters."""
     for parameter in module._parameters.values():
         if parameter is not None:
             yield from leaf_hooks_of(parameter)
@@ -349,7 +233,7 @@ leaf_hooks: Final = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def leaf_hooks_of(leaf: Tensor) -> list[Any]:
-    """Every post-accumulate hook on a leaf."""
+    """Return every post-accumulate hook on a leaf."""
     hooks = leaf_hooks(leaf)
     return list(hooks.values()) if hooks else []
 
@@ -373,7 +257,7 @@ def place_last(hooks: dict[int, Any], hook_id: int) -> None:
 
 
 def _insert_anew(hooks: OrderedDict[int, Any]) -> None:
-    """Have the order in which hooks were inserted be the order they are in: guards of torch 2.11 go by the former."""
+    """Insert the hooks anew in the order they are in: guards of torch 2.11 go by the order of insertion."""
     if _GUARDS_GO_BY_INSERTION and "torch._dynamo" in sys.modules and list(dict.keys(hooks)) != list(hooks):
         for hook_id, hook in list(hooks.items()):
             del hooks[hook_id]
@@ -398,7 +282,8 @@ Shards: TypeAlias = dict[tuple[int, str], Any]
 
 
 def fsdp_shards() -> Shards:
-    """All of them in this process: while a group is gathered, its modules show other parameters than the hooked ones.
+    """Return all of them in this process: while a group is gathered, its modules show other parameters than the hooked
+    ones.
 
     The model's own modules would not do: the parameters may be managed by a module around it.
     """
@@ -421,7 +306,7 @@ def fsdp_shards() -> Shards:
 
 
 def in_functional_call() -> bool:
-    """Whether this forward runs in ``torch.func.functional_call``, which lends the modules other parameters."""
+    """Return whether this forward runs in ``torch.func.functional_call``, which lends the modules other parameters."""
     code = stateless._functional_call.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
@@ -430,7 +315,7 @@ def in_functional_call() -> bool:
 
 
 def sharded_parameter(shard: Any) -> Tensor:
-    """The parameter that the optimizer has, whose hooks FSDP2 calls."""
+    """Return the parameter that the optimizer has, whose hooks FSDP2 calls."""
     parameter: Tensor = shard.sharded_param
     return parameter
 
@@ -439,7 +324,7 @@ def sharded_parameter(shard: Any) -> Tensor:
 
 
 def running_module() -> nn.Module | None:
-    """The innermost module whose forward is running in this thread (1.5 µs, of which 1 is reading the frame)."""
+    """Return the innermost module whose forward is running in this thread (1.5 µs, of which 1 is reading the frame)."""
     code = nn.Module._call_impl.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -450,7 +335,7 @@ def running_module() -> nn.Module | None:
 
 
 def running_modules() -> tuple[nn.Module | None, nn.Module | None]:
-    """The innermost and the outermost of the modules whose forwards are running in this thread."""
+    """Return the innermost and the outermost of the modules whose forwards are running in this thread."""
     code = nn.Module._call_impl.__code__
     frame: FrameType | None = sys._getframe(1)
     inner: FrameType | None = None
@@ -479,7 +364,7 @@ def all_running() -> list[nn.Module]:
 
 
 def times_running(module: nn.Module) -> int:
-    """How many calls of that module are under way in this thread; those inside of compiled code do not show."""
+    """Return how many calls of that module are under way in this thread; those inside of compiled code do not show."""
     code = nn.Module._call_impl.__code__
     frame: FrameType | None = sys._getframe(1)
     count = 0
@@ -491,7 +376,8 @@ def times_running(module: nn.Module) -> int:
 
 
 def called_by_us(depth: int) -> bool:
-    """Whether it is the wiring of gradients that has made the call a hook is due for, and not the model (0.2 µs).
+    """Return whether it is the wiring of gradients that has made the call a hook is due for, and not the model (0.2
+    µs).
 
     ``depth`` is how many calls above this one the caller is.
     """
@@ -509,7 +395,8 @@ _WIRING: Final = frozenset(
 
 
 def in_recomputation() -> bool:
-    """Whether activation checkpointing is repeating a forward in this thread (0.1 µs outside of a backward pass)."""
+    """Return whether activation checkpointing is repeating a forward in this thread (0.1 µs outside of a backward
+    pass)."""
     if graph_task_id() == -1:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -524,7 +411,7 @@ def in_recomputation() -> bool:
 
 
 def factories() -> list[Any]:
-    """The functions that make tensors of nothing: function modes see them, though they are not overridable."""
+    """Return the functions that make tensors of nothing: function modes see them, though they are not overridable."""
     from torch.utils._device import _device_constructors
 
     made: list[Any] = list(_device_constructors())
@@ -532,14 +419,16 @@ def factories() -> list[Any]:
 
 
 def handles_modes(function: Any) -> bool:
-    """Whether a Python function looks for modes itself, as torch asks of functions that want to be overridable."""
+    """Return whether a Python function looks for modes itself, as torch asks of functions that want to be
+    overridable."""
     code = getattr(function, "__code__", None)
     return code is not None and not _ASKS_FOR_MODES.isdisjoint(code.co_names)
 
 
 @functools.cache
 def operators_shown_as() -> dict[str, Any]:
-    """What modes are shown for Python's operators: ``Tensor.add`` for ``__add__``, and so on; found out by trying."""
+    """Return what modes are shown for Python's operators: ``Tensor.add`` for ``__add__``, and so on; found out by
+    trying."""
     shown: dict[str, Any] = {}
 
     class Recorder(TorchFunctionMode):
@@ -564,7 +453,7 @@ _OPERATORS: Final = (
 
 
 def is_native(name: str, function: Any) -> bool:
-    """Whether a function is one of those that torch generates from its operators; all of them look for modes."""
+    """Return whether a function is one of those that torch generates from its operators; all of them look for modes."""
     home = getattr(function, "__self__", None)
     if isinstance(home, ModuleType):
         return home.__name__.startswith("torch._C._") and home.__name__ != "torch._C._functorch"
@@ -594,7 +483,7 @@ def slip_mode_under(mode: Any) -> None:
 
 
 def pop_mode(mode: Any) -> bool:
-    """Take a function mode off this thread's stack if it is on top; whether it was (0.2 µs)."""
+    """Take a function mode off this thread's stack if it is on top; return whether it was (0.2 µs)."""
     height = torch._C._len_torch_function_stack()
     if not height or torch._C._get_function_stack_at(height - 1) is not mode:
         return False
@@ -603,7 +492,7 @@ def pop_mode(mode: Any) -> bool:
 
 
 def lift_mode(mode: Any) -> bool:
-    """Take a function mode out of this thread's stack, wherever it is in there; whether it was."""
+    """Take a function mode out of this thread's stack, wherever it is in there; return whether it was."""
     modes = _take_modes_off()
     kept = [other for other in modes if other is not mode]
     _put_modes_back(kept)
@@ -611,7 +500,7 @@ def lift_mode(mode: Any) -> bool:
 
 
 def _take_modes_off() -> list[Any]:
-    """This thread's function modes, the top one first."""
+    """Take this thread's function modes off; return them, the top one first."""
     return [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
 
 
@@ -621,12 +510,12 @@ def _put_modes_back(modes: list[Any]) -> None:
 
 
 def operator_names() -> list[str]:
-    """Every overload of every operator that the dispatcher knows: "aten::mm", "aten::mm.out", …"""
+    """Return every overload of every operator that the dispatcher knows: "aten::mm", "aten::mm.out", …"""
     return torch._C._dispatch_get_all_op_names()
 
 
 def operators_of(item: Any) -> list[OpOverload] | None:
-    """The overloads that an overload, a packet of them, or what ``torch.library.custom_op`` gives stands for."""
+    """Return the overloads that an overload, a packet of them, or what ``torch.library.custom_op`` gives stands for."""
     item = getattr(item, "_opoverload", item)
     if isinstance(item, OpOverload):
         return [item]
@@ -636,7 +525,7 @@ def operators_of(item: Any) -> list[OpOverload] | None:
 
 
 def backends() -> list[str]:
-    """The dispatch keys of the devices there are: CPU, and the accelerator if this process has one."""
+    """Return the dispatch keys of the devices there are: CPU, and the accelerator if this process has one."""
     accelerator = torch.accelerator.current_accelerator()
     return ["CPU"] if accelerator is None else ["CPU", accelerator.type.upper()]
 
@@ -689,13 +578,13 @@ waits for them all holds while it runs a kernel through us."""
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process so far."""
+    """Return whether torch.compile has compiled anything in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
 
 
 def _taking_numbers(op: Any, call_boxed: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, such that it takes numbers where it wants tensors.
+    """Return the kernel, such that it takes numbers where it wants tensors.
 
     In ``x * 2`` the 2 is a tensor that is marked as a number, so that it does not decide the type of the result. A
     Python kernel is handed the number, and cannot make such a tensor again.
@@ -716,7 +605,7 @@ _SORTS: Final = {bool: numpy.bool_, int: numpy.int64, float: numpy.float64, comp
 
 
 def _tensor_for(number: Any, others: list[Tensor]) -> Tensor:
-    """A tensor that has the same effect beside the others as the number has; made without hookable operators."""
+    """Return a tensor that has the same effect beside the others as the number has; made without hookable operators."""
     with torch._C._DisableTorchDispatch():  # a mode would be shown the number itself, and make of it what it likes
         plain = torch.from_numpy(numpy.asarray(number, dtype=_SORTS[type(number)]))
         if not others:
@@ -727,7 +616,7 @@ def _tensor_for(number: Any, others: list[Tensor]) -> Tensor:
 
 @functools.cache
 def _marked_numbers() -> dict[type, Tensor]:
-    """One tensor of each sort that is marked as a number; autograd keeps such a one in the node of a product."""
+    """Return one tensor of each sort that is marked as a number; autograd keeps such a one in the node of a product."""
     with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunction():
         leaf = torch.ones(1, requires_grad=True)
         products: dict[type, Any] = {sort: leaf * sort(1) for sort in _SORTS}
@@ -744,7 +633,8 @@ _CATEGORIES: Final = (bool, int, float, complex)
 
 
 def without_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an operator with tensors in the place of numbers, for inside a transform of ``torch.func``.
+    """Return the arguments of an operator with tensors in the place of numbers, for inside a transform of
+    ``torch.func``.
 
     A transform wraps what it meets, the tensor that is marked as a number in ``x * 2`` too, and a Python kernel
     further down, to be handed the number, reads memory that a wrapper has not (torch 2.11 to 2.13). So a transform is
@@ -761,7 +651,7 @@ def without_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _dtype_beside(number: Any, others: list[Tensor]) -> torch.dtype:
-    """The type of a tensor without dimensions that has the effect of the number beside the others."""
+    """Return the type of a tensor without dimensions that has the effect of the number beside the others."""
     natural = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[type(number)]
     if not others:
         return natural
@@ -779,7 +669,7 @@ def _category(tensor: Tensor) -> int:
 
 
 def _raised(dtype: torch.dtype, sort: type) -> torch.dtype:
-    """What a tensor of that type becomes when a number of a higher sort is added."""
+    """Return what a tensor of that type becomes when a number of a higher sort is added."""
     if sort is int:
         return torch.int64
     real = dtype if dtype.is_floating_point else torch.get_default_dtype()
@@ -790,7 +680,7 @@ _TRACERS: Final = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def is_tracing() -> bool:
-    """Whether what runs is a dry run with fake tensors, to compile or export what they go through (0.2 µs)."""
+    """Return whether what runs is a dry run with fake tensors, to compile or export what they go through (0.2 µs)."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
@@ -810,22 +700,22 @@ _RUNS_REGISTRATION_HOOKS: Final = frozenset(
 
 
 untraced: Final = _disable_dynamo
-"""Decorates what runs as it is, also where ``torch.compile`` meets it; imports the compiler at the first call only."""
+"""Decorate what runs as it is, also where ``torch.compile`` meets it; imports the compiler at the first call only."""
 
 
 def optimizer_hooks(optimizer: Optimizer, kind: str) -> OrderedDict[int, Any]:
-    """The dictionary of an optimizer's hooks of one kind (``step_pre``, ``load_state_dict_post``, …)."""
+    """Return the dictionary of an optimizer's hooks of one kind (``step_pre``, ``load_state_dict_post``, …)."""
     hooks: OrderedDict[int, Any] = getattr(optimizer, f"_optimizer_{kind}_hooks")
     return hooks
 
 
 def takes_optimizer_hooks(optimizer: Optimizer, kind: str) -> bool:
-    """Whether there is such a dictionary; ``Optimizer.__init__`` makes it, which a wrapper may never call."""
+    """Return whether there is such a dictionary; ``Optimizer.__init__`` makes it, which a wrapper may never call."""
     return hasattr(optimizer, f"_optimizer_{kind}_hooks")
 
 
 def is_inner_step(optimizer: Optimizer) -> bool:
-    """Whether the step that runs its hooks is part of another step of the same optimizer (``super().step()``).
+    """Return whether the step that runs its hooks is part of another step of the same optimizer (``super().step()``).
 
     Read off the stack, so that a step that raised leaves nothing behind.
     """
@@ -839,7 +729,8 @@ def is_inner_step(optimizer: Optimizer) -> bool:
 
 
 def being_walked(hooks: dict[int, Any]) -> bool:
-    """Whether torch is in the middle of these optimizer or registration hooks, in any thread, and fails if they change.
+    """Return whether torch is in the middle of these optimizer or registration hooks, in any thread, and fails if they
+    change.
 
     torch walks the dictionary itself, and has the hook that it is at in a variable. At the last one it is through.
     """
@@ -862,13 +753,14 @@ will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 
 
 def hooks_beside(handle: RemovableHandle) -> list[Any]:
-    """Every hook in the dictionary that a handle of torch's points at."""
+    """Return every hook in the dictionary that a handle of torch's points at."""
     hooks = handle.hooks_dict_ref()
     return list(hooks.values()) if hooks else []
 
 
 def keeps_saved(node: Any) -> bool | None:
-    """Whether what a graph node saved for the backward is there (True) or was freed (False); None if it saved nothing.
+    """Return whether what a graph node saved for the backward is there (True) or was freed (False); None if it saved
+    nothing.
 
     Looks at torch's raw records, since reading a saved tensor would unpack it, which under activation
     checkpointing repeats a forward.
@@ -888,7 +780,7 @@ def keeps_saved(node: Any) -> bool | None:
 
 
 def innermost_saved_hooks() -> tuple[Any, Any] | None:
-    """The pair on top of this thread's stack of hooks on saved tensors."""
+    """Return the pair on top of this thread's stack of hooks on saved tensors."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -906,7 +798,7 @@ set_grad_enabled: Final = torch._C._set_grad_enabled
 
 
 def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates what the compiler calls when it comes to it, and takes the answer for a constant.
+    """Decorate a function that the compiler calls while it traces, to take the answer for a constant.
 
     What ``torch.compiler.assume_constant_result`` does, without loading the compiler.
     """
@@ -915,7 +807,7 @@ def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def operators(schema: str) -> Any:
-    """A library of ours with one more operator; more can be put into it, and it has to be kept."""
+    """Return a library of ours with one more operator; more can be put into it, and it has to be kept."""
     library: Any = torch.library.Library("hookline", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(schema)
     _LIBRARIES.append(library)
@@ -936,7 +828,7 @@ def _aten(name: str) -> Any:
 
 
 def open_late(op: Any, meaning: Callable[..., Any]) -> None:
-    """Have inductor write an operator of ours as other operators, once it writes loops; before that it is opaque.
+    """Let inductor write an operator of ours as other operators, once it writes loops; before that it is opaque.
 
     ``meaning`` is given the operator's arguments and what to call others by (as `call_aten`). Without inductor, or with
     one that knows no lowerings, nothing is done: the operator is then called. On 2.11 and 2.13.
@@ -958,7 +850,7 @@ def open_late(op: Any, meaning: Callable[..., Any]) -> None:
 
 
 def move_late(find: Any, sink: Any, sinks: Any) -> None:
-    """Have inductor look at these operators last when it divides the graph that it is about to make.
+    """Let inductor look at these operators last when it divides the graph that it is about to make.
 
     It decides what to keep for the backward by the order of the forward: what comes behind an operator that it cannot
     join with others is not to be computed again. Ours would be such, and have it keep other tensors than without one.
@@ -1024,7 +916,7 @@ def _is_tangent(node: Any) -> bool:
 
 
 def _sides(graph: Any, find: Any, sink: Any) -> list[list[Any]]:
-    """The calls of ``sink`` that are handed what ``find`` has found: those of the forward, and of the backward.
+    """Return the calls of ``sink`` that are handed what ``find`` has found: those of the forward, and of the backward.
 
     Between the first and the last of a side, nothing that is handed over changes: the graph is functional, but for what
     it writes to its inputs. Other sinks are handed whole tensors, which must not be held that long.
@@ -1045,7 +937,7 @@ def _comes_from(op: Any, node: Any) -> bool:
 
 
 def _gather(graph: Any, calls: list[Any], sinks: Any) -> None:
-    """One call in place of these, where the last of them is."""
+    """Put one call in place of these, where the last of them is."""
     keys, lines, found, each = zip(*(node.args for node in calls), strict=True)
     parts = [part for some in found for part in some]
     numbers = [len(some) for some in found]
@@ -1063,7 +955,7 @@ def _writes(node: Any) -> bool:
 
 
 def is_known_to_be_at_most(size: Any, most: int) -> bool:
-    """Whether a size is one number in a compiled graph, not left open, and no larger than that. To be traced.
+    """Return whether a size is one number in a compiled graph, not left open, and no larger than that. To be traced.
 
     Asking an open one whether ``size <= most`` would make the graph one for sizes of which the answer is the same; and
     one with an upper bound (``mark_dynamic(..., max=)``) is at most that, and still no number. On 2.11 and 2.13.
@@ -1084,7 +976,7 @@ def _has_local_part(cls: type) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """What an operator of ours can be given: the tensor, of a distributed one this process's part; else None.
+    """Return what an operator of ours can be given: the tensor, of a distributed one this process's part; else None.
 
     To be traced. Operators are not told apart by subclasses that they have never heard of.
     """
@@ -1098,12 +990,14 @@ is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def current_stream_of(index: int) -> Callable[[], int]:
-    """Tells the number of the stream that a CUDA device works on (0.1 µs; ``torch.cuda.current_stream`` takes 2)."""
+    """Return a function that returns the number of a CUDA device's current stream (0.1 µs;
+    ``torch.cuda.current_stream`` takes 2)."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, index)
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Whether there are numbers in it that last: not if it stands for others in a transform, or is a fake one."""
+    """Return whether there are numbers in it that last: not if it stands for others in a transform, or is a fake
+    one."""
     return not is_wrapped(tensor) and (type(tensor) is Tensor or not _is_stand_in(type(tensor)))
 
 
@@ -1112,13 +1006,14 @@ def _is_stand_in(cls: type) -> bool:
 
 
 def scale_of(scaler: Any) -> Tensor | None:
-    """What a ``GradScaler`` multiplies losses by, on its device, unread; None for one that does nothing (yet)."""
+    """Return what a ``GradScaler`` multiplies losses by, on its device, unread; None for one that does nothing
+    (yet)."""
     scale = getattr(scaler, "_scale", None)
     return scale if scaler.is_enabled() else None
 
 
 def leave_to_python(*functions: Any, below: bool = True) -> None:
-    """Where the compiler would compile one of these functions by itself, it is to run as it is, with all it calls.
+    """Keep the compiler from compiling one of these functions by itself: it runs as it is, with all it calls.
 
     Inlined into something else, they are traced like any other. ``below=False``: what they call may be compiled.
     """
@@ -1137,7 +1032,8 @@ def below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
 
 @contextmanager
 def counting_changes() -> Iterator[None]:
-    """In-place changes raise ``_version`` in here, also behind an operator that was called in inference mode."""
+    """Count in-place changes in ``_version`` within this block, also behind an operator that was called in inference
+    mode."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     outside = torch._C._dispatch_tls_local_exclude_set() - key
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), outside):
@@ -1146,7 +1042,7 @@ def counting_changes() -> Iterator[None]:
 
 @contextmanager
 def never_recomputed() -> Iterator[None]:
-    """Operators called in here while the compiler traces are saved for the backward, also under checkpointing."""
+    """Save the operators of this block for the backward while the compiler traces, also under checkpointing."""
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -1163,7 +1059,7 @@ def never_recomputed() -> Iterator[None]:
 
 
 def compiled_code() -> list[CodeType]:
-    """The code objects of this process that have compiled versions."""
+    """Return the code objects of this process that have compiled versions."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if frames is None:
         return []
@@ -1172,29 +1068,31 @@ def compiled_code() -> list[CodeType]:
 
 
 def guards_of(code: CodeType) -> list[str]:
-    """What must be so for each of the compiled versions, as a text: it has the ids of the classes that are met."""
+    """Return what must be so for each of the compiled versions, as a text: it has the ids of the classes that are
+    met."""
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
     return [str(entry.guard_manager) for entry in entries]
 
 
 def skips_guards() -> bool:
-    """Whether compiled code runs without a look at what it was compiled for: ``skip_guard_eval_unsafe`` is on."""
+    """Return whether compiled code runs without a look at what it was compiled for: ``skip_guard_eval_unsafe`` is
+    on."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return bool(getattr(getattr(frames, "_stance", None), "skip_guard_eval_unsafe", False))
 
 
 def forget_compiled(code: CodeType) -> None:
-    """Have the code compiled again when it is next called."""
+    """Forget the compiled versions of ``code``: it is compiled again at its next call."""
     torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
+    """Return whether ``module.compile()`` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 class Compilations:
-    """Has something called whenever a compilation begins."""
+    """Calls ``on_begin`` whenever a compilation begins."""
 
     def __init__(self, on_begin: Callable[[], None]) -> None:
         self._on_begin = on_begin
@@ -1203,19 +1101,19 @@ class Compilations:
         self._on_begin()
 
     def is_on(self) -> bool:
-        """Whether it will be called."""
+        """Return whether it will be called."""
         handler = sys.modules.get("torch._dynamo.callback")
         return handler is not None and self in handler.callback_handler.start_callbacks
 
     def start(self) -> None:
-        """From now on."""
+        """Ask torch to call this from now on."""
         handler = sys.modules["torch._dynamo.callback"].callback_handler
         if not isinstance(handler.start_callbacks, _Callbacks):
             handler.start_callbacks = _Callbacks(handler.start_callbacks)
         handler.register_start_callback(self)
 
     def stop(self) -> None:
-        """No more."""
+        """Ask torch to call this no more."""
         if self.is_on():
             handler = sys.modules["torch._dynamo.callback"].callback_handler
             handler.remove_start_callback(self)
@@ -1223,7 +1121,7 @@ class Compilations:
 
 
 class _Callbacks(list[Any]):
-    """What torch calls when a compilation begins: ``torch.compiler.reset()`` clears it, and hooks would go unseen."""
+    """The callbacks of torch at the begin of a compilation; ``torch.compiler.reset()`` must not clear ours."""
 
     def clear(self) -> None:
         """Forget all but ours."""
@@ -1231,7 +1129,7 @@ class _Callbacks(list[Any]):
 
 
 def in_compiled_code() -> bool:
-    """Whether it is the compiler, or code it has made, that calls; walks the stack, so not for hot paths."""
+    """Return whether it is the compiler, or code it has made, that calls; walks the stack, so not for hot paths."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(("torch._dynamo.", "torch._functorch.", "torch._inductor.")):
@@ -1241,34 +1139,36 @@ def in_compiled_code() -> bool:
 
 
 def compilation() -> object:
-    """Which compilation is under way in this thread; None for none."""
+    """Return which compilation is under way in this thread; None for none."""
     return torch._guards.CompileContext.current_compile_id()
 
 
 @constant_while_tracing
 def exporting() -> bool:
-    """Whether what is being traced is to be exported; torch 2.11 says so of everything, if asked directly."""
+    """Return whether what is being traced is to be exported; torch 2.11 says so of everything, if asked directly."""
     return torch.compiler._is_exporting_flag
 
 
 def capturing() -> bool:
-    """Whether what runs is being recorded as a CUDA graph (0.05 µs where CUDA was never used)."""
+    """Return whether what runs is being recorded as a CUDA graph (0.05 µs where CUDA was never used)."""
     return torch.cuda._initialized and torch.cuda.is_current_stream_capturing()
 
 
 def replays_graph(module: nn.Module) -> bool:
-    """Whether ``torch.cuda.make_graphed_callables`` has put the replay of a CUDA graph in the place of the forward."""
+    """Return whether ``torch.cuda.make_graphed_callables`` has put the replay of a CUDA graph in the place of the
+    forward."""
     return getattr(module.__dict__.get("forward"), "__module__", None) == "torch.cuda.graphs"
 
 
 def is_compiled_function(function: Any) -> bool:
-    """Whether it is what ``torch.compile(function)`` gives: its own code is compiled, not that of whoever calls it."""
+    """Return whether it is what ``torch.compile(function)`` gives: its own code is compiled, not that of whoever calls
+    it."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
 @constant_while_tracing
 def vectorizing() -> bool:
-    """Whether what is being traced is inside ``torch.vmap``, for which operators of ours have no rule."""
+    """Return whether what is being traced is inside ``torch.vmap``, for which operators of ours have no rule."""
     levels = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
@@ -1284,13 +1184,13 @@ flat: Final[Callable[[list[Tensor]], Tensor]] = torch._utils._flatten_dense_tens
 
 
 def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Have autograd believe that nobody has written since; true only where the numbers are those of that time."""
+    """Set the version counters of tensors back; right only where their numbers are those of that time."""
     if tensors:
         torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
 def own_part(tensor: Any) -> Any:
-    """What has the memory: of a distributed tensor (DTensor) this process's part, the same object each time."""
+    """Return what has the memory: of a distributed tensor (DTensor) this process's part, the same object each time."""
     return tensor if type(tensor) in _WITH_MEMORY else getattr(tensor, "_local_tensor", tensor)
 
 
@@ -1326,7 +1226,7 @@ def is_right_accumulator(node: Any, leaf: Tensor) -> bool:
 
 
 def forget_accumulator(leaf: Tensor) -> None:
-    """Have the next graph make a new node that adds up gradients; torch does so where data of another dtype come."""
+    """Make the next graph use a new accumulating node, as torch does where data of another dtype come."""
     data = leaf.data
     other = torch.float32 if leaf.dtype is torch.float64 else torch.float64
     leaf.data = torch.empty(0, dtype=other, device=leaf.device)
@@ -1381,7 +1281,7 @@ def autocast_nesting() -> int:
 
 
 def set_autocast_nesting(depth: int) -> None:
-    """Have this thread be in so many; what one that never ended has cast is forgotten."""
+    """Set how many autocast blocks this thread is in; forget the casts of one that never ended."""
     while autocast_nesting() > depth:
         torch.autocast_decrement_nesting()
     while autocast_nesting() < depth:

@@ -235,7 +235,7 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -
 
 
 def _count_by_part(counter: ForwardCounter) -> None:
-    """Have the outermost part of the model that runs now begin the steps of ``counter``, this call being the first.
+    """Let the outermost part of the model that runs now begin the steps of ``counter``, this call being the first.
 
     Called when a hook fires and no forward of its model has begun: Lightning calls ``training_step``, others call
     ``encode``; the modules inside are called, the model is not. Do nothing where the model itself is running, or no

@@ -1,6 +1,6 @@
-"""Looking without touching: what a target would match, what is attached, and whether anything is.
+"""List sites and hooks without changing anything: ``find``, ``attached`` and ``assert_no_hooks``.
 
-Takes a model, hands back sites, handles, or an error that lists what was left behind.
+Users call these; they read the hooks of every kind of site.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from hookline.errors import HooksLeftError
 from hookline.sites import _torch
-from hookline.sites.functions.autograd_classes import function_classes
 from hookline.sites.functions.function_mode import unbound_attachments
-from hookline.sites.functions.operator_kernels import operators
+from hookline.sites.functions.function_overrides import function_classes, operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
 from hookline.sites.modules.module_hooks import existing_hooks, sweep
@@ -25,7 +24,7 @@ from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.signature import hook_name
 from hookline.sites.site_info import Site
 from hookline.sites.targets import check_model, select
-from hookline.sites.tensors.leaf_hooks import LeafHook, parameter_entries
+from hookline.sites.tensors.parameter_hooks import LeafHook, parameter_entries
 from hookline.sites.wrappers import walk
 from hookline.tables import ShownAsTable, Table
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.sites.hook_at_site import Attachment, HookAtSite
-
-__all__ = ["Sites", "assert_no_hooks", "attached", "find"]
 
 
 class Sites(ShownAsTable, Sequence[Site]):
@@ -53,7 +50,7 @@ class Sites(ShownAsTable, Sequence[Site]):
         return [site.name for site in self._sites]
 
     def hooks(self, site: Site) -> list[str]:
-        """Who has hooked that module: our hooks by name, other people's by where their code lives."""
+        """Return the hooks on that module: ours by name, other people's by where their code lives."""
         return _hooks_on(site.module)
 
     def __len__(self) -> int:
@@ -77,7 +74,7 @@ class Sites(ShownAsTable, Sequence[Site]):
 
 
 def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> Sites:
-    """The modules that ``attach`` would hook, without hooking them.
+    """Return the modules that ``attach`` would hook, without hooking them.
 
     Recipe::
 
@@ -91,7 +88,7 @@ def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> S
 
 
 def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:
-    """The handles of every hook of ours on a model and its modules, or on an optimizer, oldest first.
+    """Return the handles of every hook of ours on a model and its modules, or on an optimizer, oldest first.
 
     Recipe::
 

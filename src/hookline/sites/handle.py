@@ -1,6 +1,6 @@
-"""What every attachment gives back: the means to see what it did and to take it off again.
+"""Define the handles that every attachment returns: they report what it did, and take it off.
 
-Takes an `Attachment` from ``attach``; ``remove()`` hands its entries back to their tables.
+The verbs make a `HookHandle`; users call ``remove()`` and ``report()``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from hookline.sites.modules.module_hooks import LOCK, release_counters, sweep
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.tables import OFF, ON
 
-__all__ = ["HandleSet", "HookHandle"]
-
 
 class _Handle(RemovableHandle):
-    """What both handles share: a ``with`` block that removes."""
+    """Base of both handles: a ``with`` block that removes."""
 
     def __init__(self) -> None:
         super().__init__(_NO_HOOKS)  # torch's wants a dictionary to point at; ours are in tables
@@ -80,7 +78,7 @@ class HookHandle(_Handle):
             warn_if_never_fired(attachment)
 
     def report(self) -> Receipt:
-        """What was matched and attached, how often it fired, when last."""
+        """Return what was matched and attached, how often it fired, when last."""
         return receipt_of(self._attachment)
 
     @property
@@ -95,12 +93,12 @@ class HookHandle(_Handle):
 
     @property
     def removed(self) -> bool:
-        """Whether the hook is off."""
+        """Return whether the hook is off."""
         return self._attachment.removed
 
     @property
     def alive(self) -> bool:
-        """Whether the hook is on, and everything that it is on is still there."""
+        """Return whether the hook is on, and everything that it is on is still there."""
         return not self.removed and all(entry.container.alive() for entry in self._attachment.members())
 
     def __eq__(self, other: object) -> bool:

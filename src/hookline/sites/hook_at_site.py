@@ -183,7 +183,7 @@ class ForwardCounter:
         return model is None or model.training
 
     def find_stand_in(self) -> None:
-        """Where a part of the model is called and its own forward is not, have the calls of that part begin steps."""
+        """Let the calls of a part of the model begin steps, where the part is called and the model is not."""
         if self.stand_in is None and _torch.graph_task_id() == -1:
             self.on_uncalled()
 
@@ -269,7 +269,7 @@ class AttachOptions:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Attachment:
-    """What one call of a verb asked for, and its hooks at sites."""
+    """The request of one call of a verb, and its hooks at sites."""
 
     hook: Hook
     kind: Kind
@@ -324,7 +324,7 @@ class Attachment:
 
 
 class HookContainer:
-    """What hooks at sites sit in; one per place that torch can be made to call us from."""
+    """Holds hooks at sites; one per place that torch can be made to call us from."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
-"""The kinds of hook there are, what can carry each, and which options each one takes.
+"""Define the kinds of hook, the types of site that carry each, and the options that each takes.
 
-Takes the ``on=`` of the public calls, hands a `Kind` to every other file of this folder. A `SiteType` is what a
-hook is put on: the same kind means the same moment on a module and on a function, with other arguments.
+The verbs parse their ``on=`` here; every other file of this folder uses `Kind`. A `SiteType` is what a hook is put on:
+the same kind means the same moment on a module and on a function, with other arguments.
 
     >>> Kind.parse("forward_post")
     <Kind.FORWARD: 'forward'>
@@ -16,11 +16,9 @@ from typing import Final
 
 from hookline.errors import KindError, OptionError
 
-__all__ = ["FUNCTION", "MODULE", "NODE", "OPTIMIZER", "SAVED", "TENSOR", "Kind", "SiteType"]
-
 
 class Kind(StrEnum):
-    """When a hook fires and what it is handed.
+    """The moment at which a hook fires, and the arguments it gets.
 
     One call of a module, top to bottom, with the hooks of each kind where they fire:
 
@@ -80,7 +78,7 @@ class Kind(StrEnum):
 
     @classmethod
     def parse(cls, value: str | Kind, site_type: SiteType | None = None) -> Kind:
-        """The kind of that name or alias that ``site_type`` (a module) has; a `KindError` with suggestions
+        """Return the kind of that name or alias that ``site_type`` (a module) has; a `KindError` with suggestions
         otherwise."""
         site_type = site_type or MODULE
         text = str(value) if isinstance(value, str) else repr(value)
@@ -99,22 +97,22 @@ class Kind(StrEnum):
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is built on our own gradient observation."""
+        """Return whether it is built on our own gradient observation."""
         return self in (Kind.BACKWARD_PRE, Kind.BACKWARD)
 
     @property
     def is_registration(self) -> bool:
-        """Whether it fires when something is stored in a module."""
+        """Return whether it fires when something is stored in a module."""
         return self in REGISTRATION_KINDS
 
     @property
     def is_call(self) -> bool:
-        """Whether it is about the calls of a module: its forward, or what becomes of it in the backward."""
+        """Return whether it is about the calls of a module: its forward, or what becomes of it in the backward."""
         return self in (Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD)
 
     @property
     def is_state(self) -> bool:
-        """Whether it fires on saving or loading rather than in a run of the model."""
+        """Return whether it fires on saving or loading rather than in a run of the model."""
         return self in _STATE
 
     def check_option(self, option: str) -> None:
@@ -126,7 +124,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiteType:
-    """What hooks can be put on, with which kinds."""
+    """One type of site, with the kinds of hook it carries."""
 
     noun: str
     """What one of them is called in messages."""

@@ -1,6 +1,6 @@
-"""What became of an attachment: matched, attached, fired how often, last when; and why a hook never fired.
+"""Report what became of an attachment: matched, attached, fired how often, last when; and why a hook never fired.
 
-Takes the entries of an `Attachment`, hands a `Receipt` to ``handle.report()`` and a warning to ``handle.remove()``.
+``handle.report()`` and ``handle.remove()`` call this; it reads the entries of an `Attachment`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
-__all__ = [
-    "NOT_CALLED",
-    "Receipt",
-    "Receipts",
-    "SiteReceipt",
-    "likely_cause",
-    "parameter_versions",
-    "receipt_of",
-    "warn_if_never_fired",
-]
-
 NOT_CALLED: Final = -2
 """Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
 
@@ -57,7 +46,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True)
 class SiteReceipt:
-    """What the hook has done at one site."""
+    """The firings of a hook at one site."""
 
     name: str
     """Dotted name of the module, parameter or function; what else it is, in words."""
@@ -71,7 +60,7 @@ class SiteReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What an attachment has done so far.
+    """The firings of an attachment so far.
 
     Recipe: ``print(handle.report())``, or ``handle.report().fired`` in a test.
     """
@@ -149,7 +138,7 @@ def _or_dash(value: float | None, form: str = "") -> str:
 
 
 def receipt_of(attachment: Attachment) -> Receipt:
-    """The receipt as it stands now."""
+    """Return the receipt as it stands now."""
     entries = attachment.members()
     sites = tuple(_site_receipt(entry) for entry in entries)
     fired = sum(site.fired for site in sites) + attachment.retired
@@ -169,7 +158,7 @@ def receipt_of(attachment: Attachment) -> Receipt:
 
 
 def warn_if_never_fired(attachment: Attachment) -> None:
-    """One warning for the sites where the hook never ran, though the model did, with the likely cause."""
+    """Warn once of the sites where the hook never ran, though the model did, with the likely cause."""
     silent = _silent(attachment)
     if not silent or _torch.in_run():  # while the model runs, there is no telling yet
         return
@@ -189,7 +178,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
 
 
 def _silent(attachment: Attachment) -> list[HookAtSite]:
-    """The entries that had a chance to fire and did not."""
+    """Return the entries that had a chance to fire and did not."""
     kind = attachment.kind
     if kind.is_state or kind.is_registration or kind is Kind.PARAM_GRAD:
         return []  # nobody says when these are due
@@ -246,7 +235,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
-    """Why a hook has not run on its module, as far as can be told."""
+    """Return why a hook has not run on its module, as far as can be told."""
     module = entry.container.module()
     if module is None:
         return "the module is gone"
@@ -278,7 +267,7 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
 
 
 def _compiled_without_guards(entry: HookAtSite) -> str | None:
-    """Which of the modules around the hooked one, itself included, has compiled code that checks nothing."""
+    """Return which of the modules around the hooked one, itself included, has compiled code that checks nothing."""
     model, module = entry.counter.model(), entry.container.module()
     around = [model, module] if model is not None else [module]
     path = entry.name
@@ -305,7 +294,7 @@ def _parent_of(entry: HookAtSite) -> tuple[nn.Module | None, str]:
 
 
 def _cause_in_parent(parent: nn.Module, child: str) -> str | None:
-    """What the parent's own code does with the child, read from its source."""
+    """Return what the parent's own code does with the child, read from its source."""
     cls: Any = type(parent)  # mypy takes the hash of a class for that of its objects
     kind = cls.__name__
     if _torch.replays_graph(parent):

@@ -1,6 +1,6 @@
-"""What a hook can take, checked when it is attached, so that a misfit never surfaces in the middle of a run.
+"""Check a hook when it is attached, so that a misfit never surfaces in the middle of a run.
 
-Takes the hook and its kind from ``attach``, hands back whether it wants its site and whether it can edit.
+``attach`` calls these with the hook and its kind; they read its signature and its bytecode.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from hookline.sites.kinds import MODULE, Kind, SiteType
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook
-
-__all__ = ["changes_in_place", "check_hook", "hook_name", "may_return_value", "what_it_reads"]
 
 
 def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwargs: bool = False) -> bool:
@@ -50,14 +48,14 @@ def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwar
 
 
 def hook_name(hook: Any) -> str:
-    """A short name for a hook: its function's, or its class's."""
+    """Return a short name for a hook: its function's, or its class's."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__qualname__", None) or type(hook).__name__
 
 
 def may_return_value(hook: Hook) -> bool:
-    """Whether calling ``hook`` can give anything but None, as far as its bytecode tells.
+    """Return whether calling ``hook`` can give anything but None, as far as its bytecode tells.
 
     A gradient hook that cannot is watched without a single extra node in the graph, so that the sums
     autograd forms keep their order and the run stays the same to the last bit.
@@ -75,13 +73,15 @@ def may_return_value(hook: Hook) -> bool:
 
 
 def changes_in_place(hook: Any) -> bool:
-    """Whether the hook's own code calls a method that changes a tensor in place (``mul_``), as far as it tells."""
+    """Return whether the hook's own code calls a method that changes a tensor in place (``mul_``), as far as it
+    tells."""
     code = _code_of(hook)
     return code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
 
 
 def what_it_reads(hook: Any, *, with_kwargs: bool) -> str:
-    """Which of arguments ("a"), keyword arguments ("k") and output ("o") a forward hook looks at, as far as it tells.
+    """Return which of arguments ("a"), keyword arguments ("k") and output ("o") a forward hook looks at, as far as it
+    tells.
 
     What it does not look at, a compiled call need not keep for it.
     """
@@ -103,7 +103,7 @@ _SEES_ALL = frozenset({"locals", "vars", "eval", "exec", "_getframe", "currentfr
 
 
 def _runs_later(code: CodeType | None) -> bool:
-    """Whether a call gives a coroutine or a generator, and nothing more."""
+    """Return whether a call gives a coroutine or a generator, and nothing more."""
     flags = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     return code is not None and bool(code.co_flags & flags)
 
@@ -135,7 +135,8 @@ def _code_of(hook: Any) -> CodeType | None:
 
 @functools.lru_cache(maxsize=256)
 def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
-    """What a function does, step by step; looked at twice for a hook, and again whenever it is attached (50 µs)."""
+    """Return what a function does, step by step; looked at twice for a hook, and again whenever it is attached (50
+    µs)."""
     return tuple(dis.get_instructions(code))
 
 
@@ -145,7 +146,7 @@ tensor has one of these names."""
 
 
 def _called_last(steps: tuple[dis.Instruction, ...]) -> str | None:
-    """The name of the function whose value a lambda returns; None if it is no plain call.
+    """Return the name of the function whose value a lambda returns; None if it is no plain call.
 
     What is called is what the stack holds under the arguments: the last that was put in its second place.
     """

@@ -1,6 +1,6 @@
-"""A place in a model, and, while a hook fires there, the moment.
+"""Define `Site`: a place in a model, and, while a hook fires there, the moment.
 
-Takes names and modules from ``select``; handed to hooks that declare ``*, site`` and listed by ``find``.
+Hooks that declare ``*, site`` get one at each firing; ``find`` lists them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
     from hookline.sites.kinds import Kind
 
-__all__ = ["Site"]
-
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a hook sits, and when it fires.
+    """A place where a hook sits, and the moment at which it fires.
 
     A hook that declares a keyword-only ``site`` is handed one at each firing:
 
@@ -61,5 +59,5 @@ class Site:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the module's parameters hold, its children's included; lazy ones hold none yet."""
+        """The count of numbers in the module's parameters, its children's included; lazy ones hold none yet."""
         return sum(p.numel() for p in self.module.parameters() if not is_lazy(p))

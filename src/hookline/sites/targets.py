@@ -1,7 +1,7 @@
-"""Which modules of a model a target means.
+"""Select the modules of a model that a target means.
 
-Takes any `Target` (glob, regular expression, type, predicate, module, list of these, None) and the model,
-hands named modules to ``attach`` and ``find``.
+``attach``, ``find`` and the products above call `select` with any `Target` (glob, regular expression, type, predicate,
+module, list of these, None).
 
     >>> from torch import nn
     >>> [name for name, _ in select(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "#")]
@@ -28,20 +28,6 @@ from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_t
 if TYPE_CHECKING:
     from hookline.hook_types import Target
 
-__all__ = [
-    "SEE_ALL",
-    "Named",
-    "as_list",
-    "check_model",
-    "choose",
-    "describe",
-    "name_matcher",
-    "named_modules",
-    "select",
-    "spelled_matcher",
-    "without_scripted",
-]
-
 SEE_ALL: Final = "See all: print(hookline.find(model))."
 """The last sentence of the error for a target that matches nothing; the command line has another."""
 Named: TypeAlias = tuple[str, nn.Module]
@@ -54,7 +40,7 @@ _NUMERIC_PART = re.compile(r"(?<![^.])#(?![^.])")
 
 
 def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -> list[Named]:
-    """The modules of ``model`` that ``target`` means, each once, in the model's own order.
+    """Return the modules of ``model`` that ``target`` means, each once, in the model's own order.
 
     Names are those of the model without its wrappers (``wrappers`` says which), and mean the modules inside. A name
     or pattern that is written with the key of a wrapper (``"module.layers.#"``) is held against the raw names too.
@@ -88,7 +74,8 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
 
 
 def _by_name(model: nn.Module, target: Target) -> Named | None:
-    """The module that a plain name means, without a look at all the others; None if that takes more than following it.
+    """Return the module that a plain name means, without a look at all the others; None if that takes more than
+    following it.
 
     For one block of a GPT-2 of 150 modules: 2 µs in place of 300.
     """
@@ -115,7 +102,7 @@ _GLOB: Final = frozenset("*?[#")
 
 
 def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
-    """Of modules that were not asked for one by one, those that can be hooked, with one warning for the others."""
+    """Leave out TorchScript modules that were not asked for one by one, with one warning; return the others."""
     scripted = [named for named in chosen if isinstance(named[1], torch.jit.ScriptModule)]
     if not scripted or len(scripted) == len(chosen) or any(_is_asked_for(named, target) for named in scripted):
         return chosen  # where one is asked for, the error comes when it is hooked
@@ -131,7 +118,8 @@ def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
 
 
 def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -> list[Named]:
-    """The modules that hooks can be put on; if nothing matches, an error, or, not ``strict``, a warning and none."""
+    """Return the modules that hooks can be put on; if nothing matches, an error, or, not ``strict``, a warning and
+    none."""
     try:
         return without_scripted(select(model, target, exclude=exclude), target)
     except NoMatchError as error:
@@ -153,12 +141,13 @@ def check_model(model: Any, then: Any = None) -> None:
 
 
 def named_modules(model: nn.Module) -> Iterator[Named]:
-    """Every name of every module, without wrappers, parents first; shared modules appear under each of their names."""
+    """Return every name of every module, without wrappers, parents first; shared modules appear under each of their
+    names."""
     return ((name, module) for name, module, inner, _ in walk(model) if inner is None)
 
 
 def describe(target: Any) -> str:
-    """The target as a user would write it."""
+    """Return the target as a user would write it."""
     if isinstance(target, re.Pattern):
         return f"re.compile({target.pattern!r})"
     if isinstance(target, type):
@@ -173,7 +162,7 @@ def describe(target: Any) -> str:
 
 
 def _matches(everything: list[Place], items: list[Any]) -> tuple[list[Named], list[bool]]:
-    """The modules that at least one element of a target means, each once, and which of the elements mean any."""
+    """Return the modules that at least one element of a target means, each once, and which of the elements mean any."""
     matchers = [_matcher(item, everything) for item in items]
     for_wrappers = [_wrapper_matcher(item) for item in items]
     chosen: dict[int, Named] = {}
@@ -187,7 +176,7 @@ def _matches(everything: list[Place], items: list[Any]) -> tuple[list[Named], li
 
 
 def _wrapper_matcher(item: Any) -> _Matcher:
-    """The same test for wrappers: only one that is given, or asked for by a wrapper's type, is meant itself."""
+    """Return the same test for wrappers: only one that is given, or asked for by a wrapper's type, is meant itself."""
     if isinstance(item, nn.Module):
         return lambda name, module: module is item
     types = tuple(filter(is_wrapper_type, item if isinstance(item, tuple) else (item,)))
@@ -195,7 +184,7 @@ def _wrapper_matcher(item: Any) -> _Matcher:
 
 
 def as_list(target: Any) -> list[Any]:
-    """The elements of a target, each of which has to match something."""
+    """Return the elements of a target, each of which has to match something."""
     if isinstance(target, tuple) and target and all(isinstance(item, type) for item in target):
         return [target]  # types to choose from, as isinstance takes them
     if isinstance(target, list | tuple | set | frozenset):
@@ -206,7 +195,7 @@ def as_list(target: Any) -> list[Any]:
 
 
 def _matcher(item: Any, everything: list[Place]) -> _Matcher:
-    """One element of a target as a test of name and module."""
+    """Return one element of a target as a test of name and module."""
     if isinstance(item, str | re.Pattern):
         matches = spelled_matcher(item, everything)
         return lambda name, module: matches(name)
@@ -223,7 +212,7 @@ def _matcher(item: Any, everything: list[Place]) -> _Matcher:
 
 
 def spelled_matcher(pattern: str | re.Pattern[str], everything: Sequence[Place]) -> Callable[[str], Any]:
-    """A test of clean names, also for a pattern that is written with the keys of wrappers.
+    """Return a test of clean names, also for a pattern that is written with the keys of wrappers.
 
     Only a pattern that mentions such a key, and matches no clean name, is held against raw names: to ``"m*"``, not
     everything inside a DDP module begins with ``module``.
@@ -237,7 +226,7 @@ def spelled_matcher(pattern: str | re.Pattern[str], everything: Sequence[Place])
 
 
 def name_matcher(pattern: str | re.Pattern[str]) -> Callable[[str], Any]:
-    """A glob, or a regular expression that has to match whole, as a test of names."""
+    """Return a glob, or a regular expression that has to match whole, as a test of names."""
     return _compile_glob(pattern) if isinstance(pattern, str) else pattern.fullmatch
 
 

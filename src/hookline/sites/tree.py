@@ -1,8 +1,7 @@
-"""The tensors inside whatever a module takes or returns, and the same structure with other tensors.
+"""Walk the tensors inside any value that a module takes or returns, and rebuild the value with other tensors.
 
-Takes arguments and outputs of any make (tensor, tuple, namedtuple, list, dict, ModelOutput, dataclass,
-nested), hands leaves to the gradient wiring and puts edited ones back. Containers it does not know (a cache
-object, say) are leaves that are left alone.
+The gradient wiring, the hooks on functions and the products above call this. It knows tensor, tuple, namedtuple, list,
+dict, ModelOutput and dataclass, nested; other containers (a cache object, say) are leaves that are left alone.
 
     >>> import torch
     >>> [path for path, _ in leaves({"a": torch.ones(1), "b": (torch.ones(1), 3)})]
@@ -20,8 +19,6 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Swapped", "children", "inside", "leaves", "rebuilt_tuple", "replace", "swap_back"]
-
 Swapped: TypeAlias = tuple[Any, Any, Any, Any]
 """A list or dict, a key of it, what stands there now, and what stood there before."""
 
@@ -30,7 +27,7 @@ _DEEPEST: Final = 16
 
 
 def leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path; a lone value is one leaf with an empty path.
+    """Return every leaf with its path; a lone value is one leaf with an empty path.
 
     ``above`` are the containers it is in: one that contains itself ends there.
     """
@@ -43,7 +40,7 @@ def leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[
 
 
 def inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...] | None:
-    """What is above the children of a container, whose own ``above`` is given; None if it is among those itself.
+    """Return what is above the children of a container, whose own ``above`` is given; None if it is among those itself.
 
     The compiler of torch 2.11 has no id of a tuple that is made in the graph: there, depth has to do.
     """
@@ -58,7 +55,7 @@ def replace(
     swapped: list[Swapped] | None = None,
     above: tuple[int, ...] = (),
 ) -> Any:
-    """The same structure with ``swap`` applied to every tensor; the very same object if nothing changed.
+    """Return the same structure with ``swap`` applied to every tensor; the very same object if nothing changed.
 
     Lists and dicts are changed in place, since others may hold them, and noted in ``swapped`` for
     `swap_back`; whatever cannot be changed or rebuilt stays as it is.
@@ -93,7 +90,7 @@ def swap_back(swapped: Iterable[Swapped]) -> None:
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a container; None for anything else."""
+    """Return keys and values of a container; None for anything else."""
     if isinstance(value, tuple | list):
         return list(enumerate(value))
     if isinstance(value, Mapping):
@@ -104,7 +101,7 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _rebuild(value: Any, changed: dict[Any, Any]) -> Any:
-    """A tuple or dataclass with some items changed."""
+    """Return a tuple or dataclass with some items changed."""
     try:
         if isinstance(value, tuple):
             return rebuilt_tuple(value, [changed.get(index, item) for index, item in enumerate(value)])
@@ -117,7 +114,7 @@ def _rebuild(value: Any, changed: dict[Any, Any]) -> Any:
 
 
 def rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
-    """A tuple of the same make, named or somebody's own, with other items."""
+    """Return a tuple of the same make, named or somebody's own, with other items."""
     kind: Any = type(value)
     if hasattr(kind, "_make"):
         return kind._make(items)
@@ -130,14 +127,14 @@ def rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def main_tensor(value: Any) -> Tensor | None:
-    """The first tensor of real numbers that is more than one number, else the first tensor, else None."""
+    """Return the first tensor of real numbers that is more than one number, else the first tensor, else None."""
     if isinstance(value, Tensor):
         return value
     return main_of([leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)])
 
 
 def main_of(tensors: list[Tensor]) -> Tensor | None:
-    """The same, of the tensors in the order they come in the structure."""
+    """Return the same, of the tensors in the order they come in the structure."""
     for tensor in tensors:
         if tensor.dim() and tensor.is_floating_point():
             return tensor

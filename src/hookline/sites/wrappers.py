@@ -1,6 +1,6 @@
-"""Modules that only stand around another one: what they wrap, and names without them.
+"""Look through modules that only wrap another one, and name modules as if nothing were wrapped.
 
-Takes a model from ``select``, hands back its modules under the names they would have had unwrapped. ``torch.compile``,
+``targets`` and all products that name modules call this. ``torch.compile``,
 DDP, FSDP, DataParallel, activation checkpointing, weight averaging and PEFT each keep the module they wrap as a child
 of theirs, whose key then sits in every name below. A wrapper is known by the type of the parent: a user's own
 attribute called ``module`` is an attribute like any other.
@@ -15,18 +15,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 from torch import nn
-
-__all__ = [
-    "Place",
-    "clean_modules",
-    "inner_key",
-    "is_wrapper_type",
-    "parameter_place",
-    "spellings",
-    "submodule",
-    "unwrap",
-    "walk",
-]
 
 Place: TypeAlias = tuple[str, Any, str | None, Any]
 """Clean name; module (or parameter); for a wrapper, the key of what it wraps; and the chain of parents."""
@@ -52,7 +40,7 @@ _TUNED: Final = ("model", "lora_model")
 
 
 def inner_key(module: nn.Module) -> str | None:
-    """The key under which a wrapper keeps the module it wraps; None for a module that is no wrapper."""
+    """Return the key under which a wrapper keeps the module it wraps; None for a module that is no wrapper."""
     if WRAPPER_KEYS.isdisjoint(module._modules.keys()):
         return None
     key = _key_of_type(type(module))
@@ -60,7 +48,7 @@ def inner_key(module: nn.Module) -> str | None:
 
 
 def is_wrapper_type(cls: Any) -> bool:
-    """Whether that is the type of a wrapper, or derived from one."""
+    """Return whether that is the type of a wrapper, or derived from one."""
     return isinstance(cls, type) and _key_of_type(cls) is not None
 
 
@@ -73,7 +61,7 @@ def _key_of_type(cls: type) -> str | None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside all wrappers; the module itself if it is none.
+    """Return the module inside all wrappers; the module itself if it is none.
 
     A tuner of PEFT may call ``self.model.forward(...)`` (AdaLoRA does; in older versions all did). Then it is the last
     whose call a hook can see, and stands for the model, unless the PEFT model goes past it to the model itself.
@@ -97,7 +85,8 @@ def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 def walk(model: nn.Module) -> Iterator[Place]:
-    """Every name of every module, wrappers included, parents first; shared modules appear under each of their names.
+    """Return every name of every module, wrappers included, parents first; shared modules appear under each of their
+    names.
 
     A wrapper and what it wraps have one name. torch's own ``named_modules`` gives a shared module one name only, so
     half the names a user can write would select nothing; with its duplicates kept it does not end on a module that
@@ -120,12 +109,12 @@ def walk(model: nn.Module) -> Iterator[Place]:
 
 
 def parameter_place(place: Place, key: str, parameter: Any) -> Place:
-    """The place of a parameter of that module, which has as many names."""
+    """Return the place of a parameter of that module, which has as many names."""
     return _join(place[0], key), parameter, None, (parameter, key, None, place[3])
 
 
 def clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module that is no wrapper, once, under its first name."""
+    """Return every module that is no wrapper, once, under its first name."""
     seen: set[int] = set()
     for name, module, inner, _ in walk(model):
         if inner is None and id(module) not in seen:
@@ -134,7 +123,7 @@ def clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def spellings(place: Place) -> list[str]:
-    """All names of a place, the clean one first, then with some or all of the keys of wrappers above it."""
+    """Return all names of a place, the clean one first, then with some or all of the keys of wrappers above it."""
     return _spellings(place[3])
 
 
@@ -148,7 +137,7 @@ def _spellings(chain: Any) -> list[str]:
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
-    """The module of a clean name, inside its wrappers; AttributeError if there is none."""
+    """Return the module of a clean name, inside its wrappers; AttributeError if there is none."""
     layers = list(_layers(model))
     for part in name.split(".") if name else ():
         child = _child(reversed(layers), part)
@@ -159,7 +148,7 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, then what it wraps, and so on inwards."""
+    """Return the module, then what it wraps, and so on inwards."""
     yield module
     key = inner_key(module)
     if key is not None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.sites import _torch
 from hookline.sites._torch import TRANSFORMS
-from hookline.sites.functions.operator_kernels import _Said
+from hookline.sites.functions.function_overrides import _Said
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Gradients of a compiled call: the wiring of an eager one, made while the compiler traces.
+"""Watch the gradients of a compiled call, with the wiring of an eager one, while the compiler traces.
 
 Behind its front, the compiler runs the graph with fake tensors and lets autograd record it, to learn what the
 backward is. There ``enter`` and ``leave`` watch the call exactly as an eager one is watched (`GradientCall`); autograd
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from hookline.sites.compiled.op_schemas import Found
     from hookline.sites.gradients.call_gradients import CallState
 
-__all__ = ["GRADIENTS", "What", "plan_of"]
-
 GRADIENTS: Final = "gradients"
-"""What a summary of gradients is marked by."""
+"""The first word in the text of a summary of gradients."""
 
 _STANDS_FOR_HOOKS: Final[Any] = (object(),)
 _CALLS: Final = "hookline_calls"
@@ -47,7 +45,7 @@ _WIRING: Final = (
 
 
 def plan_of(hooks: GradientHooks) -> str:
-    """What the wiring has to know of the gradient hooks on a module, in letters; empty if there are none."""
+    """Return what the wiring has to know of the gradient hooks on a module, in letters; empty if there are none."""
     if not hooks.has_gradients:
         return ""
     once = hooks.uses_input_once and hooks.watches_inputs
@@ -74,7 +72,7 @@ of statistics in use."""
 
 @functools.cache
 def _version() -> str:
-    """Differs with every change of the wiring: the compiler keeps graphs on disk, and knows them by their text."""
+    """Return a number that changes with the wiring: the compiler keeps graphs on disk, and knows them by their text."""
     code = b"".join(Path(sys.modules[name].__file__ or "").read_bytes() for name in _SHAPES_GRAPHS)
     return str(zlib.crc32(code))  # digits alone: the letters after it mean something
 
@@ -83,7 +81,7 @@ _SHAPES_GRAPHS: Final = (__name__, ops.__name__, *(f"hookline.sites.{name}" for 
 
 
 class What:
-    """Which hooks an operator in the backward graph is to run, on what, read from its text."""
+    """The hooks that an operator in the backward graph runs, and the gradients they get, read from its text."""
 
     def __init__(self, text: str) -> None:
         kind, places, more, inputs, outputs = text.split("|")
@@ -96,13 +94,13 @@ class What:
         """Of the inputs and the outputs, for the site."""
 
     def spread(self, tensors: list[Tensor]) -> tuple[Grads, tuple[Grads, ...]]:
-        """The gradients as hooks are handed them: those of this kind, and the others."""
+        """Return the gradients as hooks are handed them: those of this kind, and the others."""
         grads = _spread(self._places, tensors[: self.count])
         return grads, () if self.is_pre else (_spread(self._more, tensors[self.count :]),)
 
 
 class _TracedHooks(GradientHooks):
-    """What the wiring has to know of hooks that it does not see."""
+    """The gradient hooks of a module, as far as a plan describes them."""
 
     def __init__(self, plan: str) -> None:
         self.summaries = tuple(map(int, plan.partition(" ")[0].split("+")[1:]))
@@ -197,7 +195,8 @@ def _spread(places: str, tensors: list[Tensor]) -> tuple[Any, ...]:
 
 
 def _calls_on(key: Tensor) -> list[CallState]:
-    """The calls under way that this key was given for, in this thread: kept by the tensor, and gone with the trace."""
+    """Return the calls under way that this key was given for, in this thread: kept by the tensor, and gone with the
+    trace."""
     by_thread: dict[int, list[CallState]] | None = getattr(key, _CALLS, None)
     if by_thread is None:
         by_thread = {}

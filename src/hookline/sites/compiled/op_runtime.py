@@ -1,6 +1,6 @@
-"""What happens when a compiled graph comes to one of our operators: the hooks run, those that are on at that moment.
+"""Run the hooks that are on when a compiled graph comes to one of our operators.
 
-Takes the calls of the operators (`ops`), finds the module_hooks by its key, runs entries as the torch_hooks do.
+The operators of ``op_schemas`` call these functions, which find the `ModuleHooks` by its key and run its entries.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
     from hookline.sites.modules.module_hooks import ModuleHooks
 
-__all__: list[str] = []
-
 _EDIT: Final = OrderGroup.EDIT
 
 
@@ -49,7 +47,7 @@ class _NotedCall:
     scopes: frozenset[int]
 
     def concerns(self, entry: HookAtSite) -> bool:
-        """Whether the hook was on when the call began, and the call is its business."""
+        """Return whether the hook was on when the call began, and fires for the context of the call."""
         attachment = entry.attachment
         return attachment.order < self.order and (attachment.context is None or attachment.context in self.scopes)
 
@@ -81,7 +79,7 @@ _ONLY_OUTPUT: Final = "((){}T)"
 
 
 class _Shown:
-    """What a graph has noted about one place where observers are due, or a hook that edits has run."""
+    """One step of a compiled call, read from its text: a group of observers, or a hook that edits."""
 
     __slots__ = ("_constant", "_layout", "_steps", "grad", "place", "slot")
 
@@ -94,17 +92,17 @@ class _Shown:
         """Whether gradients were enabled around the call: inside a compiled forward they never are."""
 
     def entries(self, module_hooks: ModuleHooks) -> tuple[HookAtSite, ...]:
-        """The hooks that are due, as the module_hooks is now."""
+        """Return the hooks that are due, as the module_hooks is now."""
         torch_hook = module_hooks.torch_hook_named(self.slot)
         return () if torch_hook is None else torch_hook.group(self._steps, self.place)
 
     def hook_at(self, module_hooks: ModuleHooks) -> HookAtSite | None:
-        """The hook that edits at this place, or is handed a summary."""
+        """Return the hook that edits at this place, or is handed a summary."""
         torch_hook = module_hooks.torch_hook_named(self.slot)
         return None if torch_hook is None else torch_hook.hook_at(self._steps, self.place)
 
     def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
-        """Arguments, keyword arguments, and after the forward the output."""
+        """Return arguments, keyword arguments, and after the forward the output."""
         if self._constant is not None:
             return self._constant
         if self._layout == _ONLY_OUTPUT:
@@ -192,7 +190,7 @@ def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
 
 @ops.behind(ops.SINKS, _nothing)
 def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int], each: list[int]) -> None:
-    """``what`` has a line for each; of ``found``, each has as many as ``numbers`` says."""
+    """Hand over several summaries: ``what`` has a line for each, of ``found`` each has as many as ``numbers`` says."""
     received: dict[Summary, list[tuple[nn.Module, list[Tensor], int]]] = {}
     begin = 0
     for key, made_for, number, size in zip(keys, _lines(what), numbers, each, strict=True):
@@ -211,7 +209,7 @@ def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int
 
 
 class _MadeFor:
-    """Which hooks a summary in a graph is for."""
+    """The hooks that a summary in a graph is for, read from its text."""
 
     __slots__ = ("_gradients", "_shown")
 
@@ -221,7 +219,7 @@ class _MadeFor:
         self._shown = None if kind == GRADIENTS else _Shown(text)
 
     def entries(self, module_hooks: ModuleHooks) -> Sequence[HookAtSite]:
-        """Those that are on by now."""
+        """Return those that are on by now."""
         if self._shown is None:
             return [entry for entry in module_hooks.backward_pre if _number_of(entry) == self._gradients]
         entry = self._shown.hook_at(module_hooks)
@@ -275,7 +273,8 @@ def _edit(key: Tensor, note: Tensor, what: str, after: Tensor | None, tensors: l
 
 
 def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
-    """As the graph expects it: memory of its own, laid out like the gradient that went in."""
+    """Return a copy of ``grad`` as the graph expects it: in memory of its own, laid out like the gradient that went
+    in."""
     return torch.empty_like(like).copy_(grad)
 
 

@@ -40,7 +40,7 @@ Found: TypeAlias = tuple[list[Tensor], int]
 
 
 class Summary(ABC):
-    """What an observer leaves in compiled code in place of itself: small tensors, which the graph makes.
+    """Stands for an observer in compiled code: the graph makes small tensors, which it receives.
 
     The compiler fuses that with whatever made the tensors; only these come out.
     """

@@ -1,11 +1,12 @@
-"""How compiled code notices that a module has got hooks: the module's ``forward`` is marked.
+"""Let compiled code notice that a module has hooks: such a module gets a ``forward`` of its own.
 
-Compiled code checks, before it runs, that what it was compiled for is still so. That a module has no hooks is left out
-of these guards (to have them in, for every module and call, costs a tiny compiled model 7 %), so a hook that comes
-later would never fire. What is always guarded is that a module has no ``forward`` of its own beside its class's. So,
-once there is compiled code, a module with hooks of ours has one, which is its class's, bound to it: code that was
-compiled without hooks does not fit while it is there, and fits again when it is gone. Nothing is thrown away, no
-switch of torch's is turned, and whatever comes and goes, there are two graphs: one with hooks and one without.
+`ModuleHooks` calls this as its hooks come and go. Compiled code checks, before it runs, that what it was compiled for
+is still so. That a module has no hooks is left out of these guards (to have them in, for every module and call, costs a
+tiny compiled model 7 %), so a hook that comes later would never fire. What is always guarded is that a module has no
+``forward`` of its own beside its class's. So, once there is compiled code, a module with hooks of ours has one, which
+is its class's, bound to it: code that was compiled without hooks does not fit while it is there, and fits again when it
+is gone. Nothing is thrown away, no switch of torch's is turned, and whatever comes and goes, there are two graphs: one
+with hooks and one without.
 
 Where somebody else has replaced a module's ``forward``, another function that does the same stands in for theirs.
 
@@ -27,46 +28,34 @@ from torch import nn
 
 from hookline.sites import _torch
 
-__all__ = [
-    "add_own_forward",
-    "check_compiler",
-    "drop_copied_forward",
-    "drop_own_forward",
-    "ignores_hooks",
-    "is_compiler_used",
-    "is_forward_replaced",
-    "stop_watching",
-    "watch_compiler",
-]
-
 _COMPILER: Final = "torch._dynamo"
 _FORWARD: Final = "forward"
 _STANDS_FOR: Final = "hookline_stands_for"
 
 
 def is_compiler_used() -> bool:
-    """Whether anything has been compiled, so that modules with hooks have to be marked."""
+    """Return whether anything has been compiled, so that modules with hooks need a ``forward`` of their own."""
     return _WATCH.compiled
 
 
 def watch_compiler(on_compile: Callable[[], None]) -> None:
-    """There are hooks from now on; ``on_compile`` is called when something is compiled for the first time."""
+    """Call ``on_compile`` when something is compiled for the first time; there are hooks from now on."""
     _WATCH.begin(on_compile)
 
 
 def check_compiler() -> None:
-    """Look whether anything has been compiled meanwhile (0.1 µs, once something has)."""
+    """Check whether anything has been compiled meanwhile (0.1 µs, once something has)."""
     if not _WATCH.compiled:
         _WATCH.tend()
 
 
 def stop_watching() -> None:
-    """There are no hooks any more."""
+    """Stop watching the compiler: there are no hooks any more."""
     _WATCH.end()
 
 
 def add_own_forward(module: nn.Module) -> None:
-    """From now on, code that was compiled while the module had no hooks does not fit."""
+    """Give the module a ``forward`` of its own: code that was compiled while it had no hooks does not fit any more."""
     own = module.__dict__.get(_FORWARD)
     forward = type(module).forward
     if own is not None:
@@ -79,7 +68,7 @@ def add_own_forward(module: nn.Module) -> None:
 
 
 def drop_own_forward(module: nn.Module) -> None:
-    """That code fits again."""
+    """Take it away: that code fits again."""
     own = module.__dict__.get(_FORWARD)
     if _is_own_forward(module, own):
         del module.__dict__[_FORWARD]
@@ -88,20 +77,20 @@ def drop_own_forward(module: nn.Module) -> None:
 
 
 def drop_copied_forward(copy: nn.Module) -> None:
-    """A shallow copy has the mark of the module it was copied from, and with it that module's parameters."""
+    """Take from a shallow copy the ``forward`` of the module it was copied from, which has that module's parameters."""
     own = copy.__dict__.get(_FORWARD)
     if isinstance(own, MethodType) and own.__func__ is type(copy).forward and own.__self__ is not copy:
         del copy.__dict__[_FORWARD]
 
 
 def is_forward_replaced(module: nn.Module) -> bool:
-    """Whether the module has a ``forward`` that is not its class's."""
+    """Return whether the module has a ``forward`` that is not its class's."""
     own = module.__dict__.get(_FORWARD)
     return own is not None and not _is_own_forward(module, own)
 
 
 def _stand_in(own: Any) -> Any:
-    """Another function that does the same, for a ``forward`` that somebody else has put there."""
+    """Return another function that does the same, for a ``forward`` that somebody else has put there."""
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +105,8 @@ def _is_own_forward(module: nn.Module, own: Any) -> bool:
 
 
 def ignores_hooks(module: nn.Module) -> bool:
-    """Whether the compiled code of the module's forward was made without guards, so that no mark tells it anything.
+    """Return whether the compiled code of the module's forward was made without guards, so that no mark tells it
+    anything.
 
     With its guards, it names the class of the module. Code with no guards whatever counts for every module: which
     modules are inside of it, it does not say.
@@ -200,7 +190,7 @@ class _Watch:
 
 
 class _Finder(MetaPathFinder):
-    """Tells when the compiler has been loaded; finds nothing itself."""
+    """Calls ``on_load`` when the compiler has been loaded; finds nothing itself."""
 
     def __init__(self, on_load: Callable[[], None]) -> None:
         self._on_load = on_load
@@ -222,7 +212,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Telling(Loader):
-    """A loader that tells when it is through; everything else it leaves to the one it stands for."""
+    """A loader that calls ``on_load`` at its end; the one it stands for does the loading."""
 
     def __init__(self, loader: Any, on_load: Callable[[], None]) -> None:
         self._loader = loader

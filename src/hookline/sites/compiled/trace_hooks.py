@@ -126,7 +126,7 @@ def _in_steps(entries: tuple[HookAtSite, ...]) -> tuple[_Steps, _Groups]:
 
 @_torch.constant_while_tracing
 def _serial() -> int:
-    """Differs between the calls of one graph, and is the same when the same thing is compiled again."""
+    """Return a number, another for each call of one graph, and the same when the same thing is compiled again."""
     current = _torch.compilation()
     _Serial.at = _Serial.at + 1 if current == _Serial.compilation else 0
     _Serial.compilation = current
@@ -140,7 +140,7 @@ class _Serial(threading.local):
 
 @_torch.constant_while_tracing
 def _without_operators() -> bool:
-    """Whether nothing of ours may be left in what is being traced.
+    """Return whether nothing of ours may be left in what is being traced.
 
     An exported program is to run where there are no hooks, and no hookline; under ``torch.vmap`` it is said once.
     """
@@ -162,7 +162,7 @@ class _Said:
 
 
 def run_pre(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The pre-hooks of a torch_hook; the arguments to go on with, if they are others."""
+    """Trace the pre-hooks; return the arguments to go on with, if they are others."""
     if hook.key is None:  # we were not told that something is being compiled; at its next forward the counter sees it
         return None
     changed = False
@@ -193,7 +193,7 @@ def run_pre(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any) -> t
 
 
 def run_post(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """The forward hooks of a torch_hook; the output to go on with."""
+    """Trace the forward hooks; return the output to go on with."""
     if hook.key is None:
         return output
     steps, reads, plan, _ = hook.recipe.split("/")
@@ -270,7 +270,7 @@ def _refuse_scoped(name: str) -> None:
 def _enter_gradients(
     hook: CompiledSteps, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    """Have the gradients of the inputs watched; the arguments to go on with, if they are others."""
+    """Watch the gradients of the inputs; return the arguments to go on with, if they are others."""
     places, tensors, names = _places(plan, args, kwargs)
     passed = ops.ENTER(hook.key, f"{plan}|{places}|{names}", tensors)
     if "a" not in plan:
@@ -280,7 +280,7 @@ def _enter_gradients(
 
 
 def _leave_gradients(hook: CompiledSteps, plan: str, output: Any) -> Any:
-    """Have the gradients of the outputs watched; the output to go on with."""
+    """Watch the gradients of the outputs; return the output to go on with."""
     if isinstance(output, tuple | list):
         places, tensors, names = _places(plan, output, {})
     else:
@@ -292,7 +292,7 @@ def _leave_gradients(hook: CompiledSteps, plan: str, output: Any) -> Any:
 
 
 def _places(plan: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
-    """Which places gradients will be handed over in, as ``gradient_slots.tensors`` has them, and their names."""
+    """Return which places gradients will be handed over in, as ``gradient_slots.tensors`` has them, and their names."""
     tensors: list[Tensor] = []
     places = ""
     names: list[str] = []
@@ -327,7 +327,7 @@ def _names(value: Any, path: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def call_by_name(name: str) -> Callable[..., Any]:
-    """What calls an editing hook, under a name that says which hook it is: the compiler's errors show the stack.
+    """Return what calls an editing hook, under a name that says which hook it is: the compiler's errors show the stack.
 
     The same for the same name, so that code compiled with a hook fits when the hook comes back.
     """

@@ -1,4 +1,4 @@
-"""What a compiled call hands to an observer: structure as a text, which a graph can hold, beside the tensors in it.
+"""Describe the structure of a value as a text, which a graph can hold beside the tensors in it, and rebuild the value.
 
 `describe` runs while the compiler traces: it takes arguments or an output apart with nothing but what can be traced.
 `rebuild` runs when the compiled graph does, and puts the same structure together around the tensors of that run.
@@ -25,8 +25,6 @@ from torch import Tensor
 
 from hookline.sites import _torch
 
-__all__ = ["Parts", "Unseen", "collect", "describe", "rebuild", "substitute"]
-
 
 class Unseen:
     """Stands, in what a compiled call shows a hook, for an object that no graph can carry.
@@ -43,7 +41,7 @@ class Unseen:
 
 
 class Parts:
-    """What the text leaves out, because it may differ from run to run."""
+    """The parts that the text leaves out, because they may differ from run to run."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -53,7 +51,7 @@ class Parts:
 
 
 def describe(value: Any, parts: Parts) -> str:
-    """The structure of ``value``; what varies goes into ``parts``, in order. To be traced."""
+    """Return the structure of ``value``; what varies goes into ``parts``, in order. To be traced."""
     if isinstance(value, Tensor):
         return _describe_tensor(value, parts)
     if value is None:
@@ -133,7 +131,7 @@ def _is_record(value: Any) -> bool:
 
 
 def substitute(value: Any, tensors: list[Tensor], used: list[None]) -> Any:
-    """``value`` with the next of ``tensors`` in the place of each tensor; ``used`` grows with each. To be traced.
+    """Return ``value`` with the next of ``tensors`` in place of each tensor; ``used`` grows with each. To be traced.
 
     Tuples, lists and dicts are made anew; mappings of another make, and dataclasses, which modules return, are changed.
     """
@@ -164,7 +162,7 @@ _Maker: TypeAlias = Callable[[list[Any]], Any]
 
 
 def rebuild(text: str, tensors: list[Tensor], numbers: Iterable[int], reals: Iterable[Tensor]) -> Any:
-    """The value that `describe` has described."""
+    """Return the value that `describe` has described."""
     if text == "T":
         return tensors[0]
     streams = [iter(tensors), iter(numbers), (real.item() for real in reals)]
@@ -173,7 +171,7 @@ def rebuild(text: str, tensors: list[Tensor], numbers: Iterable[int], reals: Ite
 
 @functools.lru_cache(maxsize=1024)
 def _maker(text: str) -> _Maker:
-    """What makes the value; the text is read once."""
+    """Return what makes the value; the text is read once."""
     maker, end = _read(text, 0)
     assert end == len(text), f"{text!r} ends at {end}"
     return maker
@@ -185,7 +183,7 @@ _CLOSING: Final[dict[str, str]] = {"(": ")", "[": "]", "{": "}"}
 
 
 def _read(text: str, start: int) -> tuple[_Maker, int]:
-    """The maker of the value that begins at ``start``, and where the next one does."""
+    """Return the maker of the value that begins at ``start``, and where the next one does."""
     letter = text[start]
     if letter in _ATOMS:
         atom = _ATOMS[letter]
@@ -234,7 +232,7 @@ _PLAIN: Final[dict[str, Callable[[list[_Maker]], _Maker]]] = {"(": _make_tuple, 
 
 
 def _of_class(letter: str, name: str, items: list[_Maker]) -> _Maker:
-    """The maker of a named tuple, a mapping or a dataclass; where that cannot be made, of the plain thing."""
+    """Return the maker of a named tuple, a mapping or a dataclass; where that cannot be made, of the plain thing."""
     plain = _make_tuple(items) if letter == "M" else _make_dict(items)
     cls = _class_called(name)
 

@@ -1,7 +1,7 @@
-"""Putting a hook on functions: of torch, of the dispatcher, of one's own.
+"""Attach a hook to functions: of torch, of the dispatcher, of the user's own.
 
-Takes a target and a hook from the user, hands entries to the mode, the dispatcher or the class that will call them,
-and a `HookHandle` back.
+Users call `attach_function`. It gives entries to the function mode, or to the overrides of operators and classes, and
+returns a `HookHandle`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, T
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import TARGETS, is_function, new_attachment
-from hookline.sites.functions.autograd_classes import function_classes
 from hookline.sites.functions.function_mode import FunctionsOfModel, FunctionsOfThread, anywhere, publish
 from hookline.sites.functions.function_names import Place, find_places
-from hookline.sites.functions.operator_kernels import operators
+from hookline.sites.functions.function_overrides import function_classes, operators
 from hookline.sites.gradients.backward_call import BackwardCall
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions, HookAtSite
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from hookline.hook_types import Hook, Sees
     from hookline.sites.functions.function_overrides import Overrides
     from hookline.sites.hook_at_site import Attachment
-
-__all__ = ["attach_function", "attach_to_functions"]
 
 
 def attach_function(
@@ -157,7 +154,7 @@ def _add(attachment: Attachment, place: Place, scope: FunctionsOfModel) -> None:
 
 
 def _take_off(attachment: Attachment, scope: FunctionsOfModel) -> None:
-    """All entries go before one module_hooks is made of what is left."""
+    """Take all entries off, and then make one table of the hooks that are left."""
     if isinstance(scope, FunctionsOfThread):
         scope.switch_off(attachment)
     for entry in attachment.entries:
@@ -174,7 +171,7 @@ def _take_off(attachment: Attachment, scope: FunctionsOfModel) -> None:
 
 
 def _note_if_model_was_passed_by(attachment: Attachment, something_ran: bool) -> None:
-    """Something was computed, but the model was not called itself: then a hook that never fired had its chance too."""
+    """Note that hooks could have fired: something was computed, but the model was not called itself."""
     if something_ran and all(entry.counter.step == entry.step_at_attach for entry in attachment.entries):
         for entry in attachment.entries:
             entry.step_at_attach = NOT_CALLED
@@ -195,7 +192,7 @@ _GRADIENT_HOOKS: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
 
 
 def _scope_of(model: nn.Module) -> FunctionsOfModel:
-    """The scope of a model, in whose forwards functions count from the next one on."""
+    """Return the scope of a model, in whose forwards functions count from the next one on."""
     counter = counter_of(model)
     module_hooks = hooks_of_module(model)
     if not isinstance(module_hooks.around, FunctionsOfModel):

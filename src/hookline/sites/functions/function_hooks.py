@@ -1,4 +1,4 @@
-"""The hooks of one function, and one call of it with them around it.
+"""Run one call of a function with its hooks around it.
 
 Takes entries from whoever keeps them (the function mode, a kernel override, a base put into a class), and from each of
 these the calls; hands tensors to the hooks and puts back what they return. Gradients go the way of a module's
@@ -28,8 +28,6 @@ from hookline.sites.site_info import Site
 if TYPE_CHECKING:
     from hookline.sites.gradients.call_gradients import CallState
     from hookline.sites.hook_at_site import Attachment, HookAtSite
-
-__all__ = ["FunctionHooks", "tensors_in", "why_left_alone"]
 
 _EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
 _Tensors: TypeAlias = tuple[Tensor, ...]
@@ -61,7 +59,7 @@ class FunctionHooks(GradientHooks):
         self._beside: tuple[FunctionHooks, FunctionHooks] | None = None
 
     def beside(self, others: FunctionHooks) -> FunctionHooks:
-        """These hooks, which a model keeps, together with those that are bound to none."""
+        """Return these hooks, which a model keeps, together with ``others``, which are bound to none."""
         found = self._beside
         if found is None or found[0] is not others:
             found = others, FunctionHooks(self.name, self.func, (*others.entries, *self.entries))
@@ -69,7 +67,7 @@ class FunctionHooks(GradientHooks):
         return found[1]
 
     def call(self, run: _Run, args: _Args, kwargs: dict[str, Any], live: _Live, *, gradients: bool = True) -> Any:
-        """The function's result, with its hooks around it; ``run`` is the function itself.
+        """Return the function's result, with its hooks around it; ``run`` is the function itself.
 
         ``live`` gives the hooks that are on now, if a hook of this call has changed them. Without ``gradients`` those
         are not wired: below autograd there is no graph to be had.
@@ -123,7 +121,7 @@ class FunctionHooks(GradientHooks):
 
 
 def _after(entries: tuple[HookAtSite, ...], fn: FunctionSite, inputs: _Tensors, output: Any) -> Any:
-    """Run the forward hooks; the output to go on with."""
+    """Run the forward hooks; return the output to go on with."""
     outputs = (output,) if isinstance(output, Tensor) else tensors_in((output,), {})
     due = tuple(entry for entry in entries if not entry.attachment.removed)  # while the function ran, say
     edited = _fire(due, fn, outputs, (inputs,))
@@ -136,7 +134,7 @@ def _after(entries: tuple[HookAtSite, ...], fn: FunctionSite, inputs: _Tensors, 
 
 
 def _own_references() -> int:
-    """How many references to a local variable this interpreter counts when nobody else has one."""
+    """Return how many references to a local variable this interpreter counts when nobody else has one."""
     local = object()
     return getrefcount(local)
 
@@ -157,7 +155,7 @@ _LEFT_ALONE: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
 
 
 def why_left_alone(entry: HookAtSite) -> str | None:
-    """Why a gradient hook was left out of calls; None if it was not."""
+    """Return why a gradient hook was left out of calls; None if it was not."""
     if entry.attachment not in _LEFT_ALONE:
         return None
     return (
@@ -167,13 +165,14 @@ def why_left_alone(entry: HookAtSite) -> str | None:
 
 
 def _overlap(inputs: _Tensors) -> bool:
-    """Whether two of the tensors are one, or views of one: an alias of each would change behind the other's back."""
+    """Return whether two of the tensors are one, or views of one: an alias of each would change behind the other's
+    back."""
     memory = {id(tensor if tensor._base is None else tensor._base) for tensor in inputs}
     return len(memory) < len(inputs)
 
 
 def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> _Tensors:
-    """Every tensor among the arguments, in lists and tuples too, in order."""
+    """Return every tensor among the arguments, in lists and tuples too, in order."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -184,7 +183,7 @@ def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> _Tensors:
 
 
 def _rebuilt(args: _Args, kwargs: dict[str, Any], tensors: _Tensors) -> tuple[_Args, dict[str, Any]]:
-    """The arguments with other tensors; lists and dicts in them are copied, since they are the caller's."""
+    """Return the arguments with other tensors; lists and dicts in them are copied, since they are the caller's."""
     fresh = iter(tensors)
     return tuple(_with(value, fresh) for value in args), {key: _with(value, fresh) for key, value in kwargs.items()}
 
@@ -202,13 +201,13 @@ def _with(value: Any, fresh: Iterator[Tensor]) -> Any:
 
 
 def _changed_back(passed: _Tensors, given: _Tensors) -> Callable[[Tensor], Tensor]:
-    """Has an alias that an in-place function hands back be the tensor that it was made of."""
+    """Return a function that replaces an alias, which an in-place function returned, by the tensor it was made of."""
     originals = {id(alias): tensor for alias, tensor in zip(passed, given, strict=True) if alias is not tensor}
     return lambda tensor: originals.get(id(tensor), tensor)
 
 
 def _watched(wiring: GradientCall, state: CallState, output: Any) -> Any:
-    """The output to go on with, once its gradients are watched.
+    """Return the output to go on with, once its gradients are watched.
 
     A leaf (what a factory makes, with ``requires_grad=True``) has none that comes through the function, and has to
     stay a leaf.
@@ -228,7 +227,7 @@ def _watched(wiring: GradientCall, state: CallState, output: Any) -> Any:
 def _fire(
     entries: tuple[HookAtSite, ...], fn: FunctionSite, tensors: _Tensors, before: tuple[_Tensors, ...]
 ) -> _Tensors:
-    """Call hooks with ``before`` and the tensors; the tensors as edited."""
+    """Call hooks with ``before`` and the tensors; return the tensors as edited."""
     for entry in entries:
         entry.fired += 1
         shown = fn.seen_from(entry.counter)
@@ -250,7 +249,7 @@ def _listed(entry: HookAtSite, fn: FunctionSite) -> Site | None:
 
 
 def _checked(result: Any, tensors: _Tensors, entry: HookAtSite) -> _Tensors:
-    """A hook's return value as tensors to go on with."""
+    """Return a hook's return value as tensors to go on with."""
     if isinstance(result, Tensor) and len(tensors) == 1:
         return (result,)
     if (

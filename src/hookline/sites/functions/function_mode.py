@@ -1,4 +1,4 @@
-"""Functions of torch, seen through one function mode per thread.
+"""See the functions of torch through one function mode per thread.
 
 Takes entries from ``attach_function``, and calls from torch while the mode is on its stack: from the attachment on, or,
 with ``within=``, from the beginning to the end of the model's forwards. The mode holds one dictionary from function to
@@ -34,16 +34,6 @@ if TYPE_CHECKING:
     from hookline.sites.functions.function_names import Place
     from hookline.sites.hook_at_site import Attachment, ForwardCounter, HookAtSite
 
-__all__ = [
-    "FunctionsOfModel",
-    "FunctionsOfThread",
-    "anywhere",
-    "bound_hooks",
-    "not_called",
-    "publish",
-    "unbound_attachments",
-]
-
 _HooksByFunction: TypeAlias = dict[Any, FunctionHooks]
 _Entries: TypeAlias = dict[Any, dict["HookAtSite", None]]
 _Running: TypeAlias = "tuple[weakref.ref[FunctionsOfModel], ...]"
@@ -52,7 +42,7 @@ _NO_TABLES: Final[tuple[_HooksByFunction, _HooksByFunction]] = _NO_HOOKS, _NO_HO
 
 
 class _Mode(TorchFunctionMode):
-    """What torch calls for every function in one thread while it is on the stack."""
+    """The function mode of one thread: torch calls it for every function while it is on the stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,13 +72,13 @@ class _Mode(TorchFunctionMode):
         return hooks.call(func, args, kwargs or {}, self._hooks_on)
 
     def _hooks_on(self, func: Any) -> FunctionHooks | None:
-        """The hooks on a function of torch, as they are now."""
+        """Return the hooks on a function of torch, as they are now."""
         return self.table.get(func)
 
     # -- in its own thread ---------------------------------------------------------------------------
 
     def enter(self, scope: FunctionsOfModel) -> None:
-        """Calls count for the hooks of this scope from now on."""
+        """Fire the hooks of ``scope`` for calls from now on."""
         self._entered.append(scope)
         running = self.running
         if scope not in running:
@@ -102,7 +92,7 @@ class _Mode(TorchFunctionMode):
                 _torch.push_mode(self)
 
     def leave(self, scope: FunctionsOfModel) -> None:
-        """They no longer do."""
+        """Fire the hooks of ``scope`` no more."""
         if len(self._entered) == 1 and self._entered[0] is scope:  # as nearly always
             self._entered.clear()
             self.running, self.table, self.below = (), _NO_HOOKS, _NO_HOOKS
@@ -119,12 +109,12 @@ class _Mode(TorchFunctionMode):
     # -- from any thread, under LOCK -----------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Hooks, or the scopes, have changed."""
+        """Read the tables anew, since hooks or scopes have changed."""
         running = self.running
         self.table, self.below = running[-1].tables(running) if running else _NO_TABLES
 
     def forget(self, scope: FunctionsOfModel) -> None:
-        """As `leave`, but the mode stays on the stack, which is its own thread's affair."""
+        """Do as `leave`, but keep the mode on the stack, which only its own thread may change."""
         entered = self._entered
         if entered and entered[-1] is scope:
             entered.pop()
@@ -159,16 +149,16 @@ class FunctionsOfModel(HookContainer):
         self._published = -1
 
     def enter(self) -> None:
-        """A forward begins in this thread."""
+        """Begin a forward in this thread."""
         self.counter.begin()
         _LOCAL.mode.enter(self)
 
     def leave(self) -> None:
-        """It is over, however it ended."""
+        """End it, however it ended."""
         _LOCAL.mode.leave(self)
 
     def entries(self) -> Iterator[HookAtSite]:
-        """One entry of each attachment."""
+        """Return one entry of each attachment."""
         for attachment in self.attachments:
             yield from list(attachment.entries)[:1]
 
@@ -194,7 +184,7 @@ class FunctionsOfModel(HookContainer):
                 by_function.pop(place.func, None)
 
     def tables(self, scopes: tuple[FunctionsOfModel, ...]) -> tuple[_HooksByFunction, _HooksByFunction]:
-        """The hooks that count while a thread is in these scopes, this one the last of them."""
+        """Return the hooks that count while a thread is in these scopes, this one the last of them."""
         running = tuple(map(weakref.ref, scopes))
         if self._published == _State.published:
             found = self._tables.get(running)
@@ -209,7 +199,7 @@ class FunctionsOfModel(HookContainer):
             return found
 
     def why_silent(self, entry: HookAtSite) -> str:
-        """What is known of functions that are never seen."""
+        """Return what is known of functions that are never seen."""
         known = not_called(entry) or why_left_alone(entry)
         if known is not None:
             return known
@@ -236,14 +226,14 @@ class FunctionsOfThread(FunctionsOfModel):
         self._on: set[Attachment] = set()
 
     def switch_on(self, attachment: Attachment) -> None:
-        """Have this thread show us its calls."""
+        """Put the mode of this thread on its stack for the hook."""
         self._on.add(attachment)
         mode = _LOCAL.mode
         mode.saw_calls = False
         mode.enter(self)
 
     def switch_off(self, attachment: Attachment) -> None:
-        """The hook is going, by whichever thread; nothing happens if it was not switched on."""
+        """Let the mode go, from whichever thread; do nothing if the hook was not switched on."""
         mode = self._mode()
         if attachment not in self._on or mode is None:
             return
@@ -258,7 +248,7 @@ class FunctionsOfThread(FunctionsOfModel):
 
 
 def not_called(entry: HookAtSite) -> str | None:
-    """What to say of a hook that is bound to a model which was passed by; None of others."""
+    """Return what to say of a hook that is bound to a model which was passed by; None of others."""
     if entry.counter is NO_MODEL or entry.step_at_attach != NOT_CALLED:
         return None
     model = entry.counter.model()
@@ -287,7 +277,7 @@ class _Warned:
 
 
 def _make_table(scopes: tuple[FunctionsOfModel, ...], hooks: list[_Entries]) -> _HooksByFunction:
-    """The hooks of these scopes, by function."""
+    """Return the hooks of these scopes, by function."""
     gathered: dict[Any, list[HookAtSite]] = {}
     for by_function in hooks:
         for func, entries in by_function.items():
@@ -302,7 +292,7 @@ class _State:
 
 
 def publish() -> None:
-    """Hooks have come or gone: every thread goes by a new table from its next call on; under LOCK."""
+    """Give every thread a new table for its next call, since hooks have come or gone; under LOCK."""
     _State.published += 1
     for mode in list(_MODES):
         mode.refresh()
@@ -310,18 +300,18 @@ def publish() -> None:
 
 
 def anywhere() -> FunctionsOfThread:
-    """The scope of hooks that are put on in this thread and bound to no model."""
+    """Return the scope of hooks that are put on in this thread and bound to no model."""
     return _LOCAL.mode.anywhere
 
 
 def unbound_attachments() -> Iterator[Attachment]:
-    """What is put on functions of torch, by any thread that is still there, and bound to no model."""
+    """Return what is put on functions of torch, by any thread that is still there, and bound to no model."""
     for mode in list(_MODES):
         yield from tuple(mode.anywhere.attachments)
 
 
 def bound_hooks(func: Any) -> FunctionHooks | None:
-    """The hooks on an operator or class that are bound to the models whose forwards this thread is in."""
+    """Return the hooks on an operator or class that are bound to the models whose forwards this thread is in."""
     return _LOCAL.mode.below.get(func)
 
 

@@ -1,7 +1,7 @@
-"""Which functions a target means.
+"""Select the functions that a target means.
 
-Takes objects and name globs from ``attach_function``, hands back places to put hooks on. torch's own table of names
-is no use for that: ``torch.overrides.resolve_name(torch.mm)`` is "torch.spmm", and a function has one name there.
+``attach_function`` passes objects and name globs, and gets `Place` objects back. torch's own table of names does not
+help: ``torch.overrides.resolve_name(torch.mm)`` is "torch.spmm", and a function has one name there.
 
     >>> [place.name for place in find_places("torch.nn.functional.*softmax")][:2]
     ['torch.nn.functional.gumbel_softmax', 'torch.nn.functional.log_softmax']
@@ -23,8 +23,6 @@ from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.targets import as_list, describe, name_matcher
-
-__all__ = ["Place", "find_places", "spellings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ _EMPTY: Final = "The target is empty: give a function, or a name or glob such as
 
 
 def find_places(target: Any, *, exclude: Any = None) -> list[Place]:
-    """The functions that ``target`` means, each once; every element of a list has to match."""
+    """Return the functions that ``target`` means, each once; every element of a list has to match."""
     found: dict[Any, Place] = {}
     if isinstance(target, list | tuple | set | frozenset) and not target:
         raise TargetError(_EMPTY)
@@ -72,7 +70,7 @@ def find_places(target: Any, *, exclude: Any = None) -> list[Place]:
 
 
 def spellings(last: str) -> set[str]:
-    """The functions that go by that name, wherever they live."""
+    """Return the functions that go by that name, wherever they live."""
     return {place.name for place in _named(f"*.{last}")}
 
 
@@ -123,7 +121,7 @@ def _function_place(item: Any) -> Place:
 
 
 def _is_operator(item: Any) -> bool:
-    """Whether it is what Python calls for ``+`` and its sisters, and torch shows as something else."""
+    """Return whether it is what Python calls for ``+`` and its sisters, and torch shows as something else."""
     return getattr(torch.Tensor, getattr(item, "__name__", ""), None) is item
 
 
@@ -154,7 +152,8 @@ def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
 
 
 def _is_meant(name: str, asked: str) -> bool:
-    """Whether a glob that matches the name means it: private functions and reads of attributes only if it says so."""
+    """Return whether a glob that matches the name means it: private functions and reads of attributes only if it says
+    so."""
     last = name.rpartition(".")[2]
     private = last in ("__get__", "__set__", "__delete__") or (last[0] == "_" and last[:2] != "__")
     return not private or asked.startswith("_")
@@ -162,7 +161,7 @@ def _is_meant(name: str, asked: str) -> bool:
 
 @functools.cache
 def _names_by_function() -> dict[Any, list[str]]:
-    """Every function that a function mode is shown, with all its names, the best one first."""
+    """Return every function that a function mode is shown, with all its names, the best one first."""
     overridable = {function for functions in get_overridable_functions().values() for function in functions}
     shown = overridable | set(_torch.factories())
     names: dict[Any, list[str]] = {}
@@ -242,7 +241,7 @@ def _no_match(item: Any) -> NoMatchError:
 
 
 def _named_alike(text: str, names: list[str]) -> list[str]:
-    """For ``softmax`` or ``F.softmax``: a glob for all functions of that name, and the first of them."""
+    """Return, for ``softmax`` or ``F.softmax``, a glob for all functions of that name, and the first of them."""
     last = text.rpartition(".")[2]
     alike = [name for name in names if name.rpartition(".")[2] == last]
     order = [f"{prefix}." for prefix, _ in _NAMESPACES]

@@ -1,27 +1,64 @@
-"""Functions that no mode is shown, with something of ours in their place: operators, ``autograd.Function`` classes.
+"""Hook functions that no function mode sees: operators (``aten.mm``) and ``autograd.Function`` classes.
 
-Takes entries from ``attach_function``, tells ``kernels`` and ``classes``, which stand in for such functions, the hooks
-that a call is for. Hooks bound to a model are kept with it, by its `FunctionsOfModel`, and only known of here: one
-that refers to its model does not keep it alive, and when the model is gone the function gets its own place back.
+``attach_function`` adds entries; torch calls what stands in for the function here, in every thread. Hooks bound to a
+model are kept with it, by its `FunctionsOfModel`, and only known of here: one that refers to its model does not keep it
+alive, and when the model is gone the function gets its own place back.
+
+Each hooked operator has its kernels overridden in two places of the dispatcher; other operators run unchanged. At the
+*autograd* level the graph is in sight, so gradients can be watched and edits count. At the *backend* level arrives what
+never passes there: everything in inference mode, and what kernels call among themselves; a call that has been seen
+above is not counted again. Before transforms of ``torch.func`` a third stands, which runs no hook and replaces numbers
+that would not get through. A compiled frame calls kernels of its own; one warning says so.
+
+For a class, another ``apply`` would not do: most people keep a reference (``relu = MyReLU.apply``). ``apply`` looks up
+what it calls in the bases of the class, by ``super()``: so while the class has hooks, a base of ours stands between
+torch's own ``Function`` and the C++ one behind it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
-from hookline.sites.functions.function_hooks import FunctionHooks
-from hookline.sites.functions.function_mode import bound_hooks
-from hookline.sites.functions.hooks_off import HOOKS_OFF, with_hooks_off
+from hookline.errors import HooklineWarning, UnhookableError
+from hookline.messages import caller_stacklevel
+from hookline.sites import _torch
+from hookline.sites.functions.function_hooks import FunctionHooks, why_left_alone
+from hookline.sites.functions.function_mode import bound_hooks, not_called
 from hookline.sites.hook_at_site import NO_MODEL, HookContainer
 from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP
 
 if TYPE_CHECKING:
+    from hookline.sites.functions.function_hooks import FunctionHooks
     from hookline.sites.functions.function_mode import FunctionsOfModel
     from hookline.sites.functions.function_names import Place
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
-__all__ = ["Override", "Overrides"]
+
+class _HooksOff(threading.local):
+    on = False
+    """Whether this thread is in a hook of ours, or in our own wiring."""
+
+
+HOOKS_OFF: Final = _HooksOff()
+
+
+def with_hooks_off(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook, or what our own wiring calls, such that what it uses itself goes unseen."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before, HOOKS_OFF.on = HOOKS_OFF.on, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            HOOKS_OFF.on = before
+
+    return run
 
 
 class Override:
@@ -49,15 +86,15 @@ class Override:
 
     @property
     def unused(self) -> bool:
-        """Whether there are no hooks left."""
+        """Return whether there are no hooks left."""
         return not self.entries and not self.bound
 
     def refresh(self) -> None:
-        """Hooks have come or gone."""
+        """Read the entries anew, since hooks have come or gone."""
         self._hooks = FunctionHooks(self.place.name, self.place.func, self.entries) if self.entries else None
 
     def due(self) -> FunctionHooks | None:
-        """The hooks that a call in this thread is for."""
+        """Return the hooks that a call in this thread is for."""
         if HOOKS_OFF.on or not self.armed:
             return None
         hooks = self._hooks
@@ -67,7 +104,7 @@ class Override:
         return bound.beside(hooks)
 
     def hooks_on(self, func: Any) -> FunctionHooks | None:
-        """The same for the function itself, in the middle of its call."""
+        """Return the same for the function itself, in the middle of its call."""
         return self.due()
 
 
@@ -117,7 +154,7 @@ class Overrides(HookContainer):
             self._drop(override)
 
     def entries(self) -> tuple[HookAtSite, ...]:
-        """The hooks that are bound to no model."""
+        """Return the hooks that are bound to no model."""
         return tuple(self._places)
 
     def _drop(self, override: Override) -> None:
@@ -125,7 +162,217 @@ class Overrides(HookContainer):
         self.overrides.pop(override.place.func, None)
 
     def _drop_unused(self) -> None:
-        """Models may have gone, and their hooks with them."""
+        """Restore the functions whose hooks have gone with their models."""
         with LOCK:
             for override in [override for override in self.overrides.values() if override.unused]:
                 self._drop(override)
+
+
+class _Thread(threading.local):
+    """The calls of operators that this thread is in."""
+
+    def __init__(self) -> None:
+        self.above: set[Operator] = set()
+        """The operators whose autograd level has seen the call."""
+        self.transformed: set[Operator] = set()
+        """Those that a transform of torch.func has called: it comes by the autograd level once for each transform."""
+
+
+_THREAD: Final = _Thread()
+
+
+class Operator(Override):
+    """One overload of one operator, with its kernels overridden."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._restore: list[Callable[[], None]] = []
+
+    def put_on(self) -> None:
+        """Take the place of its kernels on every device there is."""
+        for backend in _torch.backends():
+            for key, level in ((f"Autograd{backend}", self._at_autograd), (backend, self._at_backend)):
+                restore = _torch.override_kernel(self.place.func, key, level)
+                if restore is not None:
+                    self._restore.append(restore)
+        if not self._restore:
+            raise UnhookableError(
+                f"{self.place.name} has no kernel here that Python may stand in for, so no hook on it would ever fire. "
+                "Hook the function or the module that uses it."
+            )
+        before = _torch.override_kernel(self.place.func, _torch.TRANSFORMS, self._before_transforms)
+        if before is not None:
+            self._restore.append(before)
+
+    def restore(self) -> None:
+        """Give the kernels their places back."""
+        for restore in self._restore:
+            restore()
+        self._restore.clear()
+
+    def _before_transforms(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return where a transform of torch.func takes a call in hand; no hook runs here."""
+        replace_numbers = with_hooks_off(functools.partial(_torch.without_numbers, self.place.func))
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(keys, *replace_numbers(args), **kwargs)
+
+        return kernel
+
+    def _at_autograd(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if _torch.called_by_us(2):
+                return with_hooks_off(original)(keys, *args, **kwargs)
+            hooks = None if self in _THREAD.transformed else self._due()
+            if hooks is None:
+                return original(keys, *args, **kwargs)
+            return hooks.call(functools.partial(self._run, original, keys), args, kwargs, self.hooks_on)
+
+        return kernel
+
+    def _run(self, original: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the kernel at the autograd level; what comes by again within it is the same call."""
+        here = _THREAD
+        seen = (here.above, here.transformed) if _torch.in_transform() else (here.above,)
+        for calls in seen:
+            calls.add(self)
+        try:
+            return original(keys, *args, **kwargs)
+        finally:
+            for calls in seen:
+                calls.discard(self)
+
+    def _at_backend(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if _torch.called_by_us(2):
+                return with_hooks_off(original)(keys, *args, **kwargs)
+            hooks = None if self in _THREAD.above else self._due()
+            if hooks is None:
+                return original(keys, *args, **kwargs)
+            run = functools.partial(original, keys)
+            return hooks.call(run, args, kwargs, self.hooks_on, gradients=False)
+
+        return kernel
+
+    def _due(self) -> FunctionHooks | None:
+        """Return the hooks that this call is for."""
+        if not self.armed or HOOKS_OFF.on:
+            return None
+        if _torch.is_tracing():
+            _warn_of_compiling(f"Something is being compiled that uses {self.place.name}")
+            return None
+        return self.due()
+
+
+class Operators(Overrides):
+    """All hooks on operators."""
+
+    def __init__(self) -> None:
+        super().__init__(Operator)
+        self._watches_forks = False
+
+    def add(self, entry: HookAtSite, place: Place, scope: FunctionsOfModel) -> None:
+        """Put a hook in its place; all or nothing."""
+        if _torch.has_compiled():
+            _warn_of_compiling("Code has been compiled in this process")
+        super().add(entry, place, scope)
+        if not self._watches_forks:
+            self._watches_forks = True
+            os.register_at_fork(after_in_child=self._disarm)
+
+    def why_silent(self, entry: HookAtSite) -> str:
+        """Return what is known of operators that are never seen."""
+        known = not_called(entry) or why_left_alone(entry)
+        if known is not None:
+            return known
+        if entry.attachment.kind.is_gradient:
+            return (
+                "it was not run where gradients are recorded, or no backward pass came through its outputs; reentrant "
+                "checkpointing repeats a forward outside of the model's own (use_reentrant=False shows all)"
+            )
+        return (
+            "the operator never ran in this thread's eager code; the model may come by another overload or operator "
+            "(a Linear runs aten.addmm or aten.mm), or run compiled"
+        )
+
+    def _disarm(self) -> None:
+        """Switch the hooks off in a forked worker: they, and what they write to, are the parent's."""
+        for operator in self.overrides.values():
+            operator.armed = False
+
+
+class _Said:
+    compiling = False
+
+
+def _warn_of_compiling(what: str) -> None:
+    if not _Said.compiling:
+        _Said.compiling = True
+        warnings.warn(
+            f"{what}: hooks on operators fire in eager code alone, and a compiled frame need never call them. Hook the "
+            "module instead, or run that part eagerly (torch.compiler.disable).",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
+
+operators: Final = Operators()
+
+
+class Patch(Override):
+    """One class that has a base of ours for a while."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._base = self._make_base()
+
+    def put_on(self) -> None:
+        """Put our base behind the others."""
+        cls = self.place.func
+        try:
+            cls.__bases__ = (*cls.__bases__, self._base)
+        except TypeError as error:
+            raise UnhookableError(
+                f"{self.place.name} cannot be hooked: its bases cannot be changed ({error})."
+            ) from None
+
+    def _make_base(self) -> type:
+        hooked = self.place.func
+
+        class Hooked(_torch.FunctionBase):
+            """Stands before the C++ half of ``autograd.Function``."""
+
+            @classmethod
+            def apply(cls, *args: Any, **kwargs: Any) -> Any:
+                run = super().apply  # type: ignore[misc]
+                hooks = self.due() if cls is hooked else None  # a subclass is another function
+                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, self.hooks_on)
+
+        return Hooked
+
+    def restore(self) -> None:
+        """Give the class its own bases back; whatever else was done to them stays."""
+        cls = self.place.func
+        cls.__bases__ = tuple(base for base in cls.__bases__ if base is not self._base)
+
+
+class FunctionClasses(Overrides):
+    """All hooks on ``autograd.Function`` classes."""
+
+    def __init__(self) -> None:
+        super().__init__(Patch)
+
+    def why_silent(self, entry: HookAtSite) -> str:
+        """Return what is known of functions that are never seen."""
+        known = not_called(entry) or why_left_alone(entry)
+        if known is not None:
+            return known
+        if entry.attachment.kind.is_gradient:
+            return (
+                "it was not applied, or no backward pass came through its outputs; reentrant checkpointing repeats a "
+                "forward outside of the model's own (use_reentrant=False shows all)"
+            )
+        return "it was not applied in the forwards of the model"
+
+
+function_classes: Final = FunctionClasses()

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from hookline.sites.hook_at_site import ForwardCounter
 
-__all__ = ["FunctionSite"]
-
 
 class FunctionSite:
     """The function that is being called, and where and when.
@@ -67,18 +65,19 @@ class FunctionSite:
         self._others: dict[ForwardCounter, FunctionSite] | None = None
 
     def seen_from(self, counter: ForwardCounter) -> FunctionSite:
-        """The same call, named and counted in another model than this one; `also_seen_from` has to have been told."""
+        """Return the same call, named and counted in another model than this one; `also_seen_from` has to have been
+        told."""
         return self if self._others is None or counter is self._counter_of_model else self._others[counter]
 
     def also_seen_from(self, counters: Iterable[ForwardCounter]) -> None:
-        """Some hooks are bound to other models, of which this call is part too."""
+        """Prepare the same call for hooks that are bound to other models, of which it is part too."""
         self._others = {counter: FunctionSite(self.name, self.func, self.owner, counter) for counter in counters}
         for other in self._others.values():
             other.args, other.kwargs = self.args, self.kwargs
             other.in_backward, other.recompute = self.in_backward, self.recompute
 
     def let_go(self) -> None:
-        """The forward hooks have run: what they were shown is not kept."""
+        """Drop the arguments, since the forward hooks have run."""
         for each in (self, *(self._others or {}).values()):
             each.args, each.kwargs = (), {}
 
@@ -108,7 +107,7 @@ _NAMES: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDi
 
 
 def _name_in(model: nn.Module | None, module: nn.Module) -> str:
-    """The module's first name in the model; its class's where it is not in there (or the model is over)."""
+    """Return the module's first name in the model; its class's where it is not in there (or the model is over)."""
     if model is None:
         return type(module).__name__
     module = unwrap(module)
@@ -119,7 +118,7 @@ def _name_in(model: nn.Module | None, module: nn.Module) -> str:
 
 
 def _is_at(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Whether the module is still where it was; another may have its id by now."""
+    """Return whether the module is still where it was; another may have its id by now."""
     try:
         return submodule(model, name) is module
     except AttributeError:

@@ -26,14 +26,14 @@ _NOTHING: Final[tuple[Any, ...]] = ()
 
 
 def as_arguments(output: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """An output in the shape of arguments: the items of a tuple or list count like positional ones."""
+    """Return an output in the shape of arguments: the items of a tuple or list count like positional ones."""
     if isinstance(output, tuple | list):
         return output, {}
     return _NOTHING, {"": output}
 
 
 def tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor | None]:
-    """The tensors whose gradients are handed over, in order.
+    """Return the tensors whose gradients are handed over, in order.
 
     A positional value has one place even if it is no tensor, as in torch; of containers and keyword arguments
     only the tensors count.
@@ -57,7 +57,7 @@ def _inside(value: Any) -> list[Tensor]:
 
 
 def names(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of what `tensors` gives."""
+    """Return the names of what `tensors` gives."""
     names: list[str] = []
     for index, value in enumerate(args):
         inside = [path for path, leaf in tree.leaves(value, str(index)) if isinstance(leaf, Tensor)]
@@ -68,7 +68,7 @@ def names(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def distinct(tensors: list[Any]) -> list[IndexedTensor]:
-    """The tensors that gradients will come for, each once, with its place."""
+    """Return the tensors that gradients will come for, each once, with its place."""
     if len(tensors) == 1:
         only = tensors[0]
         return [(0, only)] if only is not None and only.requires_grad else []
@@ -80,7 +80,7 @@ def distinct(tensors: list[Any]) -> list[IndexedTensor]:
 
 
 def checked(result: Any, grads: Grads, entry: HookAtSite) -> Grads:
-    """A hook's return value as gradients, if it fits."""
+    """Return a hook's return value as gradients, if it fits."""
     if isinstance(result, Tensor) and len(grads) == 1:
         result = (result,)
     if not isinstance(result, tuple | list) or len(result) != len(grads):
@@ -113,7 +113,7 @@ def _misfit(entry: HookAtSite, what: str) -> HookReturnError:
 
 
 def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
-    """Where to tap a tensor so that an in-place operation on it does no harm: the tensor it is a reshape of.
+    """Return where to tap a tensor so that an in-place operation on it does no harm: the tensor it is a reshape of.
 
     With it comes the shape of the reshape; a tensor that shows nothing else, or not all of it in order, is itself.
     """
@@ -130,7 +130,7 @@ def behind(tensor: Tensor) -> tuple[Tensor, torch.Size | None]:
 
 
 def accumulator(leaf: Tensor) -> Any:
-    """The node that accumulates into a leaf; None for kinds of tensor that cannot be asked (sparse, nested).
+    """Return the node that accumulates into a leaf; None for kinds of tensor that cannot be asked (sparse, nested).
 
     Inside a transform of ``torch.func`` a parameter that the transform was not told of has none either.
     """
@@ -174,16 +174,16 @@ class Window:
         self._view = view.size(), view.stride(), view.storage_offset() - base.storage_offset()
 
     def cut(self, grad: Tensor) -> Tensor:
-        """The view's part of a gradient of the tensor behind it."""
+        """Return the view's part of a gradient of the tensor behind it."""
         return self._laid_out(grad).as_strided(*self._view)
 
     def add(self, grad: Tensor, more: Tensor) -> Tensor:
-        """That gradient with something added to the view's part of it."""
+        """Return that gradient with ``more`` added to the view's part of it."""
         whole = self._laid_out(grad)
         whole.as_strided(*self._view).add_(more)
         return whole
 
     def _laid_out(self, grad: Tensor) -> Tensor:
-        """A copy in memory as the tensor itself is, whose offsets then hold."""
+        """Return a copy in memory as the tensor itself is, whose offsets then hold."""
         size, stride = self._behind
         return torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device).copy_(grad)

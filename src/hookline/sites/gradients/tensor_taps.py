@@ -59,7 +59,7 @@ class Tap:
 
 
 def tap(tensor: Tensor, node: Any) -> Tap:
-    """The tap on a tensor that ``node`` made; kept with that node, so that it goes when the graph does."""
+    """Return the tap on a tensor that ``node`` made; kept with that node, so that it goes when the graph does."""
     key = _TAP, tensor.output_nr
     metadata: dict[Any, Any] = node.metadata
     found: Tap | None = metadata.get(key)
@@ -94,7 +94,7 @@ class _Gate(torch.autograd.Function):
 
 
 def pass_gate(call: BackwardCall, members: list[IndexedTensor]) -> dict[int, Tensor]:
-    """What comes out of the gate in place of each member, by its id."""
+    """Return what comes out of the gate in place of each member, by its id."""
     if _torch.in_transform():
         return {}
     places = [place for place, _ in members]
@@ -108,7 +108,7 @@ _TensorHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
 def join(members: list[IndexedTensor], collect: _Collect, release: _Release) -> dict[int, Tensor]:
-    """Aliases, by the id of the tensor, such that every gradient is collected before the first is released."""
+    """Return aliases, by the id of the tensor, such that every gradient is collected before the first is released."""
     aliases = {
         index: _alias(tensor) for index, tensor in members if tensor.layout is torch.strided and not tensor.is_nested
     }
@@ -157,7 +157,11 @@ def _release(index: int, release: _Release) -> _TensorHook:
 
 
 def run_before_torch(call: BackwardCall, hooks: Any, output: Any, index_of: Callable[[Tensor], int]) -> None:
-    """Have torch's ``hooks`` (its ``BackwardHook`` of one call) run the ``backward_pre`` hooks of ``call`` too.
+    """Let torch's ``hooks`` (its ``BackwardHook`` of one call) run the ``backward_pre`` hooks of ``call`` too.
+
+    torch wraps the outputs of such a call in a node of its own *after* all forward hooks, so its hooks would come
+    before everything that we put on the outputs. It also keeps a list of pre-hooks for that one call: ours go in there,
+    edits before the hooks of others, observers after them.
 
     ``output`` is what the module has made. torch sees the tensors that are the output or stand in its tuple; if there
     are others, deeper inside, the hooks wait for these and stay where they are, on the outputs.
@@ -212,7 +216,7 @@ def _needs_gradient(item: Any) -> bool:
 
 
 def _places(items: tuple[Any, ...], index_of: Callable[[Tensor], int]) -> tuple[int, ...]:
-    """For each item of the output its place in ``grad_output``; -1 for what is not of the module's making."""
+    """Return for each item of the output its index in ``grad_output``; -1 for one that the module did not make."""
     wanted = [isinstance(item, Tensor) and item.requires_grad for item in items]
     made = [want and index_of(item) < 0 for item, want in zip(items, wanted, strict=True)]
     shown = made if any(made) else wanted

@@ -1,6 +1,6 @@
-"""One hook on every module there is: of the process, or of a model.
+"""Attach one hook to every module there is: of the process, or of a model.
 
-Takes a hook like ``attach``; within a model it is an ``attach`` on everything, before_torch of other hooks. For the
+Users call `attach_everywhere`; within a model it is an ``attach`` on everything, before_torch of other hooks. For the
 process, torch's own global pre-hook shows us each module the first time it is called, and the hook goes onto
 that module and all below it, like any other. So it keeps every promise of a module hook, and a transformer
 layer that would skip its children in a fused inference path sees their hooks and does not.
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Hook, Sees, Target
     from hookline.sites.hook_at_site import Attachment
-
-__all__ = ["attach_everywhere", "attachments_everywhere"]
 
 
 def attach_everywhere(
@@ -174,14 +172,14 @@ class _ModulesEverywhere:
 
 
 def _has_torch_hook(module: nn.Module) -> bool:
-    """Whether a module carries hooks of ours; to be traced."""
+    """Return whether a module carries hooks of ours; to be traced."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return any(isinstance(hook, TorchHook) for hook in hooks)
 
 
 @_torch.constant_while_tracing
 def _warn_compiled(cls: type) -> None:
-    """Once for each set of process-wide hooks."""
+    """Warn, once for each set of process-wide hooks, that compiled code is not reached."""
     if _EVERYWHERE.said != _EVERYWHERE.generation and not is_wrapper_type(cls):  # a wrapper carries none
         _EVERYWHERE.said = _EVERYWHERE.generation
         warnings.warn(
@@ -193,7 +191,7 @@ def _warn_compiled(cls: type) -> None:
 
 
 def _existing_models() -> list[nn.Module]:
-    """The outermost modules that are alive in this process."""
+    """Return the outermost modules that are alive in this process."""
     modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module) and "_modules" in vars(item)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
@@ -231,7 +229,7 @@ _EVERYWHERE = _ModulesEverywhere()
 
 
 def attachments_everywhere() -> tuple[Attachment, ...]:
-    """The hooks on every module of the process."""
+    """Return the hooks on every module of the process."""
     return _EVERYWHERE.attachments
 
 

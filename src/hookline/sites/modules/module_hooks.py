@@ -95,7 +95,7 @@ class ModuleHooks(HookedModule):
         self._sync_plan()
 
     def sync_compiled(self) -> None:
-        """Have compiled code see whether the module has hooks that a compiled call runs."""
+        """Show compiled code whether the module has hooks that a compiled call runs."""
         module = self._module()
         if module is not None and LastPreHook in self._torch_hooks:
             self._sync_pre(module)
@@ -146,7 +146,7 @@ class ModuleHooks(HookedModule):
         self._drop_if_empty()
 
     def set_around(self, around: AroundCall | None) -> None:
-        """Have ``around`` entered before each call from the next one on, and left after it."""
+        """Enter ``around`` before each call from the next one on, and leave it after."""
         self.around = around
         module = self._module()
         if module is not None:
@@ -242,7 +242,7 @@ class ModuleHooks(HookedModule):
     def _sync_torch_hook(
         self, module: nn.Module, slot: _Slot, entries: tuple[HookAtSite, ...], *, needed: bool = False
     ) -> None:
-        """Have one torch hook in ``slot`` while it has entries or is needed for something else; none otherwise."""
+        """Register one torch hook in ``slot`` while it has entries or is needed for something else; none otherwise."""
         torch_hook = self._torch_hooks.get(slot)
         if entries or needed:
             if torch_hook is None:

@@ -1,6 +1,6 @@
-"""Hooks that run when a submodule, parameter or buffer is about to be stored in a module.
+"""Run hooks when a submodule, parameter or buffer is about to be stored in a module.
 
-Takes attachments from ``attach`` and ``attach_everywhere``. torch knows such hooks for the whole process only: one of
+``attach`` and ``attach_everywhere`` call this. torch knows such hooks for the whole process only: one of
 ours per kind is registered with it while anybody needs it, and asks the module's own module_hooks for the hooks.
 """
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from hookline.sites.hook_at_site import Attachment
-
-__all__ = ["hold_registrations", "hook_registrations_everywhere", "registration_entries_everywhere"]
 
 _WHAT: Final[dict[Kind, tuple[Callable[[Any], RemovableHandle], type]]] = {
     Kind.REGISTER_MODULE: (torch_module.register_module_module_registration_hook, nn.Module),
@@ -76,7 +74,7 @@ class _Registrations(HookContainer):
     # -- coming and going, under LOCK --------------------------------------------------------------------
 
     def hold(self, attachment: Attachment) -> None:
-        """One more attachment needs torch to call us."""
+        """Let torch call us for one more attachment."""
         attachment.on_remove = self._release
         self._users.add(attachment)
         if self._handle is None:
@@ -88,7 +86,7 @@ class _Registrations(HookContainer):
         self.clear()
 
     def clear(self) -> None:
-        """Have torch forget us, unless somebody needs us or torch is walking its dictionary, which it does live.
+        """Take our hook off torch, unless it is needed, or torch is walking its dictionary, which it does live.
 
         Then it is for the end of our turn, if that is the last of the walk, or else for the next hook to come or go.
         """
@@ -102,7 +100,7 @@ class _Registrations(HookContainer):
                 ON_SWEEP.remove(self.clear)
 
     def add_everywhere(self, attachment: Attachment) -> None:
-        """A hook for every module of the process."""
+        """Add a hook for every module of the process."""
         entry = HookAtSite(attachment, "(every module)", self, ForwardCounter())
         attachment.entries[entry] = None
         self.everywhere = tuple(sorted((*self.everywhere, entry), key=_rank))
@@ -114,12 +112,12 @@ class _Registrations(HookContainer):
 
 
 def hold_registrations(attachment: Attachment) -> None:
-    """Have torch call us for as long as the attachment, which sits in tables, is on."""
+    """Let torch call us for as long as the attachment, whose entries sit in `ModuleHooks`, is on."""
     _REGISTRATIONS[attachment.kind].hold(attachment)
 
 
 def registration_entries_everywhere() -> list[HookAtSite]:
-    """The hooks on registrations in every module of the process."""
+    """Return the hooks on registrations in every module of the process."""
     return [entry for each in _REGISTRATIONS.values() for entry in each.everywhere]
 
 

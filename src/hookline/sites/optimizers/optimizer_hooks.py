@@ -32,18 +32,10 @@ if TYPE_CHECKING:
     from hookline.hook_types import Hook
     from hookline.sites.hook_at_site import Attachment
 
-__all__ = [
-    "OptimizerSite",
-    "attach_optimizer",
-    "hook_optimizers_everywhere",
-    "optimizer_entries",
-    "optimizer_entries_everywhere",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSite:
-    """Which optimizer a hook is on, and when it fires.
+    """The optimizer that a hook is on, and the step in which it fires.
 
     A hook that declares a keyword-only ``site`` is handed one at each firing:
 
@@ -137,7 +129,8 @@ def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
 
 
 def optimizer_entries(optimizer: Optimizer) -> Iterator[HookAtSite]:
-    """The hooks of ours on the optimizer itself, or inside it; those on every optimizer are on none in particular."""
+    """Return the hooks of ours on the optimizer itself, or inside it; those on every optimizer are on none in
+    particular."""
     optimizer = unwrap_optimizer(optimizer)
     table = _existing_hooks(optimizer) if takes_hooks(optimizer) else None
     if table is not None:
@@ -145,7 +138,7 @@ def optimizer_entries(optimizer: Optimizer) -> Iterator[HookAtSite]:
 
 
 def optimizer_entries_everywhere() -> Iterator[HookAtSite]:
-    """The hooks of ours on every optimizer."""
+    """Return the hooks of ours on every optimizer."""
     return _EVERYWHERE.entries()
 
 
@@ -159,16 +152,16 @@ class _HooksByKind(HookContainer):
 
     @property
     def empty(self) -> bool:
-        """Whether there are none."""
+        """Return whether there are none."""
         return not self._by_kind
 
     def entries(self) -> Iterator[HookAtSite]:
-        """All of them."""
+        """Return all of them."""
         for hooks in tuple(self._by_kind.values()):
             yield from hooks
 
     def own(self, kind: Kind) -> tuple[HookAtSite, ...]:
-        """Those of one kind."""
+        """Return those of one kind."""
         return self._by_kind.get(kind, ())
 
     def _put(self, entry: HookAtSite) -> None:
@@ -197,7 +190,7 @@ class _OptimizerHooks(_HooksByKind):
         _TABLES.add(self)
 
     def alive(self) -> bool:
-        """Whether the optimizer is still there: it owns the dictionaries that the handles point to."""
+        """Return whether the optimizer is still there: it owns the dictionaries that the handles point to."""
         return any(handle.hooks_dict_ref() is not None for handle in self._handles.values())
 
     # -- firing ----------------------------------------------------------------------------------------------
@@ -220,7 +213,7 @@ class _OptimizerHooks(_HooksByKind):
         return values if kind is Kind.STEP_PRE else values[0]
 
     def _due(self, kind: Kind) -> tuple[HookAtSite, ...]:
-        """The hooks to run: the optimizer's own, and those on every optimizer."""
+        """Return the hooks to run: the optimizer's own, and those on every optimizer."""
         everywhere = _EVERYWHERE.own(kind)
         return _ranked(*everywhere, *self.own(kind)) if everywhere else self.own(kind)
 
@@ -252,7 +245,7 @@ class _OptimizerHooks(_HooksByKind):
         _drop_leftovers()
 
     def _needed(self) -> list[Kind]:
-        """The kinds that torch has to call us for. Steps are counted whatever the kind of hook."""
+        """Return the kinds that torch has to call us for. Steps are counted whatever the kind of hook."""
         if self.empty and _EVERYWHERE.empty:
             return []
         return [kind for kind in OPTIMIZER.args if kind is Kind.STEP_PRE or self._due(kind)]
@@ -286,7 +279,7 @@ class _OptimizerHooks(_HooksByKind):
 
 
 class _OptimizerTorchHook:
-    """What torch calls: one per optimizer and kind."""
+    """Called by torch: one per optimizer and kind."""
 
     __slots__ = ("__weakref__", "_kind", "table")
 
@@ -348,7 +341,7 @@ class _OptimizersEverywhere(_HooksByKind):
 
 
 def _existing_hooks(optimizer: Optimizer) -> _OptimizerHooks | None:
-    """The optimizer's table, found through whichever torch_hook of ours it carries."""
+    """Return the optimizer's table, found through whichever torch_hook of ours it carries."""
     for kind in OPTIMIZER.args:
         for hook in tuple(_torch.optimizer_hooks(optimizer, kind).values()):
             if isinstance(hook, _OptimizerTorchHook):
@@ -380,7 +373,7 @@ def _ranked(*entries: HookAtSite) -> tuple[HookAtSite, ...]:
 
 
 def _new_arguments(entry: HookAtSite, optimizer: Optimizer, result: Any) -> tuple[Any, ...]:
-    """What a step_pre hook wants the step to be called with."""
+    """Return what a step_pre hook wants the step to be called with."""
     if isinstance(result, tuple) and len(result) == 2:
         args, kwargs = result
         if isinstance(args, tuple) and isinstance(kwargs, dict) and args and args[0] is optimizer:
@@ -392,7 +385,7 @@ def _new_arguments(entry: HookAtSite, optimizer: Optimizer, result: Any) -> tupl
 
 
 def _new_state(entry: HookAtSite, optimizer: Optimizer, result: Any) -> tuple[Any, ...]:
-    """What a hook wants saved or loaded."""
+    """Return what a hook wants saved or loaded."""
     if isinstance(result, dict):
         return (result,)
     attachment = entry.attachment
@@ -403,7 +396,7 @@ def _new_state(entry: HookAtSite, optimizer: Optimizer, result: Any) -> tuple[An
 
 
 def _shown(value: Any) -> str:
-    """A value in an error, without the numbers of the tensors that may be in it."""
+    """Return a value in an error, without the numbers of the tensors that may be in it."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
     return repr(value) if isinstance(value, int | float | str) else type_name(value)

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from hookline.sites import _torch
 from hookline.sites.kinds import OPTIMIZER
 
-__all__ = ["takes_hooks", "unwrap_optimizer"]
-
 _NAMES: Final = ("optimizer", "_optimizer", "optim", "_optim", "base_optimizer", "inner_optimizer", "wrapped_optimizer")
 """Attributes that wrappers keep the inner optimizer in; the first that holds one is taken."""
 _DEEPEST: Final = 8

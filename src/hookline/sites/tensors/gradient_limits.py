@@ -1,6 +1,6 @@
-"""Keeping the gradients of named modules in bounds, or away.
+"""Bound the gradients of named modules, or drop them: ``clip_gradients`` and ``freeze``.
 
-Takes the modules from ``select``; hooks their parameters (after accumulation) and, for clipping, the gradients
+Users call these. They hook their parameters (after accumulation) and, for clipping, the gradients
 that leave them towards their inputs. Nothing else in the model is touched.
 """
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Grads, Hook, Target
-
-__all__ = ["clip_gradients", "freeze"]
 
 
 def clip_gradients(
@@ -94,7 +92,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _hook_parameters(model: nn.Module, target: Any, hook: Hook, name: str) -> HookHandle:
-    """On those that gradients come to; none is no error here."""
+    """Hook the parameters that gradients come to; none is no error here."""
     chosen = [
         NamedParameter(f"{path}.{key}" if path else key, parameter, module)
         for path, module in _below(model, target)
@@ -109,7 +107,7 @@ def _hook_parameters(model: nn.Module, target: Any, hook: Hook, name: str) -> Ho
 
 
 def _below(model: nn.Module, target: Any) -> Iterator[Named]:
-    """The named modules and everything below them."""
+    """Return the named modules and everything below them."""
     for name, module in select(model, target):
         yield from ((f"{name}.{below}".strip("."), inner) for below, inner in named_modules(module))
 

@@ -1,6 +1,6 @@
-"""Hooks on what autograd keeps for the backward pass: one packs it, one unpacks it again.
+"""Hook what autograd keeps for the backward pass: one function packs it, one unpacks it again.
 
-Takes two functions from the user, hands a scope to a ``with`` statement. torch has a stack of such pairs per thread
+Users call `saved_tensors`, which returns a scope for a ``with`` statement. torch has a stack of such pairs per thread
 and asks the innermost one; a scope of ours puts a `_Frame` on it each time it is entered.
 """
 
@@ -28,8 +28,6 @@ from hookline.tables import OFF
 if TYPE_CHECKING:
     from hookline.hook_types import Hook
     from hookline.sites.hook_at_site import Attachment, HookAtSite
-
-__all__ = ["SavedTensors", "saved_tensors"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -109,7 +107,7 @@ class SavedTensors(HookHandle):
             )
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Have the function run inside the scope, until that is removed."""
+        """Run the function inside the scope, until that is removed."""
 
         @functools.wraps(function)
         def scoped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -126,17 +124,17 @@ class SavedTensors(HookHandle):
 
     @property
     def packed(self) -> int:
-        """How many tensors were packed."""
+        """The number of tensors that were packed."""
         return self._work.entry.fired
 
     @property
     def unpacked(self) -> int:
-        """How often one was unpacked."""
+        """The number of times one was unpacked."""
         return self._work.unpacked
 
 
 class _Work(HookContainer):
-    """What a scope does; kept by the graphs that were made in it."""
+    """The work of a scope; kept by the graphs that were made in it."""
 
     __slots__ = ("__weakref__", "_depth", "_unpack", "_wants_site", "attachment", "entry", "unpacked")
 
@@ -149,7 +147,7 @@ class _Work(HookContainer):
         self._wants_site = wants_site
 
     def entered(self, change: int) -> None:
-        """Once more, or once less."""
+        """Add ``change`` to the number of blocks that have entered the scope."""
         with LOCK:
             self._depth += change
 
@@ -168,10 +166,10 @@ class _Work(HookContainer):
         return tensor
 
     def discard(self, entry: HookAtSite) -> None:
-        """Nothing to do: open frames see that the attachment is removed."""
+        """Do nothing: open frames see that the attachment is removed."""
 
     def alive(self) -> bool:
-        """Whether the scope is open, in any thread."""
+        """Return whether the scope is open, in any thread."""
         return self._depth > 0
 
 
@@ -183,7 +181,7 @@ class _Open(threading.local):
 
 
 class _Past(NamedTuple):
-    """What was kept while the scope was open, but off: as the scope around it would have it."""
+    """A value packed while the scope was open, but off: as the scope around it would have it."""
 
     packed: Any
     unpack: Callable[[Any], Any] | None
@@ -200,7 +198,7 @@ class _Frame:
         self.left = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """What to keep of the tensor."""
+        """Return what to keep of the tensor."""
         if not self.left and not self._work.attachment.removed:
             return self._work.entry.run(_without_history(tensor))
         if self._outer is None:
@@ -209,7 +207,7 @@ class _Frame:
         return _Past(pack(tensor), unpack)
 
     def unpack(self, packed: Any) -> Any:
-        """The tensor again."""
+        """Return the tensor again."""
         if type(packed) is not _Past:
             return self._work.unpack(packed)
         return packed.packed if packed.unpack is None else packed.unpack(packed.packed)
