@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
-__all__ = ["caller_stacklevel", "did_you_mean", "nearest_names", "short_repr", "suggest", "type_name"]
+__all__ = ["caller_stacklevel", "close_names", "did_you_mean", "nearest_names", "short_repr", "suggest", "type_name"]
 
 _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _ALIKE: Final = 0.6
@@ -45,9 +45,14 @@ def caller_stacklevel() -> int:
     return max(level - 1, 1)
 
 
+def close_names(text: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return at most ``n`` names that are like ``text``, the most similar first."""
+    return get_close_matches(text, list(names), n=n, cutoff=cutoff)
+
+
 def suggest(text: object, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``"; did you mean 'name'?"`` for the name most like ``text``, or nothing where none is like it."""
-    near = get_close_matches(str(text), list(names), n=1, cutoff=cutoff)
+    near = close_names(str(text), names, 1, cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -62,7 +67,7 @@ def nearest_names(text: str, names: Iterable[str], n: int = 4) -> list[str]:
     Of a pattern, compare what stands between its wildcards with the parts of each name.
     """
     known = list(names)
-    whole = get_close_matches(text, known, n=n, cutoff=0.4)
+    whole = close_names(text, known, n, 0.4)
     if _GLOB.search(text) or not whole:
         return _alike_in_parts(text, known)[:n] or whole or known[:4]
     return whole

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import time
@@ -200,15 +201,16 @@ def in_transform() -> bool:
 
 def in_run() -> bool:
     """Return whether a forward or backward is under way in this thread; walks the stack, so not for hot paths."""
-    if graph_task_id() != -1:
-        return True
     code = nn.Module._call_impl.__code__
+    return graph_task_id() != -1 or any(frame.f_code is code for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    """Return the frames of this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code:
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def kwargs_of_call() -> dict[str, Any]:
@@ -308,10 +310,7 @@ def fsdp_shards() -> Shards:
 def in_functional_call() -> bool:
     """Return whether this forward runs in ``torch.func.functional_call``, which lends the modules other parameters."""
     code = stateless._functional_call.__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is code for frame in _frames())
 
 
 def sharded_parameter(shard: Any) -> Tensor:
@@ -352,15 +351,9 @@ def running_modules() -> tuple[nn.Module | None, nn.Module | None]:
 
 
 def all_running() -> list[nn.Module]:
-    """Return the modules whose calls are under way in this thread, the innermost first."""
+    """Return the modules whose calls are under way in this thread, the innermost first; not those in compiled code."""
     code = nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe(1)
-    found: list[nn.Module] = []
-    while frame is not None:
-        if frame.f_code is code:
-            found.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return found
+    return [frame.f_locals["self"] for frame in _frames() if frame.f_code is code]
 
 
 def times_running(module: nn.Module) -> int:
@@ -396,7 +389,8 @@ _WIRING: Final = frozenset(
 
 def in_recomputation() -> bool:
     """Return whether activation checkpointing is repeating a forward in this thread (0.1 µs outside of a backward
-    pass)."""
+    pass).
+    """
     if graph_task_id() == -1:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -420,7 +414,8 @@ def factories() -> list[Any]:
 
 def handles_modes(function: Any) -> bool:
     """Return whether a Python function looks for modes itself, as torch asks of functions that want to be
-    overridable."""
+    overridable.
+    """
     code = getattr(function, "__code__", None)
     return code is not None and not _ASKS_FOR_MODES.isdisjoint(code.co_names)
 
@@ -428,7 +423,8 @@ def handles_modes(function: Any) -> bool:
 @functools.cache
 def operators_shown_as() -> dict[str, Any]:
     """Return what modes are shown for Python's operators: ``Tensor.add`` for ``__add__``, and so on; found out by
-    trying."""
+    trying.
+    """
     shown: dict[str, Any] = {}
 
     class Recorder(TorchFunctionMode):
@@ -719,13 +715,8 @@ def is_inner_step(optimizer: Optimizer) -> bool:
 
     Read off the stack, so that a step that raised leaves nothing behind.
     """
-    steps = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and steps < 2:
-        if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer:
-            steps += 1
-        frame = frame.f_back
-    return steps == 2
+    steps = (frame for frame in _frames() if frame.f_code is _STEP and frame.f_locals.get("self") is optimizer)
+    return len(list(itertools.islice(steps, 2))) == 2
 
 
 def being_walked(hooks: dict[int, Any]) -> bool:
@@ -991,13 +982,15 @@ is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
 
 def current_stream_of(index: int) -> Callable[[], int]:
     """Return a function that returns the number of a CUDA device's current stream (0.1 µs;
-    ``torch.cuda.current_stream`` takes 2)."""
+    ``torch.cuda.current_stream`` takes 2).
+    """
     return functools.partial(torch._C._cuda_getCurrentRawStream, index)
 
 
 def has_numbers(tensor: Tensor) -> bool:
     """Return whether there are numbers in it that last: not if it stands for others in a transform, or is a fake
-    one."""
+    one.
+    """
     return not is_wrapped(tensor) and (type(tensor) is Tensor or not _is_stand_in(type(tensor)))
 
 
@@ -1007,7 +1000,8 @@ def _is_stand_in(cls: type) -> bool:
 
 def scale_of(scaler: Any) -> Tensor | None:
     """Return what a ``GradScaler`` multiplies losses by, on its device, unread; None for one that does nothing
-    (yet)."""
+    (yet).
+    """
     scale = getattr(scaler, "_scale", None)
     return scale if scaler.is_enabled() else None
 
@@ -1033,7 +1027,8 @@ def below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
 @contextmanager
 def counting_changes() -> Iterator[None]:
     """Count in-place changes in ``_version`` within this block, also behind an operator that was called in inference
-    mode."""
+    mode.
+    """
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     outside = torch._C._dispatch_tls_local_exclude_set() - key
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), outside):
@@ -1069,14 +1064,16 @@ def compiled_code() -> list[CodeType]:
 
 def guards_of(code: CodeType) -> list[str]:
     """Return what must be so for each of the compiled versions, as a text: it has the ids of the classes that are
-    met."""
+    met.
+    """
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
     return [str(entry.guard_manager) for entry in entries]
 
 
 def skips_guards() -> bool:
     """Return whether compiled code runs without a look at what it was compiled for: ``skip_guard_eval_unsafe`` is
-    on."""
+    on.
+    """
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return bool(getattr(getattr(frames, "_stance", None), "skip_guard_eval_unsafe", False))
 
@@ -1129,13 +1126,11 @@ class _Callbacks(list[Any]):
 
 
 def in_compiled_code() -> bool:
-    """Return whether it is the compiler, or code it has made, that calls; walks the stack, so not for hot paths."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(("torch._dynamo.", "torch._functorch.", "torch._inductor.")):
-            return True
-        frame = frame.f_back
-    return False
+    """Return whether the compiler, or code it has made, calls; walks the stack, so not for hot paths."""
+    return any(frame.f_globals.get("__name__", "").startswith(_COMPILERS) for frame in _frames())
+
+
+_COMPILERS: Final = ("torch._dynamo.", "torch._functorch.", "torch._inductor.")
 
 
 def compilation() -> object:
@@ -1156,13 +1151,15 @@ def capturing() -> bool:
 
 def replays_graph(module: nn.Module) -> bool:
     """Return whether ``torch.cuda.make_graphed_callables`` has put the replay of a CUDA graph in the place of the
-    forward."""
+    forward.
+    """
     return getattr(module.__dict__.get("forward"), "__module__", None) == "torch.cuda.graphs"
 
 
 def is_compiled_function(function: Any) -> bool:
     """Return whether it is what ``torch.compile(function)`` gives: its own code is compiled, not that of whoever calls
-    it."""
+    it.
+    """
     return hasattr(function, "_torchdynamo_orig_callable")
 
 

@@ -239,7 +239,8 @@ def _count_by_part(counter: ForwardCounter) -> None:
 
     Called when a hook fires and no forward of its model has begun: Lightning calls ``training_step``, others call
     ``encode``; the modules inside are called, the model is not. Do nothing where the model itself is running, or no
-    part of it is: a hook that came on in the middle of a forward has its first step with the next one."""
+    part of it is: a hook that came on in the middle of a forward has its first step with the next one.
+    """
     model = counter.model()
     if model is None:
         return

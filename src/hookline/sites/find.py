@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Sites(ShownAsTable, Sequence[Site]):
-    """The places a target matches; prints as a module_hooks, reads as a list.
+    """The places a target matches; prints as a table, reads as a list.
 
     Recipe: ``print(hookline.find(model, "layers.#"))``.
     """
@@ -80,7 +80,7 @@ def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> S
 
         print(hookline.find(model, "layers.#.mlp"))
 
-    The same grammar and the same errors as ``attach``; the module_hooks shows each module's type, how many parameters
+    The same grammar and the same errors as ``attach``; the table shows each module's type, how many parameters
     it holds, and which hooks are on it, by whomever.
     """
     sweep()

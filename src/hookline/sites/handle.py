@@ -33,7 +33,7 @@ class _Handle(RemovableHandle):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.remove(quiet=exc_info[0] is not None)  # after an error, a hook that had no turn is no news
+        self.remove(quiet=exc_info[0] is not None)  # after an error, a hook that never ran is to be expected
 
 
 class HookHandle(_Handle):

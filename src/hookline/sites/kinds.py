@@ -9,12 +9,12 @@ the same kind means the same moment on a module and on a function, with other ar
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
 from hookline.errors import KindError, OptionError
+from hookline.messages import close_names
 
 
 class Kind(StrEnum):
@@ -79,7 +79,8 @@ class Kind(StrEnum):
     @classmethod
     def parse(cls, value: str | Kind, site_type: SiteType | None = None) -> Kind:
         """Return the kind of that name or alias that ``site_type`` (a module) has; a `KindError` with suggestions
-        otherwise."""
+        otherwise.
+        """
         site_type = site_type or MODULE
         text = str(value) if isinstance(value, str) else repr(value)
         if text in _LEGACY and site_type is MODULE:
@@ -143,7 +144,7 @@ def _no_kind(text: str, kind: Kind | None, site_type: SiteType) -> str:
         return f"on={text!r} is a kind of {other.noun} hook; put it on with {other.verb}."
     short = {kind: alias for alias, kind in site_type.aliases.items() if kind.endswith(f"_{alias}")}
     kinds = [short.get(kind, str(kind)) for kind in site_type.args]  # as users write them
-    near = difflib.get_close_matches(text, dict.fromkeys([*kinds, *site_type.aliases]), n=3, cutoff=0.5)
+    near = close_names(text, dict.fromkeys([*kinds, *site_type.aliases]), cutoff=0.5)
     hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
     return f"No kind {text!r}.{hint} Kinds: {', '.join(kinds)}."
 

@@ -181,7 +181,7 @@ def _silent(attachment: Attachment) -> list[HookAtSite]:
     """Return the entries that had a chance to fire and did not."""
     kind = attachment.kind
     if kind.is_state or kind.is_registration or kind is Kind.PARAM_GRAD:
-        return []  # nobody says when these are due
+        return []  # it is not known when these are due
     entries = attachment.members()
     silent = [entry for entry in entries if not entry.fired and entry.counter.step > entry.step_at_attach]
     if not silent and _has_trained_uncalled(attachment, entries):
@@ -192,13 +192,13 @@ def _silent(attachment: Attachment) -> list[HookAtSite]:
         return silent
     if attachment.site_type is FUNCTION:
         return []  # of all the functions that a glob matches, a model uses a few
-    # In a glob over everything, containers come along; nobody means them. Nor, with ``attach_everywhere``, the
-    # ``out_proj`` of an attention, which nobody calls: it has its weights read.
+    # In a glob over everything, containers come along, which are not meant. Nor, with ``attach_everywhere``, the
+    # ``out_proj`` of an attention, which is never called: its weights are read.
     return [entry for entry in silent if not isinstance(entry.container.module(), _CONTAINERS)]
 
 
 def parameter_versions(model: nn.Module) -> list[tuple[object, int]]:
-    """Return what tells later whether `model` was trained since: gradients and versions of a few parameters."""
+    """Return gradients and versions of a few parameters, to compare later: training changes them."""
     some = itertools.islice((p for p in model.parameters() if p.requires_grad and not is_lazy(p)), _FEW)
     return [(None if p.grad is None else (id(p.grad), _version(p.grad)), _version(p)) for p in some]
 

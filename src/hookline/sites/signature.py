@@ -55,7 +55,7 @@ def hook_name(hook: Any) -> str:
 
 
 def may_return_value(hook: Hook) -> bool:
-    """Return whether calling ``hook`` can give anything but None, as far as its bytecode tells.
+    """Return whether calling ``hook`` can give anything but None, as far as its bytecode shows.
 
     A gradient hook that cannot is watched without a single extra node in the graph, so that the sums
     autograd forms keep their order and the run stays the same to the last bit.
@@ -74,7 +74,8 @@ def may_return_value(hook: Hook) -> bool:
 
 def changes_in_place(hook: Any) -> bool:
     """Return whether the hook's own code calls a method that changes a tensor in place (``mul_``), as far as it
-    tells."""
+    tells.
+    """
     code = _code_of(hook)
     return code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
 
@@ -136,7 +137,8 @@ def _code_of(hook: Any) -> CodeType | None:
 @functools.lru_cache(maxsize=256)
 def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
     """Return what a function does, step by step; looked at twice for a hook, and again whenever it is attached (50
-    µs)."""
+    µs).
+    """
     return tuple(dis.get_instructions(code))
 
 

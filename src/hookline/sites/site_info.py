@@ -1,4 +1,4 @@
-"""Define `Site`: a place in a model, and, while a hook fires there, the moment.
+"""Define `Site` and `OptimizerSite`: the place of a hook, and, while it fires, the moment.
 
 Hooks that declare ``*, site`` get one at each firing; ``find`` lists them.
 """
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from hookline.sites.kinds import Kind
 
@@ -61,3 +62,29 @@ class Site:
     def num_parameters(self) -> int:
         """The count of numbers in the module's parameters, its children's included; lazy ones hold none yet."""
         return sum(p.numel() for p in self.module.parameters() if not is_lazy(p))
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSite:
+    """The optimizer that a hook is on, and the step in which it fires.
+
+    A hook that declares a keyword-only ``site`` is handed one at each firing:
+
+        def hook(optimizer, args, kwargs, *, site):
+            print(site.name, site.kind, site.step)
+    """
+
+    name: str
+    """The optimizer's class name."""
+    optimizer: Optimizer
+    """The optimizer."""
+    kind: Kind
+    """The kind of the hook that is firing."""
+    step: int = -1
+    """The newest step of this optimizer, counted from 0 since its first hook came on; -1 before one began."""
+    found_inf: Tensor | None = None
+    """Above 0 if this step leaves the parameters alone, because a ``GradScaler`` found infinite gradients.
+
+    There only for optimizers that a scaler lets decide by themselves (``fused=True``): their step is called either
+    way. Others are not called, and no hook fires. It is on the device; reading its value waits for it.
+    """

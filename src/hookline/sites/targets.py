@@ -119,7 +119,8 @@ def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
 
 def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -> list[Named]:
     """Return the modules that hooks can be put on; if nothing matches, an error, or, not ``strict``, a warning and
-    none."""
+    none.
+    """
     try:
         return without_scripted(select(model, target, exclude=exclude), target)
     except NoMatchError as error:
@@ -142,7 +143,8 @@ def check_model(model: Any, then: Any = None) -> None:
 
 def named_modules(model: nn.Module) -> Iterator[Named]:
     """Return every name of every module, without wrappers, parents first; shared modules appear under each of their
-    names."""
+    names.
+    """
     return ((name, module) for name, module, inner, _ in walk(model) if inner is None)
 
 

@@ -35,7 +35,7 @@ _INNER: Final = {
     ("peft", "AdaptionPromptModel"): "model",
 }
 WRAPPER_KEYS: Final = frozenset(_INNER.values())
-"""A module without a child of such a name is no wrapper: most are told by that alone, for 0.1 µs."""
+"""A module without a child of such a name is no wrapper: most are recognised by that alone, for 0.1 µs."""
 _TUNED: Final = ("model", "lora_model")
 
 

@@ -196,7 +196,8 @@ def _spread(places: str, tensors: list[Tensor]) -> tuple[Any, ...]:
 
 def _calls_on(key: Tensor) -> list[CallState]:
     """Return the calls under way that this key was given for, in this thread: kept by the tensor, and gone with the
-    trace."""
+    trace.
+    """
     by_thread: dict[int, list[CallState]] | None = getattr(key, _CALLS, None)
     if by_thread is None:
         by_thread = {}

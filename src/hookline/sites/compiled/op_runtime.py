@@ -22,7 +22,7 @@ from hookline.sites.compiled.op_schemas import hooks_with_key
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients.gradient_tensors import checked
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
-from hookline.sites.modules.torch_hooks import run_one_post, run_one_pre
+from hookline.sites.modules.torch_hooks import BY_SLOT, run_one_post, run_one_pre
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
@@ -92,13 +92,13 @@ class _Shown:
         """Whether gradients were enabled around the call: inside a compiled forward they never are."""
 
     def entries(self, module_hooks: ModuleHooks) -> tuple[HookAtSite, ...]:
-        """Return the hooks that are due, as the module_hooks is now."""
-        torch_hook = module_hooks.torch_hook_named(self.slot)
+        """Return the hooks that are on now."""
+        torch_hook = module_hooks.torch_hook(BY_SLOT[self.slot])
         return () if torch_hook is None else torch_hook.group(self._steps, self.place)
 
     def hook_at(self, module_hooks: ModuleHooks) -> HookAtSite | None:
         """Return the hook that edits at this place, or is handed a summary."""
-        torch_hook = module_hooks.torch_hook_named(self.slot)
+        torch_hook = module_hooks.torch_hook(BY_SLOT[self.slot])
         return None if torch_hook is None else torch_hook.hook_at(self._steps, self.place)
 
     def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
@@ -274,7 +274,8 @@ def _edit(key: Tensor, note: Tensor, what: str, after: Tensor | None, tensors: l
 
 def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
     """Return a copy of ``grad`` as the graph expects it: in memory of its own, laid out like the gradient that went
-    in."""
+    in.
+    """
     return torch.empty_like(like).copy_(grad)
 
 

@@ -10,7 +10,7 @@ with hooks and one without.
 
 Where somebody else has replaced a module's ``forward``, another function that does the same stands in for theirs.
 
-Loading the compiler takes a second, so that is left to whoever wants to compile: where it is not loaded yet, a finder
+Loading the compiler takes a second, so this file does not load it: where it is not loaded yet, a finder
 on ``sys.meta_path`` tells us when it is, and then the compiler when it first compiles. Both go when the last hook does.
 """
 
@@ -63,7 +63,7 @@ def add_own_forward(module: nn.Module) -> None:
             module.__dict__[_FORWARD] = _stand_in(own)
     elif isinstance(forward, FunctionType) and forward.__name__ == _FORWARD:  # it is pickled by that name
         module.__dict__[_FORWARD] = MethodType(forward, module)
-    elif forward is not nn.Module.forward:  # which containers have, and nobody calls
+    elif forward is not nn.Module.forward:  # which containers have, and which is never called
         _compile_again(type(module))
 
 
@@ -105,8 +105,8 @@ def _is_own_forward(module: nn.Module, own: Any) -> bool:
 
 
 def ignores_hooks(module: nn.Module) -> bool:
-    """Return whether the compiled code of the module's forward was made without guards, so that no mark tells it
-    anything.
+    """Return whether the compiled code of the module's forward was made without guards, so that it never
+    notices hooks.
 
     With its guards, it names the class of the module. Code with no guards whatever counts for every module: which
     modules are inside of it, it does not say.
@@ -163,7 +163,7 @@ class _Watch:
         self.tend()
 
     def tend(self) -> None:
-        """See that we will be told: ``torch.compiler.reset()`` forgets that we have asked."""
+        """Ask for the call again: ``torch.compiler.reset()`` forgets it."""
         if not self.compiled and self._on_compile is not None and not self._told.is_on():
             if _torch.compiled_code():
                 self._compiles()

@@ -4,7 +4,8 @@ The torch hooks of a module call `run_pre` and `run_post`. Everything in there i
 possible: each attribute it reads becomes a guard. `CompiledSteps` says in its ``recipe`` what is to happen, in order:
 "w" for hooks that only watch, which one operator runs all together, "e" for a hook that edits, whose own code becomes
 part of the graph, "s" for one that receives a summary, which the graph makes; then what the observers read, the plan
-for gradients (`plan_of`), and whether the model counts its forwards here."""
+for gradients (`plan_of`), and whether the model counts its forwards here.
+"""
 
 from __future__ import annotations
 

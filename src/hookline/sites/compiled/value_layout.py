@@ -29,7 +29,7 @@ from hookline.sites import _torch
 class Unseen:
     """Stands, in what a compiled call shows a hook, for an object that no graph can carry.
 
-    A hook that finds one (a key-value cache among the arguments, say) is told which class it was.
+    A hook that finds one (a key-value cache among the arguments, say) can ask it which class that was.
     """
 
     def __init__(self, kind: str) -> None:

@@ -82,14 +82,14 @@ def attach_function(
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
         profile: Measure what the hook costs, for ``handle.report().cost_us``.
 
-    Functions that are called inside another function of torch are its own affair: ``nn.MultiheadAttention`` calls
+    Functions that are called inside another function of torch are not seen: ``nn.MultiheadAttention`` calls
     ``torch.nn.functional.multi_head_attention_forward``, and the softmax in there shows as ``aten._softmax``.
     Operators on meta tensors go unseen, and nested tensors have no gradients there. A gradient hook that may return a
     value takes no part in in-place calls whose inputs share memory (``v += v``); an observer does.
 
     Raises:
         NoMatchError: (a KeyError) naming the nearest functions.
-        UnhookableError: for a function that torch shows to nobody.
+        UnhookableError: for a function whose calls torch shows to no one.
         KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
     """
     if isinstance(hook, TARGETS) and is_function(target):

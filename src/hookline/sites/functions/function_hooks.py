@@ -1,8 +1,8 @@
 """Run one call of a function with its hooks around it.
 
-Takes entries from whoever keeps them (the function mode, a kernel override, a base put into a class), and from each of
-these the calls; hands tensors to the hooks and puts back what they return. Gradients go the way of a module's
-(`GradientCall`), with this in the place of its table.
+The function mode and the overrides of operators and classes call this with their entries; hands tensors to the hooks
+and puts back what they return. Gradients go the way of a module's (`GradientCall`), with this in the place of its
+table.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _after(entries: tuple[HookAtSite, ...], fn: FunctionSite, inputs: _Tensors, 
 
 
 def _own_references() -> int:
-    """Return how many references to a local variable this interpreter counts when nobody else has one."""
+    """Return how many references to a local variable this interpreter counts when there is no other."""
     local = object()
     return getrefcount(local)
 
@@ -166,7 +166,8 @@ def why_left_alone(entry: HookAtSite) -> str | None:
 
 def _overlap(inputs: _Tensors) -> bool:
     """Return whether two of the tensors are one, or views of one: an alias of each would change behind the other's
-    back."""
+    back.
+    """
     memory = {id(tensor if tensor._base is None else tensor._base) for tensor in inputs}
     return len(memory) < len(inputs)
 

@@ -142,7 +142,7 @@ class FunctionsOfModel(HookContainer):
         self.shown: _Entries = {}
         """The hooks on functions that modes are shown."""
         self.below: _Entries = {}
-        """The hooks on operators and classes, which are told of calls elsewhere."""
+        """The hooks on operators and classes, whose calls are seen elsewhere."""
         self.places: dict[HookAtSite, Place] = {}
         # Weak, since other scopes may be of models that are gone.
         self._tables: dict[_Running, tuple[_HooksByFunction, _HooksByFunction]] = {}
@@ -168,7 +168,7 @@ class FunctionsOfModel(HookContainer):
         self.places[entry] = place
 
     def keep(self, entry: HookAtSite, place: Place) -> None:
-        """Keep a hook on an operator or class, for whoever stands in for that to find; `publish` makes it count."""
+        """Keep a hook on an operator or class, where its override finds it; `publish` makes it count."""
         self.below.setdefault(place.func, {})[entry] = None
         self.places[entry] = place
 

@@ -9,7 +9,6 @@ help: ``torch.overrides.resolve_name(torch.mm)`` is "torch.spmm", and a function
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ import torch
 from torch.overrides import get_overridable_functions, resolve_name
 
 from hookline.errors import NoMatchError, TargetError, UnhookableError
-from hookline.messages import type_name
+from hookline.messages import close_names, type_name
 from hookline.sites import _torch
 from hookline.sites.targets import as_list, describe, name_matcher
 
@@ -153,7 +152,8 @@ def _named(pattern: str | re.Pattern[str]) -> Iterator[Place]:
 
 def _is_meant(name: str, asked: str) -> bool:
     """Return whether a glob that matches the name means it: private functions and reads of attributes only if it says
-    so."""
+    so.
+    """
     last = name.rpartition(".")[2]
     private = last in ("__get__", "__set__", "__delete__") or (last[0] == "_" and last[:2] != "__")
     return not private or asked.startswith("_")
@@ -231,7 +231,7 @@ def _no_match(item: Any) -> NoMatchError:
         if not text.rpartition(".")[2].startswith("_"):
             names = [name for name in names if "._" not in name]
         what = "function"
-    near = _named_alike(text, names) or difflib.get_close_matches(text.replace("*", ""), names, n=4, cutoff=0.5)
+    near = _named_alike(text, names) or close_names(text.replace("*", ""), names, 4, 0.5)
     near = near or _same_ending(text, names)
     hint = f"; nearest: {', '.join(map(repr, near))}" if near else ""
     return NoMatchError(
@@ -252,4 +252,4 @@ def _named_alike(text: str, names: list[str]) -> list[str]:
 def _same_ending(text: str, names: list[str]) -> list[str]:
     ending = text.rpartition(".")[2].strip("*")
     by_ending: dict[str, str] = {name.rpartition(".")[2]: name for name in reversed(names)}
-    return [by_ending[close] for close in difflib.get_close_matches(ending, list(by_ending), n=4, cutoff=0.6)]
+    return [by_ending[close] for close in close_names(ending, by_ending, 4)]

@@ -66,7 +66,8 @@ class FunctionSite:
 
     def seen_from(self, counter: ForwardCounter) -> FunctionSite:
         """Return the same call, named and counted in another model than this one; `also_seen_from` has to have been
-        told."""
+        told.
+        """
         return self if self._others is None or counter is self._counter_of_model else self._others[counter]
 
     def also_seen_from(self, counters: Iterable[ForwardCounter]) -> None:

@@ -1,7 +1,8 @@
 """List the tensors of a call that have gradients, name their places, and find the tensor behind a view.
 
 Called by ``call_gradients``, ``tensor_taps`` and the operators of compiled code. Calls ``tree`` to look into
-containers."""
+containers.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class _ModulesEverywhere:
         self._global: RemovableHandle | None = None
         self.generation = 0
         self._made_by_compiler: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Graphs that compiled code runs: they are modules, though nobody's."""
+        """Graphs that compiled code runs: they are modules, though of no model."""
         self.said = 0
         """For which generation it was said that compiled code is not reached."""
 

@@ -1,7 +1,8 @@
 """Wrap the calls of one module: run ``always_call`` hooks however a call ends, and leave what was entered around it.
 
 `ModuleHooks` puts a `CallGuard` in the place of the module's ``_call_impl`` (the method behind ``module(...)``) while
-it has such hooks. `HookedModule` is the part of `ModuleHooks` that this file and ``torch_hooks`` know."""
+it has such hooks. `HookedModule` is the part of `ModuleHooks` that this file and ``torch_hooks`` know.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ class CallGuard:
 
     torch runs its own ``always_call`` hooks on an Exception alone; these run on whatever ends the call, a
     KeyboardInterrupt from the forward or from a hook included. A direct call of ``module.forward()`` does not pass
-    here."""
+    here.
+    """
 
     __slots__ = ("__weakref__", "_attempts", "_module", "_module_hooks")
 

@@ -26,7 +26,6 @@ from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup
 from hookline.sites.kinds import Kind
 from hookline.sites.modules.call_guard import AroundCall, HookedModule
 from hookline.sites.modules.torch_hooks import (
-    BY_SLOT,
     CALLED_FROM_ELSEWHERE,
     LEFT_BEHIND,
     OTHERS,
@@ -81,10 +80,6 @@ class ModuleHooks(HookedModule):
             self.key = new_key(self)
         self._by_kind = {}
         self._torch_hooks = {}
-
-    def torch_hook_named(self, slot: str) -> TorchHook | None:
-        """Return the torch hook that compiled code knows by that name."""
-        return self._torch_hooks.get(BY_SLOT[slot])
 
     def give_key(self) -> None:
         """Prepare for compiled code, which there may be from now on."""
@@ -157,7 +152,12 @@ class ModuleHooks(HookedModule):
         """Put our edits before, and our observers after, hooks that others have registered since."""
         positions = self._positions
         if positions is None:
-            positions = self._positions = self._find_positions()
+            module, own = self._module(), self._torch_hooks
+            positions = self._positions = tuple(
+                (getattr(module, name), own[cls].hook_id, first)
+                for cls, (name, first) in (QUEUES.items() if module is not None else ())
+                if cls in own
+            )
         for hooks, hook_id, first in positions:
             if len(hooks) == 1:
                 continue
@@ -169,13 +169,6 @@ class ModuleHooks(HookedModule):
                 with LOCK:
                     if hook_id in hooks:
                         (_torch.place_first if first else _torch.place_last)(hooks, hook_id)
-
-    def _find_positions(self) -> tuple[_Position, ...]:
-        module = self._module()
-        own = self._torch_hooks
-        if module is None:
-            return ()
-        return tuple((getattr(module, n), own[cls].hook_id, first) for cls, (n, first) in QUEUES.items() if cls in own)
 
     def _sync(self, changed: HookAtSite) -> None:
         """Register and remove torch hooks as the hooks need it, after one has come or gone."""
@@ -353,13 +346,9 @@ def release_counters(attachment: Attachment) -> None:
             hooks_of_module(model).set_counter(None)
 
 
-def _rank(entry: HookAtSite) -> tuple[int, bool, int]:
-    return entry.attachment.rank
-
-
 def _with(hooks: tuple[HookAtSite, ...], entry: HookAtSite) -> tuple[HookAtSite, ...]:
     """Return the hooks with one more, nearly always at the end: a thousand hooks are not sorted a thousand times."""
-    place = bisect_right(hooks, _rank(entry), key=_rank)
+    place = bisect_right(hooks, entry.attachment.rank, key=lambda other: other.attachment.rank)
     return (*hooks[:place], entry, *hooks[place:])
 
 

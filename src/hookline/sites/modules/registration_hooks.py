@@ -41,7 +41,7 @@ class _Registrations(HookContainer):
         self._kind = kind
         self._register, self._type = _WHAT[kind]
         self._users: WeakSet[Attachment] = WeakSet()
-        """Weak, as an attachment goes with its modules, when nobody removes it."""
+        """Weak, as an attachment that is not removed goes with its modules."""
         self.everywhere: tuple[HookAtSite, ...] = ()
         self._handle: RemovableHandle | None = None
 
@@ -88,7 +88,7 @@ class _Registrations(HookContainer):
     def clear(self) -> None:
         """Take our hook off torch, unless it is needed, or torch is walking its dictionary, which it does live.
 
-        Then it is for the end of our turn, if that is the last of the walk, or else for the next hook to come or go.
+        Then it goes at the end of our call, if that is the last of the walk, or else when the next hook comes or goes.
         """
         if self._handle is None or self._users:
             return

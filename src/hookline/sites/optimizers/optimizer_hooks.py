@@ -1,21 +1,21 @@
-"""Hooks on an optimizer: around its step, and on saving and loading its state.
+"""Attach hooks to an optimizer: around its step, and on saving and loading its state.
 
-Takes an optimizer and a hook from the user, or an attachment for every optimizer from ``attach_everywhere``; hands
-entries to the optimizer's table and a `HookHandle` back. torch gets one torch_hook of ours per optimizer and kind,
-which runs the table's hooks in our order. The table hangs on the torch_hooks, so it goes when the optimizer goes."""
+Users call `attach_optimizer`; ``attach_everywhere`` puts a hook on every optimizer. torch gets one torch hook of ours
+per optimizer and kind, which runs the hooks in our order. These hold the `_OptimizerHooks`, so it goes with the
+optimizer.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hookline.errors import HookReturnError, HookSignatureError, UnhookableError
+from hookline.errors import HookReturnError, HookSignatureError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import new_attachment
@@ -24,39 +24,14 @@ from hookline.sites.hook_at_site import AttachOptions, ForwardCounter, HookAtSit
 from hookline.sites.kinds import OPTIMIZER, Kind
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.modules.torch_hooks import StaleHook
-from hookline.sites.optimizers.optimizer_wrappers import takes_hooks, unwrap_optimizer
+from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, takes_hooks, unwrap_optimizer
+from hookline.sites.site_info import OptimizerSite
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from hookline.hook_types import Hook
     from hookline.sites.hook_at_site import Attachment
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSite:
-    """The optimizer that a hook is on, and the step in which it fires.
-
-    A hook that declares a keyword-only ``site`` is handed one at each firing:
-
-        def hook(optimizer, args, kwargs, *, site):
-            print(site.name, site.kind, site.step)
-    """
-
-    name: str
-    """The optimizer's class name."""
-    optimizer: Optimizer
-    """The optimizer."""
-    kind: Kind
-    """The kind of the hook that is firing."""
-    step: int = -1
-    """The newest step of this optimizer, counted from 0 since its first hook came on; -1 before one began."""
-    found_inf: Tensor | None = None
-    """Above 0 if this step leaves the parameters alone, because a ``GradScaler`` found infinite gradients.
-
-    There only for optimizers that a scaler lets decide by themselves (``fused=True``): their step is called either
-    way. Others are not called, and no hook fires. It is on the device; reading its value waits for it.
-    """
 
 
 def attach_optimizer(
@@ -105,7 +80,7 @@ def attach_optimizer(
     kind = Kind.parse(on, OPTIMIZER)
     if isinstance(hook, Optimizer) and callable(optimizer):
         raise HookSignatureError("The arguments are swapped: write attach_optimizer(optimizer, hook).")
-    optimizer = _checked_optimizer(optimizer)
+    optimizer = checked_optimizer(optimizer)
     attachment = new_attachment(
         hook, kind, AttachOptions(prepend=prepend, observe=observe, name=name, profile=profile), site_type=OPTIMIZER
     )
@@ -130,7 +105,8 @@ def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
 
 def optimizer_entries(optimizer: Optimizer) -> Iterator[HookAtSite]:
     """Return the hooks of ours on the optimizer itself, or inside it; those on every optimizer are on none in
-    particular."""
+    particular.
+    """
     optimizer = unwrap_optimizer(optimizer)
     table = _existing_hooks(optimizer) if takes_hooks(optimizer) else None
     if table is not None:
@@ -178,7 +154,7 @@ class _HooksByKind(HookContainer):
 
 
 class _OptimizerHooks(_HooksByKind):
-    """All hooks of ours on one optimizer, and how to take its torch_hooks off again."""
+    """All hooks of ours on one optimizer, and the handles of its torch hooks."""
 
     __slots__ = ("__weakref__", "_handles", "_settled", "step")
 
@@ -251,7 +227,7 @@ class _OptimizerHooks(_HooksByKind):
         return [kind for kind in OPTIMIZER.args if kind is Kind.STEP_PRE or self._due(kind)]
 
     def fit(self, optimizer: Optimizer) -> None:
-        """Give the optimizer the torch_hooks that it lacks."""
+        """Give the optimizer the torch hooks that it lacks."""
         self._settled = _EVERYWHERE.changes
         for kind in self._needed():
             hooks = _torch.optimizer_hooks(optimizer, kind)
@@ -265,13 +241,14 @@ class _OptimizerHooks(_HooksByKind):
 
     def tidy(self) -> None:
         """Take off the torch_hooks that nothing needs; one that cannot go yet does nothing, and goes with the next
-        change."""
+        change.
+        """
         needed = self._needed()
         if not needed:
             self.step = -1
         unneeded = [kind for kind in self._handles if kind not in needed]
         for kind in unneeded:
-            if _came_off(self._handles[kind]):
+            if _take_off(self._handles[kind]):
                 del self._handles[kind]
             else:
                 _LEFTOVERS.add(self)
@@ -336,12 +313,12 @@ class _OptimizersEverywhere(_HooksByKind):
 
     def tidy(self) -> None:
         """Let go of torch's hook if nothing needs it."""
-        if self.empty and self._handle is not None and _came_off(self._handle):
+        if self.empty and self._handle is not None and _take_off(self._handle):
             self._handle = None
 
 
 def _existing_hooks(optimizer: Optimizer) -> _OptimizerHooks | None:
-    """Return the optimizer's table, found through whichever torch_hook of ours it carries."""
+    """Return the hooks on an optimizer, found through whichever torch hook of ours it carries."""
     for kind in OPTIMIZER.args:
         for hook in tuple(_torch.optimizer_hooks(optimizer, kind).values()):
             if isinstance(hook, _OptimizerTorchHook):
@@ -358,9 +335,8 @@ def _drop_leftovers() -> None:
     _EVERYWHERE.tidy()
 
 
-def _came_off(handle: RemovableHandle) -> bool:
-    """Take a torch_hook off, unless torch is walking that very dictionary and would stumble; a torch_hook alone does
-    nothing."""
+def _take_off(handle: RemovableHandle) -> bool:
+    """Take a torch hook off, unless torch is walking that very dictionary; return whether it is off."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and handle.id in hooks and _torch.being_walked(hooks):
         return False
@@ -402,27 +378,6 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str) else type_name(value)
 
 
-def _checked_optimizer(given: Any) -> Optimizer:
-    """Return the optimizer that `given` is or wraps; raise unless torch can call hooks on it."""
-    optimizer = unwrap_optimizer(given)
-    if not isinstance(optimizer, Optimizer):
-        what = f"the class {given.__name__}" if isinstance(given, type) else type_name(given)
-        raise UnhookableError(f"attach_optimizer takes a torch.optim.Optimizer, got {what}.{_optimizer_inside(given)}")
-    if not takes_hooks(optimizer):
-        raise UnhookableError(
-            f"{type(optimizer).__name__} has no place for hooks: it wraps an optimizer without being set up as one "
-            f"itself.{_optimizer_inside(given) or ' Pass the optimizer inside it.'}"
-        )
-    return optimizer
-
-
-def _optimizer_inside(wrapper: Any) -> str:
-    """Return the sentence that names the attribute of `wrapper` with an optimizer in it; nothing if there is none."""
-    own = {} if isinstance(wrapper, type) else getattr(wrapper, "__dict__", {})
-    names = [name for name, value in own.items() if isinstance(value, Optimizer)]
-    return f" Pass the optimizer inside it: its .{names[0]}." if names else ""
-
-
 _STEP_KINDS: Final = frozenset({Kind.STEP_PRE, Kind.STEP_POST})
 _EDITS: Final[dict[Kind, Callable[[HookAtSite, Optimizer, Any], tuple[Any, ...]]]] = {
     Kind.STEP_PRE: _new_arguments,
@@ -438,7 +393,7 @@ _REGISTER: Final[dict[Kind, Callable[[Optimizer, Any], RemovableHandle]]] = {
     Kind.LOAD_STATE_DICT_PRE: Optimizer.register_load_state_dict_pre_hook,
     Kind.LOAD_STATE_DICT_POST: Optimizer.register_load_state_dict_post_hook,
 }
-# Weak, because a table belongs to the torch_hooks on its optimizer.
+# Weak, because the torch hooks on the optimizer hold it.
 _TABLES: Final[weakref.WeakSet[_OptimizerHooks]] = weakref.WeakSet()
 _LEFTOVERS: Final[weakref.WeakSet[_OptimizerHooks]] = weakref.WeakSet()
 _EVERYWHERE: Final = _OptimizersEverywhere()

@@ -1,4 +1,4 @@
-"""Optimizers that only stand around another one: find the one inside, whose steps are the steps.
+"""Find the optimizer inside wrappers, whose steps are the steps; refuse one that torch can call no hooks on.
 
 Called wherever a user hands an optimizer over (``attach_optimizer``, ``watch``, ``attached``, the loops). Accelerate,
 Lightning, DeepSpeed and others keep torch's optimizer in an attribute of theirs. Some of these wrappers are subclasses
@@ -12,6 +12,8 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
+from hookline.errors import UnhookableError
+from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.kinds import OPTIMIZER
 
@@ -59,3 +61,25 @@ def _inside(wrapper: Any) -> Any:
 def _share_hooks(wrapper: Any, inner: Any) -> bool:
     """Return whether both have the same dictionary of hooks: Lightning's wrapper copies its optimizer's attributes."""
     return _torch.optimizer_hooks(wrapper, "step_pre") is _torch.optimizer_hooks(inner, "step_pre")
+
+
+def checked_optimizer(given: Any) -> Optimizer:
+    """Return the optimizer that `given` is or wraps; raise unless torch can call hooks on it."""
+    optimizer = unwrap_optimizer(given)
+    if not isinstance(optimizer, Optimizer):
+        raise UnhookableError(
+            f"attach_optimizer takes a torch.optim.Optimizer, got {type_name(given)}.{_optimizer_inside(given)}"
+        )
+    if not takes_hooks(optimizer):
+        raise UnhookableError(
+            f"{type(optimizer).__name__} has no place for hooks: it wraps an optimizer without being set up as one "
+            f"itself.{_optimizer_inside(given) or ' Pass the optimizer inside it.'}"
+        )
+    return optimizer
+
+
+def _optimizer_inside(wrapper: Any) -> str:
+    """Return the sentence that names the attribute of `wrapper` with an optimizer in it; nothing if there is none."""
+    own = {} if isinstance(wrapper, type) else getattr(wrapper, "__dict__", {})
+    names = [name for name, value in own.items() if isinstance(value, Optimizer)]
+    return f" Pass the optimizer inside it: its .{names[0]}." if names else ""

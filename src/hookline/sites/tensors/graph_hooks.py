@@ -2,7 +2,8 @@
 
 ``tensor_hooks`` registers these with torch. A `GraphHook` belongs to the tensor or the graph and goes with it. Entries
 and handles refer to it weakly, and it refers to nothing of the graph, so that tensors are freed exactly when torch
-alone would free them, without waiting for the garbage collector."""
+alone would free them, without waiting for the garbage collector.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +71,13 @@ class HookInGraph(HookAtSite):
         return self.call(value, more, self.site_of(self.fired - 1) if self.attachment.wants_site else None)
 
     def site_of(self, call: int) -> Site:
-        """Return what a hook that asks is told; there is no module."""
+        """Return the `Site` of a firing; there is no module."""
         none: Any = None
         return Site(self.name, none, self.attachment.kind, call)
 
 
 class _Gone(HookContainer):
-    """Stands in for a torch_hook whose graph is gone."""
+    """Stands for a hook whose graph is gone."""
 
     def discard(self, entry: HookAtSite) -> None:
         """Do nothing: there is nothing to take off."""
@@ -128,7 +129,7 @@ class GraphHook(HookContainer):
 
     @classmethod
     def found_or_made(cls, register: Callable[[Self], RemovableHandle]) -> Self:
-        """Return the torch_hook that is there already, or a new one; ``register`` makes torch call it. Under LOCK."""
+        """Return the hook that is there already, or a new one; ``register`` makes torch call it. Under LOCK."""
         torch_hook = cls()
         handle = register(torch_hook)
         # torch tells what else is registered only by way of the handle it gives.
@@ -144,7 +145,7 @@ class GraphHook(HookContainer):
         self.members = tuple(sorted((*self.members, member), key=lambda member: member.attachment.rank))
 
     def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off; the last one takes the torch_hook along."""
+        """Take a hook off; the last one takes this off too."""
         self.members = tuple(member for member in self.members if member.entry is not entry)
         if not self.members:
             self._handle.remove()
@@ -157,7 +158,7 @@ class TensorHook(GraphHook):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorHook:
-        """Return the torch_hook on that tensor; under LOCK."""
+        """Return the hook on that tensor; under LOCK."""
         return cls.found_or_made(tensor.register_hook)
 
     def fit(self, new: Any, old: Any, entry: HookAtSite) -> Tensor:

@@ -131,7 +131,7 @@ class LeafHook(HookContainer):
         self._hold((*self.entries, entry))
 
     def let_go(self, entry: HookAtSite) -> None:
-        """Take a hook off the leaf; the last one takes the torch_hook along."""
+        """Take a hook off the leaf; the last one takes this off too."""
         self._hold(other for other in self.entries if other is not entry)
         if not self._refs:
             self._handle.remove()
@@ -212,7 +212,8 @@ class _Leaves:
 
 def _is_trained(leaf: Tensor) -> bool:
     """Return whether a hook can follow to it. One that takes no gradient may take one later, FSDP's views are gone
-    soon."""
+    soon.
+    """
     return isinstance(leaf, nn.Parameter) and leaf.is_leaf and leaf.requires_grad and not is_lazy(leaf)
 
 

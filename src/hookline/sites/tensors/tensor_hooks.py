@@ -283,7 +283,7 @@ def attach_node(
 
 
 class _HoldingNodeHook(NodeHook):
-    """A torch_hook on the node that accumulates into a leaf, which only we hold."""
+    """A hook on the node that accumulates into a leaf, which only we hold."""
 
     __slots__ = ()
 
