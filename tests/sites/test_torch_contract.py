@@ -304,7 +304,7 @@ def test_hook_dictionaries_are_ordered_dictionaries():
         ("_forward_hooks", "register_forward_hook", {"with_kwargs": True}),
     ],
 )
-def test_add_port_does_what_torchs_own_registration_does(attribute, register, options):
+def test_add_torch_hook_does_what_torchs_own_registration_does(attribute, register, options):
     """Same dictionaries, same keys, same values; dropping leaves nothing."""
 
     def hook(*args: object) -> None:
@@ -312,7 +312,7 @@ def test_add_port_does_what_torchs_own_registration_does(attribute, register, op
 
     theirs, ours = nn.Identity(), nn.Identity()
     handle = getattr(theirs, register)(hook, **options)
-    hook_id = _torch.add_port(ours, attribute, hook, first=False)
+    hook_id = _torch.add_torch_hook(ours, attribute, hook, first=False)
     assert hook_id > handle.id
     assert RemovableHandle.next_id > hook_id
     for name in (attribute, *_torch.HOOK_DICTS[attribute]):
@@ -324,12 +324,12 @@ def test_add_port_does_what_torchs_own_registration_does(attribute, register, op
     _torch.drop_hook(ours, attribute, hook_id)
 
 
-def test_a_port_is_placed_first_or_last():
+def test_a_torch_hook_is_placed_first_or_last():
     """Either end of the queue, whatever is there."""
     module = nn.Identity()
     module.register_forward_hook(print)
-    last = _torch.add_port(module, "_forward_hooks", len, first=False)
-    first = _torch.add_port(module, "_forward_hooks", repr, first=True)
+    last = _torch.add_torch_hook(module, "_forward_hooks", len, first=False)
+    first = _torch.add_torch_hook(module, "_forward_hooks", repr, first=True)
     ids = list(module._forward_hooks)
     assert ids[0] == first
     assert ids[-1] == last

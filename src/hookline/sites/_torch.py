@@ -108,7 +108,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def add_torch_hook(module: nn.Module, attribute: str, first: bool, torch_hook: Any) -> int:
+def add_torch_hook(module: nn.Module, attribute: str, torch_hook: Any, *, first: bool) -> int:
     """Register a forward hook that takes keyword arguments, at either end of its queue; return its id.
 
     What ``register_forward_hook`` does, without the handle, which costs more than all the rest together.

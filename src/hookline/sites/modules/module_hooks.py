@@ -250,7 +250,8 @@ class ModuleHooks(HookedModule):
     def _register(self, module: nn.Module, slot: _Slot) -> TorchHook:
         if not isinstance(slot, Kind):
             torch_hook = slot(self)
-            torch_hook.hook_id = _torch.add_torch_hook(module, *QUEUES[slot], torch_hook)
+            attribute, first = QUEUES[slot]
+            torch_hook.hook_id = _torch.add_torch_hook(module, attribute, torch_hook, first=first)
             return torch_hook
         make, _, register = OTHERS[slot]
         torch_hook = make(self)
