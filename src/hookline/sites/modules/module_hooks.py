@@ -366,9 +366,7 @@ def sweep() -> None:
 
 
 class _Prune:
-    """The number of hooked modules at which `sweep` looks through them next: twice as many, twice as late."""
-
-    at = 64
+    at = 64  # so many hooked modules, and `sweep` looks through them: twice as many, twice as late
 
 
 class _ModuleRef(weakref.ref[nn.Module]):
