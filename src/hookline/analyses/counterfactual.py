@@ -53,7 +53,7 @@ class CounterfactualHook(ReferenceIntervention):
         self._windows: dict[str, list[Tensor]] = {"content": [], "ordering": []}
 
     def describe_metrics(self) -> list[MetricInfo]:
-        """What its metrics mean; g is the epoch's mean gradient, g_cf that of the shuffled epochs."""
+        """Return the meaning of each metric; g is the epoch's mean gradient, g_cf that of the shuffled epochs."""
         own = [
             MetricInfo("counterfactual_mean_norm", "mean gradient of shuffled epochs", "‖g_cf‖"),
             MetricInfo("content_component_norm", "what any order gives", "‖c‖, c = (g·g_cf/‖g_cf‖²)·g_cf"),

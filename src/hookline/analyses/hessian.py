@@ -133,7 +133,7 @@ class HessianHook(ReferenceIntervention):
         self._keep(self.step_of(ctx), ctx, seen_after=False)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
-        """After a step, go back to before the last one and measure the curvature there."""
+        """Go back to before the last step and measure the curvature there."""
         step = self.step_of(run_ctx)
         before, now = self._before.get(step - 1), self._before.get(step)
         way = way_to_solution(self.reference, model_ctx.model)  # from here, before going anywhere

@@ -126,7 +126,7 @@ class ExportQueue:
         return False
 
     def put(self, item: ExportItem) -> None:
-        """Have a tensor written, for which `reserve` has returned True."""
+        """Queue a tensor, for which `reserve` has returned True, to be written."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, path, yes_or_no
 from hookline.factories.served_batch import measurable, output_tensor, without_padding
+from hookline.observe.host_values import on_host
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class RecordMean(Observer):
         """Return the mean of each module so far, in float32 on the CPU; of several widths, the one with most tokens."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             kept = [(name, total, count) for name, sums in self._sums.items() for total, (count,) in sums.values()]
-            totals = _on_host([total for _, total, _ in kept])
+            # Copies: another thread may add to what is on the CPU.
+            totals = [each.to(torch.float64, copy=True) for each in on_host(total for _, total, _ in kept)]
         by_name: dict[str, dict[int, tuple[Tensor, int]]] = {}
         for (name, _, count), total in zip(kept, totals, strict=True):
             by_width = by_name.setdefault(name, {})
@@ -135,20 +137,6 @@ class RecordMean(Observer):
         """Write the file, if it was given one."""
         if self._file is not None:
             self.save()
-
-
-def _on_host(totals: list[Tensor]) -> list[Tensor]:
-    """Return the same on the host, in float64: one transfer from each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, total in enumerate(totals):
-        by_device.setdefault(total.device, []).append(index)
-    found = list(totals)
-    for indices in by_device.values():
-        sizes = [totals[index].numel() for index in indices]
-        together = torch.cat([totals[index] for index in indices]).to("cpu", torch.float64)
-        for index, part in zip(indices, torch.split(together, sizes), strict=True):
-            found[index] = part
-    return found
 
 
 # Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
