@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from hookline.errors import OptionError
-from hookline.lifecycle.points import HookPoint, checked_points
+from hookline.lifecycle.points import HookPoint, validate_points
 
 
 def test_there_are_five_points_and_their_values_are_their_names():
@@ -41,8 +41,8 @@ def test_a_point_is_itself_after_a_copy_and_a_trip_through_pickle(point):
 def test_a_point_may_be_given_by_name(given, point):
     """In either case, as configuration files have it."""
     assert HookPoint.of(given) is point
-    assert checked_points(given) == {point}
-    assert checked_points([given, HookPoint.PRE_STEP]) == {point, HookPoint.PRE_STEP}
+    assert validate_points(given) == {point}
+    assert validate_points([given, HookPoint.PRE_STEP]) == {point, HookPoint.PRE_STEP}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hookline as hl
-from hookline.lifecycle.run_phase import checked_phases, in_phase, phase
+from hookline.lifecycle.run_phase import in_phase, phase, validate_phases
 from hookline.lifecycle.schedule import StepSchedule
 
 
@@ -81,8 +81,8 @@ def test_a_run_trains_unless_somebody_says_otherwise():
 
 def test_phases_are_checked():
     """An unknown one, or none, is an error that lists them."""
-    assert checked_phases({"train", "eval"}) == {"train", "eval"}
-    assert checked_phases("eval") == {"eval"}
+    assert validate_phases({"train", "eval"}) == {"train", "eval"}
+    assert validate_phases("eval") == {"eval"}
     for wrong in ("trian", [], ["train", "test"]):
         with pytest.raises(hl.errors.OptionError, match="'train', 'eval', 'intervention'"):
-            checked_phases(wrong)
+            validate_phases(wrong)

@@ -14,7 +14,7 @@ from torch import nn
 
 from hookline.analyses._analysis import Analysis
 from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.run_phase import checked_phases
+from hookline.lifecycle.run_phase import validate_phases
 from hookline.metta.components import AttachesItself
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
@@ -23,7 +23,7 @@ from hookline.sites.wrappers import clean_modules
 
 __all__ = ["NEXT_TO_NONE", "TRAINING", "ReLUAnalysis", "TrackedAnalysis", "mean_of"]
 
-TRAINING: Final = checked_phases("train")
+TRAINING: Final = validate_phases("train")
 """Forwards of evaluations and of other hooks do not count."""
 NEXT_TO_NONE: Final = 1e-6
 """Sums over all layers count a gradient as none below this share of the mean. The bound of a tracker itself, 1e-8, is

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from hookline.errors import OptionError
 from hookline.messages import did_you_mean
 
-__all__ = ["HookPoint", "checked_points"]
+__all__ = ["HookPoint", "validate_points"]
 
 
 class HookPoint(enum.Enum):
@@ -58,7 +58,7 @@ class HookPoint(enum.Enum):
 
     @property
     def is_step(self) -> bool:
-        """Whether it comes with every step: hooks there may have a schedule, and their metrics are buffered."""
+        """True if it comes with every step: hooks there may have a schedule, and their metrics are buffered."""
         return self is HookPoint.PRE_STEP or self is HookPoint.POST_STEP
 
     @classmethod
@@ -73,7 +73,7 @@ class HookPoint(enum.Enum):
         raise OptionError(f"Unknown hook point {point!r}.{meant} There are {', '.join(names)}.")
 
 
-def checked_points(points: HookPoint | str | Iterable[HookPoint | str]) -> frozenset[HookPoint]:
+def validate_points(points: HookPoint | str | Iterable[HookPoint | str]) -> frozenset[HookPoint]:
     """Return what a hook declares as a set of points; names are taken as well."""
     if isinstance(points, HookPoint | str):
         points = [points]

@@ -12,28 +12,29 @@ from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
 
-__all__ = ["PHASES", "During", "Phases", "checked_phases", "in_phase", "phase", "told_phase"]
+__all__ = ["PHASES", "During", "Phases", "in_phase", "known_phase", "phase", "validate_phases"]
 
 PHASES: Final = ("train", "eval", "intervention")
 Phases = frozenset[str]
 
 
-class _Now:
+class _Entered:
     # Of the process, not of a context: on CUDA the backward runs in a thread that has no context of ours.
     phase = "train"
-    entered: ClassVar[list[list[str]]] = []
-    """What was entered and not left, oldest first; each a list of its own, so that whoever leaves finds theirs."""
+    stack: ClassVar[list[list[str]]] = []
+    """The phases that were entered and not left, oldest first; each in a list of its own, so that a block finds its
+    own one."""
     lock = threading.Lock()
 
 
 def phase() -> str:
     """Return the phase that was entered last, by whichever thread; "train" if none was."""
-    return _Now.phase
+    return _Entered.phase
 
 
-def told_phase() -> str | None:
-    """Return what was entered last, by whichever thread; None where nobody has said what the run is doing."""
-    return _Now.phase if _Now.entered else None
+def known_phase() -> str | None:
+    """Return the phase that was entered last, by whichever thread; None if none was entered."""
+    return _Entered.phase if _Entered.stack else None
 
 
 class in_phase:
@@ -43,24 +44,24 @@ class in_phase:
     __slots__ = ("_mine",)
 
     def __init__(self, name: str) -> None:
-        self._mine = [name] if name in PHASES else list(checked_phases([name]))
+        self._mine = [name] if name in PHASES else list(validate_phases([name]))
 
     def __enter__(self) -> None:
-        with _Now.lock:
-            _Now.entered.append(self._mine)
-            _Now.phase = self._mine[0]
+        with _Entered.lock:
+            _Entered.stack.append(self._mine)
+            _Entered.phase = self._mine[0]
 
     def __exit__(self, *exc_info: object) -> None:
-        with _Now.lock:
-            entered = _Now.entered
+        with _Entered.lock:
+            entered = _Entered.stack
             place = len(entered) - 1
             while entered[place] is not self._mine:  # another thread has entered since, and has not left
                 place -= 1
             del entered[place]
-            _Now.phase = entered[-1][0] if entered else "train"
+            _Entered.phase = entered[-1][0] if entered else "train"
 
 
-def checked_phases(during: str | Iterable[str]) -> Phases:
+def validate_phases(during: str | Iterable[str]) -> Phases:
     """Return the phases that ``during=`` names."""
     names = frozenset([during] if isinstance(during, str) else during)
     unknown = sorted(names - set(PHASES))
@@ -103,7 +104,7 @@ class During:
 
         ``which`` names the forward: several modules may ask about one.
         """
-        told = told_phase()
+        told = known_phase()
         counts = self._judge(training + 1 if gradients else 0, raises=True) if told is None else told in self.phases
         if which != self._last and told is None:
             self._last = which
@@ -113,7 +114,7 @@ class During:
 
     def counts_backward(self, training: bool) -> bool:
         """Return whether a backward pass counts that comes through a model in `training` mode."""
-        told = told_phase()
+        told = known_phase()
         return self._judge(training + 1, raises=False) if told is None else told in self.phases
 
     def note_step(self) -> None:

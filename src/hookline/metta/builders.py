@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.run_phase import checked_phases
+from hookline.lifecycle.run_phase import validate_phases
 from hookline.metta.component_tracker import MeanOptions, UnitOptions
 from hookline.metta.components import ComponentContext
 from hookline.metta.feeders import ActivationFeeder, GradientFeeder, TrackerFeeder
@@ -201,7 +201,7 @@ def attach_relu_gradient_flow_hooks(*, unit_dim: int | None = None, during: Phas
 
 
 def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: Phases, **options: Any) -> HookBuilder:
-    phases = checked_phases(during)
+    phases = validate_phases(during)
 
     def builder(component: str, context: ComponentContext) -> ActivationFeeder | None:
         tracker = _tracker(context, key, make)
@@ -223,7 +223,7 @@ def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: Phase
 def _backward_builder(
     key: str, make: Callable[[], Any], feeder: Callable[..., TrackerFeeder], during: Phases, **options: Any
 ) -> BackwardHookBuilder:
-    phases = checked_phases(during)
+    phases = validate_phases(during)
 
     def builder(component: str, context: ComponentContext) -> Any:
         tracker = _tracker(context, key, make)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hookline.errors import HooklineError
-from hookline.lifecycle.points import checked_points
+from hookline.lifecycle.points import validate_points
 from hookline.testing.check_report import Finding, HookCheck
 from hookline.training import registry as check
 from hookline.training.training_hook import TrainingHook
@@ -59,7 +59,7 @@ def _wrong_points(hook: TrainingHook) -> list[str]:
     ]
     for points in [hook.hook_points, *(by_loop or {}).values()]:
         try:
-            checked_points(points or ())
+            validate_points(points or ())
         except (HooklineError, TypeError) as error:
             texts.append(f"{error} Next: take points of HookPoint.")
     if not texts and not any(map(bool, [hook.hook_points, *(by_loop or {}).values()])):

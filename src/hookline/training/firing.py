@@ -43,7 +43,7 @@ _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class FiringReceipt:
-    """What one hook did in one firing, for the user.
+    """Say what one hook did in one firing.
 
     Recipe: ``manager.fire(point, ctx, model_ctx)``; then ``print(manager.receipts)``.
     """
@@ -65,7 +65,7 @@ class FiringReceipt:
 
 
 class FiringReceipts(ShownAsTable, tuple[FiringReceipt, ...]):
-    """What the hooks of one firing did; a tuple that prints as a table."""
+    """Hold the receipts of one firing; a tuple that prints as a table."""
 
     __slots__ = ()
 

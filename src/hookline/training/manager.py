@@ -314,22 +314,22 @@ class HookManager(PlanQueries):
 
     @property
     def fired(self) -> Counter[str]:
-        """How often each hook was called."""
+        """The number of calls of each hook."""
         return self._engine.calls
 
     @property
     def receipts(self) -> FiringReceipts:
-        """What each hook of the last firing did: what it touched, what was put back, how long it took; as a table."""
+        """The receipts of the last firing: what each hook touched, what was put back, how long it took; as a table."""
         return FiringReceipts(receipt_of(*done) for done in self._engine.done)
 
     @property
     def hook_errors(self) -> dict[str, int]:
-        """How often each hook has raised."""
+        """The number of errors of each hook."""
         return dict(self._engine.errors.counts)
 
     @property
     def sink_errors(self) -> dict[str, int]:
-        """How often each sink has failed."""
+        """The number of errors of each sink."""
         return dict(self.fan_out.errors)
 
     @property

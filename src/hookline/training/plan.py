@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
-from hookline.lifecycle.points import HookPoint, checked_points
+from hookline.lifecycle.points import HookPoint, validate_points
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import did_you_mean
 from hookline.tables import ShownAsTable, Table
@@ -202,7 +202,7 @@ def make_plan(
 def _windows(name: str, hook: TrainingHook, loop_type: str | None) -> dict[HookPoint, Window]:
     """Return the points of a hook in that loop, each with its window; empty if it has none, or they are not known."""
     if loop_type is None or hook.loop_points is None:
-        points = checked_points(hook.hook_points or ())
+        points = validate_points(hook.hook_points or ())
         if not points and not hook.loop_points:
             raise OptionError(f"Hook {name!r} never fires: give it hook_points, such as {{HookPoint.POST_EPOCH}}.")
         return dict.fromkeys(points, _ALWAYS)
@@ -213,7 +213,7 @@ def _windows(name: str, hook: TrainingHook, loop_type: str | None) -> dict[HookP
         )
     declared = hook.loop_points.get(loop_type) or ()
     if not isinstance(declared, Mapping):
-        return dict.fromkeys(checked_points(declared), _ALWAYS)
+        return dict.fromkeys(validate_points(declared), _ALWAYS)
     return {HookPoint.of(point): _checked_window(name, point, window) for point, window in declared.items()}
 
 
@@ -236,7 +236,7 @@ def _checked_window(name: str, point: Any, window: Any) -> Window:
 
 def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) -> PlannedHook:
     intervenes = isinstance(hook, InterventionHook) and (
-        hook.intervention_points is None or point in checked_points(hook.intervention_points)
+        hook.intervention_points is None or point in validate_points(hook.intervention_points)
     )
     schedule = hook.step_schedule
     if schedule is not None and not callable(getattr(schedule, "is_active", None)):

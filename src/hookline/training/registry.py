@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Final, TypeVar, overload
 
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
-from hookline.lifecycle.points import HookPoint, checked_points
+from hookline.lifecycle.points import HookPoint, validate_points
 from hookline.messages import caller_stacklevel, did_you_mean
 from hookline.specs.copy_config import own_copy
 from hookline.training.training_hook import InterventionHook, MetricInfo, TrainingHook
@@ -285,7 +285,7 @@ def _points(hook: type[TrainingHook]) -> frozenset[HookPoint]:
     """Return the points of a hook in any loop; those that each object works out for itself are not known here."""
     by_loop = hook.loop_points.values() if isinstance(hook.loop_points, Mapping) else ()
     declared = [points for points in (hook.hook_points, *by_loop) if points and not isinstance(points, property)]
-    return frozenset().union(*map(checked_points, declared))
+    return frozenset().union(*map(validate_points, declared))
 
 
 def _info(hook: type[TrainingHook]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hookline.errors import OptionError
-from hookline.lifecycle.run_phase import PHASES, checked_phases
+from hookline.lifecycle.run_phase import PHASES, validate_phases
 from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.capture_hooks import CaptureRecorder
 from hookline.observe.capture.stored_value import ValueStore
@@ -118,7 +118,7 @@ def capture(
         clone=clone,
         limit=_parse_limit(limit),
     )
-    recorder = CaptureRecorder(store, inputs=inputs, grads=grads, stop=stop, during=checked_phases(during))
+    recorder = CaptureRecorder(store, inputs=inputs, grads=grads, stop=stop, during=validate_phases(during))
     chosen = choose(model, targets, exclude, strict=strict)
     cache = Cache(recorder, weakref.ref(model), open_context() if scope == "context" else None)
     try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.lifecycle.run_phase import PHASES, Phases, told_phase
+from hookline.lifecycle.run_phase import PHASES, Phases, known_phase
 from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import NoNumbers, StoredValue, ValueStore, each_tensor
 from hookline.sites import _torch
@@ -279,7 +279,7 @@ class CaptureRecorder:
 
 def _phase_of(counter: ForwardCounter) -> str:
     """Return what the run is doing: what a loop says, or else what the model's mode and gradients tell."""
-    return told_phase() or ("train" if all(counter.mode()) else "eval")
+    return known_phase() or ("train" if all(counter.mode()) else "eval")
 
 
 def _alive(module: nn.Module, begun: list[CapturedCall]) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor, nn
 
 from hookline.errors import NoMatchError, OptionError
-from hookline.lifecycle.run_phase import During, checked_phases
+from hookline.lifecycle.run_phase import During, validate_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import type_name
 from hookline.observe.watch.stat_columns import Layout, table_of
@@ -102,7 +102,7 @@ def watch(
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
-    found = Watch(unwrap(model), layout, StepSchedule.of(every), checked_phases(during), scaler)
+    found = Watch(unwrap(model), layout, StepSchedule.of(every), validate_phases(during), scaler)
     try:
         found._begin(target, exclude, kinds, optimizer, lenient=on is None)
     except BaseException:

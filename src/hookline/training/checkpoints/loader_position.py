@@ -37,7 +37,7 @@ class LoaderPosition:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a run can be saved in the middle of a pass over these data."""
+        """True if a run can be saved in the middle of a pass over these data."""
         loader = self._adapter.current_loader
         if loader is None or self._replay or has_state(loader):
             return True

@@ -104,12 +104,12 @@ class ExperimentAdapter:
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss can be had without a step; not of an experiment that trains by a method of its own alone."""
+        """True if a loss can be had without a step; not of an experiment that has only a step of its own."""
         return self._train_step is None or self._method("loss_fn") is not None
 
     @property
     def has_own_step(self) -> bool:
-        """Whether it trains by a method of its own."""
+        """True if it trains by a method of its own."""
         return self._train_step is not None
 
     def train_step(self, batch: Any) -> StepResult:
@@ -143,7 +143,7 @@ class ExperimentAdapter:
 
     @property
     def has_no_data(self) -> bool:
-        """Whether its steps do without batches."""
+        """True if its steps need no batches."""
         return self.loader is None and self._method("get_loader") is None
 
     def take_loader(self, epoch: int) -> None:
@@ -162,7 +162,7 @@ class ExperimentAdapter:
 
     @property
     def make_shuffled(self) -> Callable[..., Any] | None:
-        """What makes a loader in another order, where the guard would not know how to."""
+        """The function that makes a loader in another order, where the guard does not know how to."""
         own: Callable[..., Any] | None = getattr(self.experiment, "shuffled_loader", None)
         if self.accumulate == 1:
             return own
@@ -176,7 +176,7 @@ class ExperimentAdapter:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate."""
+        """True if there is anything to evaluate."""
         return self._evaluate is not None
 
     def evaluate(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class ExperimentAdapter:
 
     @property
     def target_gradient(self) -> Callable[[nn.Module, int], Any] | None:
-        """What finds the target gradient, if the experiment has one."""
+        """The function that finds the target gradient, if the experiment has one."""
         return self._method("target_gradient")
 
     def _method(self, name: str) -> Callable[..., Any] | None:

@@ -46,7 +46,7 @@ class _FoundWhenRead:
         return value
 
     def __set__(self, instance: Any, value: Any) -> None:
-        """Never called: the context is frozen. That it is there makes reading go through ``__get__``."""
+        """Raise: the context is frozen. A descriptor with ``__set__`` is asked before the instance dictionary."""
         raise AttributeError(f"{self.name} is for reading")  # pragma: no cover
 
 

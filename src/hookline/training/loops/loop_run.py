@@ -189,7 +189,7 @@ class Run:
             self.retention.end()
 
     def evaluate(self) -> None:
-        """Have the experiment evaluate the model."""
+        """Evaluate the model, if the experiment can."""
         if self.adapter.evaluates:
             self.evaluation, self.evaluated = self.adapter.evaluate(), True
 

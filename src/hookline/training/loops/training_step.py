@@ -23,7 +23,7 @@ __all__ = ["Grouped", "Mean", "MicroBatches", "StepResult", "Trainable", "as_res
 
 
 class Trainable(Protocol):
-    """What a step needs of an experiment."""
+    """Declare what a step needs of an experiment."""
 
     @property
     def model(self) -> nn.Module: ...
