@@ -19,9 +19,8 @@ import hookline as hl
 from hookline.errors import CheckpointError, ResumeError
 from hookline.training.checkpoints import checkpoints as module
 from hookline.training.checkpoints.checkpoint_file import write
-from hookline.training.checkpoints.checkpoints import Checkpoints, lock_folder
-from hookline.training.checkpoints.run_settings import differences as changed
-from hookline.training.checkpoints.run_settings import plain
+from hookline.training.checkpoints.checkpoints import Checkpoints, lock_folder, to_plain
+from hookline.training.checkpoints.checkpoints import differences as changed
 
 
 def names(folder: Any) -> list[str]:
@@ -180,9 +179,9 @@ def test_other_settings_are_refused_with_what_differs(tmp_path):
 def test_settings_of_every_kind_are_compared():
     """Dataclasses, mappings, namespaces, paths, things that have no words."""
     config = {"a": SimpleNamespace(b=(1, 2), c=len), "d": Config(), "e": torch.float16, "f": {1}, "g": None}
-    assert plain(config)["a"] == {"b": [1, 2], "c": "a len"}
-    assert plain(config)["e"] == "torch.float16"
-    assert changed(plain(config), plain(config)) == []
+    assert to_plain(config)["a"] == {"b": [1, 2], "c": "a len"}
+    assert to_plain(config)["e"] == "torch.float16"
+    assert changed(to_plain(config), to_plain(config)) == []
     assert changed({"a": 1, "x": float("nan")}, {"b": 2, "x": float("nan")}) == [
         "a: 1 → (not there)",
         "b: (not there) → 2",
@@ -190,7 +189,7 @@ def test_settings_of_every_kind_are_compared():
     assert changed({"steps": 5}, {"steps": 6}) == []
     endless = SimpleNamespace()
     endless.itself = endless
-    assert changed(plain(endless), plain(endless)) == []
+    assert changed(to_plain(endless), to_plain(endless)) == []
     assert changed({"steps": True}, {"steps": 6}) != []
 
 

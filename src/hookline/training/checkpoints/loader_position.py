@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.errors import ResumeError
 from hookline.guard.loaders import datasets_of, generators_of_loader, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.training.checkpoints.model_state import has_state
-from hookline.training.checkpoints.random_streams import generator_states, set_generators, set_streams, streams
+from hookline.training.checkpoints.model_state import generator_states, has_state, set_generators, set_streams, streams
 from hookline.training.checkpoints.user_state import UserState
 from hookline.training.loops.experiment_adapter import ExperimentAdapter
 from hookline.training.loops.training_step import Grouped

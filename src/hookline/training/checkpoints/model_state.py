@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import CheckpointError, ResumeError
+from hookline.errors import CheckpointError, HooklineWarning, ResumeError
+from hookline.guard import rng
 from hookline.guard.guard import rollback
-from hookline.guard.loaders import generators_on
-from hookline.messages import type_name
+from hookline.guard.loaders import generators_on, num_shuffles, set_num_shuffles
+from hookline.messages import caller_stacklevel, type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
-from hookline.training.checkpoints.random_streams import generator_states, set_generators, set_streams, streams
 from hookline.training.hook_state import copied
 from hookline.training.loops.extra_state import AttributeSnapshot
 
@@ -27,7 +29,19 @@ if TYPE_CHECKING:
     from hookline.training.loops.gradient_retention import GradientRetention
     from hookline.training.manager import HookManager
 
-__all__ = ["CoreState", "ModelState", "check_state", "has_state", "load_state", "scalars_of", "state_of"]
+__all__ = [
+    "CoreState",
+    "ModelState",
+    "check_state",
+    "generator_states",
+    "has_state",
+    "load_state",
+    "scalars_of",
+    "set_generators",
+    "set_streams",
+    "state_of",
+    "streams",
+]
 
 _AROUND = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Wrappers that add nothing of their own; a run may be compiled before it is killed, and not when it goes on."""
@@ -154,6 +168,66 @@ def _shape(tensor: Tensor) -> str:
 
 def _listed(items: list[str], most: int = 5) -> str:
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+
+
+# -- random streams, among them two of hooks: the stream that NumPy uses while hooks fire, and the count of shuffles
+# that interventions have made
+
+
+def streams(model: nn.Module) -> dict[str, Any]:
+    """Return the states of the random streams of the process; about 150 µs."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": rng.cuda_states(),
+        "numpy": rng.numpy_state(),
+        "python": random.getstate(),
+        "hooks": rng.hook_stream(),
+        "shuffles": num_shuffles(model),
+    }
+
+
+def set_streams(states: Mapping[str, Any], model: nn.Module) -> None:
+    """Set the random streams of the process."""
+    torch.set_rng_state(states["torch"].cpu())
+    if states["cuda"] is not None:
+        _set_cuda(states["cuda"])
+    rng.set_numpy_state(states["numpy"])
+    random.setstate(states["python"])
+    rng.set_hook_stream(states["hooks"])
+    set_num_shuffles(model, states["shuffles"])
+
+
+def _set_cuda(states: Sequence[torch.Tensor]) -> None:
+    if not torch.cuda.is_available():
+        warnings.warn(
+            "The run was on a GPU and goes on without one: what is drawn from now on is other than it would be.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+        return
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    rng.set_cuda_states([state.cpu() for state in states])
+
+
+def generator_states(generators: Sequence[Any]) -> list[Any]:
+    """Return the states of these generators."""
+    return [rng.state_of(generator) for generator in generators]
+
+
+def set_generators(generators: Sequence[Any], states: Sequence[Any], whose: str) -> None:
+    """Set the states of these generators."""
+    if len(generators) != len(states):
+        raise ResumeError(
+            f"The checkpoint has the states of {len(states)} generators of {whose}, and there are {len(generators)} "
+            "here. Make the run as it was made when it was saved."
+        )
+    for generator, state in zip(generators, states, strict=True):
+        try:
+            rng.set_state(generator, state.cpu() if isinstance(state, torch.Tensor) else state)
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise ResumeError(
+                f"A generator of {whose} is of another kind than when the run was saved ({error})."
+            ) from error
 
 
 # -- optimizers, schedulers, scalers -----------------------------------------------------------------------------

@@ -6,31 +6,34 @@ loader, hooks and streams in one tree, which `Checkpoints` writes.
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
 from hookline.errors import CheckpointError, HooklineWarning, OptionError, ResumeError
 from hookline.messages import caller_stacklevel, type_name
-from hookline.training.checkpoints.checkpoints import Checkpoints, lock_folder
+from hookline.training.checkpoints.checkpoints import Checkpoints, differences, lock_folder, to_plain
 from hookline.training.checkpoints.loader_position import LoaderPosition
-from hookline.training.checkpoints.model_state import CoreState
-from hookline.training.checkpoints.random_streams import set_streams
-from hookline.training.checkpoints.run_settings import differences, plain
+from hookline.training.checkpoints.model_state import CoreState, set_streams
 from hookline.training.checkpoints.user_state import UserState
-from hookline.training.loops.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run
     from hookline.training.manager import HookManager
 
-__all__ = ["Saving"]
+__all__ = ["Saving", "StopSignals"]
 
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler)
 _PARTS: Final = ("made", "loop", "settings", "run", "core", "before_epoch", "loader", "manager", "demand")
 """What a checkpoint of a run has."""
 
@@ -48,7 +51,7 @@ class Saving:
         self._position = LoaderPosition(adapter, self._own, replay=checkpoints.replay)
         config = adapter.config if checkpoints.config is None else checkpoints.config
         self._settings = {
-            "config": plain(config),
+            "config": to_plain(config),
             "loop": {**settings, "accumulate": adapter.accumulate, "clip_norm": adapter.clip_norm},
         }
         self._signals = StopSignals()
@@ -302,3 +305,59 @@ def _unsaved_trackers(manager: HookManager | None, experiment: Any) -> list[str]
     if isinstance(metrics, Mapping):
         trackers |= metrics
     return [name for name, tracker in trackers.items() if tracker is not None and not hasattr(tracker, "state_dict")]
+
+
+class StopSignals:
+    """Note the first SIGINT or SIGTERM; the second does what it would have done without.
+
+    Only the main thread may set handlers, so in others nothing is noted. A signal that is ignored (``nohup``) stays
+    ignored. A handler of the user's own is called as well, at once.
+    """
+
+    def __init__(self) -> None:
+        self.came: str | None = None
+        """The name of the signal that came."""
+        self._before: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                before = signal.getsignal(number)
+                if before is not None and before is not signal.SIG_IGN:  # None: set by another language
+                    self._before[number] = before
+                    signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._take:  # else someone has set another one meanwhile
+                signal.signal(number, before)
+        self._before = {}
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
+        if os.getpid() != self._process:
+            self._in_worker(number)
+            return
+        if self.came is not None:  # pressed again
+            self._put_back()
+            if callable(before):
+                before(number, frame)
+            else:
+                signal.signal(number, before)
+                signal.raise_signal(number)
+            return
+        self.came = signal.Signals(number).name
+        if before not in _DEFAULTS and callable(before):
+            before(number, frame)
+
+    @staticmethod
+    def _in_worker(number: int) -> None:
+        """Ignore Ctrl-C in a process that a loader has forked: the run decides when to stop."""
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

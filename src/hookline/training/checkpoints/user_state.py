@@ -27,8 +27,15 @@ from hookline.messages import caller_stacklevel
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.sink import MetricSink
 from hookline.training.checkpoints.checkpoint_file import Tensors, tree_as_json
-from hookline.training.checkpoints.model_state import ModelState, check_state, has_state, load_state, state_of
-from hookline.training.checkpoints.random_streams import generator_states, set_generators
+from hookline.training.checkpoints.model_state import (
+    ModelState,
+    check_state,
+    generator_states,
+    has_state,
+    load_state,
+    set_generators,
+    state_of,
+)
 from hookline.training.loops.experiment_adapter import ExperimentAdapter
 from hookline.training.loops.extra_state import ExtraState
 from hookline.training.manager import HookManager
