@@ -192,7 +192,7 @@ def test_a_killed_process_leaves_every_file_readable(tmp_path):
         )
         assert writer.stdout is not None
         seen = -1
-        while seen < 100 + 170 * attempt:
+        while seen < 70 + 70 * attempt:
             seen = int(writer.stdout.readline())
         os.kill(writer.pid, signal.SIGKILL)
         rest = writer.stdout.read().split()

@@ -171,7 +171,8 @@ class FanOut:
 
     def warn_pending(self) -> None:
         """Issue the warnings that were collected; a warning may raise, so the manager calls this last."""
-        self._errors.warn_pending()
+        if self._errors.pending:
+            self._errors.warn_pending()
 
     def __enter__(self) -> FanOut:
         return self
