@@ -19,12 +19,10 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import hookline as hl
-from hookline.sites.attach import new_attachment
-from hookline.sites.kinds import OPTIMIZER, Kind
+from hookline.sites.kinds import OPTIMIZER
 from hookline.sites.optimizers.optimizer_hooks import (
     OptimizerSite,
     attach_optimizer,
-    hook_optimizers_everywhere,
     optimizer_entries,
 )
 
@@ -66,9 +64,8 @@ def exercise(optimizer: Optimizer) -> None:
 
 
 def everywhere(hook: Callable[..., Any], on: str, **options: Any) -> hl.HookHandle:
-    """What ``attach_everywhere`` does with a step kind."""
-    kind = Kind.parse(on, OPTIMIZER)
-    return hook_optimizers_everywhere(new_attachment(hook, kind, site_type=OPTIMIZER, everywhere=True, **options))
+    """Put a hook on every optimizer."""
+    return hl.attach_everywhere(hook, on=on, **options)
 
 
 # -- what a hook is handed, and what it may hand back -----------------------------------------------------------

@@ -1,6 +1,6 @@
 """The private functions and habits of torch that hookline leans on, in one place.
 
-Checked on torch 2.11 and 2.13; ``tests/sites/test_torch_contract.py`` fails when one of them changes. Used where
+Checked on torch 2.11 and 2.13; ``tests/sites/test_torch_*.py`` fail when one of them changes. Used where
 they are needed, and not wrapped here, are four old attributes: ``Tensor._base`` and ``_version``, ``Module._modules``
 and the hook dictionaries of ``Module``.
 """

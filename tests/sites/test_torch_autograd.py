@@ -1,0 +1,362 @@
+"""What hookline takes for granted of torch's autograd beyond its public promises; fails when a version changes it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hookline.sites import _torch
+
+
+def node_of(tensor: torch.Tensor):
+    return tensor.grad_fn
+
+
+# -- sequence numbers -----------------------------------------------------------------------------------------
+
+
+def test_the_sequence_number_is_that_of_the_next_node():
+    """The number read before an operation is the number its node gets, and it grows by one with each."""
+    x = torch.ones(1, requires_grad=True)
+    before = _torch.sequence_number()
+    y = x * 2
+    assert _torch.sequence_number_of(node_of(y)) == before
+    z = y + 1
+    assert _torch.sequence_number_of(node_of(z)) == before + 1
+    assert _torch.sequence_number() == before + 2
+
+
+def test_reading_the_sequence_number_uses_none_up():
+    """It is a look, not a draw."""
+    assert _torch.sequence_number() == _torch.sequence_number()
+
+
+def test_the_accumulator_of_a_leaf_has_a_huge_number():
+    """Leaves accumulate as soon as they can, so their number is beyond any that is counted."""
+    x = torch.ones(1, requires_grad=True)
+    ((accumulator, _),) = node_of(x * 2).next_functions[:1]
+    assert type(accumulator).__name__ == "AccumulateGrad"
+    assert accumulator._sequence_nr() >= _torch._LEAF_SEQUENCE
+    assert _torch._LEAF_SEQUENCE > 2**61
+
+
+def test_ready_nodes_run_in_falling_order_of_their_numbers():
+    """Of several branches that are ready, the youngest node runs first."""
+    x = torch.ones(1, requires_grad=True)
+    branches = [x * (i + 2) for i in range(5)]
+    total = torch.stack(branches).sum()
+    ran = []
+    for index, branch in enumerate(branches):
+        node_of(branch).register_hook(lambda gi, go, index=index: ran.append(index))
+    total.backward()
+    assert ran == [4, 3, 2, 1, 0]
+
+
+def test_parameters_have_their_gradients_before_an_older_node_runs():
+    """When the producer of a module's input has its turn, the module's parameters are accumulated."""
+    layer = nn.Linear(2, 2)
+    x = torch.ones(1, 2, requires_grad=True) * 2
+    seen = []
+    x.register_hook(lambda grad: seen.append(layer.weight.grad is not None and layer.bias.grad is not None))
+    layer(x).sum().backward()
+    assert seen == [True]
+
+
+def test_a_tensor_hook_sees_the_complete_gradient():
+    """It fires once, when every user of the tensor has sent its share."""
+    x = torch.ones(1, requires_grad=True) * 1
+    seen = []
+    x.register_hook(lambda grad: seen.append(grad.item()))
+    (x * 2 + x * 3 + x).sum().backward()
+    assert seen == [6]
+
+
+def test_tensor_hooks_run_in_the_order_they_came():
+    """The reason for one tap per tensor."""
+    x = torch.ones(1, requires_grad=True) * 1
+    log = []
+    x.register_hook(lambda grad: log.append("first"))
+    x.register_hook(lambda grad: log.append("second"))
+    x.sum().backward()
+    assert log == ["first", "second"]
+
+
+def test_numbers_are_counted_per_thread():
+    """Another thread begins its own count: numbers compare within a thread only."""
+    numbers = []
+    thread = threading.Thread(target=lambda: numbers.append(_torch.sequence_number()))
+    for _ in range(3):
+        torch.ones(1, requires_grad=True) * 2
+    thread.start()
+    thread.join()
+    assert numbers[0] < _torch.sequence_number()
+
+
+class Double(torch.autograd.Function):
+    """A function written in Python."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+# -- nodes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 2, Double.apply, lambda x: x.view_as(x), lambda x: x.unbind()[0]])
+def test_metadata_is_a_dictionary_that_lives_as_long_as_the_node(make):
+    """What is kept there is found again through any wrapper of the same node."""
+    y = make(torch.ones(1, requires_grad=True))
+    node_of(y).metadata["hookline.test"] = marker = object()
+    gc.collect()
+    assert node_of(y).metadata["hookline.test"] is marker
+    ((node, _),) = node_of(y * 3).next_functions[:1]
+    assert node.metadata["hookline.test"] is marker
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 2, Double.apply])
+def test_a_node_is_found_again_as_an_equal_key(make):
+    """The same node reached twice is the same dictionary key."""
+    y = make(torch.ones(1, requires_grad=True))
+    assert {node_of(y): 1}[node_of(y * 3).next_functions[0][0]] == 1
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 2, Double.apply])
+def test_a_node_hook_gets_what_the_node_sends_and_got(make):
+    """``grad_inputs`` line up with ``next_functions``."""
+    x = torch.ones(1, requires_grad=True)
+    y = make(x)
+    seen = []
+    node_of(y).register_hook(lambda gi, go: seen.append((gi[0].item(), go[0].item())))
+    (y * 5).sum().backward()
+    assert len(node_of(y).next_functions) >= 1
+    assert seen == [(10, 5)]
+
+
+def test_boundary_finds_the_nodes_that_lead_to_an_input():
+    """Only nodes of the call are walked, and each hit comes with its slot and number."""
+    x = torch.ones(2, requires_grad=True) * 1
+    other = torch.ones(2, requires_grad=True)
+    since = _torch.sequence_number()
+    a = x * other
+    b = other + a.exp() * x
+    found = _torch.boundary([node_of(b)], {node_of(x): {0: 7}}, since)
+    assert {(type(node).__name__, *hits) for node, hits in found} == {
+        ("MulBackward0", (0, 7)),
+        ("MulBackward0", (1, 7)),
+    }
+    assert _torch.boundary([node_of(b)], {node_of(x): {0: 7}}, _torch.sequence_number()) == []
+    assert _torch.boundary([node_of(b)], {node_of(x): {1: 7}}, since) == []
+
+
+# -- the engine -----------------------------------------------------------------------------------------------
+
+
+def test_the_task_id_is_minus_one_outside_and_another_in_each_backward():
+    """It tells whether, and which, backward pass is running in this thread."""
+    assert _torch.graph_task_id() == -1
+    ids = []
+    for _ in range(2):
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda grad: ids.append(_torch.graph_task_id()))
+        (x * 2).backward()
+    assert -1 not in ids
+    assert ids[0] != ids[1]
+    assert _torch.graph_task_id() == -1
+
+
+def test_a_backward_inside_a_backward_has_its_own_task_id():
+    """Reentrant passes are told apart, and the outer one comes back."""
+    ids = []
+
+    def inner(grad: torch.Tensor) -> None:
+        ids.append(_torch.graph_task_id())
+        y = torch.ones(1, requires_grad=True)
+        y.register_hook(lambda grad: ids.append(_torch.graph_task_id()))
+        with torch.enable_grad():
+            (y * 2).backward()
+        ids.append(_torch.graph_task_id())
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(inner)
+    (x * 2).backward()
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_a_queued_callback_runs_when_everything_is_accumulated():
+    """It comes after the last accumulation, before backward() returns."""
+    x = torch.ones(1, requires_grad=True)
+    y = torch.ones(1, requires_grad=True)
+    log = []
+
+    def queue(grad: torch.Tensor) -> None:
+        _torch.queue_end_of_backward(lambda: log.append((x.grad is not None, y.grad is not None)))
+
+    z = x * 2 + y
+    z.register_hook(queue)
+    (z * y).backward()
+    assert log == [(True, True)]
+
+
+def test_a_queued_callback_is_dropped_by_a_backward_that_raises():
+    """Nothing that was queued runs later, and the engine lets go of it."""
+
+    class Callback:
+        ran = 0
+
+        def __call__(self) -> None:
+            Callback.ran += 1
+
+    callback = Callback()
+    reference = weakref.ref(callback)
+
+    def fail(grad: torch.Tensor) -> None:
+        _torch.queue_end_of_backward(reference())
+        raise ValueError("mine")
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="mine"):
+        (x * 2).backward()
+    (torch.ones(1, requires_grad=True) * 2).backward()
+    assert Callback.ran == 0
+    del callback
+    gc.collect()
+    assert reference() is None
+
+
+def test_queueing_outside_of_a_backward_is_an_error():
+    """Callbacks belong to a running pass."""
+    with pytest.raises(RuntimeError):
+        _torch.queue_end_of_backward(lambda: None)
+
+
+# -- graph nodes and what they save ---------------------------------------------------------------------------
+
+
+def test_the_engine_tells_which_nodes_the_running_pass_comes_to():
+    """Only those that this backward reaches; it refuses leaves inside of autograd.grad()."""
+    x = torch.ones(2, requires_grad=True)
+    used, unused = x.sin(), x.cos()
+    told = []
+    used.register_hook(lambda grad: told.extend(map(_torch.will_execute, (node_of(used), node_of(unused)))))
+    used.sum().backward(retain_graph=True)
+    assert told == [True, False]
+    leaf = torch.autograd.graph.get_gradient_edge(x).node
+    used.register_hook(lambda grad: told.append(_torch.will_execute(leaf)))
+    used.sum().backward(retain_graph=True)
+    assert told[-1] is True
+    with pytest.raises(RuntimeError, match="leaf node"):
+        torch.autograd.grad(used.sum(), x)
+
+
+def test_a_handle_of_torchs_leads_to_the_hooks_beside_its_own():
+    """For tensors and for nodes, before and after; one dictionary each, until the graph is gone."""
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    for register in (x.register_hook, y.register_hook, node_of(y).register_prehook, node_of(y).register_hook):
+        register(len)
+        handle = register(print)
+        assert _torch.hooks_beside(handle) == [len, print]
+    del y, register
+    assert _torch.hooks_beside(handle) == []
+
+
+def test_changing_a_tensor_in_place_leaves_its_hooks_with_the_old_value():
+    """The tensor has a new dictionary, so a port is not found again where it no longer belongs."""
+    y = torch.ones(2, requires_grad=True) * 2
+    y.register_hook(len)
+    y.mul_(2)
+    assert _torch.hooks_beside(y.register_hook(print)) == [print]
+
+
+class _Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        torch.sin,
+        torch.exp,
+        _Keeps.apply,
+        lambda x: torch.index_put(x, (torch.tensor([0]),), torch.ones(1)),
+        lambda x: torch.nn.functional.nll_loss(x[None], torch.tensor([0])),  # saves a weight that is not given
+    ],
+    ids=["input", "output", "custom", "list", "optional"],
+)
+def test_what_a_node_saved_is_there_until_a_backward_frees_it(operation):
+    """Also where the graph is retained."""
+    y = operation(torch.ones(3, requires_grad=True))
+    assert _torch.keeps_saved(node_of(y)) is True
+    y.sum().backward(retain_graph=True)
+    assert _torch.keeps_saved(node_of(y)) is True
+    y.sum().backward()
+    assert _torch.keeps_saved(node_of(y)) is False
+
+
+def test_a_node_that_saved_nothing_says_so():
+    """Before and after."""
+    y = torch.ones(3, requires_grad=True) + 1
+    assert _torch.keeps_saved(node_of(y)) is None
+    y.sum().backward()
+    assert _torch.keeps_saved(node_of(y)) is None
+
+
+@pytest.mark.parametrize("packed", [0, None])
+def test_asking_what_a_node_saved_unpacks_nothing(packed):
+    """Whatever it was packed into, and also after it was freed."""
+    asked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed, lambda value: asked.append(value)):
+        y = torch.ones(3, requires_grad=True).sin()
+    assert _torch.keeps_saved(node_of(y)) is True
+    assert asked == []
+
+
+def test_the_stack_of_hooks_on_saved_tensors_can_be_looked_at_pushed_and_popped():
+    """The innermost pair comes back as it was pushed; the stack belongs to the thread."""
+    assert _torch.innermost_saved_hooks() is None
+    _torch.push_saved_hooks(repr, str)
+    try:
+        assert _torch.innermost_saved_hooks() == (repr, str)
+        elsewhere = []
+        thread = threading.Thread(target=lambda: elsewhere.append(_torch.innermost_saved_hooks()))
+        thread.start()
+        thread.join()
+        assert elsewhere == [None]
+    finally:
+        _torch.pop_saved_hooks()
+    assert _torch.innermost_saved_hooks() is None
+
+
+def test_torch_hands_a_saved_output_over_with_the_node_that_keeps_it():
+    """Why we detach it: a pack function that gives it back makes a ring that nobody sees."""
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or 0, lambda value: value):
+        y = torch.ones(3, requires_grad=True).exp()
+    assert seen[0] is y
+
+
+def test_a_leafs_accumulating_node_is_made_anew_when_nobody_holds_it():
+    """Without its hooks, which is why we hold it."""
+    x = torch.ones(2, requires_grad=True)
+    fired = []
+    torch.autograd.graph.get_gradient_edge(x).node.register_hook(lambda *grads: fired.append(1))
+    x.sum().backward()
+    assert fired == []

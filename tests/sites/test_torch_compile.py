@@ -1,0 +1,195 @@
+"""What hookline takes for granted of torch.compile beyond its public promises; fails when a version changes it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from hookline.sites import _torch
+
+
+@pytest.fixture
+def compiler():
+    """The compiler, fresh."""
+    dynamo = pytest.importorskip("torch._dynamo")
+    dynamo.reset()
+    yield dynamo
+    dynamo.reset()
+
+
+def test_a_marked_function_is_called_while_tracing_and_its_answer_is_a_constant(compiler):
+    """Once for a graph, with what is known then."""
+    calls = []
+
+    @_torch.constant_while_tracing
+    def answer(cls: type) -> int:
+        calls.append(cls)
+        return len(calls)
+
+    compiled = torch.compile(lambda x: x + answer(type(x)), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == compiled(torch.zeros(1)).item() == 1
+    assert calls == [torch.Tensor]
+
+
+def test_a_function_left_to_python_is_not_compiled_by_itself_but_inlined(compiler):
+    """Called by code that is not compiled, it runs as it is; called in code that is, it is part of it."""
+    ran = []
+
+    def note(x):
+        ran.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    def callee(x):
+        return note(x)
+
+    _torch.leave_to_python(callee)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(callee, backend=backend)(torch.zeros(1))
+    assert graphs == []
+    assert ran == [False]
+    inlined = torch.compile(lambda x: callee(x) * 2 if True else x, backend=backend)
+    ran.clear()
+    inlined(torch.zeros(1))
+    assert len(graphs) == 1
+
+
+def test_compiled_code_is_told_by_classes_and_minds_a_forward_of_ones_own(compiler):
+    """The guards name the class of each module that is met, and a ``forward`` on the module itself does not fit."""
+    model = _Own()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled(torch.zeros(1, 1))
+    (text,) = _torch.guards_of(_Own.forward.__code__)
+    assert str(id(_Own)) in text
+    for _ in range(3):
+        model.inner.__dict__["forward"] = types.MethodType(nn.Linear.forward, model.inner)
+        compiled(torch.zeros(1, 1))
+        assert len(_torch.guards_of(_Own.forward.__code__)) == 2
+        del model.inner.__dict__["forward"]
+        compiled(torch.zeros(1, 1))
+        assert len(_torch.guards_of(_Own.forward.__code__)) == 2
+
+
+class _Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_compiled_code_can_be_forgotten(compiler):
+    """One code object at a time."""
+    torch.compile(_Own(), backend="eager")(torch.zeros(1, 1))
+    assert _Own.forward.__code__ in _torch.compiled_code()
+    _torch.forget_compiled(_Own.forward.__code__)
+    assert _Own.forward.__code__ not in _torch.compiled_code()
+
+
+def test_compilations_are_announced(compiler):
+    """Before anything is traced, also after a reset, until that is ended; and then torch has its own list again."""
+    seen = []
+    told = _torch.Compilations(lambda: seen.append("begin"))
+    told.start()
+    assert told.is_on()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
+    assert seen == ["begin"]
+    compiler.reset()
+    assert told.is_on()
+    told.stop()
+    told.stop()
+    assert type(sys.modules["torch._dynamo.callback"].callback_handler.start_callbacks) is list
+    torch.compile(lambda x: x + 2, backend="eager")(torch.zeros(1))
+    assert seen == ["begin"]
+
+
+def test_a_module_knows_that_it_was_compiled(compiler):
+    """By ``module.compile()``; a wrapper is another matter."""
+    model = nn.Linear(1, 1)
+    assert not _torch.is_compiled(model)
+    model.compile(backend="eager")
+    assert _torch.is_compiled(model)
+
+
+def test_a_compilation_has_a_name(compiler):
+    """While it is under way, and only then."""
+    seen = []
+
+    @_torch.constant_while_tracing
+    def note() -> int:
+        seen.append(_torch.compilation())
+        return 0
+
+    torch.compile(lambda x: x + note(), backend="eager")(torch.zeros(1))
+    assert seen[0] is not None
+    assert _torch.compilation() is None
+
+
+def test_a_kernel_for_autograd_finds_autograd_at_work_and_can_be_passed():
+    """Kernels below it do not."""
+    library = torch.library.Library("hookline_contract", "DEF")
+    library.define("probe(Tensor x, bool past) -> ()")
+    found = []
+
+    def differentiate() -> bool:
+        leaf = torch.ones(1, requires_grad=True)
+        return (leaf * 3).grad_fn is not None
+
+    def at_autograd(x, past):
+        found.append(("at", differentiate()))
+        if past:
+            _torch.below_autograd(torch.ops.hookline_contract.probe.default, (x, past))
+
+    library.impl("probe", at_autograd, "Autograd")
+    library.impl("probe", lambda x, past: found.append(("below", differentiate())), "CompositeExplicitAutograd")
+    torch.ops.hookline_contract.probe(torch.zeros(1), True)
+    assert found == [("at", True), ("below", False)]
+    library._destroy()
+
+
+def test_exporting_is_told_from_compiling(compiler):
+    """torch 2.11 answers yes to both, if asked in traced code."""
+    seen = []
+
+    @_torch.constant_while_tracing
+    def note() -> int:
+        seen.append(_torch.exporting())
+        return 0
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return x + note()
+
+    torch.compile(Model(), backend="eager")(torch.zeros(1))
+    torch.export.export(Model(), (torch.zeros(1),), strict=True)
+    assert seen[0] is False
+    assert seen[-1] is True
+
+
+def test_nothing_is_captured_where_there_is_no_graph():
+    """And an ordinary module replays none."""
+    assert not _torch.capturing()
+    assert not _torch.replays_graph(nn.Linear(1, 1))
+
+
+def test_hooks_are_put_in_order_by_insertion_too(monkeypatch):
+    """What guards of torch 2.11 go by; moving one to an end of an OrderedDict leaves that as it was."""
+    hooks = OrderedDict({1: "ours", 2: "theirs", 3: "others"})
+    hooks.move_to_end(1)
+    assert list(dict.keys(hooks)) == [1, 2, 3]
+    monkeypatch.setattr(_torch, "_GUARDS_GO_BY_INSERTION", True)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", sys.modules.get("torch._dynamo"))
+    _torch.place_last(hooks, 2)
+    assert list(dict.keys(hooks)) == list(hooks) == [3, 1, 2]
+    _torch.place_first(hooks, 1)
+    assert list(dict.keys(hooks)) == list(hooks) == [1, 3, 2]
