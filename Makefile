@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: setup ## set up, then train the embedded experiment with hooks; leaves records, tables and a page under runs/
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/hookline run mod_arithmetic --with-hooks observers --hook-csv --hook-jsonl
+	@$(BIN)/hookline run mod_arithmetic --with-hooks observers --hook-csv --hook-jsonl
 
 test: check docs ## set up, then lint, types, layers, links and all tests
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

@@ -14,7 +14,7 @@ from helpers_cli import EXPERIMENTS, run_here
 from helpers_waiting import PATIENCE
 
 from hookline.analyses import BUILT_IN
-from hookline.cli.completions import candidates
+from hookline.cli.completion_command import candidates
 
 ASK = """
 source ./script

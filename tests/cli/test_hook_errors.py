@@ -119,8 +119,8 @@ def test_a_missing_package_is_its_install_line(capsys, monkeypatch):
 
 
 def test_ctrl_c_while_torch_is_imported_is_no_traceback(capsys, monkeypatch):
-    """What cleans up after it meets half a module, and that error is none of the user's business."""
-    from hookline.cli import run_command as run
+    """An error that follows it, of a module that is half imported, is not shown."""
+    from hookline.cli import run_command
 
     def interrupted(arguments):
         try:
@@ -128,6 +128,6 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(capsys, monkeypatch):
         finally:
             raise AttributeError("partially initialized module")
 
-    monkeypatch.setattr(run, "command", interrupted)
+    monkeypatch.setattr(run_command, "run", interrupted)
     assert run_here("run", TINY) == 130
     assert capsys.readouterr().err == ""

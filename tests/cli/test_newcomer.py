@@ -124,7 +124,7 @@ def test_the_bar_moves_without_an_optimizer_of_torch(capsys, own):
     assert run_here("run", f"{own}:ByItself", "--epochs", "2", *QUIET) == 0
     assert "10/10 steps" in capsys.readouterr().out
     made = sys.modules["own"].ByItself()
-    from hookline.cli.progress_bar import steps_counted
+    from hookline.cli.run_observers import steps_counted
     from hookline.sinks.console_live import RunProgress
 
     with steps_counted(made, RunProgress(), {}):
@@ -185,7 +185,7 @@ def test_replay_says_where_it_went_and_mlflow_takes_a_folder(capsys, own, tmp_pa
     assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", *QUIET) == 0
     assert run_here("replay", "runs/own/default", "--to", "csv") == 0
     assert "into runs/own/default/default.csv." in capsys.readouterr().out
-    from hookline.cli.replay_command import _store
+    from hookline.cli.folder_commands import _store
 
     assert _store("kept") == "kept/mlflow.db"
     assert (tmp_path / "kept").is_dir()
@@ -206,12 +206,12 @@ def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monke
 
 def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypatch):
     """Nothing is saved then."""
-    from hookline.cli.prepared_experiment import Made
+    from hookline.cli.prepared_experiment import PreparedExperiment
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Made, "train", interrupted)
+    monkeypatch.setattr(PreparedExperiment, "train", interrupted)
     assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 130
     assert "Stopped at once, without saving; there is no checkpoint to go on from." in capsys.readouterr().out
 

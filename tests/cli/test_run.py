@@ -546,7 +546,7 @@ def test_validated_checkpoints_are_read_back_and_compared(capsys):
 
 def test_a_checkpoint_that_differs_is_a_mismatch():
     """The comparison can fail: in a bit of a tensor, a key, a length, a type; a NaN is the same as itself."""
-    from hookline.cli.checkpoint_validation import differing
+    from hookline.cli.run_observers import differing
 
     def tree(**changes):
         return {"a": {"x": torch.tensor([1.0, float("nan")]), "y": [1, (2.0, None)], "z": float("nan")}, **changes}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from helpers_cli import TINY, facts_of, records_of, run_here, same_weights
 
-from hookline.cli.run_options import OutputOptions
 from hookline.cli.screen import mode_of
+from hookline.config.run_options import OutputOptions
 
 SMALL = ("--p", "11", "--width", "8", "--batch-size", "32", "--epochs", "3", "--snapshot-every", "1")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.config.declared_values import checked_value
 from hookline.config.read_settings import read_document
-from hookline.config.run_file import RunFile, read_specs
+from hookline.config.run_file import RunFile, placed_specs, validate_value
 from hookline.errors import ConfigError
 from hookline.lifecycle.schedule import StepSchedule
 
@@ -37,7 +36,7 @@ def test_a_whole_run_file_is_read(tmp_path):
     """Every part arrives as what it is declared as."""
     run = RunFile.read(write(tmp_path, WHOLE))
     assert (run.experiment, run.strategy, run.config) == ("mod_arithmetic", "all", {"epochs": 3, "lr": 0.001})
-    assert (run.hooks.with_hooks, run.hooks.names) == ("observers", ["hessian"])
+    assert (run.hooks.with_hooks, run.hooks.names) == ("observers", ("hessian",))
     assert run.hooks.config == {"hessian": {"epsilon": 0.001}}
     assert run.given_specs()[0] == {"name": "a", "target_modules": ["x"], "hook_factory": "m:f", "config": {"tag": 1}}
     assert (run.sinks.csv, run.sinks.wandb, run.sinks.others[0]) == (True, "project", "m:C")
@@ -163,7 +162,7 @@ def test_a_schedule_is_what_it_looks_like(tmp_path, given, schedule):
 
 def test_hooks_may_be_a_list_of_names_or_what_a_server_takes(tmp_path):
     """The file of a server can be run as it is, with an experiment beside."""
-    assert RunFile.read(write(tmp_path, "hooks: [norms, hessian]\n")).hooks.names == ["norms", "hessian"]
+    assert RunFile.read(write(tmp_path, "hooks: [norms, hessian]\n")).hooks.names == ("norms", "hessian")
     server = '{"experiment": "x", "enable_hooks": true, "hooks": [{"name": "a", "target_modules": ["m"]}]}'
     run = RunFile.read(write(tmp_path, server, "run.json"))
     assert run.specs[0]["name"] == "a"
@@ -188,27 +187,27 @@ def test_a_mistake_in_a_list_of_hooks_is_found_where_it_was_written(tmp_path):
 )
 def test_hooks_on_modules_are_found_in_every_form(tmp_path, text):
     """A list, a server's settings, a run file."""
-    found = read_specs(read_document(write(tmp_path, text, "hooks.json")))
-    assert found == [{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]
+    found = placed_specs(read_document(write(tmp_path, text, "hooks.json")))
+    assert [spec for _, spec in found] == [{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]
 
 
 def test_hooks_that_are_switched_off_are_none(tmp_path):
     """``enable_hooks: false`` wins over a list."""
     text = '{"enable_hooks": false, "hooks": [{"name": "a"}]}'
-    assert read_specs(read_document(write(tmp_path, text, "hooks.json"))) == []
+    assert placed_specs(read_document(write(tmp_path, text, "hooks.json"))) == []
 
 
 def test_a_mistake_in_a_bare_list_has_its_place(tmp_path):
     """``$[1]``, not a key that nobody wrote."""
     file = write(tmp_path, '[{"name": "a"},\n {"on_eror": 1}]', "hooks.json")
     with pytest.raises(ConfigError, match=r"line 2, at \$\[1\]\.on_eror: .*Did you mean 'on_error'"):
-        read_specs(read_document(file))
+        placed_specs(read_document(file))
 
 
 def test_values_become_what_is_declared():
     """A whole number where a float is wanted, a list where a tuple is; a misfit says where."""
-    assert checked_value(1, float, "here") == 1.0
-    assert checked_value([1, 2], tuple[int, ...], "here") == (1, 2)
-    assert checked_value(None, int | None, "here") is None
+    assert validate_value(1, float, "here") == 1.0
+    assert validate_value([1, 2], tuple[int, ...], "here") == (1, 2)
+    assert validate_value(None, int | None, "here") is None
     with pytest.raises(ConfigError, match=r"^here: expected a valid integer, .*got 'x'\."):
-        checked_value("x", int, "here")
+        validate_value("x", int, "here")

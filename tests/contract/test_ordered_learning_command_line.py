@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
 from helpers_cli import TINY, facts_of, records_of, run_here
 
-from hookline.cli.chosen_hooks import choose_hooks
-from hookline.cli.run_options import RunOptions, flat
+from hookline.cli.run_hooks import choose_hooks
+from hookline.config.run_options import RunOptions, flat
 from hookline.training.registry import HookRegistry
 
 QUIET = ("--silent", "--no-report", "--epochs", "1")

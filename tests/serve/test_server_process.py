@@ -23,7 +23,7 @@ from helpers_serve import tiny_llama
 from helpers_waiting import PATIENCE, until
 
 from hookline.cli.main import main
-from hookline.cli.serve_command import ServeOptions, _hooks_of, _settings, command
+from hookline.cli.serve_command import ServeOptions, _hooks_of, _settings, serve
 
 EXPORT = {"name": "states", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:export"}
 
@@ -220,7 +220,7 @@ def test_the_command_checks_its_flags_before_anything_is_loaded(
         }
         for words, arguments in wrong.items():
             with pytest.raises(HooklineError, match=words):
-                command(arguments)
+                serve(arguments)
 
 
 def _text(path: Path, text: str) -> Path:

@@ -167,7 +167,7 @@ def test_hooks_over_time_are_made_with_copies():
 
 def test_the_strategies_of_a_run_have_hooks_that_share_nothing():
     """Hooks and trackers of a run file are made anew for each, of what the file says."""
-    from hookline.cli.hook_objects import HookObjects, TrackerChoice
+    from hookline.cli.run_hooks import HookObjects, TrackerChoice
 
     hl.HookRegistry.register(Greedy)
     hl.HookRegistry.register(GreedyTracker)

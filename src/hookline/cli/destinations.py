@@ -1,7 +1,7 @@
-"""The sinks of a run, from its flags.
+"""Make the sinks of a run from its flags.
 
-Takes the flags, hands fresh sink objects to `run` for each strategy. A package that is missing is told before training
-begins, with the line that installs it.
+`run_command` calls `destinations`, and `run_session` makes new sinks by it for each strategy. A missing package is an
+error before training begins, with the line that installs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import hookline.sinks
 from hookline.cli.load_object import load_object, nearest_text
-from hookline.cli.run_options import SinkOptions
+from hookline.config.run_options import SinkOptions
 from hookline.errors import OptionError
 from hookline.specs.copy_config import own_copy
 
@@ -30,7 +30,7 @@ FILES: Final = {
     "mlflow": "mlflow.db",
     "wandb": "wandb",
 }
-"""What each leaves in the folder of the run."""
+"""The file that each leaves in the folder of the run."""
 _LAST_PORT: Final = 65535
 
 
@@ -41,7 +41,7 @@ At = Callable[[Sequence[str | int]], AbstractContextManager[None]]
 def destinations(
     options: SinkOptions, others: Iterable[tuple[str, dict[str, Any]]], at: At = lambda path: nullcontext()
 ) -> Callable[[], list[Any]]:
-    """Return what makes the sinks, anew for each strategy; that they can be had is found out now."""
+    """Return what makes the sinks, anew for each strategy; raise now if one cannot be imported."""
     made: list[tuple[Any, dict[str, Any]]] = []
     for name in BUILT_IN:
         chosen = getattr(options, f"hook_{name}")
@@ -103,5 +103,5 @@ def _make(cls: Any, arguments: dict[str, Any]) -> Any:
 
 
 def sink_files(options: SinkOptions, strategy: str) -> dict[str, str]:
-    """What the chosen sinks will write into the folder of the run."""
+    """Return the files that the chosen sinks write into the folder of the run, by sink."""
     return {name: text.format(strategy=strategy) for name, text in FILES.items() if getattr(options, f"hook_{name}")}

@@ -1,7 +1,7 @@
-"""``--dry-run``: the plan of a run, without training or writing anything.
+"""Print the plan of a run, without training or writing anything: ``--dry-run``.
 
-Takes what `run` has prepared, prints which hook is due when, what it sits on, what it costs in memory, and which files
-there would be.
+`run_command` calls `dry_run` with what it has prepared: which hook is due when, on which sites, at what cost in memory,
+and which files there would be.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hookline.cli.destinations import sink_files
-from hookline.cli.error_messages import DONE
-from hookline.cli.folder import LOG, newest_run, next_folder
-from hookline.cli.prepared_experiment import Made
-from hookline.cli.printing import print_table, size, tell
+from hookline.cli.main import DONE
+from hookline.cli.prepared_experiment import PreparedExperiment
+from hookline.cli.run_folder import LOG, newest_run, next_folder
 from hookline.cli.run_session import Prepared, Session
+from hookline.cli.screen import print_table, size, tell
 
 __all__ = ["dry_run", "memory_rows"]
 
@@ -36,7 +36,7 @@ def dry_run(prepared: Prepared) -> int:
     return DONE
 
 
-def _print_run(prepared: Prepared, made: Made, strategies: list[str]) -> None:
+def _print_run(prepared: Prepared, made: PreparedExperiment, strategies: list[str]) -> None:
     model = made.experiment.model
     parameters = sum(one.numel() for one in model.parameters())
     tell(f"{prepared.request.found.name}: {made.length} {made.unit}, strategies: {', '.join(strategies)}")
@@ -46,7 +46,7 @@ def _print_run(prepared: Prepared, made: Made, strategies: list[str]) -> None:
         tell(", ".join(f"{name}={value!r}" for name, value in vars(config).items()))
 
 
-def _manager(prepared: Prepared, made: Made) -> Any:
+def _manager(prepared: Prepared, made: PreparedExperiment) -> Any:
     objects = prepared.hook_objects
     if not objects.names and not made.hooks:
         return None
@@ -63,8 +63,8 @@ def _print_plan(manager: Any) -> None:
         tell(f"left out: {name} ({why})")
 
 
-def _print_sites(prepared: Prepared, manager: Any, made: Made) -> None:
-    """What hooks would attach to the model: they are asked to, and take everything off again."""
+def _print_sites(prepared: Prepared, manager: Any, made: PreparedExperiment) -> None:
+    """Print what hooks attach to the model: start each, look, and finish it again."""
     from hookline.sites.find import attached
 
     model = made.experiment.model
@@ -91,7 +91,7 @@ def _site(handle: Any) -> tuple[str, str]:
 
 
 def memory_rows(manager: Any, experiment: Any) -> list[tuple[str, str, str]]:
-    """What is held for hooks beside the run's own tensors, the largest it can get to."""
+    """Return the rows about memory that hooks need beside the run's own tensors, at most."""
     weights = _bytes(experiment.model.parameters())
     trained = _bytes(one for one in experiment.model.parameters() if one.requires_grad)
     buffers = _bytes(experiment.model.buffers())
@@ -123,7 +123,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _optimizer_bytes(optimizer: Any, trained: int) -> int:
-    """What an optimizer will hold once it has made a step; by its kind, as it holds nothing yet."""
+    """Return how much an optimizer will hold once it has made a step; by its kind, as it holds nothing yet."""
     import torch
 
     from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer

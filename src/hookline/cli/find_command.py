@@ -1,24 +1,24 @@
-"""``hookline find FILE:MODEL [PATTERN]``: the modules that a pattern matches, without running anything.
+"""Show the modules of a model that a pattern matches: ``hookline find FILE:MODEL [PATTERN]``.
 
-Takes a model by name, prints the table of `hookline.find`.
+`main` calls `find`, which makes the model and prints the table of `hookline.find`.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from hookline.cli.error_messages import DONE
-from hookline.cli.load_object import load_object
+from hookline.cli.load_object import in_shell, model_at
+from hookline.cli.main import DONE
 from hookline.cli.parse import parse
-from hookline.cli.printing import tell
-from hookline.errors import NoMatchError, OptionError
+from hookline.cli.screen import tell
+from hookline.config.run_options import flag
+from hookline.errors import NoMatchError
 
-__all__ = ["FindOptions", "command", "in_shell", "model_at"]
+__all__ = ["FindOptions", "find"]
 
 
 @dataclass
@@ -31,59 +31,22 @@ class FindOptions:
       hookline find mod_arithmetic '*.mlp.*'
     """
 
-    model: Annotated[Positional[str], arg(metavar="FILE:MODEL", help_behavior_hint="")]
+    model: Annotated[Positional[str], flag("FILE:MODEL")]
     """A model, its class, or a function that makes one: file.py:NAME or package.module:NAME; also an experiment."""
-    pattern: Annotated[Positional[str], arg(metavar="[PATTERN]", help_behavior_hint="")] = "*"
+    pattern: Annotated[Positional[str], flag("[PATTERN]")] = "*"
     """Which modules; all if left out."""
-    exclude: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None
+    exclude: Annotated[str | None, flag("PATTERN")] = None
     """Which of these not."""
 
 
-def command(arguments: Sequence[str]) -> int:
+def find(arguments: Sequence[str]) -> int:
     """Print the table."""
     options = parse(FindOptions, arguments, "find")
-    from hookline.sites.find import find
+    from hookline.sites import find as sites
 
     model = model_at(options.model)
     try:
-        tell(repr(find(model, options.pattern, exclude=options.exclude)))
+        tell(repr(sites.find(model, options.pattern, exclude=options.exclude)))
     except NoMatchError as error:
         raise NoMatchError(in_shell(error, options.model)) from None
     return DONE
-
-
-def in_shell(error: NoMatchError, model: str = "EXPERIMENT") -> str:
-    """Return the text of an error with the command that lists the modules of ``model``, in place of Python."""
-    from hookline.sites.targets import SEE_ALL
-
-    return str(error).replace(SEE_ALL, f"See all: hookline find {shlex.quote(model)}")
-
-
-def model_at(path: str) -> Any:
-    """The model that a name stands for: itself, made by its class or a function, or that of an experiment."""
-    from torch import nn
-
-    from hookline.experiments import EMBEDDED
-
-    thing = load_object(EMBEDDED.get(path, path), wanted="a model")
-    if not isinstance(thing, nn.Module) and callable(thing):
-        thing = _made(thing, path)
-    model = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"{path} gives {thing!r}, and a model is an nn.Module.")
-    return model
-
-
-def _made(thing: Any, path: str) -> Any:
-    from hookline.training.loops.experiment import Experiment
-
-    if isinstance(thing, type) and issubclass(thing, Experiment) and thing is not Experiment:
-        config = None if thing.config_class is None else thing.config_class()
-        strategies = thing.strategies or ("default",)
-        return thing(config, strategies[0])  # type: ignore[arg-type]
-    try:
-        return thing()
-    except TypeError as error:
-        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise
-        raise OptionError(f"{path} cannot be called without arguments ({error}); name a function that can.") from None

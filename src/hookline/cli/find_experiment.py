@@ -1,27 +1,35 @@
-"""The experiment that ``hookline run`` was asked for, whatever form it has.
+"""Find the experiment that ``hookline run`` was asked for, and make flags of the fields of its configuration.
 
-Takes a name from `request`, hands back a `Found`: what its flags, strategies and groups of hooks are, before it is
-made, and how to make it.
+`run_request` calls `find_experiment` with a name, a file or a module, and `ConfigFlags` with the dataclass of its
+configuration (or the parameters of a function), whose fields tyro reads. The experiment itself is made later.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from hookline.cli.config_flags import from_parameters
+from tyro.conf import arg
+
 from hookline.cli.load_object import load_object, nearest_text
-from hookline.errors import OptionError
+from hookline.config.run_options import field_help
+from hookline.errors import ConfigError, OptionError
+from hookline.messages import did_you_mean
 
-__all__ = ["Found", "find_experiment"]
+if TYPE_CHECKING:
+    from hookline.config.mistakes import Mistakes
+
+__all__ = ["ConfigFlags", "FoundExperiment", "find_experiment"]
 
 
 @dataclass(frozen=True)
-class Found:
-    """An experiment that is yet to be made."""
+class FoundExperiment:
+    """Hold what is known of an experiment before it is made, and how to make it."""
 
     name: str
     """What folders call it."""
@@ -38,7 +46,7 @@ class Found:
     live_metrics: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def chosen(self, strategy: str | None) -> list[str]:
-        """The strategies to run, one after the other."""
+        """Return the strategies to run, one after the other."""
         known = list(self.strategies)
         if strategy is None:
             return known[:1] or ["default"]
@@ -51,8 +59,8 @@ class Found:
         return [strategy]
 
 
-def find_experiment(path: str) -> Found:
-    """Look an experiment up by its name, file or module. Imports it, and torch with it."""
+def find_experiment(path: str) -> FoundExperiment:
+    """Return the experiment of a name, in a file or a module. Imports it, and torch with it."""
     from hookline.experiments import EMBEDDED
 
     if path in EMBEDDED:
@@ -75,7 +83,7 @@ def _experiments_of(module: Any) -> list[str]:
     ]
 
 
-def _found(thing: Any, path: str) -> Found:
+def _found(thing: Any, path: str) -> FoundExperiment:
     if isinstance(thing, type):
         return _of_class(thing, path)
     if callable(thing) and not hasattr(thing, "model"):
@@ -89,14 +97,14 @@ def _found(thing: Any, path: str) -> Found:
     )
 
 
-def _of_class(cls: type, path: str) -> Found:
-    if not _takes_part(cls):
+def _of_class(cls: type, path: str) -> FoundExperiment:
+    if not _is_experiment(cls):
         raise OptionError(
             f"{path} is the class {cls.__name__}, which is no Experiment and has no train_step or loss_fn; derive it "
             "from hookline.Experiment, or name a function that makes an experiment."
         )
     config_class = getattr(cls, "config_class", None)
-    return Found(
+    return FoundExperiment(
         name=_folder_name(getattr(cls, "name", "") or cls.__name__),
         path=path,
         make=lambda config, strategy: _call(cls, config, strategy),
@@ -109,17 +117,19 @@ def _of_class(cls: type, path: str) -> Found:
     )
 
 
-def _of_function(function: Callable[..., Any], path: str) -> Found:
+def _of_function(function: Callable[..., Any], path: str) -> FoundExperiment:
     name = getattr(function, "__name__", "experiment")
 
     def make(config: Any, strategy: str) -> Any:
         return _call(function, config, strategy) if config is None else _call_with(function, vars(config), strategy)
 
-    return Found(_folder_name(name), path, make, config_class=from_parameters(function, leave_out=("strategy",)))
+    return FoundExperiment(
+        _folder_name(name), path, make, config_class=_class_of_parameters(function, leave_out=("strategy",))
+    )
 
 
 def _call(make: Callable[..., Any], config: Any, strategy: str) -> Any:
-    """``make(config, strategy)``, or with as many of the two as it takes."""
+    """Call ``make(config, strategy)``, or with as many of the two as it takes."""
     parameters = [
         one
         for one in inspect.signature(make).parameters.values()
@@ -137,7 +147,7 @@ def _call_with(function: Callable[..., Any], values: Mapping[str, Any], strategy
     return function(**values, **({"strategy": strategy} if "strategy" in takes else {}))
 
 
-def _takes_part(cls: type) -> bool:
+def _is_experiment(cls: type) -> bool:
     from hookline.training.loops.experiment import Experiment
 
     return issubclass(cls, Experiment) or any(hasattr(cls, name) for name in ("train_step", "loss_fn"))
@@ -151,3 +161,102 @@ def _is_tool(thing: Any) -> bool:
 
 def _folder_name(name: str) -> str:
     return re.sub(r"[^\w.\-]+", "_", name).strip("._") or "experiment"
+
+
+# -- flags of its configuration --------------------------------------------------------------------------------
+
+
+class ConfigFlags:
+    """Make flags of the fields of a configuration class, and the configuration of their values.
+
+    Recipe::
+
+        flags = ConfigFlags(Config, taken={"seed"})
+        values = tyro.cli(flags.dataclass({"epochs": 5}))
+        config = flags.make(vars(values), {"seed": 3})
+
+    Args:
+        cls: The dataclass.
+        taken: Names that are flags of the command line already: such a field is no flag of its own, and gets the
+            value of the other.
+    """
+
+    def __init__(self, cls: type, taken: Collection[str] = ()) -> None:
+        if not dataclasses.is_dataclass(cls):
+            raise OptionError(f"config_class is a dataclass, whose fields become flags; got {cls!r}.")
+        self.cls = cls
+        self._fields = {one.name: one for one in dataclasses.fields(cls) if one.init}
+        self._hints = typing.get_type_hints(cls, include_extras=True)
+        self._help = field_help(cls)
+        self.shared = [name for name in self._fields if name in taken]
+        """The fields that take the value of a flag of the command line."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all fields."""
+        return list(self._fields)
+
+    def on(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults of the fields that are switches."""
+        switches = [one for one in self._fields.values() if self._hints[one.name] is bool]
+        return {one.name: given.get(one.name, one.default) for one in switches}
+
+    def dataclass(self, given: Mapping[str, Any]) -> type:
+        """Return the class that tyro reads: the same fields, with other defaults where some are given."""
+        made = []
+        for name, one in self._fields.items():
+            if name in self.shared:
+                continue
+            hint: Any = Annotated.__class_getitem__((self._hints[name], arg(help=self._help.get(name, ""))))  # type: ignore[attr-defined]
+            made.append((name, hint, _default(one, given)))
+        return dataclasses.make_dataclass(self.cls.__name__, made, kw_only=True)
+
+    def make(self, values: Mapping[str, Any], shared: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+        """Return the configuration."""
+        taken = {name: given[name] for name in self.shared if name in given}
+        taken |= {name: shared[name] for name in self.shared if shared[name] is not None}
+        return self.cls(**(dict(values) | taken))
+
+    def valid(self, values: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
+        """Return the values of a file, each as its field is declared; those that are wrong are left out."""
+        found = {}
+        for name, value in values.items():
+            with mistakes.at("config", name):
+                found[name] = self._validate(name, value)
+        return found
+
+    def _validate(self, name: str, value: Any) -> Any:
+        from hookline.config.run_file import validate_value
+
+        if name not in self._fields:
+            meant = did_you_mean(name, self._fields)
+            raise ConfigError(
+                f"{self.cls.__qualname__} has no {name!r}.{meant} There are: {', '.join(self._fields) or 'none'}."
+            )
+        return validate_value(value, self._hints[name])
+
+
+def _default(one: dataclasses.Field[Any], given: Mapping[str, Any]) -> Any:
+    if one.name in given:
+        value = given[one.name]
+        return dataclasses.field(default_factory=lambda: value)
+    if one.default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=one.default_factory)
+    return dataclasses.field() if one.default is dataclasses.MISSING else dataclasses.field(default=one.default)
+
+
+def _class_of_parameters(function: Callable[..., Any], leave_out: Collection[str] = ()) -> type | None:
+    """Return a dataclass of a function's parameters; None if there are none that can be flags."""
+    hints = typing.get_type_hints(function)
+    made: list[Any] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in leave_out or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        default = parameter.default
+        hint = hints.get(name, str if default in (None, parameter.empty) else type(default))
+        made.append((name, hint) if default is parameter.empty else (name, hint, _constant(default)))
+    return dataclasses.make_dataclass(function.__name__, made, kw_only=True) if made else None
+
+
+def _constant(value: Any) -> Any:
+    return dataclasses.field(default_factory=lambda: value)

@@ -1,6 +1,6 @@
-"""``--hook-config hook.param=value``: text turned into what the hook's signature asks for.
+"""Turn ``--hook-config hook.param=value`` into arguments, typed as the hook's signature declares them.
 
-Takes the flags and what a run file says, hands arguments by hook to `HookManager`.
+`run_request` calls `read_hook_config` with the flags and with what a run file says; `HookObjects` gets the arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["as_declared", "file_argument", "read_hook_config"]
 
 _REFERENCE: Final = "reference_weights"
-"""No hook, but what hooks compare with: its ``path`` is handed through."""
+"""Not a hook, but the weights that hooks compare with; `HookManager` gets its ``path``."""
 _TRUE: Final = ("true", "yes", "on", "1")
 _FALSE: Final = ("false", "no", "off", "0")
 _SEQUENCES: Final = (list, tuple, set, frozenset, Sequence, Iterable)
@@ -91,10 +91,10 @@ def _from_file(
 
 def file_argument(hook: str, name: str, value: Any) -> Any:
     """Return a value of a file as the hook's signature declares it."""
-    from hookline.config.declared_values import checked_value
+    from hookline.config.run_file import validate_value
 
     parameter, hint = _parameter(hook, name)
-    return value if hint is parameter.empty else checked_value(value, hint)
+    return value if hint is parameter.empty else validate_value(value, hint)
 
 
 def _check_reference(name: str, said: str = "") -> None:
@@ -117,7 +117,7 @@ def _check_is_on(hook: str, hooks: Sequence[str] | None, said: str, *, unknown: 
 
 
 def _parameter(hook: str, name: str) -> tuple[inspect.Parameter, Any]:
-    """What the hook's signature says of an argument."""
+    """Return an argument of the hook's signature, and its type."""
     from hookline.training.registry import HookRegistry
 
     cls = HookRegistry.get(hook)
@@ -141,7 +141,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def as_declared(text: str, hint: Any, default: Any = inspect.Parameter.empty) -> Any:
-    """A text as the declared type has it; ValueError says what was expected.
+    """Return a text as the declared type has it; ValueError says what was expected.
 
     Recipe: ``as_declared("2,5,10", tuple[int, ...])`` is ``(2, 5, 10)``. Without a declaration the default's type
     counts; without either a number is a number, true and false are bool, and the rest is text.

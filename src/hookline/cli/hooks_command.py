@@ -1,25 +1,22 @@
-"""``hookline hooks [NAME ...]``: what hooks there are, what each does, and what its metrics mean.
+"""List the hooks there are, or describe some: ``hookline hooks [NAME ...]``.
 
-Takes names, prints tables of what `HookRegistry` knows.
+`main` calls `hooks`, and `run_command` the two functions behind it; they print what `HookRegistry` knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from hookline.cli.error_messages import DONE
+from hookline.cli.main import DONE
 from hookline.cli.parse import parse
-from hookline.cli.printing import print_table, tell
+from hookline.cli.screen import messages, print_table, tell
+from hookline.config.run_options import flag
 
-__all__ = ["HooksOptions", "command", "describe_hooks", "list_hooks"]
-
-
-_HEADINGS: Final = {"observer": "observer", "intervention": "intervention"}
-"""By kind, what stands above the names."""
+__all__ = ["HooksOptions", "describe_hooks", "hooks", "list_hooks"]
 
 
 @dataclass
@@ -31,27 +28,26 @@ class HooksOptions:
       hookline hooks norms hessian
     """
 
-    names: Annotated[Positional[tuple[str, ...]], arg(metavar="[NAME ...]", help_behavior_hint="")] = ()
+    names: Annotated[Positional[tuple[str, ...]], flag("[NAME ...]")] = ()
     """Hooks to describe, or all, observers, interventions, with_debug; also file.py:Class."""
 
 
-def command(arguments: Sequence[str]) -> int:
-    """List, or describe."""
+def hooks(arguments: Sequence[str]) -> int:
+    """List all hooks, or describe those that are named."""
     options = parse(HooksOptions, arguments, "hooks")
     return describe_hooks(options.names) if options.names else list_hooks()
 
 
 def list_hooks() -> int:
-    """All hooks, those for debugging included, and those that cannot be loaded passed over with a warning."""
-    from hookline.cli.screen import messages
+    """Print all hooks, those for debugging too; a warning names those that cannot be loaded."""
     from hookline.training.registry import HookRegistry
 
     with messages():
         known = HookRegistry.get_all_info()
-    for kind, heading in _HEADINGS.items():
+    for kind in ("observer", "intervention"):
         rows = [(name, _what(info)) for name, info in known.items() if info["kind"] == kind]
         if rows:
-            print_table("", (heading, "what it does"), rows)
+            print_table("", (kind, "what it does"), rows)
             tell()
     tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
     return DONE
@@ -71,9 +67,8 @@ def _needs(info: Any) -> str:
 
 
 def describe_hooks(names: Sequence[str]) -> int:
-    """What each hook is made of, and what its metrics mean; all but those for debugging if none is named."""
-    from hookline.cli.chosen_hooks import known_name
-    from hookline.cli.screen import messages
+    """Print the options and metrics of each hook; of all but those for debugging if none is named."""
+    from hookline.cli.run_hooks import known_name
     from hookline.training.registry import HookRegistry
 
     with messages():

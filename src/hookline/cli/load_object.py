@@ -1,27 +1,28 @@
-"""What a name on the command line stands for: an experiment, a model, a hook, a sink.
+"""Load the object that a name on the command line means: an experiment, a model, a hook, a sink.
 
-Takes ``name``, ``path/file.py:Name`` or ``package.module:Name``, hands back the object. A mistake is told in a sentence
-with the names there are; an error inside a user's file is theirs, and comes through as it is.
+Commands call it with ``path/file.py:Name`` or ``package.module:Name``. An unknown name is an error with the names there
+are; an error inside a user's file comes through as it is.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hookline.errors import OptionError
+from hookline.errors import NoMatchError, OptionError
+from hookline.messages import did_you_mean
 
-__all__ = ["load_file", "load_object", "nearest_text", "public_names", "see_current_folder"]
+__all__ = ["in_shell", "load_object", "model_at", "nearest_text", "see_current_folder"]
 
 
 def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence[str]] | None = None) -> Any:
-    """The object at ``file.py:Name`` or ``package.module:Name``.
+    """Return the object at ``file.py:Name`` or ``package.module:Name``.
 
     Args:
         path: Where it is.
@@ -29,11 +30,11 @@ def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence
         pick: Given a module without a name, which of its names would do; one alone is taken.
     """
     where, colon, name = path.rpartition(":") if _has_name(path) else (path, "", "")
-    module = load_file(Path(where)) if where.endswith(".py") else _import(where, wanted)
+    module = _load_file(Path(where)) if where.endswith(".py") else _import(where, wanted)
     if not colon:
         choice = list(pick(module)) if pick is not None else []
         if len(choice) != 1:
-            names = choice or public_names(module)
+            names = choice or _public_names(module)
             raise OptionError(
                 f"{path} does not say which object is {wanted}: write {where}:NAME. There are: "
                 f"{', '.join(names) or 'none'}."
@@ -42,18 +43,18 @@ def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise OptionError(f"{where} has no {name!r}.{nearest_text(name, public_names(module))}")
+            raise OptionError(f"{where} has no {name!r}.{nearest_text(name, _public_names(module))}")
         found = getattr(found, part)
     return found
 
 
 def _has_name(path: str) -> bool:
-    """Whether there is a name behind the last colon; ``C:\\file.py`` has none."""
+    """Return whether there is a name behind the last colon; ``C:\\file.py`` has none."""
     return ":" in path and not path.endswith(".py")
 
 
-def load_file(path: Path) -> ModuleType:
-    """Run a file as a module, once; it can import what stands beside it."""
+def _load_file(path: Path) -> ModuleType:
+    """Run a file as a module, once; it can import what lies beside it."""
     if not path.is_file():
         near = [str(one) for one in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
         raise OptionError(f"There is no file {path}.{nearest_text(str(path), near, 'Python files there')}")
@@ -66,7 +67,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def _taken(name: str, path: Path) -> bool:
-    """Whether another file is imported by that name."""
+    """Return whether another file is imported by that name."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         return getattr(loaded, "__file__", None) != str(path)
@@ -112,8 +113,8 @@ def see_current_folder() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def public_names(module: ModuleType) -> list[str]:
-    """The classes, functions and models that a module defines itself."""
+def _public_names(module: ModuleType) -> list[str]:
+    """Return the classes, functions and models that a module defines itself."""
     own = [name for name, value in vars(module).items() if not name.startswith("_") and _is_own(value, module)]
     return own or [name for name in vars(module) if not name.startswith("_")]
 
@@ -126,7 +127,45 @@ def _is_own(value: Any, module: ModuleType) -> bool:
 
 
 def nearest_text(asked: str, names: Sequence[str], what: str = "There are") -> str:
-    """The end of an error about an unknown name: what may have been meant, and what there is."""
-    near = get_close_matches(asked, list(names), n=1)
-    meant = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{meant} {what}: {', '.join(names) or 'none'}."
+    """Return the end of an error about an unknown name: what may have been meant, and what there is."""
+    return f"{did_you_mean(asked, names)} {what}: {', '.join(names) or 'none'}."
+
+
+# -- models ----------------------------------------------------------------------------------------------------
+
+
+def in_shell(error: NoMatchError, model: str = "EXPERIMENT") -> str:
+    """Return the text of an error with the command that lists the modules of ``model``, in place of Python."""
+    from hookline.sites.targets import SEE_ALL
+
+    return str(error).replace(SEE_ALL, f"See all: hookline find {shlex.quote(model)}")
+
+
+def model_at(path: str) -> Any:
+    """Return the model that a path names: itself, made by its class or a function, or that of an experiment."""
+    from torch import nn
+
+    from hookline.experiments import EMBEDDED
+
+    thing = load_object(EMBEDDED.get(path, path), wanted="a model")
+    if not isinstance(thing, nn.Module) and callable(thing):
+        thing = _made_model(thing, path)
+    model = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"{path} gives {thing!r}, and a model is an nn.Module.")
+    return model
+
+
+def _made_model(thing: Any, path: str) -> Any:
+    from hookline.training.loops.experiment import Experiment
+
+    if isinstance(thing, type) and issubclass(thing, Experiment) and thing is not Experiment:
+        config = None if thing.config_class is None else thing.config_class()
+        strategies = thing.strategies or ("default",)
+        return thing(config, strategies[0])  # type: ignore[arg-type]
+    try:
+        return thing()
+    except TypeError as error:
+        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise OptionError(f"{path} cannot be called without arguments ({error}); name a function that can.") from None

@@ -1,34 +1,44 @@
-"""``hookline``: finds the command, has it run, and turns what it raises into a sentence and an exit code.
+"""Run a command of ``hookline``, and turn what it raises into a sentence and an exit code.
 
-Takes the arguments of the process, hands the rest of them to the command's own module, which is imported then: help
-comes without torch.
+``python -m hookline`` and the script of that name call `main`, which imports the module of the command only then: help
+comes without torch. Commands take their exit codes from here.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
-from difflib import get_close_matches
+from pathlib import Path
+from types import TracebackType
 from typing import Final
 
-from hookline.cli.error_messages import DONE, WRONG_USE, explain
+from hookline.messages import did_you_mean
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "RunFailed", "main", "own_text"]
+
+DONE: Final = 0
+FAILED: Final = 1
+"""The run failed: an error in training, or in the user's code."""
+WRONG_USE: Final = 2
+"""What was asked cannot be done: an unknown name, a flag that does not go."""
+
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "run": ("hookline.cli.run_command", "train an experiment, with hooks"),
     "hooks": ("hookline.cli.hooks_command", "list the hooks there are, or describe some"),
     "find": ("hookline.cli.find_command", "show the modules of a model that a pattern matches"),
-    "check": ("hookline.cli.check_command", "check a run file, or a file of hooks"),
-    "schema": ("hookline.cli.schema_command", "print the JSON schema of such files, for editors"),
+    "check": ("hookline.cli.file_commands", "check a run file, or a file of hooks"),
+    "schema": ("hookline.cli.file_commands", "print the JSON schema of such files, for editors"),
     "serve": ("hookline.cli.serve_command", "serve a model over HTTP, with hooks"),
-    "report": ("hookline.cli.report_command", "make the HTML page of one or more runs"),
-    "replay": ("hookline.cli.replay_command", "feed a run's records to another destination"),
+    "report": ("hookline.cli.folder_commands", "make the HTML page of one or more runs"),
+    "replay": ("hookline.cli.folder_commands", "feed a run's records to another destination"),
     "new": ("hookline.cli.new_command", "write a file to start from: experiment, hook or sink"),
-    "completion": ("hookline.cli.completion", "print what makes bash complete these commands"),
+    "completion": ("hookline.cli.completion_command", "print what makes bash complete these commands"),
 }
-"""Each command: the module that has its ``command(arguments)``, and what it does."""
+"""Each command: the module that has a function of its name, which takes the arguments; and what it does."""
 
 _HELP: Final = """\
 usage: hookline COMMAND ...
@@ -55,13 +65,13 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command and return the exit code.
 
-    Recipe: ``main(["hooks", "norms"])``; the exit code comes back.
+    Recipe: ``main(["hooks", "norms"])``.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
-    _print_anything()
+    _replace_unknown_letters()
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         return _dispatch(arguments)
@@ -73,18 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _is_interrupted(error) and not debug:
             return 130
-        return explain(error, debug=debug)
+        return _explain(error, debug=debug)
 
 
 def _is_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C came first: while torch is being imported, what cleans up after it meets half a module."""
+    """Return whether Ctrl-C came first: while torch is imported, it may lead to another error that hides it."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
-def _print_anything() -> None:
-    """A screen without the letters of a formula or a layer's name shows question marks for them."""
+def _replace_unknown_letters() -> None:
+    """Have a screen that lacks the letters of a formula or a layer's name show question marks for them."""
     for stream in (sys.stdout, sys.stderr):
         encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
         if hasattr(stream, "reconfigure") and encoding not in ("", "utf8"):
@@ -93,7 +103,8 @@ def _print_anything() -> None:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help(), end="")
+        lines = [f"  {name:<12}  {text}" for name, (_, text) in COMMANDS.items()]
+        print(_HELP.format(commands="\n".join(lines)), end="")
         return DONE if arguments else WRONG_USE
     if arguments[0] in ("-V", "--version"):
         from hookline import __version__
@@ -102,18 +113,93 @@ def _dispatch(arguments: list[str]) -> int:
         return DONE
     name, rest = arguments[0], arguments[1:]
     if name == "__complete":
-        from hookline.cli import completions as complete
+        from hookline.cli.completion_command import print_candidates
 
-        return complete.command(rest)
+        return print_candidates(rest)
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(name, COMMANDS)
         print(f"hookline: Unknown command {name!r}.{meant} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return WRONG_USE
-    code = importlib.import_module(COMMANDS[name][0]).command(rest)
-    return int(code)
+    return int(getattr(importlib.import_module(COMMANDS[name][0]), name)(rest))
 
 
-def _help() -> str:
-    lines = [f"  {name:<12}  {text}" for name, (_, text) in COMMANDS.items()]
-    return _HELP.format(commands="\n".join(lines))
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+class RunFailed(Exception):
+    """Say that training raised, and what to do next; its cause is printed first, and the exit code is 1."""
+
+
+def _explain(error: BaseException, *, debug: bool) -> int:
+    """Print what went wrong to the standard error, and return the exit code."""
+    from hookline.errors import HooklineError
+
+    if isinstance(error, RunFailed) and error.__cause__ is not None:
+        _print_error(error.__cause__, debug=debug)
+        if str(error):
+            print(f"hookline: {error}", file=sys.stderr)
+        return FAILED
+    _print_error(error, debug=debug)
+    return WRONG_USE if isinstance(error, HooklineError) else FAILED
+
+
+def _print_error(error: BaseException, *, debug: bool) -> None:
+    """Print the text of an error of hookline; of another, the frames that are the user's."""
+    from hookline.errors import HooklineError
+
+    if debug:
+        traceback.print_exception(error)
+    elif isinstance(error, HooklineError) and _is_enough(error):
+        print("\n".join([f"hookline: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    else:
+        print(own_text(error), file=sys.stderr)
+
+
+def _is_enough(error: BaseException) -> bool:
+    """Return whether the sentence is enough: no code of the user called it, or a package is missing.
+
+    An error that an embedded experiment raises is about its options.
+    """
+    from hookline.errors import MissingPackageError
+
+    frames = _own_frames(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(_PACKAGE)]
+    return isinstance(error, MissingPackageError) or not theirs
+
+
+def _own_frames(trace: TracebackType | None) -> traceback.StackSummary:
+    """Return the frames of code that is neither hookline's nor an installed package's."""
+    frames = traceback.extract_tb(trace)
+    return traceback.StackSummary.from_list([frame for frame in frames if _is_users(frame.filename)])
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    path = Path(filename).resolve()
+    if path.is_relative_to(_PACKAGE):
+        # The experiments that come with hookline are read as examples; an error in them is shown as in one's own.
+        return path.parent.name == "experiments"
+    return "site-packages" not in path.parts and not path.is_relative_to(Path(traceback.__file__).resolve().parent)
+
+
+def own_text(error: BaseException) -> str:
+    """Return the frames of an error that are the user's, and what it says."""
+    frames, lines = _own_frames(error.__traceback__), []
+    if frames:
+        is_embedded = all(Path(frame.filename).resolve().is_relative_to(_PACKAGE) for frame in frames)
+        lines.append(f"Traceback ({'the experiment' if is_embedded else 'your code'}; all of it: --debug):")
+    elif not (isinstance(error, SyntaxError) and _is_users(error.filename or "<")):  # that names its place itself
+        frames = _last_call(error.__traceback__)
+        lines.append("Traceback (none of it is your code; from hookline's last call on; all of it: --debug):")
+    if frames:
+        lines.append("".join(frames.format()).rstrip())
+    lines.append("".join(traceback.format_exception_only(error)).rstrip())
+    return "\n".join(lines)
+
+
+def _last_call(trace: TracebackType | None) -> traceback.StackSummary:
+    """Return the frames from the last one of hookline on: there a loss that is torch's own function is called."""
+    frames = traceback.extract_tb(trace)
+    ours = [place for place, frame in enumerate(frames) if Path(frame.filename).resolve().is_relative_to(_PACKAGE)]
+    return traceback.StackSummary.from_list(frames[ours[-1] if ours else 0 :])

@@ -1,6 +1,6 @@
-"""``hookline new experiment|hook|sink FILE``: a file to start from, which runs as it is.
+"""Write a file to start from, which runs as it is: ``hookline new experiment|hook|sink FILE``.
 
-Takes a kind and a path, writes a template with names made of the file's name.
+`main` calls `new`, which fills a template with names made of the file's name.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pathlib import Path
 from string import Template
 from typing import Annotated, Final, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from hookline.cli.error_messages import DONE
+from hookline.cli.main import DONE
 from hookline.cli.parse import parse
-from hookline.cli.printing import tell
+from hookline.cli.screen import tell
+from hookline.config.run_options import flag
 from hookline.errors import OptionError
 
-__all__ = ["NewOptions", "command", "write_new"]
+__all__ = ["NewOptions", "new"]
 
 _NEXT: Final = {
     "experiment": "hookline run {named} --hooks norms --hook-csv",
@@ -40,25 +41,25 @@ class NewOptions:
       hookline new hook weight_norm.py
     """
 
-    kind: Annotated[Positional[Literal["experiment", "hook", "sink"]], arg(help_behavior_hint="")]
+    kind: Annotated[Positional[Literal["experiment", "hook", "sink"]], flag()]
     """What it is."""
-    file: Annotated[Positional[str], arg(metavar="FILE", help_behavior_hint="")]
+    file: Annotated[Positional[str], flag("FILE")]
     """Where it goes; its name gives the class its name."""
-    force: Annotated[bool, arg(help_behavior_hint="")] = False
+    force: Annotated[bool, flag()] = False
     """Write over a file that is there."""
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Write it, and say how to try it."""
+def new(arguments: Sequence[str]) -> int:
+    """Write the file, and print how to try it."""
     options = parse(NewOptions, arguments, "new")
-    path, cls = write_new(options.kind, options.file, force=options.force)
+    path, cls = _write(options.kind, options.file, force=options.force)
     tell(f"{path} has the {options.kind} {cls}. Try it:")
     tell(f"  {_NEXT[options.kind].format(named=shlex.quote(f'{path}:{cls}'))}")
     return DONE
 
 
-def write_new(kind: str, file: str, *, force: bool = False) -> tuple[Path, str]:
-    """Write a template; the path, and the name of its class."""
+def _write(kind: str, file: str, *, force: bool) -> tuple[Path, str]:
+    """Write a template; return its path, and the name of its class."""
     path = Path(file if file.endswith(".py") else f"{file}.py")
     name = re.sub(r"\W+", "_", path.stem).strip("_").lower()
     cls = "".join(part[:1].upper() + part[1:] for part in name.split("_"))

@@ -1,7 +1,7 @@
-"""The options of a command, read from its arguments.
+"""Read the options of a command from its arguments.
 
-Takes a dataclass whose docstring is the help, hands back one that is filled; tyro does the rest, but for the words it
-has for numbers.
+Every command calls `parse` with a dataclass whose docstring is the help; tyro does the rest, but for the errors about
+numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Options = TypeVar("_Options")
 
 
 def parse(cls: type[_Options], arguments: Sequence[str], command: str) -> _Options:
-    """The options; a mistake in them leaves the process with exit code 2."""
+    """Return the options; a mistake in them leaves the process with exit code 2."""
     about = inspect.cleandoc(cls.__doc__ or "")
     return tyro.cli(
         cls,
@@ -34,7 +34,7 @@ def parse(cls: type[_Options], arguments: Sequence[str], command: str) -> _Optio
 
 
 NUMBERS = ConstructorRegistry()
-"""Whole numbers and numbers, with a sentence for what is none: ``int()`` speaks of literals and bases."""
+"""Reads whole numbers and numbers, with a plain sentence for what is none."""
 
 
 @NUMBERS.primitive_rule

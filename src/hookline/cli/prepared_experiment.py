@@ -1,7 +1,7 @@
-"""An experiment that is made, with what its loop has to be told.
+"""Make the experiment of a run, and run its loop.
 
-Takes a `Request` from `session`, hands back a `Made`: an experiment of whatever origin (a class, a function, a
-`TrainTool`), ready to train.
+`run_session` calls `make_experiment` with a `Request` and gets a `PreparedExperiment`, whatever it was made from: a
+class, a function, or a `TrainTool`. It calls the loops of `training`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, Final
 from hookline.cli.run_request import Request
 from hookline.errors import OptionError
 
-__all__ = ["Made", "make_experiment"]
+__all__ = ["PreparedExperiment", "make_experiment"]
 
 _EPOCHS: Final = 10
 _STEPS: Final = 1000
-"""Where nothing says how long to train."""
+"""How long to train if nothing says it."""
 
 
 @dataclass
-class Made:
-    """An experiment and its loop."""
+class PreparedExperiment:
+    """Hold an experiment and how its loop runs."""
 
     experiment: Any
     loop: str
@@ -35,21 +35,21 @@ class Made:
     tool: Any = None
     """The `TrainTool` it comes from, if it does."""
     hooks: list[Any] = field(default_factory=list)
-    """Hooks over time that it brings along."""
+    """Lifecycle hooks of its own."""
 
     @property
     def unit(self) -> str:
-        """What `length` counts."""
+        """``"epochs"`` or ``"steps"``."""
         return f"{self.loop}s"
 
     @property
     def device(self) -> Any:
-        """Where the model is."""
+        """The device of the model."""
         return next((one.device for one in self.experiment.model.parameters()), "cpu")
 
     @property
     def dtype(self) -> Any:
-        """What most of its parameters are."""
+        """The dtype of its first parameter."""
         return next((one.dtype for one in self.experiment.model.parameters()), None)
 
     @property
@@ -63,7 +63,7 @@ class Made:
         return 1 if own is None else int(own)
 
     def move(self, device: Any, dtype: Any) -> None:
-        """To a device, before training begins."""
+        """Move the model to a device, before training begins."""
         if hasattr(self.experiment, "to"):
             self.experiment.to(device, dtype)
         else:
@@ -71,7 +71,7 @@ class Made:
 
     @contextmanager
     def hooks_on_modules(self, specs: list[dict[str, Any]]) -> Iterator[None]:
-        """The hooks that are given as data, and those of the tool, on the model for as long as the block lasts."""
+        """Attach the hooks of `specs`, and those of the tool, while the block lasts."""
         with self._tool_attached():
             if not specs:
                 yield
@@ -95,13 +95,13 @@ class Made:
         return attached
 
     def report_trackers_to(self, manager: Any) -> None:
-        """Have the trackers of a tool go where metrics of hooks go."""
+        """Send what the trackers of a tool report to the sinks of `manager`."""
         reporter = getattr(self.experiment, "reporter", None)
         if self.tool is not None and reporter is not None:
             reporter.sinks.append(_ToManager(manager))
 
     def train(self, manager: Any, context: Mapping[str, Any], checkpoints: Any, *, resume: bool) -> Any:
-        """Run the loop."""
+        """Run the loop, and return its result."""
         options: dict[str, Any] = {
             "manager": manager,
             "snapshot_every": self.snapshot_every,
@@ -121,17 +121,17 @@ class Made:
 
 
 class _ToManager:
-    """A sink of a tool's trackers that hands on to a manager."""
+    """Send what a tool's trackers report to a manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
-        """Hand on."""
+        """Send it."""
         self._manager.emit_metrics(metrics, epoch, hook_point)
 
 
-def make_experiment(request: Request, strategy: str) -> Made:
+def make_experiment(request: Request, strategy: str) -> PreparedExperiment:
     """Make the experiment of a strategy."""
     from hookline.metta.train_tool import TrainTool
 
@@ -145,22 +145,24 @@ def make_experiment(request: Request, strategy: str) -> Made:
         )
     loop = _loop(made, request)
     length = _length(request, loop, made)
-    every, evaluated = _said(request, "snapshot_every"), _said(request, "eval_every")
+    every, evaluated = _value_of(request, "snapshot_every"), _value_of(request, "eval_every")
     _check_lengths(**{f"{loop}s": length}, snapshot_every=every)
-    return Made(made, loop, length, every, evaluated)
+    return PreparedExperiment(made, loop, length, every, evaluated)
 
 
-def _of_tool(tool: Any, request: Request) -> Made:
+def _of_tool(tool: Any, request: Request) -> PreparedExperiment:
     policy = tool._load_or_create_policy()
     trainer = tool._initialize_trainer(policy)
-    length = _said(request, "epochs")
-    every, evaluated = _said(request, "snapshot_every"), _said(request, "eval_every")
+    length = _value_of(request, "epochs")
+    every, evaluated = _value_of(request, "snapshot_every"), _value_of(request, "eval_every")
     _check_lengths(epochs=length, snapshot_every=every)
-    return Made(trainer, "epoch", tool.epochs if length is None else length, every, evaluated, tool, list(tool.hooks))
+    return PreparedExperiment(
+        trainer, "epoch", tool.epochs if length is None else length, every, evaluated, tool, list(tool.hooks)
+    )
 
 
 def _check_lengths(**lengths: Any) -> None:
-    """Before there is a folder: the loop would say the same, but of a run that has begun."""
+    """Raise for a negative length, before there is a folder."""
     for name, value in lengths.items():
         if isinstance(value, int) and value < 0:
             raise OptionError(f"--{name.replace('_', '-')} takes a number of at least 0, got {value}.")
@@ -173,14 +175,14 @@ def _loop(made: Any, request: Request) -> str:
 
 
 def _length(request: Request, loop: str, made: Any) -> int:
-    length = _said(request, f"{loop}s")
+    length = _value_of(request, f"{loop}s")
     if length is None:
         own = getattr(made, "config", None)
         length = own.get(f"{loop}s") if isinstance(own, Mapping) else getattr(own, f"{loop}s", None)
     return int((_EPOCHS if loop == "epoch" else _STEPS) if length is None else length)
 
 
-def _said(request: Request, name: str) -> Any:
-    """By a flag, or by the configuration."""
+def _value_of(request: Request, name: str) -> Any:
+    """Return an option of the loop: of a flag, or of the configuration."""
     value = request.loop.get(name)
     return getattr(request.config, name, None) if value is None else value

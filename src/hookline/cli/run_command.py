@@ -1,6 +1,6 @@
-"""``hookline run EXPERIMENT``: train it, with hooks, one strategy after the other.
+"""Train an experiment, with hooks, one strategy after the other: ``hookline run EXPERIMENT``.
 
-Takes the arguments, hands what they mean to a `Session` per strategy, and says at the end where everything is.
+`main` calls `run`, which checks everything first, runs a `Session` for each strategy, and prints where everything is.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.cli.destinations import destinations, sink_files
-from hookline.cli.error_messages import DONE
-from hookline.cli.folder import LOG
+from hookline.cli.main import DONE
 from hookline.cli.process_settings import device_of, dtype_of, process_settings
+from hookline.cli.run_folder import LOG
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
 from hookline.cli.screen import Screen, messages
 from hookline.errors import OptionError
 
-__all__ = ["command"]
+__all__ = ["run"]
 
 _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Run it; the exit code."""
+def run(arguments: Sequence[str]) -> int:
+    """Train, and return the exit code."""
     options, joined = first_look(arguments)
     if options.hook.hooks_list or options.hook.hooks_describe is not None:
         return _show_hooks(options)
@@ -55,9 +55,10 @@ def _show_hooks(options: Any) -> int:
 
 
 def _prepare(request: Request, arguments: Sequence[str]) -> Prepared:
-    """Everything that can be wrong is found out here, before anything is trained or written."""
-
+    """Check everything that can be wrong, before anything is trained or written."""
     options, found, settings = request.options, request.found, request.settings
+    if options.training.threads is not None and options.training.threads < 1:
+        raise OptionError(f"--threads takes a number of at least 1, got {options.training.threads}.")
     _check_every(options.checkpoint.save_checkpoints, options.checkpoint.validate_checkpoints)
     return Prepared(
         request=request,
@@ -103,7 +104,7 @@ def _stopped(prepared: Prepared, ended: Ended) -> int:
 
 
 def _where(prepared: Prepared) -> list[str]:
-    """The flags that are needed to find the run again."""
+    """Return the flags that are needed to find the run again."""
     options = prepared.request.options
     found = [] if options.training.strategy is None else ["--strategy", options.training.strategy]
     return found + ([] if options.output.output_dir == "runs" else ["--output-dir", options.output.output_dir])
@@ -121,7 +122,7 @@ def _compare(prepared: Prepared, ended: Sequence[Ended]) -> None:
 
 
 def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None) -> bool:
-    """The page, and whether it is there; that it cannot be made does not make the run fail."""
+    """Write the page; return whether it is there. The run does not fail if it cannot be made."""
     if prepared.request.options.output.no_report or not prepared.hooks:
         return False
     try:

@@ -1,7 +1,7 @@
-"""What ``hookline run`` was asked for: flags, over a run file or the options of a run that is resumed.
+"""Read what ``hookline run`` was asked for: flags, over a run file or the options of a run that is resumed.
 
-Takes the arguments, hands a `Request` to `run`. They are read twice: first to learn which experiment it is, then with
-the experiment's own options among the flags.
+`run_command` and ``check`` call it with the arguments and get a `Request`. The arguments are read twice: first to learn
+which experiment it is, then with the experiment's own options among the flags.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from typing import Annotated, Any, Final
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
-from hookline.cli.chosen_hooks import ALWAYS, choose_hooks
-from hookline.cli.config_flags import ConfigFlags
-from hookline.cli.find_experiment import Found, find_experiment
+from hookline.cli.find_experiment import ConfigFlags, FoundExperiment, find_experiment
 from hookline.cli.hook_config import read_hook_config
-from hookline.cli.hook_objects import HookObjects, checked_schedules, checked_trackers
-from hookline.cli.module_specs import check_factories, check_specs, specs_of_file
-from hookline.cli.option_sources import Settings, settings_of_file, settings_of_run
+from hookline.cli.option_sources import RunSettings, settings_of_file, settings_of_run
 from hookline.cli.parse import NUMBERS
-from hookline.cli.run_options import RunOptions, flat
+from hookline.cli.run_hooks import (
+    ALWAYS,
+    HookObjects,
+    check_factories,
+    check_specs,
+    choose_hooks,
+    specs_of_file,
+    valid_schedules,
+    valid_trackers,
+)
+from hookline.config.run_options import FILE_KEYS, RunOptions, flat
 from hookline.errors import OptionError
 
 __all__ = ["Request", "first_look", "read_request"]
@@ -33,14 +39,11 @@ _SEVERAL: Final = ("--hooks", "--hook-config", "--hook-sink", "--hooks-describe"
 _NOT_SAVED: Final = frozenset(
     ("experiment", "resume", "force", "dry_run", "config", "hooks_list", "hooks_describe", "hook_config")
 )
-_FLAGS: Final[dict[tuple[str | int, ...], str]] = {
-    ("hooks", "with_hooks"): "with_hooks",
-    ("hooks", "names"): "hooks",
-}
-"""Flags that are called otherwise than in a run file."""
+_FLAG_AT: Final = {place.key: name for name, place in FILE_KEYS.items()}
+"""By key of a run file, the flag."""
 _NAMES_HOOKS: Final = (("hooks", "names"), ("hooks", "with_hooks"), ("experiment",))
-"""What says in a run file which hooks there are."""
-UNKNOWN: Final = Found("", "", make=lambda config, strategy: None)
+"""The keys of a run file that say which hooks there are."""
+UNKNOWN: Final = FoundExperiment("", "", make=lambda config, strategy: None)
 """Stands for an experiment that there is not, while the rest of a run file is checked."""
 _ABOUT: Final = """Train an experiment, with hooks.
 
@@ -55,18 +58,18 @@ Examples:
 
 @dataclass
 class Request:
-    """Everything that a run needs to know."""
+    """Hold everything that was asked for."""
 
     options: RunOptions
-    found: Found
+    found: FoundExperiment
     config: Any
     """The experiment's configuration; None if it has none."""
     loop: dict[str, Any]
-    """``epochs`` or ``steps``, ``snapshot_every``, ``eval_every``: what the configuration does not say."""
-    settings: Settings
+    """``epochs`` or ``steps``, ``snapshot_every``, ``eval_every``, as far as the configuration has no such field."""
+    settings: RunSettings
 
     def saved(self, hook_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The options, to be found again by ``--resume``."""
+        """Return the options as ``run.json`` keeps them for ``--resume``."""
         flags = {name: value for name, value in flat(self.options).items() if name not in _NOT_SAVED}
         return {
             "flags": flags,
@@ -79,23 +82,23 @@ class Request:
         }
 
     def hook_objects(self) -> HookObjects:
-        """Return what makes its hooks; that they are known, and take what they are given, is found out now."""
+        """Return what makes its hooks; raise now if one is unknown or does not take its arguments."""
         asked, settings = self.options.hook, self.settings
         mistakes = settings.mistakes
         groups = None if self.found is UNKNOWN else self.found.hook_sets
         names = choose_hooks(asked.with_hooks, asked.hooks, groups, self.found.name, self._at)
-        trackers = checked_trackers(settings.trackers, names, mistakes)
+        trackers = valid_trackers(settings.trackers, names, mistakes)
         if trackers and not names:
             names = [ALWAYS]
-        known = None if mistakes.has_any(*_NAMES_HOOKS) else names  # of others, nobody can say what has no effect
+        known = None if mistakes.has_any(*_NAMES_HOOKS) else names  # otherwise it cannot be said what has no effect
         config = read_hook_config(asked.hook_config, settings.hook_config, known, mistakes)
         for name, arguments in self.found.hook_config.items():
             if name in names:
                 config[name] = {**arguments, **config.get(name, {})}
-        return HookObjects(names, config, checked_schedules(settings.schedules, known, mistakes), trackers)
+        return HookObjects(names, config, valid_schedules(settings.schedules, known, mistakes), trackers)
 
     def module_specs(self) -> list[dict[str, Any]]:
-        """The hooks on modules, of the run file and of ``--hook-specs``; their factories are looked for now."""
+        """Return the hooks on modules, of the run file and of ``--hook-specs``; import their factories now."""
         place = self.settings.mistakes.place
         placed = [(place(["specs", number]), spec) for number, spec in enumerate(self.settings.specs)]
         file = self.options.hook.hook_specs
@@ -104,7 +107,7 @@ class Request:
     def check(self) -> None:
         """Look up everything that the run file names, and raise one error with all that is wrong with the file.
 
-        What flags say instead is not held against the file.
+        A value that a flag replaces is not checked.
         """
         from hookline.cli.destinations import destinations
         from hookline.cli.process_settings import device_of, dtype_of
@@ -124,16 +127,14 @@ class Request:
 
     def _at(self, path: Sequence[str | int]) -> AbstractContextManager[None]:
         """Collect the errors of a block about a value of the file, unless a flag has said otherwise."""
-        flag = _FLAGS.get(tuple(path[:2]), str(path[0]))
-        if path[0] == "sinks":
-            flag = f"hook_{path[1]}"
+        flag = _FLAG_AT.get(".".join(map(str, path[:2])), str(path[0]))
         value = flat(self.options).get(flag)
         is_of_file = path[:2] == ["sinks", "others"] or (value is not None and value == self.settings.flags.get(flag))
         return self.settings.mistakes.at(*path) if is_of_file else nullcontext()
 
 
 def first_look(argv: Sequence[str]) -> tuple[RunOptions, list[str]]:
-    """The flags that every experiment has, and the arguments with flags of several values joined."""
+    """Return the flags that every experiment has, and the arguments with flags of several values joined."""
     joined = _joined(argv)
     without_help = [one for one in joined if one not in ("-h", "--help")]
     options, _ = tyro.cli(
@@ -150,21 +151,21 @@ def first_look(argv: Sequence[str]) -> tuple[RunOptions, list[str]]:
 
 
 def read_request(options: RunOptions, arguments: Sequence[str]) -> Request:
-    """All options, the experiment's own among them; what is wrong with a run file is raised, all of it at once."""
+    """Return all options, the experiment's own among them; one error has all that is wrong with a run file."""
     if options.experiment is None and options.checkpoint.config is None:
         _only_help(arguments)
     settings, path = settings_of_file(options)
     mistakes = settings.mistakes
-    found = _found(path, settings)
+    found = _find(path, settings)
     if options.checkpoint.resume and not settings.flags and not settings.config:
         settings = settings_of_run(options, found) or settings
         mistakes = settings.mistakes
     flags = ConfigFlags(found.config_class, flat(options)) if found.config_class is not None else None
-    given = {} if flags is None else flags.checked(settings.config, mistakes)
+    given = {} if flags is None else flags.valid(settings.config, mistakes)
     if flags is None and settings.config and found is not UNKNOWN:
         mistakes.add(["config"], f"{found.name} takes no options of its own.")
     if len(mistakes):
-        Request(_merged(options, settings), found, None, {}, settings).check()  # tells the rest as well
+        Request(_merged(options, settings), found, None, {}, settings).check()  # raises, with the rest
     values = _second_look(options, arguments, found, flags, given, settings)
     config = None
     if flags is not None:
@@ -177,7 +178,7 @@ def read_request(options: RunOptions, arguments: Sequence[str]) -> Request:
     return request
 
 
-def _found(path: str, settings: Settings) -> Found:
+def _find(path: str, settings: RunSettings) -> FoundExperiment:
     """Return the experiment; UNKNOWN if the run file does not name one that there is."""
     if not settings.says_experiment:
         return find_experiment(path)
@@ -187,8 +188,8 @@ def _found(path: str, settings: Settings) -> Found:
     return UNKNOWN
 
 
-def _merged(options: RunOptions, settings: Settings) -> RunOptions:
-    """Return the settings of the file with the flags over them, as far as these can be told without the experiment."""
+def _merged(options: RunOptions, settings: RunSettings) -> RunOptions:
+    """Return the settings of the file with the flags over them, as far as they are known without the experiment."""
     defaults = flat(RunOptions())
     given = {name: value for name, value in flat(options).items() if value != defaults[name]}
     return RunOptions().with_values(settings.flags | given)
@@ -205,7 +206,7 @@ def _only_help(arguments: Sequence[str]) -> None:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """Arguments where a flag of several values that is given twice has all of them at its first place."""
+    """Return the arguments; a flag of several values that is given twice has all of them at its first place."""
     rest: list[str] = []
     several: dict[str, list[str]] = {}
     current: str | None = None
@@ -232,10 +233,10 @@ def _joined(argv: Sequence[str]) -> list[str]:
 def _second_look(
     options: RunOptions,
     arguments: Sequence[str],
-    found: Found,
+    found: FoundExperiment,
     flags: ConfigFlags | None,
     given: Mapping[str, Any],
-    settings: Settings,
+    settings: RunSettings,
 ) -> Any:
     default = RunOptions(options.experiment).with_values(settings.flags)
     default.experiment = options.experiment
@@ -261,12 +262,12 @@ def _second_look(
 
 def _all_options(
     default: RunOptions,
-    found: Found,
+    found: FoundExperiment,
     flags: ConfigFlags | None,
     given: Mapping[str, Any],
     loop_given: Mapping[str, Any],
 ) -> Any:
-    """One type for every flag of this experiment."""
+    """Return one type with every flag of this experiment."""
     common = Annotated[RunOptions, arg(name=""), OmitArgPrefixes]
     own = make_dataclass("Nothing", []) if flags is None else flags.dataclass(given)
     made: list[Any] = [
@@ -291,8 +292,8 @@ _LOOP: Final = {
 }
 
 
-def _loop_options(found: Found, flags: ConfigFlags | None, given: Mapping[str, Any]) -> type:
-    """Flags for what the configuration leaves open."""
+def _loop_options(found: FoundExperiment, flags: ConfigFlags | None, given: Mapping[str, Any]) -> type:
+    """Return the flags of the loop that are no fields of the configuration."""
     known = set() if flags is None else set(flags.names)
     left_out = {"epoch": {"steps"}, "step": {"epochs", "eval_every"}}.get(found.loop or "", set())
     if known & {"epochs", "steps"}:

@@ -1,7 +1,7 @@
-"""One strategy of a run, from its seed to its closing lines.
+"""Run one strategy, from its seed to the end of training.
 
-Takes what `run` has prepared, hands back how it ended. The order: seed, experiment, device, compilation, hooks on
-modules, folder, manager, training, page.
+`run_command` makes a `Session` of what it has prepared, and gets `Ended`. The order: seed, experiment, device,
+compilation, hooks on modules, folder, threads, manager, training.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hookline.cli.error_messages import RunFailed
-from hookline.cli.folder import LOG, new_folder, newest_run, plain
-from hookline.cli.hook_objects import HookObjects
-from hookline.cli.prepared_experiment import Made, make_experiment
-from hookline.cli.process_settings import seed_everything
-from hookline.cli.progress_bar import FigureSink, steps_counted, steps_in_all
-from hookline.cli.run_facts import model_facts
-from hookline.cli.run_json import RunNotes
+from hookline.cli.main import RunFailed
+from hookline.cli.prepared_experiment import PreparedExperiment, make_experiment
+from hookline.cli.process_settings import choose_threads, seed_everything
+from hookline.cli.run_folder import LOG, RunNotes, model_facts, new_folder, newest_run, read_run_json, to_plain
+from hookline.cli.run_hooks import HookObjects
 from hookline.cli.run_request import Request
 from hookline.cli.screen import Screen
 from hookline.errors import HooklineWarning, OptionError, ResumeError
@@ -31,7 +28,7 @@ __all__ = ["Ended", "Prepared", "Session"]
 
 @dataclass
 class Prepared:
-    """What all strategies of a run have in common."""
+    """Hold what all strategies of a run have in common."""
 
     request: Request
     hook_objects: HookObjects
@@ -44,12 +41,12 @@ class Prepared:
     run_group: str
     command: list[str]
     hooks: list[Any] = field(default_factory=list)
-    """The hook objects, once the first strategy has made them: each strategy has the same, reset."""
+    """The hook objects, once the first strategy has made them; each strategy resets them."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a strategy ended."""
+    """Hold how a strategy ended."""
 
     folder: Path
     result: Any
@@ -65,36 +62,38 @@ class Ended:
 
 
 class Session:
-    """The run of one strategy."""
+    """Run one strategy."""
 
     def __init__(self, prepared: Prepared, strategy: str, *, may_be_new: bool) -> None:
         self.prepared = prepared
         self.strategy = strategy
         self.request = prepared.request
         self._may_be_new = may_be_new
-        self._figures = FigureSink()
+        self._figures: Any = None
         self._sinks: list[Any] = []
+        self._threads = 0
 
     def run(self) -> Ended:
-        """Make it, train it, write down what it was."""
+        """Make the experiment, train it, and write ``run.json``."""
         made = self.make()
+        from hookline.cli.run_observers import FigureSink
         from hookline.training.checkpoints.checkpoints import lock_folder
 
+        self._figures = FigureSink()
         with ExitStack() as stack:
-            stack.enter_context(
-                made.hooks_on_modules(self.prepared.specs)
-            )  # first: a factory that raises leaves nothing
+            stack.enter_context(made.hooks_on_modules(self.prepared.specs))  # first: a factory may raise
             folder, resume = self._folder()
+            self._set_threads(made, folder)
             stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             manager = self._manager(made, folder)
             if manager is not None:
-                stack.callback(_close, manager)
+                stack.callback(manager.close)
             notes = RunNotes(folder, manager, self._sinks)
             notes.begin(self._facts(made))
             return self._train(made, folder, manager, notes, resume=resume)
 
-    def make(self) -> Made:
-        """The experiment, seeded, on its device."""
+    def make(self) -> PreparedExperiment:
+        """Return the experiment, seeded, on its device."""
         request = self.request
         seed_everything(request.options.training.seed)
         made = make_experiment(request, self.strategy)
@@ -108,7 +107,7 @@ class Session:
     # -- before ----------------------------------------------------------------------------------------------
 
     def _folder(self) -> tuple[Path, bool]:
-        """Where it goes, and whether there is a run there to go on with."""
+        """Return the folder of the run, and whether there is a run in it to resume."""
         output_dir = Path(self.request.options.output.output_dir)
         name = self.request.found.name
         if self.request.options.checkpoint.resume:
@@ -122,8 +121,18 @@ class Session:
                 )
         return new_folder(output_dir, name, self.strategy), False
 
-    def _manager(self, made: Made, folder: Path) -> Any:
-        """The hooks, with sinks behind them; None if there are none."""
+    def _set_threads(self, made: PreparedExperiment, folder: Path) -> None:
+        """Set the number of torch threads, and say what was chosen and why."""
+        recorded = read_run_json(folder).get("threads")
+        count = model_facts(made.experiment.model)["parameters"]
+        self._threads, reason = choose_threads(
+            self.request.options.training.threads, count, on_cpu=str(made.device) == "cpu", recorded=recorded
+        )
+        if reason:
+            self.prepared.screen.say(reason)
+
+    def _manager(self, made: PreparedExperiment, folder: Path) -> Any:
+        """Return the manager of the hooks, with its sinks; None if there are no hooks."""
         prepared = self.prepared
         own = self._own_hooks(made)
         if not prepared.hook_objects.names and not own and not prepared.hooks:
@@ -149,10 +158,10 @@ class Session:
         made.report_trackers_to(manager)
         return manager
 
-    def _own_hooks(self, made: Made) -> list[Any]:
+    def _own_hooks(self, made: PreparedExperiment) -> list[Any]:
         hooks = list(made.hooks)
         if self.request.options.output.record_trajectory:
-            from hookline.cli.trajectory import TrajectoryHook
+            from hookline.cli.run_observers import TrajectoryHook
 
             hooks.append(TrajectoryHook())
         return hooks
@@ -170,11 +179,11 @@ class Session:
     def _config(self) -> dict[str, Any]:
         config = self.request.config
         values = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
-        found: dict[str, Any] = plain(values)
+        found: dict[str, Any] = to_plain(values)
         return found
 
-    def _facts(self, made: Made) -> dict[str, Any]:
-        """What is known of the run before it begins."""
+    def _facts(self, made: PreparedExperiment) -> dict[str, Any]:
+        """Return what is known of the run before it begins."""
         request = self.request
         return {
             "experiment": request.found.name,
@@ -184,6 +193,7 @@ class Session:
             "config": self._config(),
             "options": request.saved(self.prepared.hook_objects.config) | {"run_group": self.prepared.run_group},
             "seed": request.options.training.seed,
+            "threads": self._threads,
             "device": str(made.device),
             "dtype": str(made.dtype).removeprefix("torch."),
             "model": model_facts(made.experiment.model),
@@ -191,13 +201,13 @@ class Session:
 
     # -- training --------------------------------------------------------------------------------------------
 
-    def _train(self, made: Made, folder: Path, manager: Any, notes: RunNotes, *, resume: bool) -> Ended:
+    def _train(self, made: PreparedExperiment, folder: Path, manager: Any, notes: RunNotes, *, resume: bool) -> Ended:
         began = time.perf_counter()
         try:
             with self._bar(made, folder if resume else None):
                 result = self._loop(made, folder, manager, resume=resume)
         except ResumeError as error:  # nothing was begun: what the folder says of the run stays
-            notes.take_back()
+            notes.undo()
             raise ResumeError(str(error).replace("Checkpoints(..., force=True)", "--force")) from error
         except Exception as error:
             notes.end("failed", time.perf_counter() - began, error=error)
@@ -208,7 +218,7 @@ class Session:
             raise
         if manager is not None:
             self.prepared.screen.say_what_is_missing(self._figures.names)
-            self._say_who_failed(manager)
+            self._say_what_failed(manager)
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
         notes.end(status, seconds, result=result)
@@ -216,7 +226,7 @@ class Session:
         return Ended(folder, result, seconds, status, profile)
 
     def _after_failure(self, folder: Path, manager: Any) -> str:
-        """What a user does next: where the run is, how to go on, and without whom."""
+        """Return what a user can do next: where the run is, how to resume it, and without which hook."""
         lines = [f"The run failed; what it recorded until then is in {folder}."]
         failed = [] if manager is None else list(manager.hook_errors)
         if failed:
@@ -228,7 +238,7 @@ class Session:
             lines.append("To go on from its last checkpoint: --resume.")
         return " ".join(lines)
 
-    def _say_who_failed(self, manager: Any) -> None:
+    def _say_what_failed(self, manager: Any) -> None:
         """Tell of hooks that raised while the run went on."""
         off = manager.plan().left_out
         for name, count in manager.hook_errors.items():
@@ -236,18 +246,18 @@ class Session:
             times = "once" if count == 1 else f"{count} times"
             self.prepared.screen.say(f"The hook {name} raised {times} and {became}: its metrics are incomplete.")
 
-    def _loop(self, made: Made, folder: Path, manager: Any, *, resume: bool) -> Any:
+    def _loop(self, made: PreparedExperiment, folder: Path, manager: Any, *, resume: bool) -> Any:
         checkpoints = self._checkpoints(made, folder / "checkpoints")
         return made.train(manager, self._context(folder), checkpoints, resume=resume)
 
-    def _checkpoints(self, made: Made, folder: Path) -> Any:
+    def _checkpoints(self, made: PreparedExperiment, folder: Path) -> Any:
         asked = self.request.options.checkpoint
         options: dict[str, Any] = {
             "config": self._config() | {made.unit: made.length, "seed": self.request.options.training.seed},
             "force": asked.force,
         }
         if asked.validate_checkpoints is not None:
-            from hookline.cli.checkpoint_validation import ValidatedCheckpoints
+            from hookline.cli.run_observers import ValidatedCheckpoints
 
             every = _every(asked.validate_checkpoints, made.loop)
             return ValidatedCheckpoints(folder, every=every, say=self.prepared.screen.say, **options)
@@ -256,7 +266,9 @@ class Session:
         return Checkpoints(folder, every=_every(asked.save_checkpoints, made.loop), **options)
 
     @contextmanager
-    def _bar(self, made: Made, resumed: Path | None) -> Iterator[None]:
+    def _bar(self, made: PreparedExperiment, resumed: Path | None) -> Iterator[None]:
+        from hookline.cli.run_observers import steps_counted, steps_in_all
+
         bar = self.prepared.screen.bar()
         total = steps_in_all(made.experiment, made.loop, made.length)
         if bar is None or total is None:
@@ -277,7 +289,7 @@ def _every(asked: tuple[int, ...] | None, loop: str) -> int | None:
 
 
 def _warn_of_unused(request: Request) -> None:
-    """Sinks that were asked for, and have nothing to take."""
+    """Warn of sinks that were asked for, and get nothing."""
     chosen = [name for name, value in vars(request.options.sink).items() if value not in (None, False, ())]
     if chosen or request.settings.sinks:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen) or "The sinks of the run file"
@@ -287,10 +299,6 @@ def _warn_of_unused(request: Request) -> None:
             HooklineWarning,
             stacklevel=2,
         )
-
-
-def _close(manager: Any) -> None:
-    manager.close()
 
 
 def _steps_done(folder: Path | None) -> int:

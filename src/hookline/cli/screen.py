@@ -1,45 +1,92 @@
-"""What a run shows while it lasts: a live view, lines, tables, a progress bar; or nothing.
+"""Print tables and lines, and show a run while it lasts: a live view, lines, tables, a progress bar, or nothing.
 
-Takes the flags, hands the console sink and the bar to `session`. Warnings of hookline are shown as lines, its log
-messages too.
+Every command prints by these functions; `run_session` takes the console sink and the bar from `Screen`. Warnings and
+log messages of hookline become lines. rich is imported when something is shown.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from hookline.cli.printing import console
-from hookline.cli.run_options import OutputOptions
+from hookline.messages import did_you_mean
 
-__all__ = ["Screen", "messages", "mode_of"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hookline.config.run_options import OutputOptions
+
+__all__ = ["Screen", "messages", "mode_of", "print_table", "size", "tell"]
 
 _BY_FLAGS: Final = {
     "HookManager(reference_weights=...)": "--hook-config reference_weights.path=FILE",
     "manager.hook_errors": "run.json",
 }
 """What the remedy of a message is called on the command line."""
+_WIDE: Final = 160
+"""Columns of a table in a file or a pipe."""
+
+
+def _console() -> Console:
+    """Return where to print: as wide as the terminal or as COLUMNS says; wide enough for tables in a file or a pipe."""
+    from rich.console import Console
+
+    is_wide = not sys.stdout.isatty() and not os.environ.get("COLUMNS")
+    return Console(width=_WIDE if is_wide else None, highlight=False, soft_wrap=False)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table to the standard output; nothing in it is taken for markup, and no line ends in blanks."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", show_edge=False, pad_edge=False)
+    for place, column in enumerate(columns):
+        made.add_column(column, overflow="fold", no_wrap=place == 0)  # a name is to be found and copied
+    for row in rows:
+        made.add_row(*[Text(cell) for cell in row])
+    screen = _console()
+    with screen.capture() as caught:
+        screen.print(made)
+    lines = caught.get().splitlines()
+    print("\n".join(line.rstrip() for line in lines), end="\n\n" if title else "\n", flush=True)
+
+
+def tell(text: str = "") -> None:
+    """Print a line as it is."""
+    print(text, flush=True)
+
+
+def size(nbytes: int) -> str:
+    """Return a number of bytes with its unit."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 class Screen:
-    """The console of a run."""
+    """Show a run: its metrics, its progress bar, its lines."""
 
     def __init__(self, options: OutputOptions, live_metrics: Mapping[str, Mapping[str, str]]) -> None:
-        self._console = console()
+        self._console = _console()
         self.mode = mode_of(options, can_redraw=self._console.is_terminal and not self._console.is_dumb_terminal)
-        """One of `CONSOLES`."""
+        """``"live"``, ``"lines"``, ``"tables"``, ``"silent"`` or ``"none"``."""
         self._asked_live = options.live or options.console == "live"
         self._live_metrics = live_metrics
         self._show = options.show
         self._sink: Any = None
 
     def sinks(self, snapshot_every: int | None = None) -> list[Any]:
-        """The console sink, for the next strategy; none if it is to be quiet.
+        """Return the console sink for the next strategy; none if it is to be quiet.
 
         Args:
             snapshot_every: How many epochs from one snapshot to the next; None or 0 if epochs do not count them.
@@ -62,7 +109,7 @@ class Screen:
         return [self._sink]
 
     def bar(self) -> Any:
-        """A progress bar; None where nothing is shown."""
+        """Return a progress bar; None where nothing is shown."""
         if self.mode == "none":
             return None
         if self._sink is not None:
@@ -72,17 +119,16 @@ class Screen:
         return RunProgress(self._console)
 
     def say_what_is_missing(self, known: Iterable[str]) -> None:
-        """Tell of metrics that ``--show`` asked for and that have not come; ``known`` are those that have."""
+        """Tell of metrics that ``--show`` asked for and that are not among those that came, ``known``."""
         if self._sink is None or self.mode == "tables":
             return
         names = sorted({*known, *(key.partition("/")[2] for key in known)} - {""})
         for pattern in self._sink.choice.unmatched():
-            near = get_close_matches(pattern, names, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
+            meant = did_you_mean(pattern, names)
             self.say(f"--show {pattern}: no metric of that name has come.{meant} All of them: --console tables.")
 
     def say(self, text: str) -> None:
-        """A line, unless nothing is to be shown."""
+        """Print a line, unless nothing is to be shown."""
         if self.mode != "none":
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -98,31 +144,34 @@ def mode_of(options: OutputOptions, *, can_redraw: bool) -> str:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """That a checkpoint was saved is none: there may be one every second. Nor is where an error came from, if it is
-    logged for information: a warning has told it in a sentence."""
+    """Return whether a log message is printed.
+
+    Not that a checkpoint was saved: there may be one every second. Nor, at level INFO, where an error came from: a
+    warning has said it in a sentence.
+    """
     is_known = record.name.startswith("hookline.training.checkpoints") or record.exc_info is not None
     return record.levelno > logging.INFO or not is_known
 
 
 def _by_flags(text: str) -> str:
-    """The text with the remedies of the command line."""
+    """Return the text with the remedies of the command line."""
     for said, flag in _BY_FLAGS.items():
         text = text.replace(said, flag)
     return text
 
 
 class _Format(logging.Formatter):
-    """A line; of an error, the frames that are the user's."""
+    """Format a message as a line; of an error, the frames that are the user's."""
 
     def formatException(self, ei: Any) -> str:
-        """The text of an error."""
-        from hookline.cli.error_messages import own_text
+        """Return the text of an error."""
+        from hookline.cli.main import own_text
 
         return own_text(ei[1])
 
 
 class _Lines(logging.Handler):
-    """Prints to what is the standard error by then: while a progress bar is drawn, that is the bar's."""
+    """Print to the standard error of the moment: while a progress bar is drawn, that is the bar's."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a line."""

@@ -1,7 +1,7 @@
-"""``hookline serve --model PATH``: a causal language model over HTTP, with hooks on it.
+"""Serve a causal language model over HTTP, with hooks on it: ``hookline serve --model PATH``.
 
-Takes flags, a token from where it may come from, and specs from files; hands settings and a way to make the engine to
-`hookline.serve.http.server`. No torch and nothing of ``hookline[serve]`` here before it serves.
+`main` calls `serve`, which gives settings, specs from files and a way to make the engine to the server of
+`hookline.serve.http`. Imports neither torch nor the packages of ``hookline[serve]`` before it serves.
 """
 
 from __future__ import annotations
@@ -14,30 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from tyro.conf import arg
-
-from hookline.cli.error_messages import DONE, FAILED
+from hookline.cli.main import DONE, FAILED
 from hookline.cli.parse import parse
 from hookline.cli.screen import messages
+from hookline.config.run_options import flag
 from hookline.errors import ConfigError, OptionError
 
 if TYPE_CHECKING:
     from hookline.serve.http.http_settings import Settings
     from hookline.serve.serving_engine import Engine
 
-__all__ = ["ServeOptions", "command"]
+__all__ = ["ServeOptions", "serve"]
 
 logger = logging.getLogger("hookline.serve")
 
 _NO_HOOKS: Final = "enable_hooks=True but no 'hooks' specified in server_args"
-"""In the words of `ModelRunner`, which are those of where such files come from."""
+"""In the words of SGLang, as `ModelRunner` logs it."""
 _TOKEN: Final = "HOOKLINE_SERVE_TOKEN"
 _ALLOWED: Final = ("hookline.factories",)
-
-
-def _arg(metavar: str | None = None, hint: str | None = "") -> Any:
-    """How a flag is shown; ``hint`` None shows its default."""
-    return arg(metavar=metavar, help_behavior_hint=hint)
 
 
 @dataclass
@@ -50,51 +44,51 @@ class ServeOptions:
       HOOKLINE_SERVE_TOKEN=secret hookline serve --model models/llama --export-dir exports   # hooks over HTTP
     """
 
-    model: Annotated[str | None, _arg("PATH")] = None
+    model: Annotated[str | None, flag("PATH")] = None
     """The folder of the model, as transformers saves it; if left out, model_path of the server's settings."""
-    server_args: Annotated[str | None, _arg("FILE")] = None
+    server_args: Annotated[str | None, flag("FILE")] = None
     """Settings of the server with enable_hooks and hooks, or forward_hooks: .json, .yaml, .toml."""
-    hooks: Annotated[str | None, _arg("FILE")] = None
+    hooks: Annotated[str | None, flag("FILE")] = None
     """Hooks to start with, as data: a list of name, target_modules, hook_factory, config."""
-    host: Annotated[str, _arg("ADDRESS", None)] = "127.0.0.1"
+    host: Annotated[str, flag("ADDRESS", None)] = "127.0.0.1"
     """Where to listen. An address that others reach needs a token, which then protects everything."""
-    port: Annotated[int, _arg("PORT", None)] = 8000
+    port: Annotated[int, flag("PORT", None)] = 8000
     """0 takes one that is free, and prints it."""
-    device: Annotated[str | None, _arg("DEVICE")] = None
+    device: Annotated[str | None, flag("DEVICE")] = None
     """cpu, cuda, cuda:1; if left out, the GPU if there is one."""
-    dtype: Annotated[str | None, _arg("DTYPE")] = None
+    dtype: Annotated[str | None, flag("DTYPE")] = None
     """float32, bfloat16, float16; if left out, what the model was saved in."""
-    max_batch: Annotated[int, _arg("N", None)] = 32
+    max_batch: Annotated[int, flag("N", None)] = 32
     """The most sequences in one forward."""
-    max_waiting: Annotated[int, _arg("N", None)] = 256
+    max_waiting: Annotated[int, flag("N", None)] = 256
     """The most sequences that wait for their turn; more are told to come back (429)."""
-    max_sequence: Annotated[int | None, _arg("N")] = None
+    max_sequence: Annotated[int | None, flag("N")] = None
     """The most tokens of prompt and answer; if left out, as many as the model was made for."""
-    captured_bytes: Annotated[int, _arg("BYTES", None)] = 1 << 30
+    captured_bytes: Annotated[int, flag("BYTES", None)] = 1 << 30
     """The most memory for hidden states that requests wait for."""
-    served_model_name: Annotated[str | None, _arg("NAME")] = None
+    served_model_name: Annotated[str | None, flag("NAME")] = None
     """What clients call the model; the folder's name if left out."""
-    allow: Annotated[tuple[str, ...], _arg("PREFIX ...")] = ()
+    allow: Annotated[tuple[str, ...], flag("PREFIX ...")] = ()
     """What paths of factories may begin with. If left out: hookline.factories over HTTP, anything in files."""
-    token: Annotated[str | None, _arg("TOKEN")] = None
+    token: Annotated[str | None, flag("TOKEN")] = None
     """What changes of hooks over HTTP need. Others on this machine can read it here: better --token-file, or the
     environment variable HOOKLINE_SERVE_TOKEN."""
-    token_file: Annotated[str | None, _arg("FILE")] = None
+    token_file: Annotated[str | None, flag("FILE")] = None
     """A file with the token."""
-    protect: Annotated[Literal["hooks", "everything"] | None, _arg("hooks|everything")] = None
+    protect: Annotated[Literal["hooks", "everything"] | None, flag("hooks|everything")] = None
     """What needs the token: changing hooks, or everything but /health. If left out: hooks on this machine's own
     address, everything on others."""
-    without_token: Annotated[bool, _arg()] = False
+    without_token: Annotated[bool, flag()] = False
     """Listen at an address that others reach although there is no token."""
-    export_dir: Annotated[str | None, _arg("DIR")] = None
+    export_dir: Annotated[str | None, flag("DIR")] = None
     """Where files of hooks that come over HTTP have to lie; without it they get no files."""
-    max_body: Annotated[int, _arg("BYTES", None)] = 4 << 20
+    max_body: Annotated[int, flag("BYTES", None)] = 4 << 20
     """The largest body of a request."""
-    drain: Annotated[float, _arg("SECONDS", None)] = 30.0
+    drain: Annotated[float, flag("SECONDS", None)] = 30.0
     """How long running requests may take after SIGTERM or Ctrl-C. A second signal ends everything at once."""
 
 
-def command(arguments: Sequence[str]) -> int:
+def serve(arguments: Sequence[str]) -> int:
     """Serve until a signal comes."""
     options = parse(ServeOptions, arguments, "serve")
     from hookline.serve.http.server import Server, need_packages
@@ -113,7 +107,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _files(options: ServeOptions) -> tuple[dict[str, Any], list[Any]]:
-    """Other settings of the server's file, and the specs of both files."""
+    """Return the other settings of the server's file, and the specs of both files."""
     from hookline.sglang.server_args import ServerArgs
 
     specs: list[Any] = []
@@ -129,9 +123,9 @@ def _files(options: ServeOptions) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _hooks_of(path: str) -> list[Any]:
-    """The specs of a file that is there for them: a list, or an object that has one and may switch it off."""
+    """Return the specs of a file that is there for them: a list, or an object that has one and may switch it off."""
     from hookline.config.read_settings import read_document
-    from hookline.config.run_file import read_specs
+    from hookline.config.run_file import placed_specs
     from hookline.config.spec_files import server_settings
 
     document = read_document(path)
@@ -139,8 +133,8 @@ def _hooks_of(path: str) -> list[Any]:
     if values is None:
         raise ConfigError(f"{path} is empty; a file of hooks is a list of specs.")
     if isinstance(values, dict) and isinstance(values.get("hooks"), dict):
-        server_settings(document)  # says that hooks are a list; read_specs would take it for the file of a run
-    specs = read_specs(document)
+        server_settings(document)  # says that hooks are a list; placed_specs would take it for a run file
+    specs = [spec for _, spec in placed_specs(document)]
     if isinstance(values, dict) and values.get("enable_hooks") and not values.get("hooks"):
         logger.warning(_NO_HOOKS)
     elif not specs:
@@ -179,7 +173,7 @@ def _settings(options: ServeOptions, model: Path) -> Settings:
 
 
 def _token(options: ServeOptions) -> str | None:
-    """The token: of the flag, of the file, of the environment, whichever is there first."""
+    """Return the token of the flag, of the file or of the environment, whichever is there first."""
     if options.token is not None and options.token_file is not None:
         raise OptionError("--token and --token-file are two ways to say the same; give one of them.")
     if options.token_file is not None:
@@ -204,7 +198,7 @@ def _folder(given: str) -> Path:
 
 
 def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable[[], Engine]:
-    """What loads the model and attaches the hooks of the files, once somebody can be told that it is loading."""
+    """Return what loads the model and attaches the hooks of the files; the server calls it once it answers."""
 
     def make() -> Engine:
         from hookline.serve.http.server import attach_at_start
@@ -229,7 +223,7 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
 
 
 def _no_bars_in_logs() -> None:
-    """transformers shows how much it has loaded; in a file that is one long line before ours."""
+    """Switch off the progress bar of transformers, which is one long line in a file."""
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 

@@ -1,56 +1,34 @@
-"""JSON Schemas of the files that hookline reads, for editors.
+"""Make the JSON Schemas of the files that hookline reads, for editors and for ``/openapi.json``.
 
-Asked by ``hookline schema``. They say which keys there are and what each may be; whether keys go together (``sees:
-raw`` without ``observe``), and whether there are such modules and hooks, ``hookline check`` tells.
+``hookline schema`` calls `schema_of`. A schema says which keys there are and what each may be, from `RunFile` and from
+`FIELD_RULES`. Whether keys go together (``sees: raw`` without ``observe``), and whether there are such modules and
+hooks, ``hookline check`` tells.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from dataclasses import fields
+from typing import Any, Final
 
 from hookline.config.run_file import RunFile
-from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
+from hookline.config.run_options import field_help
+from hookline.specs.hook_spec import FIELD_RULES, HookSpec
 
-__all__ = ["SCHEMAS", "SpecEntry", "schema_of"]
+__all__ = ["SCHEMAS", "schema_of", "spec_schema"]
 
 SCHEMAS: Final = ("run", "hooks", "server")
 """Of a run file, of a list of hooks on modules, of the settings of a server."""
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-
-
-class SpecEntry(BaseModel):
-    """A hook on modules, as data; what `hookline.register_hooks` takes."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: str | None = Field(default="", description="What messages call it.")
-    target_modules: list[str] | str = Field(
-        description="Patterns of module names, of which one has to match: * crosses dots, # is one number."
-    )
-    hook_factory: str = Field(description='What makes the hook: "package.module:function".')
-    config: dict[str, Any] | None = Field(default=None, description="What the factory is called with.")
-    on: str | None = Field(default="forward", description="The kind of hook.")
-    observe: bool | None = Field(default=False, description="What it returns is ignored.")
-    every: int | None = Field(default=None, ge=1, description="Call it in every so many forwards of the model.")
-    sees: Literal["edited", "raw"] | None = Field(default=None, description="What an observer sees.")
-    exclude: list[str] | str | None = Field(default=None, description="Patterns of modules to leave out.")
-    enabled: bool | None = Field(default=True, description="Whether it is attached at all.")
-    on_error: Literal["raise", "warn", "disable"] | None = Field(
-        default="raise", description="What happens when it raises."
-    )
+_LIST: Final = {"type": "array", "items": {"$ref": "#/$defs/SpecEntry"}}
 
 
 def schema_of(what: str) -> dict[str, Any]:
-    """One of `SCHEMAS`."""
+    """Return the schema of one of `SCHEMAS`."""
     if what == "run":
-        return _of_run()
-    entry = _of_spec()
-    specs = {"type": "array", "items": entry}
+        return _run_schema()
     if what == "hooks":
-        return {"$schema": _DIALECT, "title": "Hooks on modules", **specs}
-    listed = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/SpecEntry"}}, {"type": "null"}]}
+        return {"$schema": _DIALECT, "title": "Hooks on modules", "type": "array", "items": spec_schema()}
+    listed = {"anyOf": [_LIST, {"type": "null"}]}
     return {
         "$schema": _DIALECT,
         "title": "Settings of a server",
@@ -60,34 +38,42 @@ def schema_of(what: str) -> dict[str, Any]:
             "hooks": listed | {"description": "Hooks on modules, attached if enable_hooks is true."},
             "forward_hooks": listed | {"description": "The same, attached in any case."},
         },
-        "$defs": {"SpecEntry": entry},
+        "$defs": {"SpecEntry": spec_schema()},
     }
 
 
-def _of_run() -> dict[str, Any]:
+def spec_schema() -> dict[str, Any]:
+    """Return the schema of one hook on modules, from the fields of `HookSpec` and their rules."""
+    texts = {name: text.replace("``", "") for name, text in field_help(HookSpec).items()}
+    defaults = {field.name: field.default for field in fields(HookSpec)}
+    properties: dict[str, Any] = {}
+    for name, rule in FIELD_RULES.items():
+        if rule.is_needed:
+            properties[name] = rule.schema | {"description": texts[name]}
+        else:  # null is the same as nothing
+            either = {"anyOf": [rule.schema, {"type": "null"}], "description": texts[name]}
+            properties[name] = either if defaults[name] is None else either | {"default": defaults[name]}
+    return {
+        "title": "SpecEntry",
+        "description": "A hook on modules, as data; what `hookline.register_hooks` takes.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "required": [name for name, rule in FIELD_RULES.items() if rule.is_needed],
+    }
+
+
+def _run_schema() -> dict[str, Any]:
     found = RunFile.model_json_schema()
-    found["$defs"]["SpecEntry"] = _of_spec()
-    entry = {"type": "array", "items": {"$ref": "#/$defs/SpecEntry"}}
+    found["$defs"]["SpecEntry"] = spec_schema()
     properties = found["properties"]
     properties["$schema"] = {"type": "string", "description": "Where this schema is, for editors."}
-    properties["specs"] = entry | {"description": "Hooks on modules."}
+    properties["specs"] = _LIST | {"description": "Hooks on modules."}
     properties["hooks"] = {
-        "anyOf": [{"$ref": "#/$defs/HookChoice"}, {"type": "array", "items": {"type": "string"}}, entry],
-        "description": "Hooks over time, or a list: of their names, or of hooks on modules.",
+        "anyOf": [{"$ref": "#/$defs/HookChoice"}, {"type": "array", "items": {"type": "string"}}, _LIST],
+        "description": "Lifecycle hooks, or a list: of their names, or of hooks on modules.",
     }
     for name, one in properties.items():  # null is the same as nothing
         if name != "$schema":
             properties[name] = {"anyOf": [one, {"type": "null"}], "description": one.get("description", "")}
     return {"$schema": _DIALECT, "title": "A run of hookline", **{k: v for k, v in found.items() if k != "title"}}
-
-
-def _of_spec() -> dict[str, Any]:
-    found = SpecEntry.model_json_schema()
-    kinds = [*_names(MODULE), *(f"function_{name}" for name in _names(FUNCTION))]
-    found["properties"]["on"] = {"enum": [*kinds, None], "default": "forward", "description": "The kind of hook."}
-    return found
-
-
-def _names(subject: SiteType) -> list[str]:
-    """The kinds that something can have, and their other names."""
-    return [str(kind) for kind in Kind if kind in subject.args] + list(subject.aliases)

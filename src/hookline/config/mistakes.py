@@ -1,7 +1,7 @@
-"""Everything that is wrong with a file of settings, collected and told at once, in the order of its lines.
+"""Collect everything that is wrong with a file of settings, and raise it as one error, in the order of its lines.
 
-Filled by `run_file` and `spec_files` with what they find in the file itself, and by the command line with what it finds
-when it looks up the names in it.
+`run_file` and `spec_files` add what they find in the file itself; the command line adds what it finds when it looks up
+the names in it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hookline.config.read_settings import Document
+from hookline.config.read_settings import Document, KeyPath
 from hookline.errors import ConfigError, HooklineError
 
-__all__ = ["Mistakes", "Path", "place_of", "written_at"]
-
-Path = tuple[str | int, ...]
-"""The keys and places that lead to a value of a file."""
+__all__ = ["Mistakes"]
 
 
 class Mistakes:
-    """Collects what is wrong with a file.
+    """Collect what is wrong with a file.
 
     Recipe::
 
@@ -37,31 +34,39 @@ class Mistakes:
 
     def __init__(
         self,
-        place: Callable[[Path], str] | None = None,
-        line: Callable[[Path], int | None] = lambda path: None,
+        place: Callable[[KeyPath], str] | None = None,
+        line: Callable[[KeyPath], int | None] = lambda path: None,
     ) -> None:
         self._place = place
         self._line = line
-        self._found: list[tuple[int, str, Path]] = []
-        self._kept: dict[Path, list[int]] = {}
+        self._found: list[tuple[int, str, KeyPath]] = []
+        self._kept: dict[KeyPath, list[int]] = {}
         """Of lists that entries were dropped from, the original places of those that are left."""
 
     @classmethod
     def of(cls, document: Document) -> Mistakes:
         """Return an empty collection for `document`."""
-        return cls(lambda path: place_of(document, path), lambda path: document.line_of(written_at(document, path)))
+        return cls(
+            lambda path: document.place(_path_in_file(document, path)),
+            lambda path: document.line_of(_path_in_file(document, path)),
+        )
 
     def add(self, path: Sequence[str | int], text: str) -> None:
         """Add one, at the value that `path` leads to."""
         original = self.original(tuple(path))
         place = "" if self._place is None else f"{self._place(original)}: "
-        self._note(self._line(original) or 0, f"{place}{text}", original)
+        self._add(self._line(original) or 0, f"{place}{text}", original)
+
+    def add_all(self, faults: Sequence[tuple[KeyPath, str]]) -> None:
+        """Add each of `faults`, a path and a sentence."""
+        for path, text in faults:
+            self.add(path, text)
 
     def add_text(self, text: str) -> None:
         """Add one that is about the file as a whole, and comes first."""
-        self._note(0, text, ())
+        self._add(0, text, ())
 
-    def _note(self, line: int, text: str, path: Path) -> None:
+    def _add(self, line: int, text: str, path: KeyPath) -> None:
         if all(text != known for _, known, _ in self._found):
             self._found.append((line, text, path))
 
@@ -76,11 +81,11 @@ class Mistakes:
             self.add(path, str(error))
 
     def place(self, path: Sequence[str | int]) -> str:
-        """Return where a value stands, for a message of one's own."""
+        """Return where a value stands, for another message."""
         original = self.original(tuple(path))
         return ".".join(map(str, original)) if self._place is None else self._place(original)
 
-    def has_any(self, *paths: Path) -> bool:
+    def has_any(self, *paths: KeyPath) -> bool:
         """Return whether something is wrong at or below one of `paths`."""
         return any(found[: len(path)] == path for _, _, found in self._found for path in paths)
 
@@ -92,24 +97,26 @@ class Mistakes:
         if self._found:
             raise ConfigError("\n".join(text for _, text, _ in sorted(self._found, key=lambda found: found[0])))
 
-    # -- the rest of a file that is wrong in parts -------------------------------------------------------------
+    def drop(self, values: dict[Any, Any], paths: Sequence[KeyPath]) -> None:
+        """Delete what `paths` lead to from `values`, so that the rest can be checked; all, if one leads nowhere.
 
-    def drop(self, values: dict[Any, Any], paths: Sequence[Path]) -> None:
-        """Take what `paths` lead to out of `values`, so that the rest can be checked; everything, if one leads nowhere.
-
-        Of a list the whole entry goes; where the others stood is remembered, so that lines stay right.
+        Of a list the whole entry goes; the original places of the others are kept, so that lines stay right.
         """
-        for path in sorted({_entry(values, path) for path in paths}, key=_last_first):
+        # The last entries of lists first, so that the places of those before stay.
+        order = sorted({_entry(values, path) for path in paths}, key=lambda path: [-len(path), *_negated(path[-1:])])
+        for path in order:
             if not path:
                 values.clear()
                 return
-            above = _value_at(values, path[:-1])
+            above: Any = values
+            for key in path[:-1]:
+                above = above[key]
             if isinstance(above, list):
                 self._kept.setdefault(path[:-1], list(range(len(above)))).pop(int(path[-1]))
             del above[path[-1]]
 
-    def original(self, path: Path) -> Path:
-        """Return the path that leads to a value in the file itself, where nothing was dropped."""
+    def original(self, path: KeyPath) -> KeyPath:
+        """Return the path that leads to a value in the file itself, from which nothing was dropped."""
         for length, key in enumerate(path):
             if isinstance(key, int) and path[:length] in self._kept:
                 places = self._kept[path[:length]]
@@ -117,7 +124,11 @@ class Mistakes:
         return path
 
 
-def _entry(values: Any, path: Path) -> Path:
+def _negated(keys: KeyPath) -> list[int]:
+    return [-key if isinstance(key, int) else 0 for key in keys]
+
+
+def _entry(values: Any, path: KeyPath) -> KeyPath:
     """Return the path to what has to go: an entry of a list as a whole, or the last key that there is."""
     here = values
     for length, key in enumerate(path):
@@ -130,31 +141,11 @@ def _entry(values: Any, path: Path) -> Path:
     return path
 
 
-def _value_at(values: Any, path: Path) -> Any:
-    for key in path:
-        values = values[key]
-    return values
-
-
-def _last_first(path: Path) -> tuple[int, int]:
-    """Sort entries of lists from the last on, so that the places of those before stay."""
-    return (-len(path), -path[-1] if path and isinstance(path[-1], int) else 0)
-
-
-# -- where it was written --------------------------------------------------------------------------------------
-
-
-def place_of(document: Document, path: Sequence[str | int]) -> str:
-    """Return where a value stands; of one that was checked under another key, where it was written."""
-    return document.place(written_at(document, path))
-
-
-def written_at(document: Document, path: Sequence[str | int]) -> Path:
-    """Return the path by which the file has a value: ``hooks`` may be a list, of names or of specs."""
-    keys = tuple(path)
+def _path_in_file(document: Document, path: KeyPath) -> KeyPath:
+    """Return the path by which the file has a value: there ``hooks`` may be a list, of names or of specs."""
     if isinstance(document.values, dict) and isinstance(document.values.get("hooks"), list):
-        if keys[:2] == ("hooks", "names"):
-            keys = ("hooks", *keys[2:])
-        elif keys[:1] == ("specs",) and "specs" not in document.values:
-            keys = ("hooks", *keys[1:])
-    return keys
+        if path[:2] == ("hooks", "names"):
+            return ("hooks", *path[2:])
+        if path[:1] == ("specs",) and "specs" not in document.values:
+            return ("hooks", *path[1:])
+    return path

@@ -1,62 +1,66 @@
-"""A file of settings, read by its ending: YAML, TOML, or JSON with comments.
+"""Read a file of settings by its ending: YAML, TOML, or JSON with comments.
 
-Takes a path from the command line or a server, hands a `Document` to `run_file` and `spec_files`: plain values, and,
-once something is wrong with one, the line that it stands on.
+The command line and `ServerArgs` call `read_document` and give the `Document` to `run_file` and `spec_files`. It has
+plain values and, once one of them is wrong, the line of each: for YAML and JSON from the marks of PyYAML, for TOML by
+its key.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.config.json_lines import JsonText
-from hookline.config.toml_lines import TomlText
-from hookline.config.yaml_core import Lines, YamlText
-from hookline.errors import ConfigError
+import yaml
 
-__all__ = ["ENDINGS", "Document", "read_document", "spelled"]
+from hookline.errors import ConfigError
+from hookline.specs.copy_config import own_copy
+
+__all__ = ["ENDINGS", "Document", "KeyPath", "load_yaml", "read_document"]
 
 ENDINGS: Final = (".yaml", ".yml", ".toml", ".json", ".jsonc")
 """What the name of such a file ends in."""
+KeyPath = tuple[str | int, ...]
+"""The keys and places that lead to a value of a file."""
+Lines = dict[KeyPath, int]
+"""The line of each value, counted from 1."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What a file says, and where it says it."""
+    """Hold the values of a file, and find the lines that they are written on."""
 
     path: Path
     values: Any
     find_lines: Callable[[], Lines] = dict
-    """Goes through the text once more; only for errors, since a large file takes its time."""
+    """Reads the text once more; called only for errors, since that takes a while for a large file."""
 
     @cached_property
     def lines(self) -> Lines:
-        """The line of each value; of brackets so deep that nobody could follow, none."""
+        """The line of each value; none where brackets are nested too deeply."""
         try:
             return self.find_lines()
         except RecursionError:
             return {}
 
     def line_of(self, path: Sequence[str | int]) -> int | None:
-        """The line of a value, or of what it would stand in."""
+        """Return the line of the value at `path`, or of the innermost value around it that has one."""
         keys = tuple(path)
         while keys and keys not in self.lines:
             keys = keys[:-1]
         return self.lines.get(keys)
 
     def place(self, path: Sequence[str | int]) -> str:
-        """Where it is, for an error: ``run.yaml, line 7, at $.hooks.names[2]``."""
+        """Return where a value is, for an error: ``run.yaml, line 7, at $.hooks.names[2]``."""
         line = self.line_of(path)
-        return f"{self.path}{'' if line is None else f', line {line}'}, at {spelled(path)}"
-
-
-def spelled(path: Sequence[str | int]) -> str:
-    """A path as JSON's tools write it."""
-    return "$" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+        keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+        return f"{self.path}{'' if line is None else f', line {line}'}, at ${keys}"
 
 
 def read_document(path: str | Path) -> Document:
@@ -65,7 +69,7 @@ def read_document(path: str | Path) -> Document:
     Recipe: ``read_document("run.yaml").values``.
     """
     path = Path(path)
-    kind, reader = _KINDS.get(path.suffix.lower(), ("", None))
+    language, reader = _READERS.get(path.suffix.lower(), ("", None))
     if reader is None:
         raise ConfigError(f"{path} is no file of settings: its name ends in one of {', '.join(ENDINGS)}.")
     try:
@@ -75,16 +79,12 @@ def read_document(path: str | Path) -> Document:
     if not text.strip():
         return Document(path, None)
     try:
-        parsed = reader(text)
+        return Document(path, *reader(text))
     except Exception as error:
-        raise ConfigError(f"{path}{_where(error)}: this is not {kind}: {_said(error)}.") from None
-    return Document(path, parsed.value, parsed.lines)
+        raise ConfigError(f"{path}{_line_text(error)}: this is not {language}: {_reason(error)}.") from None
 
 
-# -- what went wrong, in words ---------------------------------------------------------------------------------
-
-
-def _where(error: Exception) -> str:
+def _line_text(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     line = getattr(error, "lineno", None) if mark is None else mark.line + 1
     if line is None and (match := re.search(r"at line (\d+)", str(error))):
@@ -92,17 +92,215 @@ def _where(error: Exception) -> str:
     return "" if line is None else f", line {line}"
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "its brackets are nested too deeply"
     text = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error)
     return str(text).strip().rstrip(".")
 
 
-_KINDS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
-    ".yaml": ("YAML", YamlText),
-    ".yml": ("YAML", YamlText),
-    ".json": ("JSON", JsonText),
-    ".jsonc": ("JSON", JsonText),
-    ".toml": ("TOML", TomlText),
+# -- YAML 1.2 --------------------------------------------------------------------------------------------------
+
+_MAX_VALUES: Final = 1_000_000
+"""How many values a file may have with its aliases written out: ten lines of them can stand for billions."""
+
+
+class CoreLoader(yaml.SafeLoader):
+    """The safe loader by the core schema of YAML 1.2: ``on``, ``no`` and ``12:30`` are strings, ``1e-3`` is a number.
+
+    PyYAML follows 1.1, where ``on: no`` is ``{True: False}``. A key that is there twice is an error, and so is a merge
+    key of 1.1.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (a copy of the class's)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else None
+            if name == "<<" and key.style is None:
+                _refuse("YAML 1.2 has no merge keys (<<): write the keys out", key)
+            if name in seen:
+                _refuse(f"the key {name!r} is there twice", key)
+            if name is not None:
+                seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _refuse(text: str, node: Any) -> None:
+    raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+):
+    CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+CoreLoader.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
+)
+CoreLoader.add_constructor(
+    "tag:yaml.org,2002:float", lambda loader, node: float(re.sub(r"\.(?=[inIN])", "", node.value))
+)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the value of a YAML text. Raises `yaml.YAMLError`."""
+    return _read_yaml(text)[0]
+
+
+def _read_yaml(text: str) -> tuple[Any, Callable[[], Lines]]:
+    """Return the value of `text`, and what finds its lines; aliases are written out, so values share nothing."""
+    loader = CoreLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None, dict
+        _check_size(root, {})
+        return own_copy(loader.construct_document(root)), partial(_lines_below, root)
+    finally:
+        loader.dispose()
+
+
+def _check_size(node: Any, known: dict[int, int]) -> int:
+    """Return how many values a node has with its aliases written out; raise for too many, or for a ring."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) in known:
+        if known[id(node)] == 0:
+            _refuse("an alias stands inside of what it is an alias of", node)
+        return known[id(node)]
+    known[id(node)] = 0  # begun
+    parts = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
+    size = 1 + sum(_check_size(part, known) for part in parts)
+    if size > _MAX_VALUES:
+        _refuse(f"its aliases stand for more than {_MAX_VALUES:,} values", node)
+    known[id(node)] = size
+    return size
+
+
+def _lines_below(root: Any) -> Lines:
+    """Return the line of each value; of one in a mapping, that of its key."""
+    found: Lines = {}
+    todo: list[tuple[Any, KeyPath, int]] = [(root, (), root.start_mark.line)]
+    while todo:
+        node, path, line = todo.pop()
+        found[path] = line + 1
+        if isinstance(node, yaml.MappingNode):
+            todo += [(value, (*path, _key_of(key)), key.start_mark.line) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            todo += [(item, (*path, place), item.start_mark.line) for place, item in enumerate(node.value)]
+    return found
+
+
+def _key_of(node: Any) -> str:
+    """Return a key; PyYAML leaves the two halves of a character that JSON escapes as ``\\ud83d\\ude00``."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "?"
+    return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# -- JSON with comments ----------------------------------------------------------------------------------------
+
+_QUOTED: Final = r'"(?:\\.|[^"\\\n])*"'
+_COMMENT: Final = re.compile(_QUOTED + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA: Final = re.compile(_QUOTED + r"|,(?=\s*[\]}])")
+
+
+class _JsonLoader(yaml.SafeLoader):
+    """Lift two limits of YAML that JSON does not have: keys end within 1024 characters, and ``\\x7f`` is refused."""
+
+    def stale_possible_simple_keys(self) -> None:
+        """Let keys have any length."""
+
+    def check_printable(self, data: str) -> None:
+        """Let every character through."""
+
+
+def _read_json(text: str) -> tuple[Any, Callable[[], Lines]]:
+    """Return the value of `text`, and what finds its lines; comments and last commas become blanks."""
+    text = _LAST_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    return json.loads(text, object_pairs_hook=_unique_keys), partial(_json_lines, text)
+
+
+def _blank(match: re.Match[str]) -> str:
+    token = match[0]
+    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)  # lines stay where they are
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {name!r} is there twice")
+    return found
+
+
+def _json_lines(text: str) -> Lines:
+    """Read JSON as YAML, for its marks."""
+    text = re.sub("[\t\x85\u2028\u2029]", " ", text)  # no blank of YAML, or a line of its own there
+    try:
+        root = yaml.compose(
+            text, Loader=getattr(yaml, "CSafeLoader", _JsonLoader)
+        )  # seven times as fast, with the limits of YAML
+    except yaml.YAMLError:
+        root = yaml.compose(text, Loader=_JsonLoader)
+    return _lines_below(root)
+
+
+# -- TOML ------------------------------------------------------------------------------------------------------
+
+_HEADING: Final = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
+_PAIR: Final = re.compile(r"""\s*([\w.\-"' ]+?)\s*=""")
+
+
+def _read_toml(text: str) -> tuple[Any, Callable[[], Lines]]:
+    return tomllib.loads(text), partial(_toml_lines, text)
+
+
+def _toml_lines(text: str) -> Lines:
+    """Return the lines of headings and of keys at the beginning of a line; `tomllib` does not tell them."""
+    found: Lines = {(): 1}
+    table: KeyPath = ()
+    counts: Counter[KeyPath] = Counter()
+    for number, line in enumerate(text.split("\n"), 1):
+        if match := _HEADING.match(line):
+            table = ()
+            *above, last = _toml_keys(match[2])
+            for key in above:
+                table = _newest((*table, key), counts)
+            table = (*table, last)
+            if match[1] == "[[":
+                counts[table] += 1
+            found.setdefault(table, number)
+            table = _newest(table, counts)
+            found.setdefault(table, number)
+        elif match := _PAIR.match(line):
+            keys = _toml_keys(match[1])
+            for length in range(1, len(keys) + 1):
+                found.setdefault((*table, *keys[:length]), number)
+    return found
+
+
+def _newest(table: KeyPath, counts: Counter[KeyPath]) -> KeyPath:
+    """Return the path of the newest table of an array of tables; `table` itself if it is no such array."""
+    return (*table, counts[table] - 1) if table in counts else table
+
+
+def _toml_keys(dotted: str) -> list[str]:
+    return [key.strip().strip("\"'") for key in dotted.split(".")]
+
+
+_READERS: Final[dict[str, tuple[str, Callable[[str], tuple[Any, Callable[[], Lines]]]]]] = {
+    ".yaml": ("YAML", _read_yaml),
+    ".yml": ("YAML", _read_yaml),
+    ".json": ("JSON", _read_json),
+    ".jsonc": ("JSON", _read_json),
+    ".toml": ("TOML", _read_toml),
 }

@@ -1,33 +1,37 @@
-"""The run file: everything that the flags of ``hookline run`` can say, and hooks, trackers and schedules as data.
+"""Check a run file: everything that the flags of ``hookline run`` can say, and hooks, trackers and schedules as data.
 
-Takes a `Document` from `read`, hands checked values to the command line. A key that nobody knows is an error, with the
-keys that may have been meant, its path and its line.
+The command line calls it with a `Document`. The keys that are flags too come from `run_options`; pydantic checks all of
+them, and its errors become sentences with a path and a line. A key that is not known is an error.
 """
 
 from __future__ import annotations
 
 import pathlib
-from typing import Any, Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PydanticSchemaGenerationError,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
-from hookline.config.mistakes import Mistakes, Path
-from hookline.config.pydantic_errors import faults_of
-from hookline.config.read_settings import Document, read_document
-from hookline.config.spec_files import checked_list, is_server_file, server_settings, spec_faults
+from hookline.config.mistakes import Mistakes
+from hookline.config.read_settings import Document, KeyPath, read_document
+from hookline.config.run_options import FILE_KEYS, GROUPS, field_help
+from hookline.config.spec_files import is_server_file, list_of_specs, server_settings, spec_faults, unknown_key
 from hookline.errors import ConfigError
+from hookline.messages import short_repr
 from hookline.specs.copy_config import own_copy
 
-__all__ = [
-    "HookChoice",
-    "RunFile",
-    "ScheduleEntry",
-    "SinkChoice",
-    "SinkEntry",
-    "TrackerEntry",
-    "placed_specs",
-    "read_specs",
-]
+__all__ = ["RunFile", "placed_specs", "validate_value"]
 
 
 class _Strict(BaseModel):
@@ -57,36 +61,18 @@ class ScheduleEntry(_Strict):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """What `StepSchedule` is made with."""
-        guessed = "burst" if self.burst_length is not None else "continual" if self.stride is None else "stride"
+        """Return the arguments of `StepSchedule`."""
+        implied = "burst" if self.burst_length is not None else "continual" if self.stride is None else "stride"
         return {
-            "mode": self.mode or guessed,
+            "mode": self.mode or implied,
             "stride": self.stride or 1,
             "burst_length": self.burst_length or 1,
             "warmup": self.warmup,
         }
 
 
-class HookChoice(_Strict):
-    """Which hooks over time, and how they are made."""
-
-    with_hooks: str | None = Field(default=None, description="A group of the experiment's hooks.")
-    names: list[str] | None = Field(default=None, description="Hooks by name; also all, observers, with_debug.")
-    config: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Arguments of hooks, by name.")
-    schedules: dict[str, ScheduleEntry] = Field(
-        default_factory=dict, description="At which steps hooks are due that fire at steps, by name."
-    )
-    offload_state: bool = Field(
-        default=False, description="Keep the tensors of hooks on the CPU while they do not run."
-    )
-    on_error: Literal["raise", "warn", "disable"] = Field(
-        default="raise", description="When one raises: the run fails; a warning; or the hook is switched off."
-    )
-    profile: bool = Field(default=False, description="Time every hook, the device's work included.")
-
-
 class TrackerEntry(_Strict):
-    """A tracker on some modules: what it has counted is reported at the end of each epoch, and it begins anew."""
+    """A tracker on some modules: its sums are reported at the end of each epoch, and it begins anew."""
 
     tracker: str = Field(description="relu_activations, saturated_activations, fisher_information, gradient_flow, …")
     name: str = Field(default="", description="What its sums are reported by, if there are several of a kind.")
@@ -104,21 +90,51 @@ class SinkEntry(_Strict):
     options: dict[str, Any] = Field(default_factory=dict, description="Its arguments.")
 
 
-class SinkChoice(_Strict):
+def _flag_fields(section: str) -> dict[str, Any]:
+    """Return the fields of a section of the file that are flags, for pydantic."""
+    hints = {name: hint for group in GROUPS for name, hint in get_type_hints(group).items()}
+    help_texts = {name: text for group in GROUPS for name, text in field_help(group).items()}
+    defaults = {name: value for group in GROUPS for name, value in vars(group()).items()}
+    found: dict[str, Any] = {}
+    for flag, place in FILE_KEYS.items():
+        above, _, key = place.key.rpartition(".")
+        if above == section:
+            default = defaults[flag] if place.convert is None else place.default
+            about = Field(default=default, ge=place.least, description=place.about or help_texts[flag])
+            found[key] = (place.type or hints[flag], about)
+    return found
+
+
+class _Experiment(_Strict):
+    experiment: str | None = Field(default=None, description='A name, "path/file.py:Class" or "file.py:function".')
+
+
+if TYPE_CHECKING:  # mypy does not know fields that are made of flags
+    _HookFlags = _SinkFlags = _Strict
+    _RunFlags = _Experiment
+else:
+    _HookFlags = create_model("_HookFlags", __base__=_Strict, **_flag_fields("hooks"))
+    _SinkFlags = create_model("_SinkFlags", __base__=_Strict, **_flag_fields("sinks"))
+    _RunFlags = create_model("_RunFlags", __base__=_Experiment, **_flag_fields(""))
+
+
+class HookChoice(_HookFlags):
+    """Lifecycle hooks, and how they are made."""
+
+    config: dict[str, dict[str, Any]] = Field(default_factory=dict, description="Arguments of hooks, by name.")
+    schedules: dict[str, ScheduleEntry] = Field(
+        default_factory=dict, description="At which steps hooks are due that fire at steps, by name."
+    )
+
+
+class SinkChoice(_SinkFlags):
     """Where metrics go, beside the record log and the console."""
 
-    csv: bool = Field(default=False, description="A table, {strategy}.csv.")
-    jsonl: bool = Field(default=False, description="A line of JSON per record, {strategy}.jsonl.")
-    wandb: str | None = Field(default=None, description="A project of Weights & Biases.")
-    tensorboard: bool = Field(default=False, description="Event files in tensorboard/.")
-    mlflow: bool = Field(default=False, description="A local MLflow store.")
-    parquet: bool = Field(default=False, description="A long table, {strategy}.parquet.")
-    prometheus: int | None = Field(default=None, description="The port of a metrics page on this machine.")
     others: list[str | SinkEntry] = Field(default_factory=list, description="Sinks of one's own.")
 
 
-class RunFile(_Strict):
-    """What ``hookline run FILE`` does.
+class RunFile(_RunFlags):
+    """Hold what a run file says.
 
     Recipe::
 
@@ -126,34 +142,16 @@ class RunFile(_Strict):
         run.experiment, run.hooks.names, run.config
     """
 
-    experiment: str | None = Field(default=None, description='A name, "path/file.py:Class" or "file.py:function".')
-    strategy: str | None = Field(default=None, description="Which way of running it; all for each in turn.")
     config: dict[str, Any] = Field(default_factory=dict, description="The experiment's own options.")
-    hooks: HookChoice = Field(default_factory=lambda: HookChoice(), description="Hooks over time.")
+    hooks: HookChoice = Field(default_factory=HookChoice, description="Lifecycle hooks.")
     specs: list[dict[str, Any]] = Field(default_factory=list, description="Hooks on modules, see `HookSpec`.")
     enable_hooks: bool = Field(default=True, description="Whether the hooks on modules are attached.")
     trackers: list[TrackerEntry] = Field(default_factory=list, description="Trackers on modules.")
-    sinks: SinkChoice = Field(default_factory=lambda: SinkChoice(), description="Where metrics go.")
-    console: Literal["live", "lines", "tables", "normal", "silent", "none"] | None = Field(
-        default=None,
-        description="What the terminal shows; normal is tables. If left out: live on a terminal, lines elsewhere.",
-    )
-    show: list[str] = Field(default_factory=list, description="Which metrics are in the lines and the live view.")
-    seed: int = Field(default=199, ge=0, description="What random streams start from.")
-    output_dir: str = Field(default="runs", description="Where the folders of runs are.")
-    device: str | None = Field(default=None, description="cpu, cuda, cuda:1, …")
-    dtype: str | None = Field(default=None, description="What the parameters are turned into: float32, bfloat16, …")
-    with_compile: bool = Field(default=False, description="Compile the model.")
-    determinism: bool = Field(default=True, description="Have torch take deterministic kernels where it has any.")
-    matmul_precision: Literal["highest", "high", "medium"] | None = Field(
-        default=None, description="Of float32 on a GPU."
-    )
-    save_checkpoints: bool | int = Field(default=False, description="Save every so many epochs (step loop: steps).")
-    report: bool = Field(default=True, description="Write report.html at the end.")
+    sinks: SinkChoice = Field(default_factory=SinkChoice, description="Where metrics go.")
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> RunFile:
-        """Read and check a file; the paths in it that are files stand beside it, or in the current folder."""
+        """Read and check a file."""
         return cls.of(read_document(path))
 
     @classmethod
@@ -178,52 +176,58 @@ class RunFile(_Strict):
 
     @classmethod
     def _valid_part(cls, document: Document, mistakes: Mistakes) -> RunFile:
-        """Return what can be made of the file; what cannot is left out, one layer of it after the other."""
+        """Return what is right in the file; what is wrong is left out, one layer of it after the other."""
         _check_one_list(document, mistakes)
-        values = own_copy(_in_place(document.values))
+        values = own_copy(_with_object_of_hooks(document.values))
         faults = spec_faults(values.get("specs"), ("specs",))
         while True:
-            for path, text in faults:
-                mistakes.add(path, text)
-            _empty_schedules(values, faults)
+            mistakes.add_all(faults)
+            for path, _ in faults:
+                if _is_in_schedule(path):  # emptied, not dropped: whether its hook can have one is still to be checked
+                    values["hooks"]["schedules"][path[2]] = {}
             mistakes.drop(values, [path for path, _ in faults if not _is_in_schedule(path)])
             try:
                 return cls.model_validate(values)
             except ValidationError as error:
-                faults = faults_of(error, cls)
+                faults = _faults_of(error, cls)
 
     def given_specs(self) -> list[dict[str, Any]]:
-        """The hooks on modules, as the file says them; none if they are switched off."""
+        """Return the hooks on modules, as the file has them; none if they are switched off."""
         return self.specs if self.enable_hooks else []
 
+    def flags(self) -> dict[str, Any]:
+        """Return what the file says, by the names of the flags."""
+        found = {}
+        for flag, place in FILE_KEYS.items():
+            value: Any = self
+            for key in place.key.split("."):
+                value = getattr(value, key)
+            found[flag] = value if place.convert is None else place.convert(value)
+        return found
 
-def read_specs(document: Document) -> list[dict[str, Any]]:
-    """The hooks on modules of a file that is there for them: a list, the settings of a server, or a run file.
 
-    In settings of a server, ``hooks`` count unless ``enable_hooks`` is false: the file was asked for by name.
+def placed_specs(document: Document) -> list[tuple[KeyPath, dict[str, Any]]]:
+    """Return the hooks on modules of a file that is there for them, each with the path to it.
+
+    The file is a list, the settings of a server, or a run file. In settings of a server, ``hooks`` count unless
+    ``enable_hooks`` is false: the file was asked for by name.
     """
-    return [spec for _, spec in placed_specs(document)]
-
-
-def placed_specs(document: Document) -> list[tuple[tuple[str | int, ...], dict[str, Any]]]:
-    """The same, each with the path to it."""
     values = document.values
     lists: dict[str, list[Any]] = {}
     if isinstance(values, list):
-        return [((number,), spec) for number, spec in enumerate(checked_list(document))]
+        return [((number,), spec) for number, spec in enumerate(list_of_specs(document))]
     if is_server_file(values):
         settings = server_settings(document)
         lists = {} if settings.get("enable_hooks") is False else {"hooks": settings.get("hooks") or []}
         lists["forward_hooks"] = settings.get("forward_hooks") or []
     else:
-        lists["specs" if isinstance(values, dict) and "specs" in values else "hooks"] = RunFile.of(
-            document
-        ).given_specs()
+        key = "specs" if isinstance(values, dict) and "specs" in values else "hooks"
+        lists[key] = RunFile.of(document).given_specs()
     return [((key, number), spec) for key, listed in lists.items() for number, spec in enumerate(listed)]
 
 
-def _in_place(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the values with ``hooks`` as an object: it may be a list, of names or of the objects that a server takes.
+def _with_object_of_hooks(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Return `values` with ``hooks`` as an object: it may be a list, of names or of the objects that a server takes.
 
     Null is the same as nothing.
     """
@@ -237,15 +241,8 @@ def _in_place(values: dict[Any, Any]) -> dict[Any, Any]:
     return {"specs": listed} | values
 
 
-def _is_in_schedule(path: Path) -> bool:
+def _is_in_schedule(path: KeyPath) -> bool:
     return path[:2] == ("hooks", "schedules") and len(path) > 2
-
-
-def _empty_schedules(values: dict[Any, Any], faults: list[tuple[Path, str]]) -> None:
-    """Make schedules that something is wrong with empty: whether their hooks can have one is still to be checked."""
-    for path, _ in faults:
-        if _is_in_schedule(path):
-            values["hooks"]["schedules"][path[2]] = {}
 
 
 def _check_one_list(document: Document, mistakes: Mistakes) -> None:
@@ -254,3 +251,79 @@ def _check_one_list(document: Document, mistakes: Mistakes) -> None:
         return
     if not all(isinstance(entry, str) for entry in listed):
         mistakes.add(["hooks"], "hooks on modules are here and under specs; put them into one list.")
+
+
+def validate_value(value: Any, declared: Any, place: str = "") -> Any:
+    """Return `value` as `declared` has it: 1 as a float, a list as a tuple; `place` begins the error if not."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticUserError, PydanticSchemaGenerationError, NameError):
+        try:
+            adapter = TypeAdapter(declared)  # a dataclass has settings of its own
+        except Exception:
+            return value  # a type that pydantic does not know
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        text = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
+        raise ConfigError(f"{place}{': ' if place else ''}expected {text}, got {value!r}.") from None
+
+
+# -- the errors of pydantic, in words --------------------------------------------------------------------------
+
+_BRANCHES: Final = ("str", "int", "bool", "float", "SinkEntry", "list[str]")
+"""What pydantic puts into a path for the branches of a union; no key of a file is called like that."""
+
+
+def _faults_of(error: ValidationError, model: type[BaseModel]) -> list[tuple[KeyPath, str]]:
+    """Return the path and a sentence for each fault, none twice."""
+    faults = error.errors()
+    inside = {tuple(fault["loc"][: loc + 1]) for fault in faults for loc in range(len(fault["loc"]) - 1)}
+    # Of a union, what is wrong inside of one branch says more than that the value is not of the other.
+    told = [fault for fault in faults if not _is_other_branch(fault["loc"], inside)]
+    return list(dict.fromkeys(_fault(fault, model) for fault in told))
+
+
+def _is_other_branch(loc: tuple[Any, ...], inside: set[tuple[Any, ...]]) -> bool:
+    others = [branch for branch in _BRANCHES if branch != loc[-1]] if loc and loc[-1] in _BRANCHES else []
+    return any((*loc[:-1], branch) in inside for branch in others)
+
+
+def _fault(fault: Any, model: type[BaseModel]) -> tuple[KeyPath, str]:
+    path = tuple(key for key in fault["loc"] if isinstance(key, int) or key not in (*_BRANCHES, "[key]"))
+    return path, _sentence(fault, model, path)
+
+
+def _sentence(fault: Any, model: type[BaseModel], path: KeyPath) -> str:
+    if fault["type"] == "extra_forbidden":
+        return unknown_key(path[-1], list(_fields_at(model, path[:-1])))
+    if fault["type"] == "invalid_key":
+        return f"keys are text, got {path[-1]!r}."
+    if fault["type"] == "missing":
+        return "this is missing."
+    text = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return text
+    text = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", text.removeprefix("Input should be "))
+    return f"expected {text}, got {short_repr(fault['input'])}."
+
+
+def _fields_at(model: type[BaseModel], path: Sequence[Any]) -> Mapping[str, Any]:
+    """Return the keys that there are where an unknown one was found."""
+    here: Any = model
+    for key in path:
+        if isinstance(key, int):
+            continue
+        if get_origin(here) is dict:  # the key is a name of the user's
+            here = _model_in(here)
+            continue
+        field = getattr(_model_in(here), "model_fields", {}).get(key)
+        here = None if field is None else field.annotation
+    fields: Mapping[str, Any] = getattr(_model_in(here), "model_fields", {})
+    return fields
+
+
+def _model_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

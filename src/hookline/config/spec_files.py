@@ -1,41 +1,33 @@
-"""Hooks on modules in files: a list of specs, or the settings of a server.
+"""Check hooks on modules in files: a list of specs, or the settings of a server.
 
-Takes a `Document` from `read`, hands checked objects to `ServerArgs` and `run_file`. All that is wrong is told at once,
-each with its path and line. Imports no pydantic, so that a server can read its file where there is none.
+`ServerArgs`, `run_file` and the command line call it with a `Document`; it calls `HookSpec.faults`. Everything that is
+wrong is raised at once, each with its path and line. Imports no pydantic: a server reads its file without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, Final
 
-from hookline.config.mistakes import Mistakes, Path
-from hookline.config.read_settings import Document
+from hookline.config.mistakes import Mistakes
+from hookline.config.read_settings import Document, KeyPath
 from hookline.errors import ConfigError
-from hookline.messages import short_repr, type_name
+from hookline.messages import did_you_mean, short_repr, type_name
 from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["checked_list", "is_server_file", "server_settings", "spec_faults", "unknown_key"]
+__all__ = ["is_server_file", "list_of_specs", "server_settings", "spec_faults", "unknown_key"]
 
-_RUN_ALONE: Final = (
-    "experiment",
-    "strategy",
-    "specs",
-    "trackers",
-    "sinks",
-    "console",
-    "output_dir",
-    "save_checkpoints",
+_RUN_KEYS: Final = frozenset(
+    ("experiment", "strategy", "specs", "trackers", "sinks", "console", "output_dir", "save_checkpoints")
 )
 """Keys that a run file has, and no server."""
 _FIELDS: Final = [field.name for field in fields(HookSpec)]
 
 
 def is_server_file(values: Any) -> bool:
-    """Whether these are the settings of a server: they have hooks on modules, and nothing that only a run file has."""
-    if not isinstance(values, Mapping) or any(key in values for key in _RUN_ALONE):
+    """Return whether these are settings of a server: with hooks on modules, and without keys that only a run has."""
+    if not isinstance(values, Mapping) or not _RUN_KEYS.isdisjoint(values):
         return False
     hooks = values.get("hooks")
     is_list_of_specs = isinstance(hooks, list) and not (hooks and all(isinstance(entry, str) for entry in hooks))
@@ -57,23 +49,22 @@ def server_settings(document: Document, mistakes: Mistakes | None = None) -> dic
     if switch is not None and not isinstance(switch, bool):
         found.add(["enable_hooks"], f"expected true or false, got {short_repr(switch)}.")
     for key in ("hooks", "forward_hooks"):
-        for path, text in spec_faults(values.get(key), (key,)):
-            found.add(path, text)
+        found.add_all(spec_faults(values.get(key), (key,)))
     if mistakes is None:
         found.check()
     return {key: value for key, value in values.items() if key != "$schema"}
 
 
-def checked_list(document: Document) -> list[dict[str, Any]]:
-    """Return the specs of a file that is a list of them."""
-    mistakes = Mistakes.of(document)
-    for path, text in spec_faults(document.values, ()):
-        mistakes.add(path, text)
-    mistakes.check()
+def list_of_specs(document: Document, mistakes: Mistakes | None = None) -> list[dict[str, Any]]:
+    """Return the specs of a file that is a list of them; what is wrong goes where `server_settings` puts it."""
+    found = Mistakes.of(document) if mistakes is None else mistakes
+    found.add_all(spec_faults(document.values, ()))
+    if mistakes is None:
+        found.check()
     return list(document.values)
 
 
-def spec_faults(values: Any, path: Path) -> list[tuple[Path, str]]:
+def spec_faults(values: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
     """Return the path and a sentence for each thing that is wrong with a list of specs, which `path` leads to.
 
     None is no list, and nothing is wrong with it.
@@ -91,10 +82,8 @@ def spec_faults(values: Any, path: Path) -> list[tuple[Path, str]]:
 
 
 def unknown_key(key: Any, known: Sequence[str]) -> str:
-    """That a key is not known, and which may have been meant."""
-    near = get_close_matches(str(key), known, n=1)
-    meant = f" Did you mean {near[0]!r}?" if near else ""
-    return f"nothing is called {key!r} here.{meant} There are: {', '.join(known)}."
+    """Return the sentence about an unknown key: which may have been meant, and which there are."""
+    return f"nothing is called {key!r} here.{did_you_mean(key, known)} There are: {', '.join(known)}."
 
 
 def _kind(value: Any) -> str:

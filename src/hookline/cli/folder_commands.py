@@ -1,11 +1,12 @@
-"""``hookline replay RUN --to DESTINATION``: the records of a run, fed to a sink it did not have.
+"""Make the HTML page of runs (``hookline report``), and feed the records of a run to a sink (``hookline replay``).
 
-Takes the folder of a run, hands its log to `hookline.sinks.replay_log`.
+`main` calls `report` and `replay`; they find the folder of a run and call `hookline.report` and `hookline.sinks`.
 """
 
 from __future__ import annotations
 
 import inspect
+import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,58 @@ from typing import Annotated, Any, Final
 from tyro.conf import Positional, arg
 
 from hookline.cli.destinations import FILES, sink_class
-from hookline.cli.error_messages import DONE
-from hookline.cli.folder import LOG, read_run_file, run_folder
+from hookline.cli.main import DONE
 from hookline.cli.parse import parse
-from hookline.cli.printing import tell
+from hookline.cli.run_folder import LOG, read_run_json, run_folder
+from hookline.cli.screen import tell
+from hookline.config.run_options import flag
 from hookline.errors import OptionError
 
-__all__ = ["ReplayOptions", "command"]
+__all__ = ["ReplayOptions", "ReportOptions", "replay", "report"]
 
 _PATHS: Final = ("filepath", "path", "log_dir", "dir", "tracking_uri")
-"""What sinks call the place they write to."""
+"""The arguments of sinks that say where they write."""
+
+
+@dataclass
+class ReportOptions:
+    """Make one HTML page of one or more runs; several are compared.
+
+    Examples:
+      hookline report runs/mod_arithmetic/random
+      hookline report runs/mod_arithmetic                     # all runs in it
+      hookline report runs/mod_arithmetic/random runs/mod_arithmetic/stride -o compared.html --open
+    """
+
+    runs: Annotated[Positional[tuple[str, ...]], flag("RUN ...")]
+    """Folders of runs, or folders that hold runs."""
+    output: Annotated[str | None, arg(metavar="FILE", aliases=("-o",), help_behavior_hint="")] = None
+    """Where the page goes; report.html in the first folder if left out."""
+    open: Annotated[bool, flag()] = False
+    """Show it in the browser."""
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Make the page, and print where it is."""
+    options = parse(ReportOptions, arguments, "report")
+    if not options.runs:
+        raise OptionError("hookline report needs the folder of a run: hookline report runs/EXPERIMENT/STRATEGY.")
+    folders = [_folder(run) for run in options.runs]
+    from hookline.report.report_page import write_report
+
+    page = write_report(folders, None if options.output is None else Path(options.output))
+    tell(str(page))
+    if options.open:
+        webbrowser.open(page.resolve().as_uri())
+    return DONE
+
+
+def _folder(path: str) -> Path:
+    """Return the folder of the run that is meant, or `path` itself if it holds several runs."""
+    from hookline.report.report_runs import find_runs
+
+    folder = Path(path)
+    return folder if folder.is_dir() and len(find_runs([folder])) > 1 else run_folder(folder)
 
 
 @dataclass
@@ -36,18 +79,18 @@ class ReplayOptions:
       hookline replay runs/mod_arithmetic/random --to wandb --project grokking
     """
 
-    run: Annotated[Positional[str], arg(metavar="RUN", help_behavior_hint="")]
+    run: Annotated[Positional[str], flag("RUN")]
     """The folder of a run, or its records.jsonl."""
-    to: Annotated[str, arg(metavar="csv|jsonl|parquet|tensorboard|mlflow|wandb|PKG.MOD:CLASS", help_behavior_hint="")]
+    to: Annotated[str, flag("csv|jsonl|parquet|tensorboard|mlflow|wandb|PKG.MOD:CLASS")]
     """Where to."""
-    into: Annotated[str | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    into: Annotated[str | None, flag("PATH")] = None
     """The file or folder; in the run's folder if left out."""
-    project: Annotated[str | None, arg(metavar="PROJECT", help_behavior_hint="")] = None
+    project: Annotated[str | None, flag("PROJECT")] = None
     """The project, for wandb; the experiment's name if left out."""
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Replay it."""
+def replay(arguments: Sequence[str]) -> int:
+    """Feed the records of a run to another sink."""
     options = parse(ReplayOptions, arguments, "replay")
     folder = run_folder(options.run)
     if not (folder / LOG).exists():
@@ -56,12 +99,12 @@ def command(arguments: Sequence[str]) -> int:
     if hasattr(cls, "check"):
         cls.check()
     sink = cls(**_arguments(cls, options, folder))
-    from hookline.sinks.replay_log import replay
+    from hookline.sinks import replay_log
 
     context = _context(folder)
     if context:
         sink.set_run_context(**context)
-    replay(folder / LOG, sink)
+    replay_log.replay(folder / LOG, sink)
     close = getattr(sink, "close", None)
     if close is not None:
         close()
@@ -71,7 +114,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _usual_place(to: str, folder: Path, context: Mapping[str, Any]) -> Path | None:
-    """Where a sink that was told no place has written."""
+    """Return where a sink without a given place has written."""
     name = FILES.get(to, "").format(strategy=context.get("strategy", folder.name))
     return folder / name if name and (folder / name).exists() else None
 
@@ -85,14 +128,14 @@ def _arguments(cls: Any, options: ReplayOptions, folder: Path) -> dict[str, Any]
             raise OptionError(f"--into: {cls.__name__} does not write to a path; leave it out.")
         found[name] = _store(options.into) if name == "tracking_uri" else options.into
     if "project" in takes:
-        found["project"] = options.project or read_run_file(folder).get("experiment", "hookline")
+        found["project"] = options.project or read_run_json(folder).get("experiment", "hookline")
     elif options.project is not None:
         raise OptionError(f"--project goes with --to wandb, not with {options.to}.")
     return found
 
 
 def _store(into: str) -> str:
-    """Of a folder, the file in it: MLflow keeps its newer stores in a database."""
+    """Return the store for ``--into``; for a folder, a file in it: MLflow keeps its newer stores in a database."""
     if "://" in into or into.endswith(".db"):
         return into
     Path(into).mkdir(parents=True, exist_ok=True)
@@ -100,8 +143,8 @@ def _store(into: str) -> str:
 
 
 def _context(folder: Path) -> dict[str, Any]:
-    """What the run would have told the sink."""
-    facts = read_run_file(folder)
+    """Return the context that the run gave its sinks."""
+    facts = read_run_json(folder)
     if not facts:
         return {}
     return {

@@ -1,31 +1,32 @@
-"""``hookline check FILE``: whether a run file, or a file of hooks on modules, says what can be done.
+"""Check a run file or a file of hooks (``hookline check``), and print the JSON Schemas of such files (``schema``).
 
-Takes a path, prints what it means; with a model, what each pattern matches. It attaches nothing and calls no factory,
-but imports what the file names: that a factory is there cannot be told otherwise.
+`main` calls `check` and `schema`. Checking attaches nothing and calls no factory, but imports what the file names.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from hookline.cli.error_messages import DONE
-from hookline.cli.load_object import see_current_folder
-from hookline.cli.module_specs import check_specs
+from hookline.cli.load_object import model_at, see_current_folder
+from hookline.cli.main import DONE
 from hookline.cli.parse import parse
-from hookline.cli.printing import print_table, tell
+from hookline.cli.run_hooks import check_specs
+from hookline.cli.screen import print_table, tell
+from hookline.config.run_options import flag
 from hookline.errors import ConfigError, HooklineError, OptionError
 
 if TYPE_CHECKING:
-    from hookline.cli.hook_objects import HookObjects
+    from hookline.cli.run_hooks import HookObjects
     from hookline.cli.run_request import Request
     from hookline.config.read_settings import Document
     from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["CheckOptions", "command"]
+__all__ = ["CheckOptions", "SchemaOptions", "check", "schema"]
 
 
 @dataclass
@@ -39,14 +40,14 @@ class CheckOptions:
       hookline check hooks.json --model my_file.py:make_model
     """
 
-    config: Annotated[Positional[str | None], arg(metavar="FILE", help_behavior_hint="")] = None
+    config: Annotated[Positional[str | None], flag("FILE")] = None
     """The file: .yaml, .toml, .json."""
-    model: Annotated[str | None, arg(metavar="FILE:MODEL", help_behavior_hint="")] = None
+    model: Annotated[str | None, flag("FILE:MODEL")] = None
     """Show what the patterns match in this model."""
 
 
-def command(arguments: Sequence[str]) -> int:
-    """Check it."""
+def check(arguments: Sequence[str]) -> int:
+    """Print what a file means, or raise one error with everything that is wrong with it."""
     options = parse(CheckOptions, arguments, "check")
     if options.config is None:
         raise OptionError("hookline check needs a file: hookline check run.yaml.")
@@ -56,9 +57,9 @@ def command(arguments: Sequence[str]) -> int:
     document = read_document(options.config)
     see_current_folder()
     warnings = _Warnings()
-    model = None if options.model is None else _model(options.model)
+    model = None if options.model is None else model_at(options.model)
     if isinstance(document.values, list):
-        _show_specs(_checked_list(document), model, warnings)
+        _show_specs(_valid_list(document), model, warnings)
     elif is_server_file(document.values):
         _check_server(document, model, warnings)
     else:
@@ -70,25 +71,19 @@ def command(arguments: Sequence[str]) -> int:
 
 
 class _Warnings:
-    """What is allowed, and hardly meant."""
+    """Print and count warnings: of what is allowed, and hardly meant."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def add(self, text: str) -> None:
-        """Tell one."""
+        """Print one."""
         tell(f"warning: {text}")
         self._count += 1
 
     def summary(self) -> str:
-        """How many there were, for the last line."""
+        """Return how many there were, for the last line."""
         return f", but see the {self._count} warning{'s' * (self._count > 1)} above" if self._count else ""
-
-
-def _model(path: str) -> Any:
-    from hookline.cli.find_command import model_at
-
-    return model_at(path)
 
 
 # -- a run file ------------------------------------------------------------------------------------------------
@@ -122,17 +117,16 @@ def _check_trackers(objects: HookObjects, model: Any) -> None:
 # -- hooks on modules ------------------------------------------------------------------------------------------
 
 
-def _checked_list(document: Document) -> list[dict[str, Any]]:
+def _valid_list(document: Document) -> list[dict[str, Any]]:
     """Return the specs of a file that is a list of them; all that is wrong with them is raised at once."""
     from hookline.config.mistakes import Mistakes
-    from hookline.config.spec_files import spec_faults
+    from hookline.config.spec_files import list_of_specs
 
     mistakes = Mistakes.of(document)
-    for path, text in spec_faults(document.values, ()):
-        mistakes.add(path, text)
-    check_specs(document.values, (), mistakes)
+    specs = list_of_specs(document, mistakes)
+    check_specs(specs, (), mistakes)
     mistakes.check()
-    return list(document.values)
+    return specs
 
 
 def _check_server(document: Document, model: Any, warnings: _Warnings) -> None:
@@ -186,3 +180,28 @@ def _matches(model: Any, spec: HookSpec, warnings: _Warnings) -> str:
         if find_sites(model, replace(spec, target_modules=(pattern,), exclude=None)) is None:
             warnings.add(f"hook {spec.name!r}: nothing matches {pattern!r}.")
     return ", ".join(name or "(the model)" for name in places.names)
+
+
+# -- schemas ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SchemaOptions:
+    """Print the JSON schema of a file that hookline reads, for editors.
+
+    Examples:
+      hookline schema > run.schema.json
+      hookline schema server > server.schema.json     # in server.json: "$schema": "server.schema.json"
+    """
+
+    file: Annotated[Positional[Literal["run", "hooks", "server"]], flag("[run|hooks|server]")] = "run"
+    """A run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks)."""
+
+
+def schema(arguments: Sequence[str]) -> int:
+    """Print the schema."""
+    options = parse(SchemaOptions, arguments, "schema")
+    from hookline.config.json_schema import schema_of
+
+    tell(json.dumps(schema_of(options.file), indent=2))
+    return DONE

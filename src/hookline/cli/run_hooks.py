@@ -1,0 +1,322 @@
+"""Find the hooks of a run: a group of the experiment, hooks by name and from files, trackers, and specs for modules.
+
+`run_request` calls it with what flags and a run file say, and checks all of it before training; `run_session` and
+`dry_run` make the hook objects by `HookObjects`. `training_metrics` is always among them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.cli.hook_config import file_argument
+from hookline.cli.load_object import load_object, nearest_text, see_current_folder
+from hookline.errors import ConfigError, HookNameError, NoMatchError, OptionError
+from hookline.messages import type_name
+
+if TYPE_CHECKING:
+    from hookline.config.mistakes import Mistakes
+    from hookline.config.read_settings import KeyPath
+    from hookline.lifecycle.schedule import StepSchedule
+    from hookline.training.training_hook import TrainingHook
+
+__all__ = [
+    "ALWAYS",
+    "HookObjects",
+    "check_factories",
+    "check_specs",
+    "choose_hooks",
+    "known_name",
+    "specs_of_file",
+    "valid_schedules",
+    "valid_trackers",
+]
+
+ALWAYS: Final = "training_metrics"
+"""The hook that every run has: loss, accuracy and learning rate."""
+_NONE: Final = "none"
+"""The group of no hooks: every experiment has it."""
+PlacedSpec = tuple[str, Mapping[str, Any]]
+"""Where a spec stands, for errors; and the spec."""
+
+
+def choose_hooks(
+    group: str | None,
+    names: Sequence[str] | None,
+    hook_sets: Mapping[str, Sequence[str]] | None,
+    experiment: str,
+    at: Callable[[Sequence[str | int]], AbstractContextManager[None]] = lambda path: nullcontext(),
+) -> list[str]:
+    """Return the names of the hooks, each once, `training_metrics` first and always; none if that is asked for.
+
+    Args:
+        group: What ``--with-hooks`` says.
+        names: What ``--hooks`` says; None if it is not given, empty if it is given bare; ``none`` is the group.
+        hook_sets: The groups of the experiment; None if it is not known which experiment that is.
+        experiment: Its name, for messages.
+        at: Collects the error about what stands at a path of a file (``["hooks", "names", 2]``); one about a flag it
+            lets through.
+    """
+    from hookline.training.registry import HookRegistry
+
+    if names is not None and list(names) == [_NONE]:
+        group, names = group or _NONE, None
+    found: list[str] = []
+    if group is not None and hook_sets is not None:
+        with at(["hooks", "with_hooks"]):
+            found += _of_group(group, hook_sets, experiment)
+    for place, name in enumerate(names or ()):
+        with at(["hooks", "names", place]):
+            found += HookRegistry.resolve([known_name(name)])
+    if not found and names is None and group is not None:
+        return []
+    return list(dict.fromkeys([ALWAYS, *found]))
+
+
+def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: str) -> list[str]:
+    from hookline.training.registry import HookRegistry
+
+    if group == _NONE and _NONE not in hook_sets:
+        return []
+    if not hook_sets:
+        raise HookNameError(
+            f"--with-hooks {group}: {experiment} names no groups of hooks (hook_sets); choose hooks with --hooks NAME."
+        )
+    if group not in hook_sets:
+        raise HookNameError(f"Unknown group of hooks: {group!r}.{nearest_text(group, list(hook_sets), 'Groups')}")
+    return [name for name in HookRegistry.resolve(hook_sets[group]) if not HookRegistry.get(name).debug]
+
+
+def known_name(name: str) -> str:
+    """Return the name of a hook; one in a file or a module is registered first."""
+    if "," in name:
+        raise OptionError(f"--hooks {name}: names of hooks have blanks between them: {' '.join(name.split(','))}.")
+    if ":" not in name:
+        return name
+    from hookline.training.registry import HookRegistry
+    from hookline.training.training_hook import TrainingHook
+
+    found = load_object(name, wanted="a hook")
+    if not (isinstance(found, type) and issubclass(found, TrainingHook)):
+        raise OptionError(f"--hooks {name}: that is {found!r}, and a hook is a class derived from TrainingHook.")
+    if found.name not in HookRegistry.known() or HookRegistry.get(found.name) is not found:
+        HookRegistry.register(found)
+    return found.name
+
+
+@dataclass(frozen=True)
+class TrackerChoice:
+    """A tracker on some modules."""
+
+    name: str
+    """What its sums are reported by."""
+    tracker: str
+    targets: tuple[str, ...]
+    """Patterns; none stands for the layers of its kind."""
+    exclude: tuple[str, ...]
+    options: dict[str, Any]
+    place: str
+    """Where the file says so."""
+
+    def make(self) -> TrainingHook:
+        """Return the tracker as a hook that reports it."""
+        from hookline.training.registry import HookRegistry
+
+        where = {"targets": ",".join(self.targets) or None, "exclude": list(self.exclude) or None}
+        (hook,) = HookRegistry.create([self.tracker], {self.tracker: self.options | where})
+        hook.name = self.name
+        return hook
+
+    def check(self, model: Any) -> list[str]:
+        """Return the names of the modules it would be on; an error says where the file asks for them."""
+        from hookline.cli.load_object import in_shell
+        from hookline.sites.targets import select
+
+        try:
+            chosen = select(model, list(self.targets), exclude=list(self.exclude) or None) if self.targets else []
+        except NoMatchError as error:
+            raise ConfigError(f"{self.place}: {in_shell(error)}") from None
+        return [name for name, *_ in chosen]
+
+
+@dataclass(frozen=True)
+class HookObjects:
+    """Make the hooks of a run."""
+
+    names: list[str]
+    config: dict[str, dict[str, Any]]
+    """Arguments by name; and, beside them, where reference weights are."""
+    schedules: dict[str, StepSchedule] = field(default_factory=dict)
+    trackers: list[TrackerChoice] = field(default_factory=list)
+
+    @property
+    def reference(self) -> dict[str, dict[str, Any]]:
+        """The part of `config` that a `HookManager` gets when the hooks are made."""
+        return {name: options for name, options in self.config.items() if name not in self.names}
+
+    def make(self) -> list[TrainingHook]:
+        """Make them; the random streams of the run stay where they are."""
+        from hookline.guard.rng import kept_rng
+        from hookline.training.registry import HookRegistry
+
+        own = {name: options for name, options in self.config.items() if name in self.names}
+        with kept_rng():
+            made = HookRegistry.create(self.names, own)
+            for hook in made:
+                if hook.name in self.schedules:
+                    hook.step_schedule = self.schedules[hook.name]
+            return made + [tracker.make() for tracker in self.trackers]
+
+
+# -- schedules -------------------------------------------------------------------------------------------------
+
+
+def valid_schedules(
+    given: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None, mistakes: Mistakes
+) -> dict[str, StepSchedule]:
+    """Return schedules by hook; one that would have no effect is an error. `names` is None if they are not known."""
+    from hookline.lifecycle.schedule import StepSchedule
+
+    found = {}
+    for name, arguments in given.items():
+        with mistakes.at("hooks", "schedules", name):
+            reason = _no_effect(name, names)
+            if reason:
+                raise ConfigError(f"this schedule would have no effect: {reason}")
+            found[name] = StepSchedule(**arguments)
+    return found
+
+
+def _no_effect(name: str, names: Sequence[str] | None) -> str:
+    from hookline.lifecycle.points import HookPoint
+    from hookline.training.registry import HookRegistry
+
+    if names is not None and name not in names:
+        return f"{name} is not among the hooks of this run ({', '.join(names) or 'none'})."
+    hook = HookRegistry.get(name)
+    declared = [hook.hook_points or (), *(hook.loop_points or {}).values()]
+    points = {HookPoint.of(point) for some in declared for point in some}
+    if points and not any(point.is_step for point in points):
+        listed = ", ".join(sorted(point.name for point in points))
+        return f"{name} fires at {listed}, and a schedule is about steps."
+    return ""
+
+
+# -- trackers --------------------------------------------------------------------------------------------------
+
+
+def valid_trackers(given: Sequence[Mapping[str, Any]], names: Sequence[str], mistakes: Mistakes) -> list[TrackerChoice]:
+    """Return the trackers of a run file, but for those that something is wrong with."""
+    found: list[TrackerChoice] = []
+    taken = list(names)
+    for number, entry in enumerate(given):
+        tracker = _valid_tracker(entry, taken, mistakes, ("trackers", number))
+        if tracker is not None:
+            found.append(tracker)
+            taken.append(tracker.name)
+    return found
+
+
+def _valid_tracker(
+    entry: Mapping[str, Any], taken: Sequence[str], mistakes: Mistakes, here: KeyPath
+) -> TrackerChoice | None:
+    before = len(mistakes)
+    with mistakes.at(*here, "tracker"):
+        tracker = _known_tracker(str(entry["tracker"]))
+    if len(mistakes) > before:
+        return None
+    name = entry.get("name") or tracker
+    with mistakes.at(*here):
+        if name in taken:
+            raise ConfigError(f"two hooks of this run are called {name!r}; give this one a name of its own.")
+    options = {}
+    for key, value in (entry.get("options") or {}).items():
+        with mistakes.at(*here, "options", key):
+            if key in ("targets", "exclude"):
+                raise ConfigError("modules are named by target_modules and exclude.")
+            options[key] = file_argument(tracker, key, value)
+    patterns = {}
+    for key in ("target_modules", "exclude"):
+        with mistakes.at(*here, key):
+            patterns[key] = _patterns(entry.get(key))
+    if len(mistakes) > before:
+        return None
+    place = mistakes.place((*here, "target_modules"))
+    return TrackerChoice(name, tracker, patterns["target_modules"], patterns["exclude"], options, place)
+
+
+def _known_tracker(name: str) -> str:
+    from hookline.training.registry import HookRegistry
+
+    tracker = known_name(name)
+    if not {"targets", "exclude"} <= set(inspect.signature(HookRegistry.get(tracker)).parameters):
+        raise ConfigError(f"{tracker} is no tracker of modules; it goes into hooks: names.")
+    return tracker
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value or ())
+    for pattern in patterns:
+        if "," in pattern:
+            raise ConfigError(f"a pattern of a tracker has no comma, got {pattern!r}; write a list.")
+    return patterns
+
+
+# -- hooks on modules ------------------------------------------------------------------------------------------
+
+
+def specs_of_file(file: str) -> list[PlacedSpec]:
+    """Return the specs of a file that is there for them: a list, the settings of a server, a run file."""
+    from hookline.config.read_settings import read_document
+    from hookline.config.run_file import placed_specs
+
+    document = read_document(file)
+    return [(document.place(path), spec) for path, spec in placed_specs(document)]
+
+
+def check_factories(specs: Sequence[PlacedSpec]) -> list[dict[str, Any]]:
+    """Return the specs; if a factory is not there, an error tells of all that are not."""
+    see_current_folder()
+    wrong = [f"{place}: {text}" for place, spec in specs if (text := _wrong_factory(spec))]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return [dict(spec) for _, spec in specs]
+
+
+def check_specs(specs: Sequence[Any], path: KeyPath, mistakes: Mistakes) -> None:
+    """Add to `mistakes` why nothing would come of some of `specs`, a list of a file that `path` leads to.
+
+    Only of those that can be specs at all; what is wrong with the others is among `mistakes` already.
+    """
+    from hookline.specs.hook_spec import HookSpec
+
+    see_current_folder()
+    for number, entry in enumerate(specs):
+        if HookSpec.faults(entry) or entry.get("enabled") is False:
+            continue
+        who = f"Hook {mistakes.original((*path, number))[-1]} ({entry.get('name') or 'without a name'})"
+        lacking = [key for key in ("target_modules", "hook_factory") if entry.get(key) in (None, [], ())]
+        if lacking:
+            mistakes.add((*path, number), f"{who} has no {' and no '.join(lacking)}.")
+        elif text := _wrong_factory(entry):
+            mistakes.add((*path, number, "hook_factory"), f"{who}: {text}")
+
+
+def _wrong_factory(spec: Mapping[str, Any]) -> str:
+    """Return why the factory of a spec cannot be imported; empty if it can, or if the spec is switched off."""
+    from hookline.specs.hook_spec import resolve_callable
+
+    path = spec.get("hook_factory")
+    if path is None or spec.get("enabled") is False:
+        return ""
+    try:
+        factory = resolve_callable(path)
+    except ImportError as error:
+        return f"{error} (from hook path '{path}')."
+    except (AttributeError, ValueError) as error:
+        text = str(error)
+        return text if text.endswith(".") else f"{text}."
+    return "" if callable(factory) else f"Hook factory '{path}' is called with a config, and is {type_name(factory)}."
