@@ -16,7 +16,7 @@ import hookline as hl
 from hookline import HookPoint, MetricInfo
 from hookline.errors import HookCheckError
 from hookline.testing import HookCheck, check_hook, small_experiment
-from hookline.testing.run_outcome import differences, left_by, same
+from hookline.testing.run_outcome import differences, is_same, left_by
 from hookline.training.registry import register_built_ins
 
 
@@ -420,9 +420,9 @@ def test_the_comparison_sees_one_bit_and_takes_nan_as_equal():
     assert differences(left, left_by(experiment)) == []
     experiment.model.decoder.bias.data[0] = torch.nextafter(experiment.model.decoder.bias.data[0], torch.tensor(9.0))
     assert differences(left, left_by(experiment)) == ["weight decoder.bias"]
-    assert same([float("nan"), {"a": (1,)}], [float("nan"), {"a": (1,)}])
-    assert not same([1], [1.0])
-    assert not same({"a": 1}, {"b": 1})
+    assert is_same([float("nan"), {"a": (1,)}], [float("nan"), {"a": (1,)}])
+    assert not is_same([1], [1.0])
+    assert not is_same({"a": 1}, {"b": 1})
     assert HookCheck("x").ok
 
 

@@ -1,9 +1,8 @@
-"""The commands beside ``run``: hooks, find, check, report, replay, new."""
+"""The commands beside ``run``: hooks, find, report, replay, new."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -99,63 +98,6 @@ def test_find_leaves_out_what_is_excluded_and_says_what_cannot_be_made(capsys):
     assert capsys.readouterr().out.endswith("\nthe model and 1 module\n")
     assert run_here("find", "torch.nn:Linear") == 2
     assert "cannot be called without arguments" in capsys.readouterr().err
-
-
-# -- check -----------------------------------------------------------------------------------------------------
-
-SPEC = {"name": "count", "target_modules": ["1.*"], "hook_factory": "experiments:count_calls", "config": {}}
-
-
-def test_a_good_run_file_is_told_what_it_means(capsys):
-    """Experiment, configuration, hooks."""
-    Path("run.yaml").write_text(f"experiment: {TINY}\nconfig: {{lr: 1}}\nhooks: [norms]\nsinks: {{csv: true}}\n")
-    assert run_here("check", "run.yaml") == 0
-    out = capsys.readouterr().out
-    assert "lr=1.0" in out
-    assert "training_metrics, norms" in out
-    assert "nothing is wrong with it" in out
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("hooks: [nrms]\n", "Unknown hook: 'nrms'. Did you mean 'norms'?"),
-        ("hooks: {names: [norms], config: {norms: {x: 1}}}\n", "Hook 'norms' takes no 'x'"),
-        ("sinks: {others: [nowhere.mod:Sink]}\n", "There is no module 'nowhere.mod'"),
-        ("strategy: sideways\n", "has no strategy 'sideways'"),
-    ],
-)
-def test_what_would_go_wrong_before_training_is_found(text, said, capsys, tmp_path):
-    """Nothing is trained, nothing is written."""
-    Path("run.yaml").write_text(f"experiment: {TINY}\n{text}")
-    assert run_here("check", "run.yaml") == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_file_of_hooks_is_matched_against_a_model(capsys):
-    """With what each pattern matches, and a warning for one that matches nothing."""
-    Path("hooks.json").write_text(json.dumps([SPEC, SPEC | {"name": "lost", "target_modules": ["2.*"]}]))
-    assert run_here("check", "hooks.json", "--model", f"{EXPERIMENTS}:make_model") == 0
-    out = capsys.readouterr().out
-    assert "1.0, 1.1" in out
-    assert "warning: hook 'lost' would go nowhere: nothing matches '2.*'." in out
-    assert "nothing" in out
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"hook_factory": "experiments:nope"}, "has no attribute 'nope'"),
-        ({"hook_factory": None}, "Hook 0 (count) has no hook_factory."),
-        ({"on": "foward"}, "foward"),
-    ],
-)
-def test_a_hook_that_cannot_be_made_is_told(change, said, capsys):
-    """Before a server or a run trips over it."""
-    Path("hooks.json").write_text(json.dumps([SPEC | change]))
-    assert run_here("check", "hooks.json", "--model", f"{EXPERIMENTS}:make_model") == 2
-    assert said in capsys.readouterr().err
 
 
 # -- report and replay -----------------------------------------------------------------------------------------

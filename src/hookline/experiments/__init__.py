@@ -1,6 +1,6 @@
-"""Experiments that come with hookline: each is one short file of building blocks, to run, to read, to begin from.
+"""List the experiments that come with hookline: each is one short file to run, to read, to begin from.
 
-Asked by the command line: ``hookline run mod_arithmetic``. Nothing is imported until one is asked for.
+The command line looks a name up here (``hookline run mod_arithmetic``), and imports the experiment only then.
 """
 
 from __future__ import annotations

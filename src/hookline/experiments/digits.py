@@ -1,7 +1,7 @@
-"""Handwritten digits: a small CNN on scikit-learn's 1,797 images of 8×8 pixels, in the loop that counts steps.
+"""Train a small CNN on handwritten digits: scikit-learn's 1,797 images of 8×8 pixels, in the step loop.
 
-Comes from ``hookline run digits``; the step loop asks it for one building block after the other. The images are part of
-scikit-learn: nothing is downloaded.
+``hookline run digits`` makes it; the step loop calls its parts. The images are part of scikit-learn: nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Config:
 
 
 class DigitsNet(nn.Sequential):
-    """Two convolutions with BatchNorm, dropout, one linear layer.
+    """Classify images by two convolutions with BatchNorm, dropout and one linear layer.
 
     Recipe: ``DigitsNet()(torch.zeros(2, 1, 8, 8)).shape`` is ``(2, 10)``.
     """
@@ -70,7 +70,7 @@ class DigitsNet(nn.Sequential):
 
 
 class Digits(Experiment):
-    """Which digit is it?
+    """Train a classifier of handwritten digits.
 
     Recipe: ``hookline.step_loop(Digits(), steps=600)``; or ``hookline run digits``.
 
@@ -121,13 +121,13 @@ class Digits(Experiment):
 
     @staticmethod
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Cross entropy, where the model is and in its precision."""
+        """Return the cross entropy, on the device of the model and in its precision."""
         like = next(model.parameters())
         images, digits = batch
         return F.cross_entropy(model(images.to(like)), digits.to(like.device))
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
-        """How many of the images that it never saw it gets right."""
+        """Return the accuracy and the loss on the images that it is not trained on."""
         like = next(model.parameters())
         images, digits = self.val_set.tensors
         logits, digits = model(images.to(like)), digits.to(like.device)
@@ -145,7 +145,7 @@ def _number(fraction: float, total: int) -> int:
 
 
 def _images() -> tuple[Tensor, Tensor]:
-    """The images as (N, 1, 8, 8) in 0 … 1, and the digits."""
+    """Return the images as (N, 1, 8, 8) in 0 … 1, and the digits."""
     try:
         with kept_rng():  # scikit-learn draws random numbers while it is imported
             load_digits = importlib.import_module("sklearn.datasets").load_digits

@@ -1,8 +1,8 @@
-"""Modular addition: a small transformer learns (a + b) mod p, and the order of its data is what is varied.
+"""Train a small transformer on modular addition, (a + b) mod p; strategies vary the order of its data.
 
-Comes from ``hookline run mod_arithmetic --strategy stride``; the epoch loop asks it for one building block after the
-other. Every pair (a, b) is an example: some are trained on, the others the model never sees. It learns the
-first by heart, and some epochs later it finds the rule: that is when validation accuracy rises.
+``hookline run mod_arithmetic --strategy stride`` makes it; the epoch loop calls its parts. Every pair (a, b) is an
+example: some are for training, the others for validation. The model memorises the first, and finds the rule some epochs
+later: then validation accuracy rises.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each added to the residual stream."""
+    """Add attention, then an MLP, to the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) to (B, T, D)
-        """One layer."""
+        """Return the residual stream after the layer."""
         attended, _ = self.attention(x, x, x, need_weights=False)
         x = x + attended
         added: Tensor = self.mlp(x)
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class ModularTransformer(nn.Module):
-    """Two tokens in, the logits of their sum out.
+    """Return the logits of the sum of two tokens.
 
     Recipe: ``ModularTransformer(p=59)(torch.tensor([[3, 4]])).shape`` is ``(1, 59)``.
     """
@@ -88,7 +88,7 @@ class ModularTransformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=1 / math.sqrt(width))
 
     def forward(self, pairs: Tensor) -> Tensor:  # (B, 2) to (B, p)
-        """The logits, read off where the second token is."""
+        """Return the logits at the place of the second token."""
         x = self.embedding(pairs) + self.position
         for layer in self.layers:
             x = layer(x)
@@ -97,13 +97,13 @@ class ModularTransformer(nn.Module):
 
 
 def arranged(pairs: Tensor, p: int, strategy: str) -> Tensor:
-    """The pairs in the order in which an epoch goes through them; ``"random"`` has another one in every epoch.
+    """Return the pairs in the order of an epoch; ``"random"`` has another one in every epoch.
 
     Recipe: ``arranged(pairs, p=59, strategy="stride")``.
 
     ``"stride"`` goes through the first token in strides of ⌊√p⌋: 0, 7, 14, …, then 1, 8, 15, …. ``"target"`` goes by
-    the answer, from 0 to p - 1. ``"fixed_random"`` is one shuffle, the same in every epoch: what tells an order that is
-    always the same from one that means something.
+    the answer, from 0 to p - 1. ``"fixed_random"`` is one shuffle, the same in every epoch: the control for an order
+    that is always the same.
     """
     a, b = pairs.unbind(1)
     stride = math.isqrt(p)
@@ -115,7 +115,7 @@ def arranged(pairs: Tensor, p: int, strategy: str) -> Tensor:
 
 
 class ModArithmetic(Experiment):
-    """Modular addition, with the training data in one order or another.
+    """Train on modular addition, with the data in one order or another.
 
     Recipe: ``hookline.epoch_loop(ModArithmetic(Config(epochs=5)), epochs=5)``; or ``hookline run mod_arithmetic``.
 
@@ -180,13 +180,13 @@ class ModArithmetic(Experiment):
         )
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
-        """Accuracy on the pairs that it was trained on, and on the others."""
+        """Return accuracy and loss on the pairs that it is trained on, and on the others."""
         train_loss, train_acc = _score(model, self.train_set)
         val_loss, val_acc = _score(model, self.val_set)
         return {"train_acc": train_acc, "val_acc": val_acc, "train_loss": train_loss, "val_loss": val_loss}
 
     def target_gradient(self, model: nn.Module, step: int) -> dict[str, Tensor]:
-        """Where the loss on the other pairs falls: what hooks compare the training gradient with."""
+        """Return the gradient of the loss on the validation pairs; hooks compare the training gradient with it."""
         loss, _ = _score(model, self.val_set)
         named = dict(model.named_parameters())
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
@@ -204,7 +204,7 @@ def _labelled(pairs: Tensor, p: int) -> TensorDataset:
 
 
 def _score(model: nn.Module, dataset: TensorDataset) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy on all of it at once."""
+    """Return loss and accuracy on the whole of `dataset`."""
     device = next(model.parameters()).device
     pairs, target = (tensor.to(device) for tensor in dataset.tensors)
     logits = model(pairs)

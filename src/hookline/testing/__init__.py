@@ -1,7 +1,4 @@
-"""For those who write hooks: whether a hook does what hooks promise.
-
-Asked by tests of theirs: ``hookline.testing.check_hook(MyHook)``.
-"""
+"""Check a hook of your own: ``hookline.testing.check_hook(MyHook)``, in a test."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether a hook does what hooks promise: found out by training with it, many times, on a small model.
+"""Check whether a hook keeps the promises of hooks, by training with it, many times, on a small model.
 
-Takes a hook from its author, hands back a `HookCheck`. Every check is a run that must come out as another run did: with
-the hook and without it, in one piece and saved in the middle, alone and among other hooks.
+Authors of hooks call `check_hook` in their tests and get a `HookCheck`. Every check is a run that must come out as
+another run did: with the hook and without it, in one piece and saved in the middle, alone and among other hooks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from hookline.errors import HookCheckError, HooklineError, HooksLeftError
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import type_name
 from hookline.sites.find import assert_no_hooks
-from hookline.testing import check_messages as words
+from hookline.testing import check_report as words
 from hookline.testing.check_report import Finding, HookCheck
-from hookline.testing.declared_checks import check_declaration
-from hookline.testing.metric_names import check_names
-from hookline.testing.neighbours import Drawing, Shaking, Stirring
+from hookline.testing.declared_checks import check_declaration, check_names
 from hookline.testing.run_outcome import Outcome, Trial, differences, kept_streams
-from hookline.testing.small_run import SmallRun, small_experiment
+from hookline.testing.small_run import DrawingHook, ReplacingHook, SmallRun, StirringHook, small_experiment
 from hookline.training.checkpoints import checkpoint_file
 from hookline.training.loops.experiment import Experiment
 from hookline.training.registry import HookRegistry, make_hook
@@ -35,7 +33,7 @@ from hookline.training.training_hook import InterventionHook, TrainingHook
 __all__ = ["check_hook"]
 
 LOOPS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
-"""The points that each fires."""
+"""The points that each loop fires."""
 
 
 def check_hook(
@@ -46,7 +44,7 @@ def check_hook(
     raises: bool = True,
     **options: Any,
 ) -> HookCheck:
-    """Find out whether a hook does what hooks promise.
+    """Check whether a hook keeps the promises of hooks.
 
     Recipe::
 
@@ -79,7 +77,7 @@ def check_hook(
 
 
 def _maker(hook: Any, options: dict[str, Any]) -> Callable[[], TrainingHook]:
-    """What makes the hook anew for every run."""
+    """Return what makes the hook anew for every run."""
     if isinstance(hook, str):
         hook = HookRegistry.get(hook)
     if isinstance(hook, type) and issubclass(hook, TrainingHook):
@@ -93,7 +91,7 @@ def _maker(hook: Any, options: dict[str, Any]) -> Callable[[], TrainingHook]:
 
 
 class _Checker:
-    """One hook, run after run."""
+    """Check one hook, run after run."""
 
     def __init__(self, make: Callable[[], TrainingHook], experiment: Callable[[], Experiment], steps: int) -> None:
         self._make = make
@@ -105,8 +103,8 @@ class _Checker:
         self._has_run = False
 
     def make(self) -> TrainingHook:
-        """The hook, new; one that begins with random numbers begins with the same."""
-        with kept_streams():  # of a run that is on its way
+        """Return the hook, new; one that begins with random numbers begins with the same."""
+        with kept_streams():  # of a run that is under way
             torch.manual_seed(0)
             np.random.seed(0)
             random.seed(0)
@@ -122,7 +120,7 @@ class _Checker:
         return Trial(hook, reference=reference, **around)
 
     def check_in(self, loop: str) -> None:
-        """All that can be found out in one of the loops."""
+        """Make all checks in one of the loops."""
         trial = self._trial()
         trial.manager.set_loop_type(loop)
         if not trial.manager.plan().points or trial.manager.will_fire(LOOPS[loop]):
@@ -147,7 +145,7 @@ class _Checker:
             self._compare("state", run, unbroken, lambda: run.in_two(self._trial(), self._resumed))
 
     def conclude(self) -> None:
-        """What can be said when both loops are through."""
+        """Make the checks that need both loops, and drop what another loop found wrong from what passed."""
         if self._has_run and not self._fired:
             self._find("fires", words.never_fired(self._steps))
         self.report.metrics = tuple(self._seen)
@@ -172,7 +170,7 @@ class _Checker:
             self._find("inert", words.hooks_left(run, error))
 
     def _steady(self, run: SmallRun, alone: Outcome) -> dict[str, list[Any]]:
-        """The metrics that the same run gives twice; those that are not have nothing to compare."""
+        """Return the metrics that the same run gives twice; others cannot be compared."""
         again = run.whole(self._trial()).metrics
         unsteady = differences(alone.metrics, again)
         if unsteady:
@@ -181,15 +179,15 @@ class _Checker:
         return {name: values for name, values in alone.metrics.items() if name not in unsteady}
 
     def _variations(self, run: SmallRun, used: Trial) -> dict[str, Callable[[], Outcome]]:
-        """Runs in which its metrics have to be the same."""
-        neighbours: dict[str, list[TrainingHook]] = {"before": [Stirring()]}
+        """Return runs in which its metrics have to be the same."""
+        neighbours: dict[str, list[TrainingHook]] = {"before": [StirringHook()]}
         if not isinstance(used.hook, InterventionHook):
             # What an intervention trains goes through dropout, which draws from the stream that all hooks share.
-            neighbours = {"before": [Stirring(), Drawing("before")], "after": [Drawing("after")]}
+            neighbours = {"before": [StirringHook(), DrawingHook("before")], "after": [DrawingHook("after")]}
         return {
             "reset": lambda: self._used_again(run, used),
             "order": lambda: run.whole(self._trial(**neighbours)),
-            "offload": lambda: run.whole(self._shaken()),
+            "offload": lambda: run.whole(self._with_replaced_tensors()),
         }
 
     def _compare(self, check: str, run: SmallRun, wanted: dict[str, list[Any]], act: Callable[[], Outcome]) -> None:
@@ -205,7 +203,7 @@ class _Checker:
             self._pass(check, run, words.PASSED[check])
 
     def _resumed(self, first: Trial) -> Trial:
-        """The hook in another manager, from a file."""
+        """Return the hook in another manager, from a file."""
         state = first.manager.state_dict()
         name = first.hook.name
         with tempfile.TemporaryDirectory() as folder:
@@ -221,9 +219,9 @@ class _Checker:
         used.forget()
         return run.whole(used)
 
-    def _shaken(self) -> Trial:
-        trial = self._trial(after=[Shaking()])
-        trial.manager.hooks[Shaking.name].target = trial.hook  # type: ignore[attr-defined]
+    def _with_replaced_tensors(self) -> Trial:
+        trial = self._trial(after=[ReplacingHook()])
+        trial.manager.hooks[ReplacingHook.name].target = trial.hook  # type: ignore[attr-defined]
         return trial
 
     # -- the report ------------------------------------------------------------------------------------------
@@ -239,6 +237,6 @@ class _Checker:
         self.report.findings.append(Finding(check, text))
 
     def _pass(self, check: str, run: SmallRun, text: str) -> None:
-        """A check that found nothing, in one loop or in both."""
+        """Note a check that found nothing, in one loop or in both."""
         loops = "both loops" if check in self.report.passed else f"the {run.loop} loop"
         self.report.passed[check] = f"{text}, in {loops}"

@@ -1,6 +1,6 @@
-"""A factory of hooks to try specs with: each call of such a hook is written down.
+"""Make hooks to try specs with: each call of such a hook is added to `HOOK_CALLS`.
 
-Named by specs in tests as ``"hookline.testing.model_hooks:dummy_hook_factory"``; what it wrote is in `HOOK_CALLS`.
+Specs in tests name it: ``"hookline.testing.model_hooks:dummy_hook_factory"``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a run with a hook in it left behind: metrics, and all that must be as without it.
+"""Collect and compare what a run with a hook leaves behind: metrics, and all that must be as without the hook.
 
-Filled by `SmallRun`, compared by `check_hook`.
+`SmallRun` fills an `Outcome`; `check_hook` compares two of them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from hookline.training.loops.experiment import Experiment
     from hookline.training.training_hook import TrainingHook
 
-__all__ = ["Outcome", "Trial", "differences", "heard", "kept_streams", "left_by", "same"]
+__all__ = ["Outcome", "Trial", "collected_warnings", "differences", "is_same", "kept_streams", "left_by"]
 
 
 @dataclass
 class Outcome:
-    """What a run left behind."""
+    """Hold what a run left behind."""
 
     left: dict[str, Any]
     """Weights, optimizer, random streams and so on, to the last bit."""
     metrics: dict[str, list[Any]]
     """What the hook returned, by metric: when, and what."""
     warned: list[str]
-    """What was warned of."""
+    """The texts of its warnings."""
     model: nn.Module
 
 
 class Trial:
-    """A hook in a manager of its own, perhaps among others."""
+    """Put a hook into a manager of its own, perhaps among others."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class Trial:
         return found
 
     def forget(self) -> None:
-        """What was returned so far is no longer of interest."""
+        """Forget the metrics so far."""
         self._sink.clear()
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """What is warned of meanwhile; a check tells of it once, where every run would."""
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect the texts of warnings while the block lasts, each once."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -94,7 +94,7 @@ def heard() -> Iterator[list[str]]:
 
 @contextmanager
 def kept_streams() -> Iterator[None]:
-    """The random streams of whoever checks a hook go on as if nothing had been drawn."""
+    """Restore the random streams after the block, as if nothing had been drawn."""
     torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -105,7 +105,7 @@ def kept_streams() -> Iterator[None]:
 
 
 def left_by(experiment: Experiment) -> dict[str, Any]:
-    """Weights, buffers, gradients, modes, optimizer, scheduler and random streams."""
+    """Return weights, buffers, gradients, modes, optimizer, scheduler and random streams."""
     model: Any = experiment.model
     optimizer: Any = experiment.optimizer
     left: dict[str, Any] = {f"weight {name}": value.clone() for name, value in model.state_dict().items()}
@@ -128,19 +128,19 @@ def left_by(experiment: Experiment) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names of what is not the same to the last bit."""
-    return [name for name in {**one, **other} if not same(one.get(name), other.get(name))]
+    """Return the names of what is not the same to the last bit."""
+    return [name for name in {**one, **other} if not is_same(one.get(name), other.get(name))]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Equal to the last bit; NaN is equal to NaN."""
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal to the last bit; NaN is equal to NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.dtype == other.dtype and one.shape == other.shape
         return alike and bool(((one == other) | ((one != one) & (other != other))).all())
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (math.isnan(one) and math.isnan(other))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other)

@@ -1,13 +1,15 @@
-"""The run that hooks are checked in: a small model that has what goes wrong easily, trained for some twenty steps.
+"""Run what hooks are checked in: a small model that has what goes wrong easily, trained for some twenty steps.
 
-Made anew for every run by `check_hook`, from one seed; what it leaves behind is compared bit for bit.
+`check_hook` makes it anew for every run, from one seed, with other hooks beside the one under test; what the run leaves
+behind is compared bit for bit.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,12 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookline.testing.run_outcome import Outcome, Trial, heard, left_by
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_context import RunDataContext
+from hookline.testing.run_outcome import Outcome, Trial, collected_warnings, left_by
+from hookline.training.hook_state import map_tensors
 from hookline.training.loops.epoch_loop import epoch_loop
 from hookline.training.loops.experiment import Experiment
 from hookline.training.loops.step_loop import step_loop
+from hookline.training.training_hook import InterventionHook, TrainingHook
 
-__all__ = ["SmallModel", "SmallRun", "small_experiment"]
+__all__ = ["DrawingHook", "ReplacingHook", "SmallModel", "SmallRun", "StirringHook", "small_experiment"]
 
 _TOKENS: Final = 11
 _CLASSES: Final = 3
@@ -31,7 +37,7 @@ _SNAPSHOT_STEPS: Final = 5
 
 
 class SmallModel(nn.Module):
-    """A classifier of four tokens: embedding, attention, BatchNorm, dropout.
+    """Classify four tokens: embedding, attention, BatchNorm, dropout.
 
     Recipe: ``SmallModel()(torch.zeros(2, 4, dtype=torch.long)).shape`` is ``(2, 3)``.
     """
@@ -47,7 +53,7 @@ class SmallModel(nn.Module):
         self.decoder = nn.Linear(16, _CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, 4) to (B, 3)
-        """The logits."""
+        """Return the logits."""
         x = self.embedding(tokens)
         x = (x + self.attention(x, x, x, need_weights=False)[0]).mean(1)
         logits: Tensor = self.decoder(self.dropout(self.act(self.norm(self.hidden(x)))))
@@ -55,7 +61,7 @@ class SmallModel(nn.Module):
 
 
 def small_experiment() -> Experiment:
-    """A model with dropout and BatchNorm, AdamW, a scheduler, a loader that shuffles, an evaluation.
+    """Return an experiment: dropout and BatchNorm, AdamW, a scheduler, a loader that shuffles, an evaluation.
 
     Recipe: ``hookline.epoch_loop(hookline.testing.small_experiment(), epochs=2)``.
     """
@@ -84,7 +90,7 @@ def small_experiment() -> Experiment:
 
 
 class SmallRun:
-    """A loop, and how far it goes."""
+    """Run one of the loops, as far as it goes."""
 
     def __init__(self, loop: str, make: Callable[[], Experiment], steps: int) -> None:
         self.loop = loop
@@ -94,7 +100,7 @@ class SmallRun:
 
     @property
     def length(self) -> str:
-        """How far, in words."""
+        """How long it is, in words."""
         return f"{self._epochs} epochs" if self.loop == "epoch" else f"{self._steps} steps"
 
     @property
@@ -104,7 +110,7 @@ class SmallRun:
     def whole(self, trial: Trial | None) -> Outcome:
         """Train from the beginning to the end."""
         experiment = self.make()
-        with heard() as warned:
+        with collected_warnings() as warned:
             self._go(experiment, trial, 0, self._end)
         return Outcome(left_by(experiment), trial.metrics if trial else {}, warned, experiment.model)
 
@@ -112,7 +118,7 @@ class SmallRun:
         """Train some way with one manager, the rest with another that is made from it."""
         experiment = self.make()
         middle = self._end // 2
-        with heard() as warned:
+        with collected_warnings() as warned:
             self._go(experiment, first, 0, middle)
             second = make_second(first)
             self._go(experiment, second, middle, self._end)
@@ -126,3 +132,53 @@ class SmallRun:
             epoch_loop(experiment, epochs=end, first_epoch=first, manager=manager, snapshot_every=1)
         else:
             step_loop(experiment, steps=end, first_step=first, manager=manager, snapshot_every=_SNAPSHOT_STEPS)
+
+
+# -- hooks beside the one under test ---------------------------------------------------------------------------
+
+
+class DrawingHook(TrainingHook):
+    """Draw random numbers of all kinds."""
+
+    hook_points = frozenset(HookPoint)
+
+    def __init__(self, name: str) -> None:
+        self.name = f"draws {name}"
+
+    def compute(self, ctx: RunDataContext) -> dict[str, float]:
+        """Return a random number."""
+        return {"sum": float(torch.rand(3).sum()) + random.random() + float(np.random.rand())}
+
+
+class StirringHook(InterventionHook):
+    """Fill weights with other numbers, which the guard undoes."""
+
+    name = "stirs"
+    hook_points = frozenset({HookPoint.SNAPSHOT})
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: Any) -> None:
+        """Fill the weights."""
+        with torch.no_grad():
+            for parameter in model_ctx.model.parameters():
+                parameter.fill_(9.0)
+
+
+class ReplacingHook(TrainingHook):
+    """Replace the state tensors of another hook by copies, as waiting on the CPU does."""
+
+    name = "shakes"
+    hook_points = frozenset(HookPoint)
+    pure = True
+    target: TrainingHook
+
+    def compute(self, ctx: RunDataContext) -> None:
+        """Take the tensors, and give copies back."""
+        there: list[torch.Tensor] = []
+        moved = map_tensors(self.target.get_state_tensors(), partial(_copied, there))
+        if there:
+            self.target.set_state_tensors(moved)
+
+
+def _copied(there: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    there.append(tensor)
+    return tensor.detach().clone()
