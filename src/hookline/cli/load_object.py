@@ -108,7 +108,7 @@ def _import(name: str, wanted: str) -> ModuleType:
 
 
 def see_current_folder() -> None:
-    """Have modules of the current folder found, as under ``python -m``."""
+    """Add the current folder to the path of modules, as ``python -m`` does."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 

@@ -94,7 +94,7 @@ def _is_interrupted(error: BaseException | None) -> bool:
 
 
 def _replace_unknown_letters() -> None:
-    """Have a screen that lacks the letters of a formula or a layer's name show question marks for them."""
+    """Print question marks for letters that the screen lacks, in a formula or a layer's name."""
     for stream in (sys.stdout, sys.stderr):
         encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
         if hasattr(stream, "reconfigure") and encoding not in ("", "utf8"):

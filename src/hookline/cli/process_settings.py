@@ -34,7 +34,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def process_settings(*, deterministic: bool, matmul_precision: str | None) -> Iterator[None]:
-    """Have torch take deterministic kernels where it has any, and multiply float32 as exactly as asked.
+    """Make torch take deterministic kernels where it has any, and multiply float32 as exactly as asked.
 
     Costs nothing on the CPU; on a GPU some kernels are slower, and an operation without such a kernel warns and runs.
     """

@@ -180,7 +180,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def messages() -> Iterator[None]:
-    """Have warnings and log messages of hookline shown as lines on the standard error, while the block lasts."""
+    """Show warnings and log messages of hookline as lines on the standard error, while the block lasts."""
     from hookline.errors import HooklineWarning
 
     logger = logging.getLogger("hookline")

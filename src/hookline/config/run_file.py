@@ -110,7 +110,8 @@ class _Experiment(_Strict):
 
 
 if TYPE_CHECKING:  # mypy does not know fields that are made of flags
-    _HookFlags = _SinkFlags = _Strict
+    _HookFlags = _Strict
+    _SinkFlags = _Strict
     _RunFlags = _Experiment
 else:
     _HookFlags = create_model("_HookFlags", __base__=_Strict, **_flag_fields("hooks"))

@@ -27,7 +27,7 @@ _INTERVENTIONS = ["hessian", "adam_dynamics"]
 
 @dataclass
 class Config:
-    """What can be set; each field is a flag of ``hookline run digits``."""
+    """Hold the options; each field is a flag of ``hookline run digits``."""
 
     steps: int = 600
     """How many steps to train for."""

@@ -31,7 +31,7 @@ _INTERVENTIONS = ["hessian", "counterfactual", "adam_dynamics"]
 
 @dataclass
 class Config:
-    """What can be set; each field is a flag of ``hookline run mod_arithmetic``."""
+    """Hold the options; each field is a flag of ``hookline run mod_arithmetic``."""
 
     epochs: int = 100
     """How often to go through the training pairs."""
