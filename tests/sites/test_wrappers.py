@@ -558,11 +558,11 @@ def test_a_model_without_hooks_on_parameters_looks_at_nothing():
     """The list is there while there are such hooks, and gone with the last."""
     model = new()
     with hl.attach(model, lambda *args: None):
-        root = existing_hooks(model).root
-        assert root.leaves is None
+        counter = existing_hooks(model).counter
+        assert counter.leaves is None
         with hl.attach(model, "*", lambda p: None, on="param_grad"):
-            assert root.leaves is not None
-        assert root.leaves is None
+            assert counter.leaves is not None
+        assert counter.leaves is None
 
 
 # -- TorchScript ---------------------------------------------------------------------------------------------

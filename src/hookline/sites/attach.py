@@ -220,7 +220,7 @@ _FORWARD_KINDS: Final = (Kind.FORWARD_PRE, Kind.FORWARD)
 
 def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
     """Put an attachment on modules of a model."""
-    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules) else unwrap(model))
+    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
     _prepare_for_compiling(attachment, chosen)
     if counter in attachment.counters:
         counter.users -= 1  # it is one user, however often it comes back
