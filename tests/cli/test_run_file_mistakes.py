@@ -13,9 +13,9 @@ YAML = f"""\
 experiment: {TINY}
 sed: 3
 strategy: sideways
-config:
-  epoch: 3
-  lr: high
+config: {{
+  epoch: 3,
+  lr: high, batch_size: many}}
 device: warp
 hooks:
   with_hooks: all_of_them
@@ -52,6 +52,7 @@ TOLD = [
     (3, "$.strategy", "tiny has no strategy 'sideways'."),
     (5, "$.config.epoch", "Config has no 'epoch'. Did you mean 'epochs'?"),
     (6, "$.config.lr", "expected a valid number"),
+    (6, "$.config.batch_size", "expected a valid integer"),
     (7, "$.device", "warp"),
     (9, "$.hooks.with_hooks", "Unknown group of hooks: 'all_of_them'."),
     (10, "$.hooks.names[1]", "expected a valid string, got 3."),
@@ -63,7 +64,7 @@ TOLD = [
     (18, "$.hooks.schedules.norms.stride", "expected greater than or equal to 1, got 0."),
     (18, "$.hooks.schedules.norms", "this schedule would have no effect: norms fires at"),
     (19, "$.console", "expected 'live', 'lines', 'tables', 'normal', 'silent' or 'none', got 'loud'."),
-    (21, "$.trackers[0].tracker", "Unknown hook: 'relu_activation'."),
+    (21, "$.trackers[0].tracker", "Unknown hook: 'relu_activation'. Did you mean 'relu_activations'?"),
     (22, "$.trackers[1].options.per_unit", "expected a valid boolean"),
     (23, "$.trackers[2].tracker", "this is missing."),
     (23, "$.trackers[2].traker", "nothing is called 'traker' here."),
