@@ -41,8 +41,6 @@ from torch import Tensor, nn
 
 import hookline as hl
 
-FEW = 6
-"""Steps of the runs beside that of the house with many kinds of hooks at once, which has twenty."""
 RUN_KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 STATE_KINDS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 REGISTRATION_KINDS = ("register_module", "register_parameter", "register_buffer")
@@ -121,18 +119,17 @@ RUNS: dict[str, tuple[Build, Step]] = {
 
 @pytest.mark.parametrize("hooking", HOOKINGS)
 def test_training_with_hooks_on_every_module_ends_with_the_same_bits(hooking: str) -> None:
-    """Through dropout, BatchNorm, in-place ReLU, residuals and shared memory; twenty steps with many kinds at once."""
-    steps = FEW if hooking.startswith(("observe ", "raw ", "plain ")) and hooking not in THOROUGH else STEPS
-    hooked = train(House, house_step, HOOKINGS[hooking], steps=steps)
-    assert differences(hooked, train_without_hooks(House, house_step, steps)) == []
+    """Through dropout, BatchNorm, in-place ReLU, residuals and shared memory, in twenty steps."""
+    hooked = train(House, house_step, HOOKINGS[hooking])
+    assert differences(hooked, train_without_hooks(House, house_step)) == []
 
 
 @pytest.mark.product(name=["micro batches", "checkpointed", "autocast", "gradient penalty"], hooking=THOROUGH)
 def test_training_in_other_ways_with_hooks_ends_with_the_same_bits(name: str, hooking: str) -> None:
     """Several backward passes per step, repeated forwards, bfloat16 where every cast rounds, a double backward."""
-    hooked, plain = train(*RUNS[name], HOOKINGS[hooking], steps=FEW), train_without_hooks(*RUNS[name], FEW)
+    hooked, plain = train(*RUNS[name], HOOKINGS[hooking]), train_without_hooks(*RUNS[name])
     assert differences(hooked, plain) == []
-    assert differences(plain, train_without_hooks(*RUNS["house"], FEW)) != [] or name == "checkpointed"  # it was on
+    assert differences(plain, train_without_hooks(*RUNS["house"])) != [] or name == "checkpointed"  # it was on
 
 
 @pytest.mark.product(
@@ -141,7 +138,7 @@ def test_training_in_other_ways_with_hooks_ends_with_the_same_bits(name: str, ho
 )
 def test_training_a_hugging_face_model_with_hooks_ends_with_the_same_bits(name: str, hooking: str) -> None:
     """BERT (post-LN) and T5 (shared encoder output, position bias handed from layer to layer): the same bits."""
-    assert differences(train(*RUNS[name], HOOKINGS[hooking], steps=FEW), train_without_hooks(*RUNS[name], FEW)) == []
+    assert differences(train(*RUNS[name], HOOKINGS[hooking]), train_without_hooks(*RUNS[name])) == []
 
 
 @pytest.mark.parametrize("kind", ["backward_pre", "backward"])
@@ -179,8 +176,8 @@ def test_a_module_that_hands_its_input_on_reports_what_came_through_it(kinds: tu
 @pytest.mark.parametrize("name", ["house", "bert", "t5"])
 def test_a_lambda_on_backward_pre_leaves_the_same_bits(name: str) -> None:
     """A backward_pre hook that might return a value, but returns None, needs no alias of inputs: the same bits."""
-    hooked = train(*RUNS[name], _one("backward_pre", hook=lambda *args: tensors_in(args).clear()), steps=FEW)
-    assert differences(hooked, train_without_hooks(*RUNS[name], FEW)) == []
+    hooked = train(*RUNS[name], _one("backward_pre", hook=lambda *args: tensors_in(args).clear()))
+    assert differences(hooked, train_without_hooks(*RUNS[name])) == []
 
 
 # -- in place ----------------------------------------------------------------------------------------------
