@@ -1,8 +1,8 @@
-"""Activation patching: which layer, at which position, carries what tells two prompts apart?
+"""Activation patching: find the layer and position that carry the difference between two prompts.
 
 A clean and a corrupted prompt differ in one token. Each cell of the table runs the corrupted prompt with one activation
-taken from the clean run, and shows how much of the difference between two logits comes back: 0 for nothing, 1 for all.
-The model is a GPT-2 with random weights, so nothing is downloaded, and nothing is meant by what it has learned.
+taken from the clean run, and shows how much of the difference between two logits is restored: 0 for nothing, 1 for all.
+The model is a GPT-2 with random weights, so nothing is downloaded, and the result has no meaning of its own.
 
 python examples/activation_patching.py
 """

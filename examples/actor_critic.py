@@ -1,7 +1,7 @@
-"""An actor-critic learns to balance a pole; trackers tell, epoch by epoch, what becomes of its units and gradients.
+"""Train an actor-critic that balances a pole; trackers report on its units and gradients after each epoch.
 
-The first run pays 1 for every step a pole stands. It learns, but the column "tanh full" shows that the critic is at its
-limits: returns of a hundred are out of its reach. The second run pays 0.02, and the critic stays where it can learn.
+The first run gives a reward of 1 for every step that a pole stands. It learns, but the column "tanh full" shows that
+the critic is saturated: it cannot represent returns of a hundred. The second run gives 0.02, and the critic can learn.
 
 python examples/actor_critic.py
 """

@@ -1,9 +1,9 @@
-"""Everything in one run: hooks as data, trackers, an observer, an intervention and four sinks, on one model.
+"""Use everything in one run: hooks as data, trackers, an observer, an intervention and four sinks, on one model.
 
-A small transformer learns modular addition. A list of specs, as it would stand in a JSON file, puts a hook on every
-MLP; a tracker counts how often its ReLUs are on, a watch keeps statistics; an observer asks how far the weights have
-moved; an intervention trains an epoch ahead, which is undone. All they return goes to a record log, and from there to
-memory, a CSV file, a JSONL file and the screen. The last line compares the run with one without hooks.
+A small transformer learns modular addition. A list of specs, as in a JSON file, puts a hook on every MLP. A tracker
+counts how often its ReLUs are on, a watch keeps statistics. An observer measures how far the weights have moved. An
+intervention trains an epoch ahead, which is undone. All metrics go to a record log, and from there to memory, a CSV
+file, a JSONL file and the screen. The last line compares the run with one without hooks.
 
 Run: python examples/all_together.py
 """

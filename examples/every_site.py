@@ -1,4 +1,4 @@
-"""A tour of hookline: a hook at every kind of site of a small transformer, and what fired where, in order.
+"""Put a hook at every kind of site of a small transformer, and print what fired where, in order.
 
 python examples/every_site.py
 """

@@ -1,10 +1,10 @@
-"""What would this epoch have taught the model in another order? Asked in the middle of training, without touching it.
+"""Measure, in the middle of training, what an epoch would have taught the model in another order.
 
-A network learns to add two digits modulo 7; its data come sorted by their first digit. Now and then a hook goes back
-to before the epoch, trains it again three times in shuffled order, and reports how much of the epoch's mean gradient
-points where the shuffled ones do, and how much is owed to the order. A second hook measures the curvature along the
-gradient by a Hessian product. Both work with the model and the optimizer of the run itself; when they are done, all is
-put back. At the end the run is compared with one that had no hooks: to the last bit, they are the same.
+A network learns to add two digits modulo 7; its data are sorted by their first digit. At some epochs a hook goes back
+to before the epoch and trains it again three times in shuffled order. It reports how much of the epoch's mean gradient
+agrees with the shuffled ones, and how much is due to the order. A second hook measures the curvature along the gradient
+by a Hessian product. Both use the model and the optimizer of the run itself; the guard restores everything afterwards.
+At the end the run is compared with one that had no hooks: they are equal to the last bit.
 
 Run: python examples/interventions.py
 """

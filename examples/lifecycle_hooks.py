@@ -1,8 +1,8 @@
-"""Hooks over time in a loop of your own: an observer, and an intervention that trains on other data and is undone.
+"""Use lifecycle hooks in a loop of your own: an observer, and an intervention that trains on other data and is undone.
 
-The five lines that a loop needs are marked. The intervention asks, every other epoch, how far one more epoch in another
-order would take the weights; whatever it does to model, optimizer and random streams, the run does not notice: the
-last line compares it with a run without hooks, to the last bit.
+The five lines that a loop needs are marked. Every other epoch, the intervention measures how far one more epoch in
+another order would move the weights. Its changes to model, optimizer and random streams are undone: the last line
+compares the run with a run without hooks, to the last bit.
 
 Run: python examples/lifecycle_hooks.py
 """

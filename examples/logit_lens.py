@@ -1,9 +1,9 @@
-"""A logit lens: what a GPT-2 would say next if it stopped after each of its blocks.
+"""A logit lens: print what a GPT-2 would predict next if it stopped after each of its blocks.
 
 python examples/logit_lens.py
 
-The weights are random (nothing is downloaded), so the words mean nothing; that the last row is the model's own answer,
-and that the answer changes from block to block, holds for any weights.
+The weights are random (nothing is downloaded), so the words mean nothing. For any weights, the last row is the model's
+own answer, and the answer changes from block to block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Looking ahead: in the middle of training, ask which learning rate would serve best, and go on as if nobody had asked.
+"""Look ahead: in the middle of training, find the best learning rate, and continue as if nothing was tried.
 
-Every hundred steps each candidate trains a copy of the future: the same model, optimizer and random streams, thirty
-steps long, undone by `rollback`. A second run that never looks ahead ends with the same weights, to the last bit.
+Every hundred steps each candidate trains thirty steps from the same model, optimizer and random streams, undone by
+`rollback`. A second run that never looks ahead ends with the same weights, to the last bit.
 
 python examples/rollback.py
 """

@@ -1,6 +1,6 @@
-"""A served model with hooks: statistics on the running model, hidden states with an answer, and off again.
+"""Serve a model with hooks: attach statistics to the running model, ask for hidden states, and remove the hooks.
 
-A random Llama is written to a folder, as any model of yours would lie there, and served on this machine. Everything
+A random Llama is written to a folder, in the same form as any model of yours, and served on this machine. Everything
 else goes over HTTP; `hookline serve --model FOLDER` does the same as a process. Needs hookline[serve].
 
 python examples/serving.py                writes, serves, asks, attaches, removes, stops

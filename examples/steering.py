@@ -1,6 +1,6 @@
 """Steering: train a vector that makes a frozen model prefer one token, then generate with it.
 
-Added to one layer, at the last position, the vector takes gradients like any parameter; the weights stay as they are.
+The vector is added to one layer, at the last position. It gets gradients like any parameter; the weights do not change.
 The model is a GPT-2 with random weights, so nothing is downloaded.
 
 python examples/steering.py

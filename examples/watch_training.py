@@ -1,7 +1,7 @@
-"""Is a layer dying? Statistics of every layer while a model trains, at a few percent of its time.
+"""Find a dead layer: statistics of every layer while a model trains, at a few percent of its time.
 
-One of the layers below has been given a bias from which its ReLU does not recover: nothing raises, the loss goes down
-anyway. The watch shows it: that layer gives out zeros, and the gradient that gets past its ReLU is zero as well.
+One of the layers below has a bias from which its ReLU does not recover. Nothing raises, and the loss falls anyway. The
+watch shows it: the outputs of that layer are zero, and the gradient behind its ReLU is zero as well.
 
 Run: python examples/watch_training.py
 """

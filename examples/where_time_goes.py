@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: by module, by function, forward and backward.
+"""Measure where the time of a training step goes: by module, by function, forward and backward.
 
 python examples/where_time_goes.py [trace.json]
 """
