@@ -211,7 +211,7 @@ def states(setting: Setting) -> Iterator[Row]:
 
 def answering(served: Served, engine: Any, name: str, states: Any) -> Trial:
     """Eight requests at once, until the last has its answer."""
-    from hookline.serve.generation_request import Finished, Request
+    from hookline.serve.generation_request import Finished, GenerationRequest
 
     # On a CPU what all threads of the process took: the engine has one of its own, and others' work is not ours.
     clock = time.perf_counter if served.device.type == "cuda" else time.process_time
@@ -229,7 +229,7 @@ def answering(served: Served, engine: Any, name: str, states: Any) -> Trial:
 
         start = clock()
         for number, prompt in enumerate(prompts.tolist()):
-            request = Request(str(number), tuple(prompt), max_tokens=16, ignore_eos=True, states=states)
+            request = GenerationRequest(str(number), tuple(prompt), max_tokens=16, ignore_eos=True, states=states)
             engine.submit(request, tell)
         assert over.wait(300)
         return {name: clock() - start}

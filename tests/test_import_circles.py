@@ -14,7 +14,6 @@ STILL_WITH_CIRCLES = (
     "hookline.cli.",
     "hookline.factories.",
     "hookline.observe.watch.",
-    "hookline.serve.generation.",
     "hookline.specs.",
     "hookline.training.",
 )

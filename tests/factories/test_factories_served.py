@@ -13,7 +13,7 @@ from helpers_waiting import PATIENCE
 from torch import Tensor
 
 from hookline.factories import read_export
-from hookline.serve.generation_request import Finished, Request
+from hookline.serve.generation_request import Finished, GenerationRequest
 from hookline.serve.serving_engine import Engine
 
 transformers = pytest.importorskip("transformers")
@@ -47,7 +47,7 @@ def answers(engine: Engine) -> dict[str, list[int]]:
 
     def ask() -> None:
         for name, prompt in PROMPTS.items():
-            engine.submit(Request(name, prompt, max_tokens=4, ignore_eos=True), partial(tell, name))
+            engine.submit(GenerationRequest(name, prompt, max_tokens=4, ignore_eos=True), partial(tell, name))
 
     engine.between(ask).result(PATIENCE)  # between two forwards, so that all of them are in the next
     for _ in PROMPTS:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers_waiting import PATIENCE
+
+from hookline.serve.generation_request import GenerationRequest, StatesWanted
 
 SENTENCES = [
     "A hook sits at a site and yields metrics, which flow to sinks.",
@@ -15,6 +20,12 @@ SENTENCES = [
     "def hook(module, inputs, output): return None",
     "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15",
 ]
+
+
+SMALL = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 96, "initializer_range": 0.3, "eos_token_id": None,
+}  # fmt: skip
 
 
 def tiny_tokenizer(folder: Path) -> Any:
@@ -81,6 +92,7 @@ class Answer:
         self.tokens: list[Any] = []
         self.finished: Any = None
         self.threads: set[int] = set()
+        self.id, self.prompt, self.ticket = "", [], None
         self._over = threading.Event()
 
     def __call__(self, event: Any) -> None:
@@ -103,6 +115,38 @@ class Answer:
     @property
     def text(self) -> str:
         return "".join(token.text for token in self.tokens)
+
+
+def ask(
+    engine: Any, prompt: Any = (5, 6, 7), states: StatesWanted | None = None, listen: Any = None, **options: Any
+) -> Answer:
+    """Submit a request of a random id, which goes on after the end token unless told otherwise."""
+    answer = Answer()
+    answer.id, answer.prompt = f"r{random.getrandbits(60)}", list(prompt)
+    request = GenerationRequest(answer.id, tuple(prompt), states=states, **({"ignore_eos": True} | options))
+    answer.ticket = engine.submit(request, listen or answer)
+    return answer
+
+
+def held_back(engine: Any) -> Callable[[], None]:
+    """Start the engine, busy until the returned function is called: whoever asks meanwhile is taken in together."""
+    gate = threading.Event()
+    engine.start()
+    engine.between(lambda: gate.wait(PATIENCE))
+    return gate.set
+
+
+def prompts(count: int, seed: int = 0, vocabulary: int = 384, longest: int = 24) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(3, vocabulary) for _ in range(rng.randrange(1, longest))) for _ in range(count)]
+
+
+def small_model(kind: str, base: type | None = None, **options: Any) -> Any:
+    """A causal model of ``transformers`` with random weights, of this architecture, or of the class ``base``."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
+    return save_seeded(base or getattr(transformers, f"{kind}ForCausalLM"), config, None)
 
 
 def alone(model: Any, prompt: tuple[int, ...], count: int, *, ignore_eos: bool = True) -> list[int]:

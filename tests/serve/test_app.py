@@ -18,7 +18,6 @@ import httpx
 import pytest
 import torch
 from helpers_http import BEARER, served
-from helpers_serve import tiny_llama
 from helpers_waiting import PATIENCE, until
 
 PROMPT = "A hook sits at a site"
@@ -29,11 +28,6 @@ STATS = {
     "target_modules": ["model.layers.#"],
     "hook_factory": "hookline.factories:activation_stats",
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

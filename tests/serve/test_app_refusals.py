@@ -19,9 +19,8 @@ from helpers_waiting import PATIENCE, until
 from pydantic import ValidationError
 
 from hookline.errors import OptionError
-from hookline.serve.http.access import is_loopback
 from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.http_settings import Settings, is_loopback
 from hookline.serve.http.request_bodies import CompletionBody
 from hookline.serve.http.request_gate import Gate
 

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections import Counter
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, save_seeded, tiny_llama
+from helpers_serve import (
+    Answer,
+    alone,
+    ask,
+    held_back,
+    prompts,
+    save_seeded,
+    small_model,
+)
 from helpers_waiting import PATIENCE, until
 
 from hookline.errors import EngineBusy, EngineClosed, OptionError
-from hookline.serve.generation.answer_text import TextStream
-from hookline.serve.generation_request import Finished, Request, StatesWanted, Token
-from hookline.serve.load_model import load
+from hookline.serve.generation_request import Finished, GenerationRequest, StatesWanted, Token
 from hookline.serve.serving_engine import Engine
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return load(tiny_llama(tmp_path_factory.mktemp("llama")), device="cpu")
-
-
-@pytest.fixture
-def engine(tiny):
-    made = Engine(*tiny)
-    made.start()
-    yield made
-    made.close(0.0)
-
-
-def ask(engine, prompt, **options):
-    """A request of a random name, on its way."""
-    answer = Answer()
-    answer.ticket = engine.submit(Request(f"r{random.getrandbits(60)}", tuple(prompt), **options), answer)
-    return answer
-
-
-def prompts(count, seed=0, vocabulary=384, longest=24):
-    rng = random.Random(seed)
-    return [tuple(rng.randrange(3, vocabulary) for _ in range(rng.randrange(1, longest))) for _ in range(count)]
-
 
 # -- answers -------------------------------------------------------------------------------------------------
 
@@ -51,7 +29,7 @@ def test_greedy_answers_are_those_of_generate_whatever_shares_the_batch(tiny, en
     model, _ = tiny
     asked = []
     for index, prompt in enumerate(prompts(12)):
-        asked.append((prompt, 4 + 5 * index, ask(engine, prompt, max_tokens=4 + 5 * index)))
+        asked.append((prompt, 4 + 5 * index, ask(engine, prompt, max_tokens=4 + 5 * index, ignore_eos=False)))
         if index % 3 == 2:
             until(lambda: len(asked[-1][2].tokens) >= 2)  # the others are in the middle of theirs
     for prompt, count, answer in asked:
@@ -71,22 +49,7 @@ def _gpt2():
 
 
 def _windowed(kind, **options):
-    import transformers
-
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=96,
-        sliding_window=8,
-        initializer_range=0.3,
-        eos_token_id=None,
-        **options,
-    )
-    return save_seeded(getattr(transformers, f"{kind}ForCausalLM"), config, None)
+    return small_model(kind, num_hidden_layers=3, num_key_value_heads=2, sliding_window=8, **options)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +62,10 @@ def test_other_architectures_answer_as_alone(make) -> None:
     model = make()
     engine = Engine(model)
     engine.start()
-    asked = [(each, ask(engine, each, max_tokens=36, ignore_eos=True)) for each in prompts(5, vocabulary=99)]
+    asked = [(each, ask(engine, each, max_tokens=36)) for each in prompts(5, vocabulary=99)]
     until(lambda: len(asked[0][1].tokens) > 10)
     late = prompts(2, seed=1, vocabulary=99)
-    asked += [(each, ask(engine, each, max_tokens=20, ignore_eos=True)) for each in late]
+    asked += [(each, ask(engine, each, max_tokens=20)) for each in late]
     answers = [(prompt, answer.wait().ids) for prompt, answer in asked]
     engine.close()
     for prompt, ids in answers:
@@ -129,7 +92,7 @@ def test_a_model_that_padding_confuses_is_refused_for_batches() -> None:
         Engine(model)
     engine = Engine(model, max_batch=1)
     engine.start()
-    both = [ask(engine, (5, 6, 7), max_tokens=5, ignore_eos=True), ask(engine, (8,), max_tokens=4, ignore_eos=True)]
+    both = [ask(engine, (5, 6, 7), max_tokens=5), ask(engine, (8,), max_tokens=4)]
     assert [len(each.wait().ids) for each in both] == [5, 4]
     engine.close()
 
@@ -159,133 +122,6 @@ def test_models_that_cannot_be_served_are_refused_when_the_engine_is_made() -> N
     ]:
         with pytest.raises(OptionError, match=says):
             Engine(model, **options)
-
-
-# -- sampling ------------------------------------------------------------------------------------------------
-
-
-def test_a_seed_decides_the_answer_whatever_shares_the_batch(tiny, engine) -> None:
-    """Alone, and among seven others that draw too; torch's own random stream is left alone."""
-    before = torch.random.get_rng_state()
-    options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "max_tokens": 24, "ignore_eos": True}
-    first = ask(engine, (5, 6, 7), seed=7, **options).wait().ids
-    others = [ask(engine, each, **options) for each in prompts(7)]
-    again = ask(engine, (5, 6, 7), seed=7, **options).wait().ids
-    another = ask(engine, (5, 6, 7), seed=8, **options).wait().ids
-    for each in others:
-        each.wait()
-    assert first == again
-    assert first != another
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_draws_follow_the_probabilities_of_the_model(tiny, engine) -> None:
-    """400 draws of one token, against the probabilities that the model gives; top_k=2 and top_p cut the rest off."""
-    model, _ = tiny
-    engine = Engine(model, max_batch=200)
-    engine.start()
-    with torch.no_grad():
-        chances = model(torch.tensor([[9, 10]])).logits[0, -1].div(3.0).softmax(-1)
-    drawn = [ask(engine, (9, 10), max_tokens=1, temperature=3.0, ignore_eos=True) for _ in range(200)]
-    two = [ask(engine, (9, 10), max_tokens=1, temperature=3.0, top_k=2, ignore_eos=True) for _ in range(50)]
-    few = [ask(engine, (9, 10), max_tokens=1, temperature=3.0, top_p=0.05, ignore_eos=True) for _ in range(50)]
-    counted = Counter(each.wait().ids[0] for each in drawn)
-    top = chances.topk(20)
-    share = sum(counted[token] for token in top.indices.tolist()) / 200
-    expected = float(top.values.sum())
-    assert abs(share - expected) < 4 * (expected * (1 - expected) / 200) ** 0.5
-    best = chances.argsort(descending=True)
-    assert {each.wait().ids[0] for each in two} == set(best[:2].tolist())
-    inside = int((chances.sort(descending=True).values.cumsum(0) < 0.05).sum()) + 1
-    assert {each.wait().ids[0] for each in few} <= set(best[:inside].tolist())
-    engine.close()
-
-
-def test_log_probabilities_are_the_models_own(tiny, engine) -> None:
-    """Of the chosen token and of the likeliest three; without asking there are none."""
-    model, _ = tiny
-    answer = ask(engine, (5, 6), max_tokens=3, logprobs=3).wait()
-    with torch.no_grad():
-        scores = model(torch.tensor([[5, 6, *answer.ids[:-1]]])).logits[0, 1:].log_softmax(-1)
-    for token, row in zip(answer.tokens, scores, strict=True):
-        assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-4)
-        assert [each for each, _ in token.top_logprobs] == row.topk(3).indices.tolist()
-        assert token.top_logprobs[0][1] == pytest.approx(row.max().item(), abs=1e-4)
-    plain = ask(engine, (5, 6), max_tokens=1).wait()
-    assert plain.tokens[0].logprob is None
-    assert plain.tokens[0].top_logprobs == ()
-
-
-# -- text ----------------------------------------------------------------------------------------------------
-
-
-def test_text_is_that_of_the_whole_answer_and_never_half_a_character(tiny) -> None:
-    """Every split of a text with characters of one to four bytes, token by token; and any bytes at all."""
-    _, tokenizer = tiny
-    prompt = tuple(tokenizer("A hook").input_ids)
-    answer = tokenizer(" – Größe 你好世界 🎣🪝, привет").input_ids
-    stream = TextStream(tokenizer, prompt)
-    parts = [stream.add(token) for token in answer]
-    assert "".join(parts) + stream.rest() == " – Größe 你好世界 🎣🪝, привет"
-    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
-    assert "" in parts, "no character had several tokens, so that nothing was tested"
-    rng = random.Random(3)
-    for _ in range(100):
-        ids = [rng.randrange(3, len(tokenizer)) for _ in range(40)]
-        stream = TextStream(tokenizer, prompt)
-        text = "".join(stream.add(token) for token in ids) + stream.rest()
-        assert "A hook" + text == tokenizer.decode([*prompt, *ids])
-
-
-@pytest.mark.parametrize(
-    ("stop", "shown", "met"),
-    [
-        (("wor",), "Hello ", "wor"),
-        (("lo w", "zzz"), "Hel", "lo w"),
-        (("worlds",), "Hello world", None),
-        (("H",), "", "H"),
-        (("o", "Hello"), "", "Hello"),
-    ],
-)
-def test_nothing_of_a_stop_text_slips_out(stop, shown, met) -> None:
-    """One letter a token: what could become a stop text is held back, and let out if it does not."""
-
-    class Letters:
-        def decode(self, ids, **_):
-            return "".join(map(chr, ids))
-
-    stream = TextStream(Letters(), (), stop)
-    parts = []
-    for letter in "Hello world":
-        parts.append(stream.add(ord(letter)))
-        if stream.met is not None:
-            break
-        assert shown.startswith("".join(parts))
-    assert "".join(parts) + stream.rest() == shown
-    assert stream.met == met
-
-
-def test_an_answer_ends_at_a_stop_text_and_at_the_end_token(tiny, engine) -> None:
-    """The stop text is no part of it; the model's own end-of-text token ends it unless that is ignored."""
-    model, tokenizer = tiny
-    whole = ask(engine, (5, 6, 7), max_tokens=40, ignore_eos=True).wait()
-    stop = next(text for text in (whole.text[at : at + 2] for at in range(6, 30)) if "\ufffd" not in text)
-    answer = ask(engine, (5, 6, 7), max_tokens=40, stop=(stop,), ignore_eos=True).wait()
-    assert answer.finished.reason == "stop"
-    assert answer.finished.stop == stop
-    assert answer.text == whole.text[: whole.text.index(stop)]
-    token = whole.ids[9]
-    first = whole.ids.index(token)
-    model.generation_config.eos_token_id, kept = token, model.generation_config.eos_token_id
-    try:
-        ends = Engine(model, tokenizer)
-    finally:
-        model.generation_config.eos_token_id = kept
-    ends.start()
-    answer = ask(ends, (5, 6, 7), max_tokens=40).wait()
-    ends.close()
-    assert answer.ids == whole.ids[: first + 1]
-    assert answer.finished == Finished("stop", None, 3, first + 1)
 
 
 # -- limits --------------------------------------------------------------------------------------------------
@@ -328,7 +164,7 @@ def test_what_cannot_be_done_is_refused_before_it_runs(engine, options, says) ->
 
     def submit() -> None:
         wanted = {"states": StatesWanted(**options["states"])} if "states" in options else {}
-        engine.submit(Request(**({"id": "r", "prompt_ids": (5, 6, 7)} | options | wanted)), print)
+        engine.submit(GenerationRequest(**({"id": "r", "prompt_ids": (5, 6, 7)} | options | wanted)), print)
 
     with pytest.raises(OptionError, match=says):
         submit()
@@ -339,7 +175,7 @@ def test_without_a_tokenizer_there_is_no_text(tiny) -> None:
     """Tokens come all the same; stop texts are refused."""
     engine = Engine(tiny[0])
     engine.start()
-    assert ask(engine, (5, 6), max_tokens=4, ignore_eos=True).wait().text == ""
+    assert ask(engine, (5, 6), max_tokens=4).wait().text == ""
     with pytest.raises(OptionError, match="no tokenizer"):
         ask(engine, (5,), stop=("x",))
     engine.close()
@@ -349,9 +185,9 @@ def test_only_so_many_may_wait(tiny) -> None:
     """One runs, two wait, the fourth is told to come later; an id may be used again when its request has ended."""
     engine = Engine(*tiny, max_batch=1, max_waiting=2)
     engine.start()
-    first = ask(engine, (5,), max_tokens=200, ignore_eos=True)
+    first = ask(engine, (5,), max_tokens=200)
     until(lambda: first.tokens)
-    held = [ask(engine, (5,), max_tokens=2, ignore_eos=True) for _ in range(2)]
+    held = [ask(engine, (5,), max_tokens=2) for _ in range(2)]
     with pytest.raises(EngineBusy, match="2 requests are waiting"):
         ask(engine, (5,))
     assert engine.counts()["requests_refused"] == 1
@@ -359,11 +195,11 @@ def test_only_so_many_may_wait(tiny) -> None:
     first.ticket.cancel()
     assert [each.wait().finished.reason for each in held] == ["length"] * 2
     one, two = Answer(), Answer()
-    engine.submit(Request("same", (5,), max_tokens=100, ignore_eos=True), one)
+    engine.submit(GenerationRequest("same", (5,), max_tokens=100, ignore_eos=True), one)
     with pytest.raises(OptionError, match="'same' is waiting or running"):
-        engine.submit(Request("same", (5,)), two)
+        engine.submit(GenerationRequest("same", (5,)), two)
     one.wait()
-    engine.submit(Request("same", (5,), max_tokens=1), two)
+    engine.submit(GenerationRequest("same", (5,), max_tokens=1), two)
     assert two.wait().finished.reason == "length"
     engine.close()
 
@@ -376,7 +212,7 @@ def test_a_cancelled_request_leaves_and_the_others_stay(tiny, engine) -> None:
     model, _ = tiny
     small = Engine(*tiny, max_batch=2)
     small.start()
-    stays, goes, waits = (ask(small, each, max_tokens=120, ignore_eos=True) for each in [(5, 6), (7,), (8,)])
+    stays, goes, waits = (ask(small, each, max_tokens=120) for each in [(5, 6), (7,), (8,)])
     until(lambda: len(goes.tokens) > 3)
     waits.ticket.cancel()
     goes.ticket.cancel()
@@ -394,9 +230,7 @@ def test_a_cancelled_request_leaves_and_the_others_stay(tiny, engine) -> None:
 def test_a_request_that_is_called_off_when_another_ends_ends_once(tiny) -> None:
     """From inside the other's last event, in the middle of the turn; a third still gets all that it asked for."""
     engine = Engine(*tiny)
-    gate = threading.Event()
-    engine.start()
-    engine.between(lambda: gate.wait(PATIENCE))
+    release = held_back(engine)
     states = StatesWanted(("model.layers.0",))
     tickets = {}
 
@@ -404,11 +238,11 @@ def test_a_request_that_is_called_off_when_another_ends_ends_once(tiny) -> None:
         if isinstance(event, Finished):
             tickets["second"].cancel()
 
-    engine.submit(Request("first", (5, 6), max_tokens=4, ignore_eos=True, states=states), listen)
-    second = ask(engine, (7,), max_tokens=50, ignore_eos=True, states=states)
-    third = ask(engine, (8, 9), max_tokens=20, ignore_eos=True, states=states)
+    engine.submit(GenerationRequest("first", (5, 6), max_tokens=4, ignore_eos=True, states=states), listen)
+    second = ask(engine, (7,), max_tokens=50, states=states)
+    third = ask(engine, (8, 9), max_tokens=20, states=states)
     tickets["second"] = second.ticket
-    gate.set()
+    release()
     assert second.wait().finished.reason == "cancelled"
     assert third.wait().finished.states["model.layers.0"].positions == list(range(21))
     until(lambda: engine.counts()["requests_length"] == 2, "both are counted, a moment after their last events")
@@ -422,8 +256,8 @@ def test_a_listener_that_raises_costs_itself_alone(tiny, engine, caplog) -> None
     def listen(event: Token | Finished) -> None:
         raise RuntimeError("no ear")
 
-    good = ask(engine, (5, 6), max_tokens=30, ignore_eos=True)
-    engine.submit(Request("bad", (5, 6), max_tokens=200, ignore_eos=True), listen)
+    good = ask(engine, (5, 6), max_tokens=30)
+    engine.submit(GenerationRequest("bad", (5, 6), max_tokens=200, ignore_eos=True), listen)
     assert len(good.wait().tokens) == 30
     until(lambda: engine.counts()["requests_cancelled"] == 1)
     assert "listener of request 'bad' raised" in caplog.text
@@ -436,7 +270,7 @@ def test_acts_are_done_between_forwards_and_their_errors_come_back(tiny, engine)
     handle = model.register_forward_pre_hook(lambda *_: running.append(1))
     after = model.register_forward_hook(lambda *_: running.pop() and None)
     with handle, after:
-        answer = ask(engine, (5,), max_tokens=60, ignore_eos=True)
+        answer = ask(engine, (5,), max_tokens=60)
         seen = [
             engine.between(lambda: (len(running), threading.current_thread().name)).result(PATIENCE) for _ in range(20)
         ]
@@ -458,7 +292,7 @@ def test_closing_finishes_what_was_accepted_and_refuses_the_rest(tiny) -> None:
         ask(engine, (5,))
     engine.start()
     engine.start()
-    asked = [ask(engine, (5, each), max_tokens=30, ignore_eos=True) for each in range(3, 9)]
+    asked = [ask(engine, (5, each), max_tokens=30) for each in range(3, 9)]
     closing = threading.Thread(target=engine.close)
     closing.start()
     until(lambda: engine._is_closing)
@@ -475,7 +309,7 @@ def test_closing_cancels_what_takes_too_long(tiny) -> None:
     """With no time to drain, everybody hears of an end at once."""
     engine = Engine(*tiny, max_batch=1)
     engine.start()
-    asked = [ask(engine, (5,), max_tokens=200, ignore_eos=True) for _ in range(3)]
+    asked = [ask(engine, (5,), max_tokens=200) for _ in range(3)]
     until(lambda: asked[0].tokens)
     engine.close(0.0)
     assert [each.wait(0).finished.reason for each in asked] == ["cancelled"] * 3
@@ -488,13 +322,13 @@ def test_an_error_in_a_forward_fails_that_batch_alone(tiny, engine, caplog) -> N
     def breaks(module, args):
         raise RuntimeError("a kernel broke")
 
-    first = ask(engine, (5,), max_tokens=200, ignore_eos=True)
+    first = ask(engine, (5,), max_tokens=200)
     until(lambda: first.tokens)
     with model.model.layers[1].register_forward_pre_hook(breaks):
         assert first.wait().finished.error == "RuntimeError: a kernel broke"
         assert ask(engine, (5,)).wait().finished.reason == "error"  # in the forward over its prompt
     assert first.finished.reason == "error"
-    assert ask(engine, (5, 6), max_tokens=20, ignore_eos=True).wait().ids == alone(model, (5, 6), 20)
+    assert ask(engine, (5, 6), max_tokens=20).wait().ids == alone(model, (5, 6), 20)
     assert engine.counts()["requests_error"] == 2
 
 
@@ -505,37 +339,12 @@ def test_logits_that_are_no_numbers_end_one_request(tiny, engine) -> None:
     def spoil(module, args, output):
         return output.masked_fill(args[0].new_tensor([0.0, 1.0]).bool()[: len(output), None, None], float("nan"))
 
-    good = ask(engine, (5, 6), max_tokens=100, ignore_eos=True)
+    good = ask(engine, (5, 6), max_tokens=100)
     until(lambda: good.tokens)
-    bad = ask(engine, (7,), max_tokens=200, ignore_eos=True)
+    bad = ask(engine, (7,), max_tokens=200)
     until(lambda: len(bad.tokens) > 2)
     with model.lm_head.register_forward_hook(spoil):
         bad.wait()
     assert "not numbers" in bad.finished.error
     assert good.wait().finished.reason == "length"
     assert good.ids == alone(model, (5, 6), 100)
-
-
-def test_a_model_of_which_a_part_is_compiled_is_served_with_hooks_on_that_part(tiny) -> None:
-    """Hooks that might edit are called in compiled code too, which inference mode would not let them be."""
-    import copy
-
-    model = copy.deepcopy(tiny[0])
-    model.model.layers[0].mlp.compile(backend="eager", dynamic=True)
-    shapes = []
-
-    def look(config):
-        def hook(module, inputs, output):
-            shapes.append(tuple(output.shape))
-
-        return hook
-
-    engine = Engine(model, allow=None)
-    engine.hooks.add({"target_modules": ["model.layers.0.mlp.down_proj"], "hook_factory": look})
-    engine.start()
-    answer = ask(engine, (5, 6, 7), max_tokens=6, ignore_eos=True).wait()
-    live = engine.hooks.list()[0]
-    engine.close()
-    assert answer.ids == alone(tiny[0], (5, 6, 7), 6)
-    assert shapes == [(1, 3, 32)] + [(1, 1, 32)] * 5
-    assert (live.errors, live.fired) == (0, 6)

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import subprocess
+import sys
+import textwrap
 import threading
+import tracemalloc
 from collections import Counter
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, tiny_llama
+from helpers_serve import (
+    Answer,
+    alone,
+    ask,
+)
 from helpers_waiting import PATIENCE, until
 
 import hookline as hl
 from hookline.errors import EngineBusy, EngineClosed
 from hookline.factories.batch_rows import current_rows
-from hookline.serve.generation_request import Request, StatesWanted
-from hookline.serve.load_model import load
+from hookline.serve.generation_request import Finished, GenerationRequest, StatesWanted
 from hookline.serve.serving_engine import Engine
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return load(tiny_llama(tmp_path_factory.mktemp("llama")), device="cpu")
 
 
 def test_two_hundred_requests_at_random_moments_with_random_cancels(tiny) -> None:
@@ -37,7 +40,7 @@ def test_two_hundred_requests_at_random_moments_with_random_cancels(tiny) -> Non
         answer = Answer()
         states = StatesWanted(("model.layers.1",), positions="last") if index % 5 == 0 else None
         count = rng.randrange(0, 24)
-        request = Request(f"r{index}", prompt, max_tokens=count, ignore_eos=True, states=states)
+        request = GenerationRequest(f"r{index}", prompt, max_tokens=count, ignore_eos=True, states=states)
         ticket = engine.submit(request, answer)
         asked.append((request, answer, ticket))
         if rng.random() < 0.25:
@@ -77,7 +80,7 @@ def test_sixty_four_threads_submit_at_once(tiny) -> None:
         mine = answers.setdefault(f"c{number}", [])
         for turn in range(2):
             answer = Answer()
-            request = Request(f"c{number}.{turn}", (5, 6, number + 3), max_tokens=6, ignore_eos=True)
+            request = GenerationRequest(f"c{number}.{turn}", (5, 6, number + 3), max_tokens=6, ignore_eos=True)
             until(lambda answer=answer, request=request: _goes_in(engine, request, answer))
             mine.append(answer.wait())
 
@@ -113,7 +116,7 @@ def test_closing_under_load_tells_everybody_once(tiny) -> None:
         for turn in range(10_000):
             answer = Answer()
             try:
-                engine.submit(Request(f"{number}.{turn}", (5, 6), max_tokens=5, ignore_eos=True), answer)
+                engine.submit(GenerationRequest(f"{number}.{turn}", (5, 6), max_tokens=5, ignore_eos=True), answer)
             except EngineBusy:
                 continue
             except EngineClosed:
@@ -140,11 +143,11 @@ def test_the_cache_is_as_long_as_the_longest_row_and_goes_with_the_last(tiny) ->
     batch = engine._loop._batch
     widest = 0
     previous = Answer()
-    engine.submit(Request("r0", (5, 6, 7), max_tokens=12, ignore_eos=True), previous)
+    engine.submit(GenerationRequest("r0", (5, 6, 7), max_tokens=12, ignore_eos=True), previous)
     for number in range(1, 25):
         answer = Answer()
         until(lambda previous=previous: len(previous.tokens) > 6)
-        engine.submit(Request(f"r{number}", (5, 6, 7), max_tokens=12, ignore_eos=True), answer)
+        engine.submit(GenerationRequest(f"r{number}", (5, 6, 7), max_tokens=12, ignore_eos=True), answer)
         widest = max(widest, engine.between(lambda: batch.width).result(PATIENCE))
         previous = answer
     previous.wait()
@@ -175,13 +178,118 @@ def test_an_engine_that_breaks_tells_everybody_and_takes_no_more(tiny, moment) -
         engine.between(lambda: gate.wait(PATIENCE))
         for index, answer in enumerate(answers):
             states = StatesWanted(("model.layers.1",))
-            engine.submit(Request(f"r{index}", (5,), max_tokens=200, ignore_eos=True, states=states), answer)
+            engine.submit(GenerationRequest(f"r{index}", (5,), max_tokens=200, ignore_eos=True, states=states), answer)
         gate.set()
         ends = {answer.wait().finished.error for answer in answers}
     assert ends == {"The engine failed: SystemExit: not today"}
     with pytest.raises(EngineClosed):
-        engine.submit(Request("s", (5,)), Answer())
+        engine.submit(GenerationRequest("s", (5,)), Answer())
     engine.close()
     assert engine.between(lambda: 3).result(PATIENCE) == 3
     assert live.removed
     hl.assert_no_hooks(model, foreign=True)
+
+
+# -- the engine's thread and process --------------------------------------------------------------------------
+
+
+def test_a_listener_may_ask_call_off_act_and_close(tiny) -> None:
+    """All from inside an event, on the engine's own thread, where waiting for it would never end."""
+    engine = Engine(*tiny)
+    engine.start()
+    other = ask(engine, (8, 9), max_tokens=200)
+    second, acts = Answer(), []
+
+    def listen(event) -> None:
+        if isinstance(event, Finished):
+            acts.append(engine.between(threading.current_thread).result(0).name)
+            engine.submit(GenerationRequest("second", (5, 6), max_tokens=7, ignore_eos=True), second)
+            other.ticket.cancel()
+            engine.close()
+
+    until(lambda: other.tokens)
+    ask(engine, listen=listen, max_tokens=2)
+    assert len(second.wait().tokens) == 7
+    assert other.wait().finished.reason == "cancelled"
+    assert acts == ["hookline-engine"]
+    engine.close()
+    with pytest.raises(EngineClosed):
+        ask(engine)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_has_no_engine(engine) -> None:
+    """Threads are not forked: who asks there is told, and does not wait for ever."""
+    ask(engine, max_tokens=2).wait()
+    until(lambda: engine.counts()["requests_running"] == 0)
+    engine.between(lambda: None).result(PATIENCE)
+    child = os.fork()
+    if not child:
+        try:
+            ask(engine)
+        except EngineClosed:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(ask(engine, max_tokens=2).wait().tokens) == 2
+
+
+def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path) -> None:
+    """In the middle of an answer: the exit is clean, and what a hook writes when it is closed is there."""
+    program = f"""
+        import time
+        from pathlib import Path
+        from hookline.serve.serving_engine import Engine
+        from hookline.serve.load_model import load
+        from hookline.serve.generation_request import Finished, GenerationRequest
+
+        class Writes:
+            def __init__(self, config): self.calls = 0
+            def __call__(self, module, inputs, output): self.calls += 1
+            def close(self): Path({str(tmp_path / "calls")!r}).write_text(str(self.calls))
+
+        engine = Engine(*load({str(folder)!r}, device="cpu"), allow=None)
+        live = engine.hooks.add({{"target_modules": ["lm_head"], "hook_factory": Writes}})
+        engine.start()
+        told = []
+        engine.submit(GenerationRequest("r", (5, 6), max_tokens=200, ignore_eos=True), told.append)
+        while len(told) < 3:
+            time.sleep(0.001)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert int((tmp_path / "calls").read_text()) >= 3
+
+
+def test_two_thousand_requests_leave_nothing_behind(engine) -> None:
+    """Memory that Python knows of, after 500 and after 2,000 short requests, some with states."""
+
+    def serve(count: int) -> int:
+        for begin in range(0, count, 100):
+            asked = [
+                ask(
+                    engine,
+                    (5, 6, 7 + number % 50),
+                    max_tokens=1 + number % 3,
+                    states=None if number % 4 else StatesWanted(("model.layers.0",), positions="last"),
+                )
+                for number in range(begin, begin + 100)
+            ]
+            for each in asked:
+                each.wait()
+        until(lambda: engine.counts()["requests_running"] == 0)
+        asked = each = None
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        early = serve(500)
+        late = serve(1500)
+    finally:
+        tracemalloc.stop()
+    # What the interpreter keeps for later use came to 40; one request with its row is 3,000.
+    assert (late - early) / 1500 < 150, "bytes a request"
+    assert engine.counts()["requests_length"] == 2000

@@ -1,17 +1,24 @@
-"""Which token comes next, and what it says: against references in double precision, and texts of all kinds."""
+"""Which token comes next, and its text: against references in double precision, and texts of all kinds."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy
 import pytest
 import torch
-from helpers_serve import Answer, alone, save_seeded, tiny_tokenizer
+from helpers_serve import (
+    alone,
+    ask,
+    prompts,
+    small_model,
+    tiny_tokenizer,
+)
 
-from hookline.serve.generation.answer_text import TextStream
+from hookline.serve.generation.request_row import TextStream
 from hookline.serve.generation.sampling import choose
-from hookline.serve.generation_request import Request, StatesWanted
+from hookline.serve.generation_request import Finished, GenerationRequest, StatesWanted
 from hookline.serve.serving_engine import Engine
 
 
@@ -44,7 +51,7 @@ def test_every_draw_is_where_double_precision_has_it(temperature, top_k, top_p) 
     logits = torch.randn(60_000, generator=made) * 2
     order, line = chances(logits, temperature, top_k, top_p)
     points = [0.0, *((numpy.arange(60) + 0.5) / 60).tolist(), 0.9999999, 1 - 2**-53]
-    request = Request("r", (1,), temperature=temperature, top_k=top_k, top_p=top_p)
+    request = GenerationRequest("r", (1,), temperature=temperature, top_k=top_k, top_p=top_p)
     found = choose(logits.repeat(len(points), 1), [request] * len(points), [Fixed(point) for point in points])
     places = numpy.argsort(order)[[each.id for each in found]]
     # A number on the edge between two tokens may fall to either; these are never further off than rounding.
@@ -57,7 +64,7 @@ def test_every_draw_is_where_double_precision_has_it(temperature, top_k, top_p) 
 def test_a_draw_can_be_any_token() -> None:
     """2^-25 of the line is out of reach for a number in single precision."""
     logits = torch.tensor([0.0, -25 * numpy.log(2)]).unsqueeze(0)
-    request = Request("r", (1,), temperature=1.0)
+    request = GenerationRequest("r", (1,), temperature=1.0)
     assert choose(logits, [request], [Fixed(1 - 2**-27)])[0].id == 1
     assert choose(logits, [request], [Fixed(0.9)])[0].id == 0
 
@@ -65,13 +72,65 @@ def test_a_draw_can_be_any_token() -> None:
 def test_log_probabilities_of_drawn_tokens_are_the_models_own() -> None:
     """Before temperature and cuts, as of those that are the likeliest."""
     logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(2))
-    requests = [Request("r", (1,), temperature=2.0 * (row % 2), top_k=9, logprobs=2) for row in range(40)]
+    requests = [GenerationRequest("r", (1,), temperature=2.0 * (row % 2), top_k=9, logprobs=2) for row in range(40)]
     found = choose(logits.bfloat16(), requests, [random.Random(row) for row in range(40)])
     expected = logits.bfloat16().double().log_softmax(-1)
     assert [each.logprob for each in found] == pytest.approx(
         [expected[row, each.id].item() for row, each in enumerate(found)], abs=1e-5
     )
     assert {each.id == int(expected[row].argmax()) for row, each in enumerate(found)} == {True, False}
+
+
+def test_a_seed_decides_the_answer_whatever_shares_the_batch(tiny, engine) -> None:
+    """Alone, and among seven others that draw too; torch's own random stream is left alone."""
+    before = torch.random.get_rng_state()
+    options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "max_tokens": 24}
+    first = ask(engine, (5, 6, 7), seed=7, **options).wait().ids
+    others = [ask(engine, each, **options) for each in prompts(7)]
+    again = ask(engine, (5, 6, 7), seed=7, **options).wait().ids
+    another = ask(engine, (5, 6, 7), seed=8, **options).wait().ids
+    for each in others:
+        each.wait()
+    assert first == again
+    assert first != another
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_draws_follow_the_probabilities_of_the_model(tiny, engine) -> None:
+    """400 draws of one token, against the probabilities that the model gives; top_k=2 and top_p cut the rest off."""
+    model, _ = tiny
+    engine = Engine(model, max_batch=200)
+    engine.start()
+    with torch.no_grad():
+        chances = model(torch.tensor([[9, 10]])).logits[0, -1].div(3.0).softmax(-1)
+    drawn = [ask(engine, (9, 10), max_tokens=1, temperature=3.0) for _ in range(200)]
+    two = [ask(engine, (9, 10), max_tokens=1, temperature=3.0, top_k=2) for _ in range(50)]
+    few = [ask(engine, (9, 10), max_tokens=1, temperature=3.0, top_p=0.05) for _ in range(50)]
+    counted = Counter(each.wait().ids[0] for each in drawn)
+    top = chances.topk(20)
+    share = sum(counted[token] for token in top.indices.tolist()) / 200
+    expected = float(top.values.sum())
+    assert abs(share - expected) < 4 * (expected * (1 - expected) / 200) ** 0.5
+    best = chances.argsort(descending=True)
+    assert {each.wait().ids[0] for each in two} == set(best[:2].tolist())
+    inside = int((chances.sort(descending=True).values.cumsum(0) < 0.05).sum()) + 1
+    assert {each.wait().ids[0] for each in few} <= set(best[:inside].tolist())
+    engine.close()
+
+
+def test_log_probabilities_are_the_models_own(tiny, engine) -> None:
+    """Of the chosen token and of the likeliest three; without asking there are none."""
+    model, _ = tiny
+    answer = ask(engine, (5, 6), max_tokens=3, logprobs=3).wait()
+    with torch.no_grad():
+        scores = model(torch.tensor([[5, 6, *answer.ids[:-1]]])).logits[0, 1:].log_softmax(-1)
+    for token, row in zip(answer.tokens, scores, strict=True):
+        assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-4)
+        assert [each for each, _ in token.top_logprobs] == row.topk(3).indices.tolist()
+        assert token.top_logprobs[0][1] == pytest.approx(row.max().item(), abs=1e-4)
+    plain = ask(engine, (5, 6), max_tokens=1).wait()
+    assert plain.tokens[0].logprob is None
+    assert plain.tokens[0].top_logprobs == ()
 
 
 # -- text ----------------------------------------------------------------------------------------------------
@@ -117,25 +176,82 @@ def test_stop_texts_do_not_begin_in_the_prompt_and_special_tokens_have_no_text(t
     assert stream.met == "END"
 
 
+def test_text_is_that_of_the_whole_answer_and_never_half_a_character(tiny) -> None:
+    """Every split of a text with characters of one to four bytes, token by token; and any bytes at all."""
+    _, tokenizer = tiny
+    prompt = tuple(tokenizer("A hook").input_ids)
+    answer = tokenizer(" – Größe 你好世界 🎣🪝, привет").input_ids
+    stream = TextStream(tokenizer, prompt)
+    parts = [stream.add(token) for token in answer]
+    assert "".join(parts) + stream.rest() == " – Größe 你好世界 🎣🪝, привет"
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+    assert "" in parts, "no character had several tokens, so that nothing was tested"
+    rng = random.Random(3)
+    for _ in range(100):
+        ids = [rng.randrange(3, len(tokenizer)) for _ in range(40)]
+        stream = TextStream(tokenizer, prompt)
+        text = "".join(stream.add(token) for token in ids) + stream.rest()
+        assert "A hook" + text == tokenizer.decode([*prompt, *ids])
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown", "met"),
+    [
+        (("wor",), "Hello ", "wor"),
+        (("lo w", "zzz"), "Hel", "lo w"),
+        (("worlds",), "Hello world", None),
+        (("H",), "", "H"),
+        (("o", "Hello"), "", "Hello"),
+    ],
+)
+def test_nothing_of_a_stop_text_slips_out(stop, shown, met) -> None:
+    """One letter a token: what could become a stop text is held back, and let out if it does not."""
+
+    class Letters:
+        def decode(self, ids, **_):
+            return "".join(map(chr, ids))
+
+    stream = TextStream(Letters(), (), stop)
+    parts = []
+    for letter in "Hello world":
+        parts.append(stream.add(ord(letter)))
+        if stream.met is not None:
+            break
+        assert shown.startswith("".join(parts))
+    assert "".join(parts) + stream.rest() == shown
+    assert stream.met == met
+
+
+def test_an_answer_ends_at_a_stop_text_and_at_the_end_token(tiny, engine) -> None:
+    """The stop text is no part of it; the model's own end-of-text token ends it unless that is ignored."""
+    model, tokenizer = tiny
+    whole = ask(engine, (5, 6, 7), max_tokens=40).wait()
+    stop = next(text for text in (whole.text[at : at + 2] for at in range(6, 30)) if "\ufffd" not in text)
+    answer = ask(engine, (5, 6, 7), max_tokens=40, stop=(stop,)).wait()
+    assert answer.finished.reason == "stop"
+    assert answer.finished.stop == stop
+    assert answer.text == whole.text[: whole.text.index(stop)]
+    token = whole.ids[9]
+    first = whole.ids.index(token)
+    model.generation_config.eos_token_id, kept = token, model.generation_config.eos_token_id
+    try:
+        ends = Engine(model, tokenizer)
+    finally:
+        model.generation_config.eos_token_id = kept
+    ends.start()
+    answer = ask(ends, (5, 6, 7), max_tokens=40, ignore_eos=False).wait()
+    ends.close()
+    assert answer.ids == whole.ids[: first + 1]
+    assert answer.finished == Finished("stop", None, 3, first + 1)
+
+
 # -- models --------------------------------------------------------------------------------------------------
 
 
 def test_short_numbers_tied_weights_and_several_end_tokens(tokenizer) -> None:
     """bfloat16, an output layer that is the embedding, ids that no tokenizer has, and two tokens that end an answer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.4,
-        dtype="bfloat16",
-    )
-    model = save_seeded(LlamaForCausalLM, config, None).bfloat16()
+    options = {"vocab_size": 512, "max_position_embeddings": 128, "initializer_range": 0.4, "dtype": "bfloat16"}
+    model = small_model("Llama", tie_word_embeddings=True, **options).bfloat16()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     # Its own embedding is what such a model says next: turned round, there is something to tell apart.
     model.model.norm.weight.data = torch.randn(32, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -145,12 +261,8 @@ def test_short_numbers_tied_weights_and_several_end_tokens(tokenizer) -> None:
     first = min(whole.index(each) for each in ends)
     engine = Engine(model, tokenizer)
     engine.start()
-    answer, other = Answer(), Answer()
-    states = StatesWanted(("model.layers.1",))
-    engine.submit(Request("a", (5, 6, 7), max_tokens=30, states=states), answer)
-    answer.wait()
-    engine.submit(Request("b", tuple(range(300, 340)), max_tokens=30, ignore_eos=True), other)
-    other.wait()
+    answer = ask(engine, states=StatesWanted(("model.layers.1",)), max_tokens=30, ignore_eos=False).wait()
+    other = ask(engine, range(300, 340), max_tokens=30).wait()
     engine.close()
     assert answer.ids == whole[: first + 1]
     assert answer.finished.reason == "stop"

@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
-import random
-import subprocess
-import sys
-import textwrap
 import threading
-import tracemalloc
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, save_seeded, tiny_llama
+from helpers_serve import (
+    Answer,
+    alone,
+    ask,
+    held_back,
+    small_model,
+)
 from helpers_waiting import PATIENCE, until
 
 import hookline as hl
-from hookline.errors import EngineClosed, OptionError
+from hookline.errors import OptionError
 from hookline.serve.generation import row_batch as batches
-from hookline.serve.generation_request import Finished, Request, StatesWanted
-from hookline.serve.load_model import load
+from hookline.serve.generation_request import Finished, StatesWanted
 from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def tiny(folder):
-    return load(folder, device="cpu")
-
-
-@pytest.fixture
-def engine(tiny):
-    made = Engine(*tiny, allow=None)
-    made.start()
-    yield made
-    made.close(0.0)
-
-
-def ask(engine, prompt=(5, 6, 7), listen=None, **options):
-    answer = Answer()
-    request = Request(f"r{random.getrandbits(60)}", tuple(prompt), **({"ignore_eos": True} | options))
-    answer.ticket = engine.submit(request, listen or answer)
-    return answer
-
-
-def held_back(engine):
-    """Busy until what is returned is called: whoever asks meanwhile is taken in together."""
-    gate = threading.Event()
-    engine.start()
-    engine.between(lambda: gate.wait(PATIENCE))
-    return gate.set
 
 
 # -- before anybody is served --------------------------------------------------------------------------------
@@ -89,7 +54,7 @@ def test_hooks_that_are_on_a_model_see_nothing_of_the_runs_that_try_it_out(tiny)
 
 def test_a_module_that_sees_tokens_in_another_order_gives_states_to_nobody() -> None:
     """As many rows as there are tokens, but column after column: row by row they would be another's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     class Mixing(LlamaForCausalLM):
         def __init__(self, config):
@@ -104,8 +69,7 @@ def test_a_module_that_sees_tokens_in_another_order_gives_states_to_nobody() -> 
 
         forward.__signature__ = __import__("inspect").signature(LlamaForCausalLM.forward)
 
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    engine = Engine(save_seeded(Mixing, LlamaConfig(vocab_size=80, **small), None))
+    engine = Engine(small_model("Llama", Mixing, num_hidden_layers=1))
     engine.start()
     with pytest.raises(OptionError, match=r"'columns' has no output with a row for each token"):
         ask(engine, states=StatesWanted(("columns",)))
@@ -331,6 +295,29 @@ def test_an_edit_that_raises_is_switched_off_in_a_compiled_model_too(tiny) -> No
     assert answer.ids == alone(tiny[0], (5, 6, 7), 5)
 
 
+def test_a_model_of_which_a_part_is_compiled_is_served_with_hooks_on_that_part(tiny) -> None:
+    """Hooks that might edit are called in compiled code too, which inference mode would not let them be."""
+    model = copy.deepcopy(tiny[0])
+    model.model.layers[0].mlp.compile(backend="eager", dynamic=True)
+    shapes = []
+
+    def look(config):
+        def hook(module, inputs, output):
+            shapes.append(tuple(output.shape))
+
+        return hook
+
+    engine = Engine(model, allow=None)
+    engine.hooks.add({"target_modules": ["model.layers.0.mlp.down_proj"], "hook_factory": look})
+    engine.start()
+    answer = ask(engine, (5, 6, 7), max_tokens=6).wait()
+    live = engine.hooks.list()[0]
+    engine.close()
+    assert answer.ids == alone(tiny[0], (5, 6, 7), 6)
+    assert shapes == [(1, 3, 32)] + [(1, 1, 32)] * 5
+    assert (live.errors, live.fired) == (0, 6)
+
+
 def halving(config):
     def halve(module, inputs, output):
         return output * 0.5
@@ -339,30 +326,6 @@ def halving(config):
 
 
 # -- the engine's thread -------------------------------------------------------------------------------------
-
-
-def test_a_listener_may_ask_call_off_act_and_close(tiny) -> None:
-    """All from inside an event, on the engine's own thread, where waiting for it would never end."""
-    engine = Engine(*tiny)
-    engine.start()
-    other = ask(engine, (8, 9), max_tokens=200)
-    second, acts = Answer(), []
-
-    def listen(event) -> None:
-        if isinstance(event, Finished):
-            acts.append(engine.between(threading.current_thread).result(0).name)
-            engine.submit(Request("second", (5, 6), max_tokens=7, ignore_eos=True), second)
-            other.ticket.cancel()
-            engine.close()
-
-    until(lambda: other.tokens)
-    ask(engine, listen=listen, max_tokens=2)
-    assert len(second.wait().tokens) == 7
-    assert other.wait().finished.reason == "cancelled"
-    assert acts == ["hookline-engine"]
-    engine.close()
-    with pytest.raises(EngineClosed):
-        ask(engine)
 
 
 @pytest.mark.parametrize("started", [True, False])
@@ -393,81 +356,3 @@ def test_three_may_close_at_once(tiny, started) -> None:
     assert left == [True] * 3
     if started:
         assert len(asked.wait(0).tokens) == 50
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_has_no_engine(engine) -> None:
-    """Threads are not forked: who asks there is told, and does not wait for ever."""
-    ask(engine, max_tokens=2).wait()
-    until(lambda: engine.counts()["requests_running"] == 0)
-    engine.between(lambda: None).result(PATIENCE)
-    child = os.fork()
-    if not child:
-        try:
-            ask(engine)
-        except EngineClosed:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert len(ask(engine, max_tokens=2).wait().tokens) == 2
-
-
-def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path) -> None:
-    """In the middle of an answer: the exit is clean, and what a hook writes when it is closed is there."""
-    program = f"""
-        import time
-        from pathlib import Path
-        from hookline.serve.serving_engine import Engine
-        from hookline.serve.load_model import load
-        from hookline.serve.generation_request import Request
-
-        class Writes:
-            def __init__(self, config): self.calls = 0
-            def __call__(self, module, inputs, output): self.calls += 1
-            def close(self): Path({str(tmp_path / "calls")!r}).write_text(str(self.calls))
-
-        engine = Engine(*load({str(folder)!r}, device="cpu"), allow=None)
-        live = engine.hooks.add({{"target_modules": ["lm_head"], "hook_factory": Writes}})
-        engine.start()
-        told = []
-        engine.submit(Request("r", (5, 6), max_tokens=200, ignore_eos=True), told.append)
-        while len(told) < 3:
-            time.sleep(0.001)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert int((tmp_path / "calls").read_text()) >= 3
-
-
-def test_two_thousand_requests_leave_nothing_behind(engine) -> None:
-    """Memory that Python knows of, after 500 and after 2,000 short requests, some with states."""
-
-    def serve(count: int) -> int:
-        for begin in range(0, count, 100):
-            asked = [
-                ask(
-                    engine,
-                    (5, 6, 7 + number % 50),
-                    max_tokens=1 + number % 3,
-                    states=None if number % 4 else StatesWanted((LAYER,), positions="last"),
-                )
-                for number in range(begin, begin + 100)
-            ]
-            for each in asked:
-                each.wait()
-        until(lambda: engine.counts()["requests_running"] == 0)
-        asked = each = None
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0]
-
-    tracemalloc.start()
-    try:
-        early = serve(500)
-        late = serve(1500)
-    finally:
-        tracemalloc.stop()
-    # What the interpreter keeps for later use came to 40; one request with its row is 3,000.
-    assert (late - early) / 1500 < 150, "bytes a request"
-    assert engine.counts()["requests_length"] == 2000

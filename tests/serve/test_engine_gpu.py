@@ -6,9 +6,14 @@ import random
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, save_seeded, states_alone
+from helpers_serve import (
+    Answer,
+    alone,
+    small_model,
+    states_alone,
+)
 
-from hookline.serve.generation_request import Request, StatesWanted
+from hookline.serve.generation_request import GenerationRequest, StatesWanted
 from hookline.serve.serving_engine import Engine
 
 pytestmark = [
@@ -22,20 +27,9 @@ LAYERS = ("model.layers.0", "model.layers.3")
 
 @pytest.fixture(scope="module")
 def model():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=2000,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        eos_token_id=None,
-    )
-    return save_seeded(LlamaForCausalLM, config, None).cuda()
+    size = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256}
+    return small_model("Llama", **size, **heads, initializer_range=0.1).cuda()
 
 
 def test_states_and_answers_on_a_gpu_are_those_of_a_run_alone(model) -> None:
@@ -48,7 +42,7 @@ def test_states_and_answers_on_a_gpu_are_those_of_a_run_alone(model) -> None:
         prompt = tuple(rng.randrange(2000) for _ in range(rng.randrange(1, 60)))
         answer = Answer()
         states = StatesWanted(LAYERS) if index % 2 else None
-        engine.submit(Request(f"r{index}", prompt, max_tokens=5 + 4 * index, states=states), answer)
+        engine.submit(GenerationRequest(f"r{index}", prompt, max_tokens=5 + 4 * index, states=states), answer)
         asked.append((prompt, answer))
     for _, answer in asked:
         answer.wait()
@@ -70,7 +64,7 @@ def test_a_seed_decides_on_a_gpu_too_and_leaves_its_random_stream_alone(model) -
     before = torch.cuda.get_rng_state()
     answers = [Answer(), Answer()]
     for index, answer in enumerate(answers):
-        request = Request(f"r{index}", (5, 6, 7), max_tokens=30, temperature=0.8, top_p=0.9, seed=3)
+        request = GenerationRequest(f"r{index}", (5, 6, 7), max_tokens=30, temperature=0.8, top_p=0.9, seed=3)
         engine.submit(request, answer)
     assert answers[0].wait().ids == answers[1].wait().ids
     engine.close()

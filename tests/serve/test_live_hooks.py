@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import threading
 
 import pytest
 import torch
-from helpers_serve import Answer, alone, tiny_llama
+from helpers_serve import (
+    alone,
+    ask,
+    held_back,
+)
 from helpers_waiting import PATIENCE, until
 
 import hookline as hl
@@ -20,17 +23,10 @@ from hookline.errors import (
     OptionError,
 )
 from hookline.factories import current_rows
-from hookline.serve.generation_request import Request
-from hookline.serve.http.hook_bodies import told_of
-from hookline.serve.load_model import load
+from hookline.serve.http.hook_routes import hook_to_json
 from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return load(tiny_llama(tmp_path_factory.mktemp("llama")), device="cpu")
 
 
 @pytest.fixture
@@ -40,14 +36,6 @@ def engine(tiny):
     yield made
     made.close(0.0)
     hl.assert_no_hooks(tiny[0], foreign=True)
-
-
-def ask(engine, prompt=(5, 6, 7), **options):
-    answer = Answer()
-    answer.id = f"r{random.getrandbits(60)}"
-    request = Request(answer.id, tuple(prompt), **({"ignore_eos": True} | options))
-    answer.ticket = engine.submit(request, answer)
-    return answer
 
 
 def spec(factory, target=LAYER, **options):
@@ -150,12 +138,10 @@ def test_a_hook_goes_on_and_off_while_requests_run(tiny, engine) -> None:
 def test_padding_and_rows_are_in_the_table(tiny) -> None:
     """Two prompts of 2 and 5 tokens in one forward: where each begins, and what is in it."""
     engine = Engine(*tiny, allow=None)
-    gate = threading.Event()
     live = engine.hooks.add({"target_modules": [LAYER], "hook_factory": counting}, origin="start")
-    engine.start()
-    engine.between(lambda: gate.wait(PATIENCE))
+    release = held_back(engine)
     short, long = ask(engine, (5, 6), max_tokens=2), ask(engine, (7, 8, 9, 10, 11), max_tokens=2)
-    gate.set()
+    release()
     short.wait()
     long.wait()
     prefill, decode = live.hook.tables
@@ -351,7 +337,7 @@ def test_a_factory_that_writes_into_its_configuration_does_not_change_what_is_li
     given = spec("greedy", config={"layers": ["a"]})
     hooks = [engine.hooks.add(given) for _ in range(2)]
     hooks[0].spec.config["layers"].append("b")
-    assert [told_of(hook)["config"] for hook in engine.hooks.list()] == [{"layers": ["a"]}] * 2
+    assert [hook_to_json(hook)["config"] for hook in engine.hooks.list()] == [{"layers": ["a"]}] * 2
     assert given["config"] == {"layers": ["a"]}
     for hook in hooks:
         engine.hooks.remove(hook.id)

@@ -51,7 +51,7 @@ def log(caplog):
 
 
 def test_hooks_are_off_unless_they_are_enabled():
-    """The defaults of the source."""
+    """The defaults of SGLang's server."""
     args = ServerArgs()
     assert (args.enable_hooks, args.hooks, args.forward_hooks, args.others) == (False, None, None, {})
     assert ServerArgs(hooks=[spec("0")]).hook_specs() == []

@@ -11,6 +11,9 @@ from helpers_http import BEARER, served
 from helpers_serve import tiny_llama
 from hypothesis import HealthCheck, Phase, given, settings
 
+from hookline.serve.http.request_bodies import HookBody
+from hookline.specs.hook_spec import FIELD_RULES
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of packages that schemathesis brings along
     import schemathesis
@@ -98,3 +101,8 @@ def test_a_method_that_a_path_does_not_have_is_405_with_those_it_has(server: Any
     """Also where two routes share the path."""
     answer = server.client.put("/hooks", headers=BEARER)
     assert (answer.status_code, answer.headers["Allow"]) == (405, "GET, POST")
+
+
+def test_a_hook_over_http_has_the_fields_of_a_spec() -> None:
+    """All of them, in the same order, and no others; each body only narrows what a field may be."""
+    assert list(HookBody.model_fields) == list(FIELD_RULES)

@@ -19,18 +19,12 @@ from typing import Any
 import httpx
 import pytest
 from helpers_http import SLOW, TOKEN, ServerProcess
-from helpers_serve import tiny_llama
 from helpers_waiting import PATIENCE, until
 
 from hookline.cli.main import main
 from hookline.cli.serve_command import ServeOptions, _hooks_of, _settings, serve
 
 EXPORT = {"name": "states", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:export"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("process") / "tiny")
 
 
 def _write(path: Path, value: Any) -> str:

@@ -7,7 +7,13 @@ import threading
 
 import pytest
 import torch
-from helpers_serve import Answer, save_seeded, states_alone, tiny_llama
+from helpers_serve import (
+    Answer,
+    ask,
+    held_back,
+    small_model,
+    states_alone,
+)
 from helpers_waiting import PATIENCE, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,32 +21,10 @@ from hypothesis import strategies as st
 import hookline as hl
 from hookline.errors import NoMatchError, OptionError
 from hookline.factories.batch_rows import current_rows
-from hookline.serve.generation_request import Request, StatesWanted
-from hookline.serve.load_model import load
+from hookline.serve.generation_request import StatesWanted
 from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return load(tiny_llama(tmp_path_factory.mktemp("llama")), device="cpu")
-
-
-@pytest.fixture
-def engine(tiny):
-    made = Engine(*tiny)
-    made.start()
-    yield made
-    made.close(0.0)
-
-
-def ask(engine, prompt, states=None, **options):
-    answer = Answer()
-    answer.prompt = list(prompt)
-    request = Request(f"r{random.getrandbits(60)}", tuple(prompt), states=states, **({"ignore_eos": True} | options))
-    answer.ticket = engine.submit(request, answer)
-    return answer
 
 
 def assert_own(model, answer, names=(LAYER,)) -> None:
@@ -58,7 +42,7 @@ def test_two_clients_in_one_padded_batch_see_their_own_rows(tiny) -> None:
     engine = Engine(model, tokenizer)
     shapes = []
     with model.model.layers[0].register_forward_hook(lambda module, args, output: shapes.append(output.shape[:2])):
-        release = _held_back(engine)
+        release = held_back(engine)
         short = ask(engine, range(5, 8), StatesWanted((LAYER,)), max_tokens=6)
         silent = ask(engine, range(60, 70), max_tokens=9)
         long = ask(engine, range(20, 37), StatesWanted(("model.layers.#",)), max_tokens=4)
@@ -75,14 +59,6 @@ def test_two_clients_in_one_padded_batch_see_their_own_rows(tiny) -> None:
     assert_own(model, long, (LAYER, "model.layers.1"))
     with pytest.raises(AssertionError):  # the comparison can fail: these are another's
         torch.testing.assert_close(short.finished.states[LAYER].values, long.finished.states[LAYER].values[:8])
-
-
-def _held_back(engine):
-    """Start the engine, busy until what is returned is called, so that whoever asks meanwhile is taken in together."""
-    gate = threading.Event()
-    engine.start()
-    engine.between(lambda: gate.wait(PATIENCE))
-    return gate.set
 
 
 @pytest.mark.parametrize(
@@ -134,7 +110,7 @@ def test_observers_are_on_while_somebody_wants_them_and_no_longer(tiny) -> None:
     """One on each module however many want it; after the last the model is as it was found."""
     model, tokenizer = tiny
     engine = Engine(model, tokenizer)
-    release = _held_back(engine)
+    release = held_back(engine)
     hl.assert_no_hooks(model)
     asked = [ask(engine, (5, 6), StatesWanted((LAYER,)), max_tokens=200) for _ in range(3)]
     release()
@@ -188,13 +164,9 @@ def test_bytes_are_bounded_before_a_request_runs(tiny) -> None:
 
 def test_experts_give_their_tokens_back_to_whom_they_belong() -> None:
     """The router of a mixture sees all tokens of the batch in one row after the other; padding is left out of them."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MixtralConfig(vocab_size=80, num_key_value_heads=2, num_local_experts=3, initializer_range=0.3, **small)
-    model = save_seeded(MixtralForCausalLM, config, None)
+    model = small_model("Mixtral", num_hidden_layers=1, num_key_value_heads=2, num_local_experts=3)
     engine = Engine(model)
-    release = _held_back(engine)
+    release = held_back(engine)
     name = "model.layers.0.mlp"
     asked = [ask(engine, range(3, 3 + 4 * size), StatesWanted((name,)), max_tokens=3) for size in (1, 3)]
     release()

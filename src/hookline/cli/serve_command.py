@@ -150,8 +150,7 @@ def _model_path(options: ServeOptions, others: dict[str, Any]) -> Path:
 
 
 def _settings(options: ServeOptions, model: Path) -> Settings:
-    from hookline.serve.http.access import is_loopback
-    from hookline.serve.http.http_settings import Settings
+    from hookline.serve.http.http_settings import Settings, is_loopback
 
     token = _token(options)
     is_open = not is_loopback(options.host)

@@ -1,1 +1,1 @@
-"""A model that is served: hooks from data at its start, and on the running model over HTTP."""
+"""Serve a model: hooks described as data at its start, and on the running model over HTTP."""

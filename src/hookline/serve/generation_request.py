@@ -1,9 +1,9 @@
-"""What is asked of a served model, and what comes back: requests, tokens, hidden states, endings.
+"""Define requests to a served model and the events that answer them: tokens, hidden states, endings.
 
-Made by whoever speaks to clients (the HTTP server, a test), read by ``engine``. Everything is checked here, where it
-is made, except for what only the model knows: its length, its vocabulary, the names of its layers.
+The HTTP routes, tests and programs make requests, and `Engine` reads them. All values are checked here, except those
+that only the model knows: its length, its vocabulary, the names of its layers.
 
->>> Request("r1", prompt_ids=(5, 6), max_tokens=4).max_tokens
+>>> GenerationRequest("r1", prompt_ids=(5, 6), max_tokens=4).max_tokens
 4
 """
 
@@ -18,9 +18,9 @@ from hookline.errors import OptionError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Event", "Finished", "Request", "StatesOfLayer", "StatesWanted", "Token"]
+__all__ = ["Event", "Finished", "GenerationRequest", "StatesOfLayer", "StatesWanted", "Token"]
 
-_PHASES: Final = ("prefill", "decode", "both")
+_STAGES: Final = ("prefill", "decode", "both")
 _SIDES: Final = ("output", "input")
 _MOST_LOGPROBS: Final = 64
 _LONGEST_SEED: Final = 64  # bits
@@ -28,11 +28,11 @@ _LONGEST_SEED: Final = 64  # bits
 
 @dataclass(frozen=True)
 class StatesWanted:
-    """Which hidden states a request wants back.
+    """The hidden states that a request asks for.
 
     Recipe::
 
-        Request("r1", prompt_ids, states=StatesWanted(("model.layers.#",), positions="last"))
+        GenerationRequest("r1", prompt_ids, states=StatesWanted(("model.layers.#",), positions="last"))
 
     The token that is sampled last goes through no forward, so that an answer of n tokens has the states of n - 1.
     """
@@ -53,17 +53,17 @@ class StatesWanted:
         if not self.layers:
             raise OptionError("layers names at least one module, got none; see hookline.find(model).")
         put(self, "positions", _positions(self.positions))
-        _one_of("phase", self.phase, _PHASES)
+        _one_of("phase", self.phase, _STAGES)
         _one_of("of", self.of, _SIDES)
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt, and how to go on from it.
+class GenerationRequest:
+    """One prompt, and how to continue it.
 
     Recipe::
 
-        request = Request("r1", prompt_ids=tuple(tokenizer("Once upon").input_ids), max_tokens=32)
+        request = GenerationRequest("r1", prompt_ids=tuple(tokenizer("Once upon").input_ids), max_tokens=32)
         engine.submit(request, print)
     """
 

@@ -1,35 +1,145 @@
-"""Hooks on the model that is being served: put on and taken off between two forwards, listed with what they did.
+"""Attach and remove hooks on the model that is being served, between two forwards, and count what they do.
 
-Takes specs from the start-up files and from HTTP, hands them to ``register_hooks``. Whatever goes wrong, a spec is
-attached wholly or not at all, and a hook that raises is switched off while requests go on.
+The engine has one `LiveHooks`; specs come from the start-up files and from HTTP, and go to ``register_hooks``. A spec
+is attached wholly or not at all, and a hook that raises is switched off while requests go on.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
+from hookline.error_policy import ErrorPolicy
 from hookline.errors import EngineClosed, HookNameError, OptionError
-from hookline.serve.counted_hook import CountedHook, Factory, innermost
-from hookline.serve.generation.batch_forward import is_compiled
+from hookline.serve.generation.row_batch import is_compiled
 from hookline.sites.handle import HookHandle
-from hookline.specs.apply_specs import close_hook
+from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
+from hookline.specs.apply_specs import ErrorHandlingHook, call_factory, close_hook
 from hookline.specs.hook_spec import HookSpec, register_hooks
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["LiveHook", "LiveHooks", "Origin"]
+__all__ = ["CountedHook", "LiveHook", "LiveHooks", "Origin"]
+
+logger = logging.getLogger("hookline.serve.hooks")
 
 T = TypeVar("T")
 Origin = Literal["start", "http"]
 _Specs = Sequence[HookSpec | Mapping[str, Any]]
+_CONSEQUENCES: Final = {
+    "raise": "fails the requests of that batch; further errors are not logged",
+    "warn": "stays on; further errors are not logged",
+    "disable": "is switched off",
+}
+
+
+class CountedHook(ErrorHandlingHook):
+    """A hook with what is known of it: calls, seconds, errors."""
+
+    def __init__(self, hook: Any, *, name: str, on_error: str, wants_site: bool) -> None:
+        super().__init__(hook, ErrorPolicy(on_error, logger, _CONSEQUENCES), name, wants_site)
+        self.__qualname__ = name  # reports call it by this
+        self.calls = 0
+        """How often it was called."""
+        self.seconds = 0.0
+        """How long it took, on the host."""
+        self.in_graph = False
+        """Whether it may be part of compiled code, where only its receipt counts."""
+
+    @property
+    def errors(self) -> int:
+        """Return how often it raised."""
+        return self.policy.counts[self.name]
+
+    @property
+    def last_error(self) -> str | None:
+        """Return the last error, with its place; None before the first."""
+        return self.policy.last.get(self.name)
+
+    def _call(self, args: tuple[Any, ...], site: Any) -> Any:
+        self.calls += 1
+        start = time.perf_counter()
+        try:
+            return self._invoke(args, site)
+        except Exception as error:
+            if not self._handle(error, site):
+                raise
+            return None
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+class _CountedObserver(CountedHook):
+    """Call a hook that returns nothing."""
+
+    def __call__(self, *args: Any, site: Any) -> None:
+        if not self.off:
+            self._call(args, site)
+
+
+class _CountedEdit(CountedHook):
+    """Call a hook whose return value counts."""
+
+    def __call__(self, *args: Any, site: Any) -> Any:
+        if self.off:
+            return None
+        if torch.compiler.is_compiling():  # the edit becomes part of the graph, where there is nothing to count
+            return self._invoke(args, site)
+        return self._call(args, site)
+
+
+class CountingFactory:
+    """Wrap the factory of a spec, and keep what it makes."""
+
+    def __init__(self, spec: HookSpec, allow: tuple[str, ...] | None, *, compiled: bool = False) -> None:
+        self.spec = spec
+        self._compiled = compiled
+        self.hook: Any = None
+        self.counted: CountedHook | None = None
+        self._allow = allow
+
+    def __call__(self, config: dict[str, Any]) -> CountedHook | None:
+        spec = self.spec
+        self.hook = call_factory(spec.hook_factory, config, self._allow)
+        if self.hook is None:
+            return None
+        kind, subject = spec.kind
+        wants_site = check_hook(self.hook, kind, site_type=subject)
+        name = spec.name or hook_name(self.hook)
+        # Whether a hook can edit is read off its code, hence a class for each.
+        edits = not spec.observe and (may_return_value(self.hook) or changes_in_place(self.hook))
+        counted = _CountedEdit if edits else _CountedObserver
+        self.counted = counted(self.hook, name=name, on_error=spec.on_error, wants_site=wants_site)
+        self._check_compiled(self.counted)
+        return self.counted
+
+    def _check_compiled(self, counted: CountedHook) -> None:
+        counted.in_graph = self._compiled and isinstance(counted, _CountedEdit)
+        if counted.in_graph and (self.spec.every or 1) > 1:  # else every request would fail
+            raise OptionError(
+                f"Hook {counted.name!r} edits, and has every={self.spec.every}: in compiled code an edit is made in "
+                "every forward or none. Leave every out, or use observe=True."
+            )
+
+    def __str__(self) -> str:  # in messages
+        return str(self.spec.hook_factory)
+
+
+def _innermost(handle: RemovableHandle) -> Any:
+    """Return the hook that the factory made; ``every`` wraps it."""
+    assert isinstance(handle, HookHandle)
+    hook: Any = handle._attachment.hook
+    return hook if isinstance(hook, CountedHook) else hook.hook
 
 
 class _Own(Enum):
@@ -71,47 +181,47 @@ class LiveHook:
 
     @property
     def name(self) -> str:
-        """Its name, for logs and metrics."""
+        """Return its name, for logs and metrics."""
         return self.counted.name
 
     @property
     def fired(self) -> int:
-        """How often it was called, on all its modules together."""
+        """Return how often it was called, on all its modules together."""
         return self.handle.report().fired if self.counted.in_graph else self.counted.calls
 
     @property
     def last_step(self) -> int | None:
-        """The forward of the model in which it last had its turn; None if it never did."""
+        """Return the forward of the model in which it was last due; None if it never was."""
         return self.handle.report().last_step
 
     @property
     def cost_us(self) -> float | None:
-        """Microseconds that one call takes on the host; None before the first."""
+        """Return the microseconds of one call on the host; None before the first."""
         return self.counted.seconds / self.counted.calls * 1e6 if self.counted.calls else None
 
     @property
     def errors(self) -> int:
-        """How often it raised."""
+        """Return how often it raised."""
         return self.counted.errors
 
     @property
     def last_error(self) -> str | None:
-        """The last exception, with its place."""
+        """Return the last exception, with its place."""
         return self.counted.last_error
 
     @property
     def off(self) -> bool:
-        """Whether an error has switched it off."""
+        """Return whether an error has switched it off."""
         return self.counted.off
 
     @property
     def removed(self) -> bool:
-        """Whether it has been taken off."""
+        """Return whether it has been removed."""
         return self.handle.removed
 
 
 _Hooks = list[LiveHook]  # `LiveHooks` has a method of that name
-_Made = dict[int, Factory | LiveHook]
+_Made = dict[int, CountingFactory | LiveHook]
 """Those whose hooks are to be closed, each hook once, by its identity."""
 
 
@@ -177,13 +287,13 @@ class LiveHooks:
         strict: bool = False,
         origin: Origin = "start",
     ) -> _Hooks:
-        """Attach several, all or none; without ``strict``, those that match nothing are logged and passed over."""
+        """Attach several hooks, all or none; without ``strict``, log and skip those that match nothing."""
         own = self._allow if isinstance(allow, _Own) else allow
         allowed = None if own is None else (own,) if isinstance(own, str) else tuple(own)
         return self._between(lambda: self._add(specs, allowed, strict, origin)).result()
 
     def remove(self, id: str) -> LiveHook:
-        """Take one off, and close what its factory made, unless another hook has the same.
+        """Remove one hook, and close what its factory made, unless another hook has the same.
 
         Raises:
             HookNameError: There is none of that id, or it is off already.
@@ -193,15 +303,15 @@ class LiveHooks:
         return live
 
     def list(self) -> _Hooks:
-        """The hooks that are on, oldest first."""
+        """Return the attached hooks, oldest first."""
         return list(self._live.values())
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """What each hook has to report, by its id; hooks without ``to_metrics`` are left out."""
+        """Return the metrics of each hook by its id; hooks without ``to_metrics`` are left out."""
         return self._between(self._metrics).result()
 
     def close(self) -> None:
-        """Take all of them off for good, the last first; what they have is flushed."""
+        """Remove all hooks for good, the last first, and flush them."""
         with self._lock:
             self._is_closed = True
         while self._live:
@@ -211,7 +321,7 @@ class LiveHooks:
             self._close_made(going)
 
     def wait_until_closed(self, patience_s: float | None = None) -> None:
-        """Wait, so long for each, for those that were taken off and that another thread is closing."""
+        """Wait, `patience_s` for each, for removed hooks that other threads are closing."""
         for done, thread in tuple(self._closing.items()):
             if thread != threading.get_ident():  # one that closes the engine in its own close waits for nobody
                 done.wait(patience_s)
@@ -220,7 +330,7 @@ class LiveHooks:
 
     def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool, origin: Origin) -> _Hooks:
         checked = [self._checked(spec) for spec in specs]
-        factories = [Factory(spec, allow, compiled=self._is_compiled) for spec in checked]
+        factories = [CountingFactory(spec, allow, compiled=self._is_compiled) for spec in checked]
         ready = [
             replace(spec, hook_factory=factory, on_error="raise") if spec.hook_factory is not None else spec
             for spec, factory in zip(checked, factories, strict=True)
@@ -230,7 +340,7 @@ class LiveHooks:
                 if self._is_closed:
                     raise EngineClosed("The engine is closed, and takes no more hooks.")
                 handles = register_hooks(self._model, ready, strict=strict)
-                by_hook = {id(innermost(handle)): handle for handle in handles}
+                by_hook = {id(_innermost(handle)): handle for handle in handles}
                 return [self._kept(made, by_hook, origin) for made in factories if id(made.counted) in by_hook]
         finally:  # of what was made and is not on, also if that is all of it
             self._close_made(self._not_on(factories))
@@ -241,7 +351,7 @@ class LiveHooks:
         checked = HookSpec.from_dict(spec)
         return checked if spec.get("on_error") is not None else replace(checked, on_error=self._on_error)
 
-    def _kept(self, made: Factory, handles: Mapping[int, RemovableHandle], origin: Origin) -> LiveHook:
+    def _kept(self, made: CountingFactory, handles: Mapping[int, RemovableHandle], origin: Origin) -> LiveHook:
         handle = handles[id(made.counted)]
         assert made.counted is not None
         assert isinstance(handle, HookHandle)
@@ -251,7 +361,7 @@ class LiveHooks:
         return live
 
     def _remove(self, id: str) -> tuple[LiveHook, _Made]:
-        """The hook, which is off, and what has to be closed now."""
+        """Return the removed hook, and what has to be closed now."""
         with self._lock:
             live = self._live.pop(id, None)
             if live is None:
@@ -260,8 +370,8 @@ class LiveHooks:
             live.handle.remove(quiet=True)
             return live, self._not_on([live])
 
-    def _not_on(self, owners: Sequence[Factory | LiveHook]) -> _Made:
-        """What factories made, but for what a hook that stays on has too."""
+    def _not_on(self, owners: Sequence[CountingFactory | LiveHook]) -> _Made:
+        """Return what factories made, except what a hook that stays on also uses."""
         kept = {id(each.hook) for each in self._live.values()}
         return {id(each.hook): each for each in owners if each.hook is not None and id(each.hook) not in kept}
 

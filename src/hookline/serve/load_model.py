@@ -1,7 +1,7 @@
-"""A model and its tokenizer from a folder of this machine.
+"""Load a model and its tokenizer from a local folder.
 
-Takes the path that ``hookline serve --model`` was given, hands both to ``engine``. Nothing is fetched from anywhere,
-no code of the folder is run, and weights are read from safetensors alone.
+``hookline serve --model`` and programs call `load`, and give both to `Engine`. Nothing is downloaded, no code of the
+folder is run, and weights are read from safetensors alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
 ) -> tuple[nn.Module, Any]:
-    """The causal language model in a folder, in eval mode, and its tokenizer.
+    """Load the causal language model in a folder, in eval mode, and its tokenizer.
 
     Recipe::
 
@@ -65,7 +65,7 @@ def load(
 
 
 def _check_folder(folder: Path) -> str:
-    """What kind of model the folder says it holds; an error with what is missing."""
+    """Return the kind of model in the folder; raise with what is missing."""
     if not folder.is_dir():
         what = "a file" if folder.exists() else "not there"
         raise ConfigError(f"A model is a folder with config.json, weights and a tokenizer; {folder} is {what}.")

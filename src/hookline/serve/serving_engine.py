@@ -1,7 +1,7 @@
-"""Runs a causal language model for many requests at once, on a thread of its own.
+"""Run a causal language model for many requests at once, on a thread of its own.
 
-Takes requests from any thread, hands them to ``loop`` and their tokens back as they come; hooks go on and off, and
-anything else that needs the model to stand still is done, between two forwards.
+Any thread may submit requests; `EngineLoop` runs them and reports their tokens. Hooks are attached and removed, and any
+other act that needs the model to stand still is run, between two forwards.
 
     submit() ──► waiting ──► prefill ──► batch ──► one token for all ──► on_event(Token) … on_event(Finished)
                                └─ a forward of their own, then they join what runs
@@ -19,13 +19,13 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hookline.errors import EngineBusy, EngineClosed, OptionError
-from hookline.serve.generation.batch_forward import Forward
-from hookline.serve.generation.engine_loop import Loop
+from hookline.serve.generation.engine_loop import EngineLoop
 from hookline.serve.generation.hidden_states import Gatherer
-from hookline.serve.generation.model_probe import end_tokens, longest_sequence, try_out
-from hookline.serve.generation.request_row import Row, Ticket
-from hookline.serve.generation.request_validator import Door, check_settings
-from hookline.serve.generation_request import Event, Request
+from hookline.serve.generation.model_probe import end_tokens, longest_sequence, probe_model
+from hookline.serve.generation.request_row import RequestRow, Ticket
+from hookline.serve.generation.request_validator import RequestValidator, check_settings
+from hookline.serve.generation.row_batch import BatchForward
+from hookline.serve.generation_request import Event, GenerationRequest
 from hookline.serve.live_hooks import LiveHooks
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ _EXIT_S = 90.0
 
 
 class Engine:
-    """Batched generation on one model, for requests that come and go.
+    """Generate in batches on one model, for requests that come and go.
 
     Recipe::
 
         model, tokenizer = load("models/llama")
         engine = Engine(model, tokenizer)
         engine.start()
-        ticket = engine.submit(Request("r1", tuple(tokenizer("Once upon a").input_ids)), on_event=print)
+        ticket = engine.submit(GenerationRequest("r1", tuple(tokenizer("Once upon a").input_ids)), on_event=print)
         engine.close()
 
     New requests join between two steps. The answer of a request does not depend on what runs beside it, but for the
@@ -91,10 +91,10 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_sequence = longest_sequence(model, max_sequence)
-        self._forward = Forward(model)
-        self._door = Door(
+        self._forward = BatchForward(model)
+        self._validator = RequestValidator(
             model,
-            try_out(self._forward, batches=max_batch > 1),
+            probe_model(self._forward, batches=max_batch > 1),
             max_sequence=self.max_sequence,
             vocabulary=self._forward.vocabulary,
             captured_bytes=captured_bytes,
@@ -102,13 +102,13 @@ class Engine:
         )
         self._forward.forget()
         self._gatherer = self._forward.gatherer = Gatherer(model, self._forward.device)
-        self._loop = Loop(self._forward, self._gatherer, max_batch=max_batch)
+        self._loop = EngineLoop(self._forward, self._gatherer, max_batch=max_batch)
         self._eos = end_tokens(model, tokenizer)
         self._max_waiting = max_waiting
         self._captured_bytes = captured_bytes
         self._changed = threading.Condition()
-        self._waiting: deque[Row] = deque()
-        self._known: dict[str, Row] = {}
+        self._waiting: deque[RequestRow] = deque()
+        self._known: dict[str, RequestRow] = {}
         """The requests that wait or run, and some that have ended, by their ids."""
         self._acts: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._accepted = self._refused = 0
@@ -133,11 +133,11 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are answered; False before the start, after the end, and if it has failed."""
+        """Return whether requests are answered; False before the start, after the end, and after a failure."""
         return self._thread is not None and self._thread.is_alive() and not self._is_over
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
-        """Have a request answered.
+    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Ticket:
+        """Queue a request.
 
         Args:
             request: What is asked.
@@ -150,7 +150,9 @@ class Engine:
             OptionError: The request is too long, or wants what cannot be had; its id is in use.
             NoMatchError: (a KeyError) a layer that the model does not have; the message names the nearest.
         """
-        row = Row(request, on_event, tokenizer=self.tokenizer, eos=self._eos, states=self._door.check(request))
+        row = RequestRow(
+            request, on_event, tokenizer=self.tokenizer, eos=self._eos, states=self._validator.check(request)
+        )
         with self._changed:
             self._check_runs()
             other = self._known.get(request.id)
@@ -174,7 +176,7 @@ class Engine:
             raise EngineClosed("The engine runs in the process that this one was forked from; start one here.")
 
     def between(self, act: Callable[[], T]) -> Future[T]:
-        """Do something while no forward is running: at once if none can be, else on the engine's thread.
+        """Run `act` while no forward is running: at once if none can be, else on the engine's thread.
 
         Recipe: ``engine.between(lambda: model.load_state_dict(newer)).result()``.
         """
@@ -189,7 +191,7 @@ class Engine:
         return future
 
     def close(self, drain_s: float = 30.0) -> None:
-        """Refuse new requests, finish those that were accepted, then take hooks off and flush what they have.
+        """Refuse new requests, finish those that were accepted, then remove hooks and flush them.
 
         Args:
             drain_s: After so many seconds, those that are not finished are cancelled.
@@ -211,11 +213,11 @@ class Engine:
         self.hooks.wait_until_closed(patience_s)
 
     def _close_at_exit(self) -> None:
-        """A thread that is inside of torch when the interpreter goes would take the process down with it."""
+        """Close before the interpreter ends: a thread inside torch would crash the process."""
         self._close(0.0, _EXIT_S)
 
     def counts(self) -> dict[str, float]:
-        """Figures for a metrics page: sums since the start, and what waits and runs now."""
+        """Return figures for a metrics page: sums since the start, and what waits and runs now."""
         ended, forward = self._loop.ended, self._forward
         return {
             "requests_accepted": self._accepted,
@@ -242,7 +244,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._run_once():
                 pass
         except BaseException as error:
             logger.exception("The engine has failed, and serves no more")
@@ -250,8 +252,8 @@ class Engine:
         finally:
             self._finish()
 
-    def _turn(self) -> bool:
-        """One turn; False if it was the last."""
+    def _run_once(self) -> bool:
+        """Run one turn; return False if it was the last."""
         with self._changed:
             while not (self._acts or self._waiting or self._loop.rows or self._is_closing):
                 self._changed.wait()
@@ -269,7 +271,7 @@ class Engine:
         return bool(self._loop.rows or self._waiting or self._acts or not self._is_closing)
 
     def _leave(self) -> None:
-        """Cancelled requests go, those that still wait too."""
+        """End cancelled requests, those that still wait too."""
         self._loop.leave_cancelled()
         with self._changed:
             gone = [row for row in self._waiting if row.cancelled]
@@ -281,21 +283,21 @@ class Engine:
     def _enter(self) -> None:
         with self._changed:
             reserved = sum(row.states.nbytes for row in self._loop.rows if row.states is not None)
-            rows = self._loop.fitting(list(self._waiting), self._captured_bytes - reserved)
+            rows = self._loop.select_fitting(list(self._waiting), self._captured_bytes - reserved)
             for row in rows:
                 self._waiting.remove(row)
         if rows:
             self._loop.enter(rows)
 
     def _forget(self) -> None:
-        """Keep nothing of requests that have ended."""
+        """Drop requests that have ended."""
         running = self._loop.rows
         with self._changed:
             self._known = {row.request.id: row for row in (*running, *self._waiting)}
             self._reserved = sum(row.states.nbytes for row in running if row.states is not None)
 
     def _abandon(self, error: str | None) -> None:
-        """End whatever is left."""
+        """End all requests that are left."""
         with self._changed:
             self._is_closing = True
             waiting = list(self._waiting)

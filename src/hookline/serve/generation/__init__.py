@@ -1,1 +1,1 @@
-"""Many requests through one model: rows, their cache, the forwards they share, and what each gets back."""
+"""Generate for many requests through one model: rows, their cache, the forwards they share."""

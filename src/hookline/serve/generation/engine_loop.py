@@ -1,7 +1,7 @@
-"""The turns of the engine's thread: let go who has ended, take in who waits, run one token for everybody.
+"""Run the engine's batch on its thread: remove rows that ended, prefill new rows, decode one token for all rows.
 
-Takes waiting rows from ``engine``, moves them through ``batch``, and has each told of its tokens and its end. All of
-it runs on one thread.
+`Engine` calls `EngineLoop` in each turn; the loop drives `RowBatch`, `choose` and `Gatherer`, and each row reports its
+tokens and its end.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hookline.serve.generation.row_batch import Batch
-from hookline.serve.generation.sampling import Choice, choose
+from hookline.serve.generation.row_batch import RowBatch
+from hookline.serve.generation.sampling import ChosenToken, choose
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hookline.serve.generation.batch_forward import Forward
     from hookline.serve.generation.hidden_states import Gatherer
-    from hookline.serve.generation.request_row import Row
+    from hookline.serve.generation.request_row import RequestRow
+    from hookline.serve.generation.row_batch import BatchForward
 
-__all__ = ["Loop"]
+__all__ = ["EngineLoop"]
 
 logger = logging.getLogger("hookline.serve.serving_engine")
 
@@ -31,15 +31,15 @@ _PREFILL_TOKENS = 16_384
 """Prompts that are run together have at most so many tokens, padding included; a longer one is run alone."""
 
 
-class Loop:
-    """The batch that runs, and how rows enter and leave it."""
+class EngineLoop:
+    """Hold the batch that runs, and move rows into and out of it."""
 
-    def __init__(self, forward: Forward, gatherer: Gatherer, *, max_batch: int) -> None:
+    def __init__(self, forward: BatchForward, gatherer: Gatherer, *, max_batch: int) -> None:
         self._forward = forward
         self._gatherer = gatherer
-        self._batch = Batch(forward)
+        self._batch = RowBatch(forward)
         self._max_batch = max_batch
-        self._entering: list[Row] = []
+        self._entering: list[RequestRow] = []
         """Those whose prompts are being run."""
         self.ended: Counter[str] = Counter()
         """Requests by how they ended."""
@@ -47,17 +47,17 @@ class Loop:
         """Tokens of all answers."""
 
     @property
-    def rows(self) -> list[Row]:
-        """The rows that run."""
+    def rows(self) -> list[RequestRow]:
+        """Return the rows that run."""
         return self._batch.rows
 
-    def fitting(self, waiting: Sequence[Row], bytes_left: int) -> list[Row]:
-        """Of those who wait, the first so many that can be taken in together.
+    def select_fitting(self, waiting: Sequence[RequestRow], bytes_left: int) -> list[RequestRow]:
+        """Return the first rows of `waiting` that can be taken in together.
 
         Who wants hidden states and has no room for them yet is passed by those who want none, and by nobody else: it
         is still the first for the next place, so that it waits for room alone.
         """
-        found: list[Row] = []
+        found: list[RequestRow] = []
         width = 0
         for row in waiting:
             if row.states is not None:
@@ -70,11 +70,11 @@ class Loop:
             found.append(row)
         return found
 
-    def enter(self, rows: Sequence[Row]) -> None:
+    def enter(self, rows: Sequence[RequestRow]) -> None:
         """Run the prompts of new rows, and put those that go on into the batch."""
-        self._entering = [row for row in rows if self._opens(row)]
+        self._entering = [row for row in rows if self._open(row)]
         if self._entering:
-            joining = Batch(self._forward)
+            joining = RowBatch(self._forward)
             try:
                 logits = joining.prefill(self._entering)
             except Exception as error:
@@ -84,8 +84,8 @@ class Loop:
                 self._join(joining)
         self._entering = []
 
-    def _opens(self, row: Row) -> bool:
-        """Whether its observers could be put on."""
+    def _open(self, row: RequestRow) -> bool:
+        """Attach the observers of `row`; return False, and fail the row, if that raises."""
         try:
             if row.states is not None:
                 self._gatherer.open(row.states)
@@ -95,7 +95,7 @@ class Loop:
             return False
         return True
 
-    def _join(self, joining: Batch) -> None:
+    def _join(self, joining: RowBatch) -> None:
         if not len(joining):
             return
         try:
@@ -105,7 +105,7 @@ class Loop:
             self._fail(joining.rows, error)
 
     def step(self) -> None:
-        """One more token for everybody who runs."""
+        """Run one more token for every row of the batch."""
         try:
             logits = self._batch.decode()
         except Exception as error:
@@ -115,8 +115,8 @@ class Loop:
             return
         self._advance(self._batch, logits)
 
-    def _advance(self, batch: Batch, logits: Tensor) -> None:
-        """Choose and tell the next token of each row, and let go those that end with it."""
+    def _advance(self, batch: RowBatch, logits: Tensor) -> None:
+        """Choose the next token of each row, report it, and release the rows that end with it."""
         try:
             with torch.inference_mode():
                 chosen = choose(logits, [row.request for row in batch.rows], [row.draws for row in batch.rows])
@@ -130,7 +130,7 @@ class Loop:
             self._take(row, choice)
         self._let_go(batch)
 
-    def _take(self, row: Row, choice: Choice) -> None:
+    def _take(self, row: RequestRow, choice: ChosenToken) -> None:
         before = len(row.answer)
         try:
             row.take(choice)
@@ -142,11 +142,11 @@ class Loop:
             row.fail(f"Its hidden states cannot be had: {row.states.error}.")
 
     def leave_cancelled(self) -> None:
-        """Let go those that are no longer wanted."""
+        """Release the rows that were cancelled."""
         if any(row.cancelled for row in self.rows):
             self._let_go(self._batch)
 
-    def _let_go(self, batch: Batch) -> None:
+    def _let_go(self, batch: RowBatch) -> None:
         rows = batch.rows
         going = [row.is_over or row.cancelled for row in rows]  # read once: any thread may cancel
         kept = [place for place, goes in enumerate(going) if not goes]
@@ -160,8 +160,8 @@ class Loop:
             if goes:
                 self.end(row)
 
-    def end(self, row: Row, error: str | None = None, *, entered: bool = True) -> None:
-        """The last of a row, whether it has ended by itself, failed, or is not wanted any more."""
+    def end(self, row: RequestRow, error: str | None = None, *, entered: bool = True) -> None:
+        """End a row: with `error`, as finished, or as cancelled."""
         if error is not None:
             row.fail(error)
         elif row.is_over:
@@ -182,7 +182,7 @@ class Loop:
         for row in rows:
             self.end(row, error)
 
-    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
+    def _fail(self, rows: Sequence[RequestRow], error: Exception) -> None:
         logger.error("A forward failed, and with it %d requests", len(rows), exc_info=error)
         for row in rows:
             self.end(row, f"{type(error).__name__}: {error}")

@@ -1,14 +1,15 @@
-"""Hidden states for those who asked for them, and for nobody else.
+"""Gather the hidden states that requests ask for, and give each request its own rows alone.
 
-Takes what requests want from ``loop`` and the row table of every forward from ``forward``, hands each row its own
-copies. One observer sits on each module that somebody wants, for as long as somebody does; in a forward it takes the
-wanted rows and columns out of the batch with one gather, on their way to the host while the model goes on. Padding, and
-rows of others, are never among them.
+The request validator calls `wanted_states` for each request; the engine's loop and forward drive `Gatherer`. One
+observer sits on each module that a running request wants. In a forward it takes the wanted rows and columns out of the
+batch with one gather, which is copied to the host while the model goes on. Padding and rows of other requests are never
+among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,19 +17,162 @@ from torch import Tensor, nn
 
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows, current_rows
-from hookline.serve.generation.row_hidden_states import Place, RowStates
+from hookline.messages import nearest_names
+from hookline.serve.generation_request import StatesOfLayer, StatesWanted
 from hookline.sites.attach import attach
+from hookline.sites.targets import select
 from hookline.sites.tree import main_tensor
 
 if TYPE_CHECKING:
-    from hookline.serve.generation.request_row import Row
     from hookline.sites.handle import HookHandle
 
-__all__ = ["Gatherer", "by_token", "shown"]
+__all__ = ["Gatherer", "RowStates", "StateShape", "StateSource", "by_token", "wanted_states"]
+
+
+class StateSource(NamedTuple):
+    """A module and a side of it that hidden states come from."""
+
+    name: str
+    """Dotted name of the module."""
+    of: str
+    """``"output"`` or ``"input"``."""
+
+
+class StateShape(NamedTuple):
+    """Size of the hidden states of a module, for one token."""
+
+    features: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of one token."""
+        return self.features * self.dtype.itemsize
+
+
+def wanted_states(
+    model: nn.Module, wanted: StatesWanted, prompt: int, answer: int, shapes: dict[StateSource, StateShape]
+) -> RowStates:
+    """Return what to gather for a request of `prompt` and `answer` tokens; raise if that cannot be had."""
+    sources = list(
+        dict.fromkeys(source for layer in wanted.layers for source in _sources(model, layer, wanted.of, shapes))
+    )
+    last = prompt + max(answer, 1) - 2  # the last token of an answer is run by no forward
+    positions = _positions(wanted, prompt, last)
+    most = _count(wanted, prompt, last, positions)
+    return RowStates(wanted, positions, {source: StateBuffer(most, shapes[source]) for source in sources})
+
+
+def _sources(model: nn.Module, layer: str, of: str, shapes: dict[StateSource, StateShape]) -> list[StateSource]:
+    """Return the sources of the name or glob `layer` that have hidden states; at least one."""
+    named = [StateSource(name, of) for name, _ in select(model, layer)]
+    found = [source for source in named if source in shapes]  # in a glob over everything, containers come along
+    if not found:
+        others = nearest_names(layer, [source.name for source in shapes if source.of == of and source.name])
+        raise OptionError(
+            f"{layer!r} has no {of} with a row for each token in a forward of this model; nearest that has: "
+            f"{', '.join(map(repr, others))}."
+        )
+    return found
+
+
+def _positions(wanted: StatesWanted, prompt: int, last: int) -> frozenset[int] | None:
+    """Return the positions that are listed, from 0; None if there is no list."""
+    if isinstance(wanted.positions, str):
+        return None
+    found = {position + prompt if position < 0 else position: position for position in wanted.positions}
+    first = prompt if wanted.phase == "decode" else 0
+    last = prompt - 1 if wanted.phase == "prefill" else last
+    for position, asked in found.items():
+        if not first <= position <= last:
+            raise OptionError(
+                f"Position {asked} is never run: the prompt has {prompt} tokens, so that in phase {wanted.phase!r} "
+                f"positions go from {first} to {last}."
+                if first <= last
+                else f"No forward is in phase {wanted.phase!r}: an answer of one token comes of the prompt's own."
+            )
+    return frozenset(found)
+
+
+def _count(wanted: StatesWanted, prompt: int, last: int, positions: frozenset[int] | None) -> int:
+    """Return how many positions there can be at most."""
+    if positions is not None:
+        return len(positions)
+    prefill = 0 if wanted.phase == "decode" else 1 if wanted.positions == "last" else prompt
+    return prefill + (0 if wanted.phase == "prefill" else last + 1 - prompt)
+
+
+@dataclass(eq=False)
+class RowStates:
+    """The hidden states of one request, gathered so far."""
+
+    wanted: StatesWanted
+    positions: frozenset[int] | None
+    """The positions that are listed, if they are."""
+    buffers: dict[StateSource, StateBuffer]
+    """What has come of each source."""
+    error: str | None = None
+    """Why they cannot be had, once that is known."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that all of it can come to."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def columns(self, first: int, count: int, stage: str) -> range | list[int]:
+        """Return the wanted tokens of a forward, counted from the row's first, which has position `first`."""
+        wanted = self.wanted
+        if wanted.phase not in (stage, "both"):
+            return range(0)
+        if self.positions is not None:
+            return [column for column in range(count) if first + column in self.positions]
+        return range(count) if wanted.positions == "all" else range(count - 1, count)
+
+    def add(self, source: StateSource, positions: Sequence[int], values: Tensor) -> None:
+        """Copy what one forward gave."""
+        try:
+            self.buffers[source].add(positions, values)
+        except Exception as error:  # of this request alone, not of the batch
+            self.error = f"{source.name!r}: {error}"
+
+    def result(self) -> dict[str, StatesOfLayer]:
+        """Return all states by module name; a module that gave none has no rows."""
+        return {source.name: buffer.result() for source, buffer in self.buffers.items()}
+
+
+class StateBuffer:
+    """Hold the states of one source in memory that is set aside once; unwritten pages take up no room."""
+
+    def __init__(self, most: int, shape: StateShape) -> None:
+        self.nbytes = most * shape.nbytes
+        self._most = most
+        self._shape = shape
+        self._values: Tensor | None = None
+        self._positions: list[int] = []
+
+    def add(self, positions: Sequence[int], values: Tensor) -> None:
+        """Copy the next rows."""
+        features, dtype = self._shape
+        if (values.shape[1], values.dtype) != (features, dtype):
+            raise OptionError(f"{features} numbers of {dtype} were expected, got {values.shape[1]} of {values.dtype}")
+        start = len(self._positions)
+        self._room()[start : start + len(positions)].copy_(values)
+        self._positions.extend(positions)
+
+    def _room(self) -> Tensor:
+        if self._values is None:
+            with torch.inference_mode(False):  # a tensor for anybody, also for autograd
+                self._values = torch.empty((self._most, self._shape.features), dtype=self._shape.dtype)
+        return self._values
+
+    def result(self) -> StatesOfLayer:
+        """Return what was added, without the room that was not needed."""
+        count, values = len(self._positions), self._room()
+        return StatesOfLayer(self._positions, values if count == self._most else values[:count].clone())
 
 
 class _Slice(NamedTuple):
-    """What of one gather is whose."""
+    """The part of one gather that belongs to one request."""
 
     states: RowStates
     start: int
@@ -36,29 +180,35 @@ class _Slice(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """What an observer is to take in the forward that comes."""
+    """What an observer has to take in the next forward."""
 
     table: BatchRows
     columns: int
-    places: Tensor
+    indices: Tensor
     """Places in the batch, row after row: row * columns + column."""
     slices: list[_Slice]
 
 
 class _Observer:
-    """Sits on a module for all requests that want its states."""
+    """Observe a module for all requests that want its states."""
 
-    def __init__(self, model: nn.Module, place: Place, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, source: StateSource, device: torch.device) -> None:
         self.users = 0
-        self.place = place
+        self.source = source
         self.expected: _Expected | None = None
         self.found: tuple[Tensor, list[_Slice]] | None = None
         self._device = device
-        if place.of == "output":
-            self.handle: HookHandle = attach(model, place.name or None, self._after, observe=True, name="states")
+        if source.of == "output":
+            self.handle: HookHandle = attach(model, source.name or None, self._after, observe=True, name="states")
         else:
             self.handle = attach(
-                model, place.name or None, self._before, on="forward_pre", with_kwargs=True, observe=True, name="states"
+                model,
+                source.name or None,
+                self._before,
+                on="forward_pre",
+                with_kwargs=True,
+                observe=True,
+                name="states",
             )
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -75,23 +225,18 @@ class _Observer:
             return
         self.expected = None
         try:
-            tokens = by_token(shown(value), len(expected.table.request_ids), expected.columns)
+            tokens = by_token(main_tensor(value), len(expected.table.request_ids), expected.columns)
             if tokens is None:
-                raise OptionError(f"the {self.place.of} of {self.place.name!r} has no row for each token here")
-            picked = tokens.index_select(0, expected.places.to(tokens.device))
+                raise OptionError(f"the {self.source.of} of {self.source.name!r} has no row for each token here")
+            picked = tokens.index_select(0, expected.indices.to(tokens.device))
             self.found = _to_host(picked, self._device), expected.slices
         except Exception as error:  # of those who asked, not of the batch
             for each in expected.slices:
                 each.states.error = str(error)
 
 
-def shown(value: Any) -> Tensor | None:
-    """The tensor that is meant by the output, or by the arguments, of a module."""
-    return main_tensor(value)
-
-
 def by_token(value: Tensor | None, rows: int, columns: int) -> Tensor | None:
-    """The value as (rows * columns, features), if that is what it is about; None if it is not."""
+    """Return `value` as (rows * columns, features); None if it has no row for each token."""
     if value is None:
         return None
     shape = tuple(value.shape)
@@ -105,7 +250,7 @@ def by_token(value: Tensor | None, rows: int, columns: int) -> Tensor | None:
 
 
 def _to_host(picked: Tensor, device: torch.device) -> Tensor:
-    """On its way to the host; ``deliver`` waits until it is there."""
+    """Start the copy of `picked` to the host; ``deliver`` waits until it is done."""
     if picked.device.type == "cuda" and picked.device == device:
         return torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True).copy_(picked, non_blocking=True)
     return picked.cpu()
@@ -117,55 +262,55 @@ class Gatherer:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._observers: dict[Place, _Observer] = {}
+        self._observers: dict[StateSource, _Observer] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
         self.gathered = 0
         """Bytes, so far."""
 
     def open(self, states: RowStates) -> None:
-        """A request begins to run: observers for what it wants go on, all or none."""
+        """Attach observers for what a request wants, all or none; called when it begins to run."""
         try:
-            for place in states.kept:
-                if place not in self._observers:
-                    self._observers[place] = _Observer(self._model, place, self._device)
+            for source in states.buffers:
+                if source not in self._observers:
+                    self._observers[source] = _Observer(self._model, source, self._device)
         except BaseException:
             self._sweep()
             raise
-        for place in states.kept:
-            self._observers[place].users += 1
+        for source in states.buffers:
+            self._observers[source].users += 1
 
     def close(self, states: RowStates) -> None:
-        """It has ended: what nobody wants any more comes off."""
-        for place in states.kept:
-            self._observers[place].users -= 1
+        """Remove the observers that no other request wants; called when a request has ended."""
+        for source in states.buffers:
+            self._observers[source].users -= 1
         self._sweep()
 
     def _sweep(self) -> None:
-        for place, observer in list(self._observers.items()):
+        for source, observer in list(self._observers.items()):
             if not observer.users:
                 observer.handle.remove(quiet=True)
-                del self._observers[place]
+                del self._observers[source]
 
-    def expect(self, rows: Sequence[Row], table: BatchRows, columns: int) -> None:
-        """Tell the observers what to take in the forward that comes."""
+    def expect(self, wanted: Sequence[RowStates | None], table: BatchRows, columns: int) -> None:
+        """Tell the observers what to take in the next forward; `wanted` has an entry for each row of the batch."""
         if not self._observers:
             return
-        chosen = list(_chosen(rows, table, columns))
-        for place, observer in self._observers.items():
+        chosen = list(_chosen(wanted, table, columns))
+        for source, observer in self._observers.items():
             observer.found = None
-            observer.expected = self._expected(place, chosen, table, columns)
+            observer.expected = self._expected(source, chosen, table, columns)
 
-    def _expected(self, place: Place, chosen: list[_Chosen], table: BatchRows, columns: int) -> _Expected | None:
+    def _expected(self, source: StateSource, chosen: list[_Chosen], table: BatchRows, columns: int) -> _Expected | None:
         flat: list[int] = []
         slices = []
         for each in chosen:
-            if place in each.states.kept:
+            if source in each.states.buffers:
                 slices.append(_Slice(each.states, len(flat), each.positions))
                 flat.extend(each.flat)
         return _Expected(table, columns, self._index(tuple(flat)), slices) if flat else None
 
     def _index(self, flat: tuple[int, ...]) -> Tensor:
-        """The same places are asked for by every layer, and while rows stay together, by every step."""
+        """Return `flat` as a tensor on the device, cached: all layers, and most steps, ask for the same."""
         if flat not in self._indices:
             if len(self._indices) >= 64:
                 self._indices.clear()
@@ -176,14 +321,14 @@ class Gatherer:
         """Hand out what the last forward gave; called when the ids of the next tokens have come."""
         if self._device.type == "cuda" and self._observers:
             torch.cuda.current_stream(self._device).synchronize()  # of several devices, those ids are of the last
-        for place, observer in self._observers.items():
+        for source, observer in self._observers.items():
             observer.expected = None
             if observer.found is None:
                 continue
             (values, slices), observer.found = observer.found, None
             self.gathered += values.nbytes
             for states, start, positions in slices:
-                states.add(place, positions, values[start : start + len(positions)])
+                states.add(source, positions, values[start : start + len(positions)])
 
 
 class _Chosen(NamedTuple):
@@ -194,11 +339,11 @@ class _Chosen(NamedTuple):
     flat: Sequence[int]
 
 
-def _chosen(rows: Sequence[Row], table: BatchRows, columns: int) -> Iterator[_Chosen]:
-    for place, row in enumerate(rows):
-        if row.states is not None:
-            first, start = table.positions[place], table.starts[place]
-            found = row.states.columns(first, len(table.tokens[place]), table.phase)
+def _chosen(wanted: Sequence[RowStates | None], table: BatchRows, columns: int) -> Iterator[_Chosen]:
+    for row, states in enumerate(wanted):
+        if states is not None:
+            first, start = table.positions[row], table.starts[row]
+            found = states.columns(first, len(table.tokens[row]), table.phase)
             if found:
-                base = place * columns + start
-                yield _Chosen(row.states, [first + each for each in found], [base + each for each in found])
+                base = row * columns + start
+                yield _Chosen(states, [first + each for each in found], [base + each for each in found])

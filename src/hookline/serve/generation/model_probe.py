@@ -1,34 +1,78 @@
-"""What a model is like, found out by running it a few times on a few tokens before anybody is served.
+"""Probe a model before it is served: run it a few times on a few tokens.
 
-Takes the model from ``engine``, hands back which modules have hidden states of what size, so that a request can be
-refused before it runs, and an error where the model gives other answers in a padded batch than alone.
+The engine calls it once, when it is made. The probe finds which modules have hidden states and of what size, so that a
+request can be refused before it runs, and raises where the model gives other answers in a padded batch than alone.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hookline.errors import OptionError
-from hookline.serve.generation.hidden_states import by_token, shown
-from hookline.serve.generation.hooks_suspended import without_our_hooks
-from hookline.serve.generation.request_row import Row
-from hookline.serve.generation.row_batch import Batch
-from hookline.serve.generation.row_hidden_states import Place
-from hookline.serve.generation.sampling import Choice
-from hookline.serve.generation_request import Request
+from hookline.serve.generation.hidden_states import StateShape, StateSource, by_token
+from hookline.serve.generation.request_row import RequestRow
+from hookline.serve.generation.row_batch import RowBatch
+from hookline.serve.generation.sampling import ChosenToken
+from hookline.serve.generation_request import GenerationRequest
+from hookline.sites import _torch
+from hookline.sites.modules.call_guard import CallGuard
+from hookline.sites.modules.module_hooks import LOCK
+from hookline.sites.modules.torch_hooks import TorchHook
 from hookline.sites.targets import select
+from hookline.sites.tree import main_tensor
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hookline.serve.generation.batch_forward import Forward
+    from hookline.serve.generation.row_batch import BatchForward
 
-__all__ = ["Shape", "end_tokens", "longest_sequence", "try_out"]
+__all__ = ["end_tokens", "hooks_suspended", "longest_sequence", "probe_model"]
+
+
+@contextmanager
+def hooks_suspended(model: nn.Module) -> Iterator[None]:
+    """Suspend the hooks that hookline has on `model` for the block, and the counting of its forwards.
+
+    Recipe: ``with hooks_suspended(model): model(ids)``. Hooks must not come or go meanwhile.
+    """
+    modules = list(model.modules())
+    with LOCK:
+        kept = [found for module in modules for found in _take_hooks(module)]
+        guards = [(module, guard) for module in modules if (guard := _take_guard(module)) is not None]
+    try:
+        yield
+    finally:
+        with LOCK:
+            for hooks, items in kept:
+                hooks.clear()
+                hooks.update(items)  # each in its place again: edits first, observers last
+            for module, guard in guards:
+                module.__dict__[_torch.CALL_IMPL] = guard
+
+
+def _take_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], list[tuple[int, Any]]]]:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        items = list(hooks.items())
+        ours = [hook_id for hook_id, hook in items if isinstance(hook, TorchHook)]
+        if ours:
+            for hook_id in ours:
+                del hooks[hook_id]
+            yield hooks, items
+
+
+def _take_guard(module: nn.Module) -> CallGuard | None:
+    guard = module.__dict__.get(_torch.CALL_IMPL)
+    if not isinstance(guard, CallGuard):
+        return None
+    del module.__dict__[_torch.CALL_IMPL]
+    return guard
+
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _TOLERANCE_SHORT = 0.1
@@ -39,23 +83,11 @@ _TOKENS = 8
 """Of each prompt that is tried."""
 
 
-class Shape(NamedTuple):
-    """The hidden states of a module, of one token."""
-
-    features: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one token."""
-        return self.features * self.dtype.itemsize
-
-
-def try_out(forward: Forward, *, batches: bool) -> dict[Place, Shape]:
-    """Run the model on a few tokens; which hidden states it has, or an error that says why it cannot be served."""
+def probe_model(forward: BatchForward, *, batches: bool) -> dict[StateSource, StateShape]:
+    """Run the model on a few tokens; return which hidden states it has, or raise if it cannot be served."""
     kind = type(unwrap(forward.model)).__name__
     try:
-        with forward.eagerly(), without_our_hooks(forward.model):  # compiling is for what is served
+        with forward.eagerly(), hooks_suspended(forward.model):  # compiling is for what is served
             found = _find_shapes(forward)
             apart = _apart(forward) if batches else None
     except Exception as error:
@@ -71,8 +103,8 @@ def try_out(forward: Forward, *, batches: bool) -> dict[Place, Shape]:
     return found
 
 
-def _find_shapes(forward: Forward) -> dict[Place, Shape]:
-    """Which modules give a row of numbers for each token, or take one, and how large it is.
+def _find_shapes(forward: BatchForward) -> dict[StateSource, StateShape]:
+    """Return the modules that give, or take, a row of numbers for each token, with the size of a row.
 
     As many numbers as there are tokens is not enough: they could be in another order, sorted by expert or column after
     column, where one request would get what is another's. So the same prompt is run in two places, beside others.
@@ -81,20 +113,20 @@ def _find_shapes(forward: Forward) -> dict[Place, Shape]:
     first = _states_of(forward, [_row("a", a), _row("b", b)], 0)
     second = _states_of(forward, [_row("c", c), _row("a", a)], 1)
     return {
-        place: Shape(states.shape[1], states.dtype)
+        place: StateShape(states.shape[1], states.dtype)
         for place, states in first.items()
         if place in second and _agree(states, second[place])
     }
 
 
-def _states_of(forward: Forward, rows: list[Row], place: int) -> dict[Place, Tensor]:
-    """What every module gives and takes for one of two rows; (tokens, features)."""
-    found: dict[Place, Tensor] = {}
+def _states_of(forward: BatchForward, rows: list[RequestRow], place: int) -> dict[StateSource, Tensor]:
+    """Return what every module gives and takes for row `place` of two; (tokens, features)."""
+    found: dict[StateSource, Tensor] = {}
 
     def note(name: str, of: str, value: Any) -> None:
-        tokens = by_token(shown(value), len(rows), _TOKENS)
-        if tokens is not None and Place(name, of) not in found:  # a module that is called again is seen once
-            found[Place(name, of)] = tokens[place * _TOKENS : (place + 1) * _TOKENS].clone()
+        tokens = by_token(main_tensor(value), len(rows), _TOKENS)
+        if tokens is not None and StateSource(name, of) not in found:  # a module that is called again is seen once
+            found[StateSource(name, of)] = tokens[place * _TOKENS : (place + 1) * _TOKENS].clone()
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         note(name, "input", (args, kwargs))
@@ -106,12 +138,12 @@ def _states_of(forward: Forward, rows: list[Row], place: int) -> dict[Place, Ten
         for name, module in select(forward.model, "*"):
             handles.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
             handles.enter_context(module.register_forward_hook(partial(after, name)))
-        Batch(forward).prefill(rows)
+        RowBatch(forward).prefill(rows)
     return found
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
-    """Whether most tokens have the same numbers; of a mixture, rounding may send a token to another expert."""
+    """Return whether most tokens have the same numbers; in a mixture, rounding may change a token's expert."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     limit = _TOLERANCE.get(one.dtype, _TOLERANCE_SHORT if one.is_floating_point() else 0.0)
@@ -120,8 +152,8 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     return bool((apart <= limit * one.abs().amax(1)).double().mean() > 0.5)
 
 
-def _apart(forward: Forward) -> float | None:
-    """How far apart the logits of a sequence are, alone and padded in a batch it has joined; None if they agree."""
+def _apart(forward: BatchForward) -> float | None:
+    """Return how far apart the logits of a sequence are, alone and in a padded batch; None if they agree."""
     ids = [(7 * step + 3) % forward.vocabulary for step in range(16)]
     alone = _logits(forward, [_row("a", ids[:4])], ids[4])
     joined = _logits(forward, [_row("b", ids[6:15]), _row("a", ids[:4])], ids[4])
@@ -131,23 +163,23 @@ def _apart(forward: Forward) -> float | None:
     return None if apart <= limit else apart  # NaN is not
 
 
-def _logits(forward: Forward, rows: list[Row], then: int) -> Tensor:
-    """Of the last row, after its prompt and one more token; rows join one after the other."""
-    batch = Batch(forward)
+def _logits(forward: BatchForward, rows: list[RequestRow], then: int) -> Tensor:
+    """Return the logits of the last row after its prompt and the token `then`; rows join one by one."""
+    batch = RowBatch(forward)
     for row in rows:
-        joining = Batch(forward)
+        joining = RowBatch(forward)
         joining.prefill([row])
-        row.take(Choice(then))
+        row.take(ChosenToken(then))
         batch.join(joining)
     return batch.decode()[-1]
 
 
-def _row(name: str, ids: list[int]) -> Row:
-    return Row(Request(name, tuple(ids), max_tokens=2), lambda event: None)
+def _row(name: str, ids: list[int]) -> RequestRow:
+    return RequestRow(GenerationRequest(name, tuple(ids), max_tokens=2), lambda event: None)
 
 
 def longest_sequence(model: nn.Module, wanted: int | None) -> int | None:
-    """How many tokens a sequence may have: what is wanted, or all positions that the model is said to have."""
+    """Return how many tokens a sequence may have: `wanted`, or all positions the configuration names."""
     there = _positions(model)
     if wanted is None:
         return there
@@ -171,7 +203,7 @@ def _positions(model: nn.Module) -> int | None:
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """The tokens after which nothing follows."""
+    """Return the tokens that end an answer."""
     inner = unwrap(model)
     for owner in (getattr(inner, "generation_config", None), getattr(inner, "config", None), tokenizer):
         ids = getattr(owner, "eos_token_id", None)

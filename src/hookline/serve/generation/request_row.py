@@ -1,35 +1,145 @@
-"""One request while it waits and runs: its answer so far, whether it is to end, and who is told.
+"""One request while it waits and runs: its answer as tokens and text, and how it ends.
 
-Made by ``engine`` when a request is accepted, carried through ``batch`` and ``states``; lives on the engine's thread,
-but for ``cancelled``, which any thread may set.
+`Engine.submit` makes a `RequestRow`; the batch, the loop and the gathering of hidden states carry it. It lives on the
+engine's thread, except for ``cancelled``, which any thread may set.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hookline.serve.generation.answer_text import TextStream
-from hookline.serve.generation.sampling import NO_TOKEN, Choice
-from hookline.serve.generation_request import Event, Finished, Request, Token
+from hookline.serve.generation.sampling import NO_TOKEN, ChosenToken
+from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
 
 if TYPE_CHECKING:
-    from hookline.serve.generation.row_hidden_states import RowStates
+    from hookline.serve.generation.hidden_states import RowStates
 
-__all__ = ["Row", "Ticket"]
+__all__ = ["RequestRow", "TextStream", "Ticket"]
+
+_BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT: Final = 6
+"""So many tokens of the prompt are decoded along, because a token's text depends on what it follows: at the very
+beginning, many tokenizers drop its leading space."""
+_LONGEST_CHARACTER: Final = 4  # bytes in UTF-8, so at most three tokens of it are there while it is incomplete
+_LONGEST_WINDOW: Final = 64
+"""After so many tokens that end in no whole character, the bytes are no text, and are let out as they are."""
+
+
+class TextStream:
+    """Turn tokens into text one by one; cut no character in two, and let no part of a stop text out.
+
+    Recipe::
+
+        stream = TextStream(tokenizer, prompt_ids, stop=("END",))
+        for token in answer:
+            print(stream.add(token), end="")
+        print(stream.rest())
+
+    ``met`` is the stop text that has ended it, if one has.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._window = list(prompt_ids[-_CONTEXT:])
+        """The tokens that are decoded together: those of the last text, then those that came since."""
+        self._prompt = self._decode()
+        """The text of the prompt, for as long as its tokens are among them."""
+        self._known = self._prompt.rstrip(_BROKEN)
+        """What of their text was there before; without half a character, which the next token may complete."""
+        self._new_from = len(self._window)
+        self._held = ""
+        """Text that may be the beginning of a stop text."""
+        self.met: str | None = None
+
+    def add(self, token: int) -> str:
+        """Return the text that `token` adds to the answer."""
+        if self._tokenizer is None or self.met is not None:
+            return ""
+        self._window.append(token)
+        text = self._decode()
+        whole = _without_broken_end(text)
+        if len(self._window) - self._new_from >= _LONGEST_WINDOW:
+            whole = text
+        added = self._new(text, whole)
+        self._known = max(self._known, whole, key=len)
+        if whole == text:
+            self._move_on()
+        return self._until_stop(added)
+
+    def rest(self) -> str:
+        """Return the text held back, at the end; incomplete characters become replacement characters."""
+        if self._tokenizer is None or self.met is not None:
+            return ""
+        text = self._decode()
+        added = self._until_stop(self._new(text, text))
+        if self.met is None:
+            added, self._held = added + self._held, ""
+        self._known = text
+        return added
+
+    def _new(self, text: str, whole: str) -> str:
+        """Return the part of `whole` that was not there before."""
+        known = len(self._known)
+        if text.startswith(self._prompt):  # what that ended in was no half of a character, or it still is one
+            known = max(known, len(self._prompt))
+        return whole[known:]
+
+    def _decode(self) -> str:
+        if self._tokenizer is None:
+            return ""
+        text = self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _move_on(self) -> None:
+        """Keep only the tokens since the last time, as context for the next one."""
+        self._window = self._window[self._new_from :]
+        self._prompt = ""
+        self._new_from = len(self._window)
+        self._known = self._decode()
+
+    def _until_stop(self, added: str) -> str:
+        if not self._stop:
+            return added
+        text = self._held + added
+        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            place, self.met = min(found, key=lambda each: each[0])
+            self._held = ""
+            return text[:place]
+        held = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _without_broken_end(text: str) -> str:
+    """Return the text without an incomplete character at its end."""
+    for _ in range(_LONGEST_CHARACTER - 1):
+        text = text.removesuffix(_BROKEN)
+    return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many of the last characters of `text` are the first of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
 
 logger = logging.getLogger("hookline.serve.serving_engine")
 
 
-class Row:
-    """A request on its way."""
+class RequestRow:
+    """A request that waits or runs."""
 
     def __init__(
         self,
-        request: Request,
+        request: GenerationRequest,
         on_event: Callable[[Event], None],
         *,
         tokenizer: Any = None,
@@ -49,21 +159,21 @@ class Row:
 
     @property
     def is_over(self) -> bool:
-        """Whether it takes no more tokens."""
+        """Return whether it takes no more tokens."""
         return self._ending is not None or self.finished is not None
 
     @property
     def last(self) -> int:
-        """The token that goes into the next forward."""
+        """Return the token that goes into the next forward."""
         return self.answer[-1]
 
     @property
     def position(self) -> int:
-        """Its position in the sequence of prompt and answer."""
+        """Return the position of that token in the sequence of prompt and answer."""
         return len(self.request.prompt_ids) + len(self.answer) - 1
 
-    def take(self, choice: Choice) -> None:
-        """One more token, or the end where there cannot be one."""
+    def take(self, choice: ChosenToken) -> None:
+        """Add the chosen token, or end the answer where there is none."""
         if self.request.max_tokens == 0:
             self._ending = "length"
         elif choice.id == NO_TOKEN:
@@ -71,7 +181,7 @@ class Row:
         else:
             self._add(choice)
 
-    def _add(self, choice: Choice) -> None:
+    def _add(self, choice: ChosenToken) -> None:
         self.answer.append(choice.id)
         is_end = choice.id in self._eos
         text = "" if is_end else self._text.add(choice.id)
@@ -86,7 +196,7 @@ class Row:
         self._tell(Token(choice.id, text, choice.logprob, choice.top_logprobs))
 
     def finish(self) -> None:
-        """The end that its last token brought, with what it asked for; nothing if it has failed."""
+        """Report the end that the last token brought, with hidden states; do nothing if it has failed."""
         if self._ending is None or self.finished is not None:
             return
         try:
@@ -97,11 +207,11 @@ class Row:
         self._end(Finished(self._ending, states, *self._counts(), stop=self._text.met))
 
     def fail(self, error: str) -> None:
-        """An end that nobody wanted."""
+        """End it with an error."""
         self._end(Finished("error", None, *self._counts(), error=error))
 
     def cancel(self, why: str | None = None) -> None:
-        """An end before the end."""
+        """End it before its answer is complete."""
         self._end(Finished("cancelled", None, *self._counts(), error=why))
 
     def _counts(self) -> tuple[int, int]:
@@ -122,19 +232,19 @@ class Row:
 
 
 class Ticket:
-    """What ``submit`` gives back: the means to call a request off."""
+    """Cancel a request; `Engine.submit` returns it."""
 
-    def __init__(self, row: Row, wake: Callable[[], None]) -> None:
+    def __init__(self, row: RequestRow, wake: Callable[[], None]) -> None:
         self._row = row
         self._wake = wake
 
     @property
     def finished(self) -> bool:
-        """Whether its end has been told."""
+        """Return whether its end has been reported."""
         return self._row.finished is not None
 
     def cancel(self) -> None:
-        """Leave at the next step; ``Finished("cancelled")`` follows, unless it has ended meanwhile.
+        """Cancel the request at the next step; ``Finished("cancelled")`` follows, unless it has ended meanwhile.
 
         From any thread, and as often as one likes.
         """

@@ -1,6 +1,6 @@
-"""What the engine looks at before it takes a request: does it fit the model, and what will it keep?
+"""Check a request against the model before the engine accepts it.
 
-Takes requests from ``engine``, hands back what each wants of hidden states, or an error that says what there is.
+`Engine.submit` calls `RequestValidator`, which returns the hidden states to gather, or raises with what there is.
 """
 
 from __future__ import annotations
@@ -8,25 +8,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hookline.errors import OptionError
-from hookline.serve.generation.row_hidden_states import Place, RowStates, wanted_states
+from hookline.serve.generation.hidden_states import RowStates, StateShape, StateSource, wanted_states
 from hookline.sites.targets import check_model
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.serve.generation.model_probe import Shape
-    from hookline.serve.generation_request import Request
+    from hookline.serve.generation_request import GenerationRequest
 
-__all__ = ["Door", "check_settings"]
+__all__ = ["RequestValidator", "check_settings"]
 
 
-class Door:
-    """Checks requests, from any thread; nothing of a request that is refused has touched the model."""
+class RequestValidator:
+    """Check requests against the model, from any thread, before any of them touches it."""
 
     def __init__(
         self,
         model: nn.Module,
-        shapes: dict[Place, Shape],
+        shapes: dict[StateSource, StateShape],
         *,
         max_sequence: int | None,
         vocabulary: int,
@@ -40,8 +39,8 @@ class Door:
         self._captured_bytes = captured_bytes
         self._has_text = has_text
 
-    def check(self, request: Request) -> RowStates | None:
-        """What the request wants of hidden states; an error if it asks for what cannot be had."""
+    def check(self, request: GenerationRequest) -> RowStates | None:
+        """Return the hidden states that `request` wants, None for none; raise if it asks for what cannot be had."""
         self._check_tokens(request)
         if request.stop and not self._has_text:
             raise OptionError("stop needs text, and this engine has no tokenizer; leave stop out.")
@@ -56,7 +55,7 @@ class Door:
             )
         return states
 
-    def _check_tokens(self, request: Request) -> None:
+    def _check_tokens(self, request: GenerationRequest) -> None:
         prompt, answer, most = len(request.prompt_ids), request.max_tokens, self._max_sequence
         if most is not None and prompt + answer > most:
             raise OptionError(

@@ -1,7 +1,7 @@
-"""The rows that run together: their key-value cache, padding, and the forwards they go through.
+"""Run the model for a batch of rows, and keep their key-value cache and padding.
 
-Takes rows from ``loop``, runs the model, hands back the logits of the last token of each row. Sequences of different
-lengths end in the same column, so that the padding is on the left:
+The engine's loop and the model probe call it. Sequences of different lengths end in the same column, so that the
+padding is on the left:
 
     columns   0 1 2 3 4 5
     row a     . . . a a a      pads 3
@@ -15,29 +15,134 @@ of their own, and columns that are padding in all rows are cut off: the cache is
 
 from __future__ import annotations
 
+import inspect
+import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
-from hookline.factories.batch_rows import BatchRows
+from hookline.errors import MissingPackageError, OptionError
+from hookline.factories.batch_rows import BatchRows, serving
+from hookline.messages import type_name
+from hookline.sites import _torch
+from hookline.sites.modules.module_hooks import existing_hooks
+from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from hookline.serve.generation.batch_forward import Forward
-    from hookline.serve.generation.request_row import Row
+    from hookline.serve.generation.hidden_states import Gatherer
+    from hookline.serve.generation.request_row import RequestRow
 
-__all__ = ["Batch"]
+__all__ = ["BatchForward", "RowBatch", "is_compiled"]
 
 
-class Batch:
-    """Rows with a cache; empty at first."""
+class BatchForward:
+    """Call a causal language model of ``transformers`` with the arguments that its signature allows."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, model: nn.Module, gatherer: Gatherer | None = None) -> None:
+        inner: Any = unwrap(model)
+        takes = inspect.signature(inner.forward).parameters
+        missing = [
+            name for name in ("input_ids", "attention_mask", "past_key_values", "use_cache") if name not in takes
+        ]
+        if missing or not hasattr(inner, "get_input_embeddings"):
+            raise OptionError(
+                f"A causal language model of transformers can be served, got {type_name(inner)}"
+                f"{f', whose forward takes no {missing[0]}' if missing else ''}."
+            )
+        self.model = model
+        self.gatherer = gatherer
+        self.counts: Counter[str] = Counter()
+        self.seconds = 0.0
+        embedding = inner.get_input_embeddings()
+        self.vocabulary = int(embedding.weight.shape[0])
+        self.device: torch.device = embedding.weight.device
+        head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+        self._ends = [module for module in (inner, head) if module is not None]
+        """The modules that see logits, of all columns only if somebody looks."""
+        self._takes_positions = "position_ids" in takes
+        self._may_keep_last = "logits_to_keep" in takes
+        self._new_cache = _cache_class()
+        self.is_compiled = is_compiled(model)
+        self._is_tried = True
+        """Whether it is being tried out, where every column is looked at."""
+
+    def forget(self) -> None:
+        """Reset the counts after the probe."""
+        self._is_tried = False
+        self.counts.clear()
+        self.seconds = 0.0
+
+    def eagerly(self) -> AbstractContextManager[Any]:
+        """Return a context in which nothing is compiled, and no compiled code is used."""
+        return torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
+
+    def new_cache(self) -> Any:
+        """Return an empty cache that keeps every column."""
+        return self._new_cache()
+
+    def run(
+        self,
+        rows: Sequence[RequestRow],
+        table: BatchRows,
+        ids: list[list[int]],
+        positions: list[list[int]],
+        mask: Tensor | None,
+        cache: Any,
+    ) -> Tensor:
+        """Return the logits of the last column, (rows, vocabulary)."""
+        options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        if self._takes_positions:
+            options["position_ids"] = torch.tensor(positions, device=self.device)
+        if self._may_keep_last and not self._is_watched():
+            options["logits_to_keep"] = 1  # of a prompt of 8,000 tokens and a vocabulary of 128,000, 4 GB less
+        start = time.perf_counter()
+        if self.gatherer is not None:
+            self.gatherer.expect([row.states for row in rows], table, len(ids[0]))
+        # Prompts come in all lengths and numbers, and would be compiled again and again, which is worth it for the
+        # single tokens that follow.
+        mode = self.eagerly() if table.phase == "prefill" else nullcontext()
+        with mode, torch.inference_mode(), serving(table):
+            logits: Tensor = self.model(input_ids=torch.tensor(ids, device=self.device), **options).logits[:, -1]
+        self.counts[f"{table.phase}_forwards"] += 1
+        self.counts[f"{table.phase}_tokens"] += sum(map(len, table.tokens))
+        self.seconds += time.perf_counter() - start
+        return logits
+
+    def _is_watched(self) -> bool:
+        if self._is_tried:
+            return True
+        tables = (existing_hooks(module) for module in self._ends)
+        return any(table is not None and any(True for _ in table.entries()) for table in tables)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether any part of `model` is compiled; a wrapper's forward can be a compiled function too."""
+    modules = model.modules()
+    return any(_torch.is_compiled(module) or _torch.is_compiled_function(module.forward) for module in modules)
+
+
+def _cache_class() -> Any:
+    try:
+        from transformers import DynamicCache
+    except ImportError as error:
+        raise MissingPackageError(
+            "Serving a model needs the transformers package: pip install 'hookline[serve]'."
+        ) from error
+    return DynamicCache
+
+
+class RowBatch:
+    """Hold the rows that run together, with their cache; empty at first."""
+
+    def __init__(self, forward: BatchForward) -> None:
         self._forward = forward
-        self.rows: list[Row] = []
+        self.rows: list[RequestRow] = []
         self.pads: list[int] = []
         """For each row, how many columns of padding it begins with."""
         self.width = 0
@@ -47,8 +152,8 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def prefill(self, rows: Sequence[Row]) -> Tensor:
-        """Run the prompts of these rows, which become the batch; (rows, vocabulary)."""
+    def prefill(self, rows: Sequence[RequestRow]) -> Tensor:
+        """Run the prompts of `rows`, which become the batch; return logits (rows, vocabulary)."""
         prompts = [row.request.prompt_ids for row in rows]
         width = max(map(len, prompts))
         pads = [width - len(prompt) for prompt in prompts]
@@ -64,7 +169,7 @@ class Batch:
         return logits
 
     def decode(self) -> Tensor:
-        """Run the last token of every row; (rows, vocabulary)."""
+        """Run the last token of every row; return logits (rows, vocabulary)."""
         rows = self.rows
         positions = tuple(row.position for row in rows)
         table = BatchRows(
@@ -80,14 +185,14 @@ class Batch:
         return self._forward.run(rows, table, ids, [[position] for position in positions], mask, self._cache)
 
     def _mask(self, pads: Sequence[int], width: int, *, always: bool = False) -> Tensor | None:
-        """(rows, width), 1 where there is a token; None, unless always wanted, if that is everywhere."""
+        """Return (rows, width), 1 where there is a token; None if that is everywhere and not `always`."""
         if not always and not any(pads):  # without one there would be twice as many cases to compile
             return None
         device = self._forward.device
         return (torch.arange(width, device=device) >= torch.tensor(pads, device=device).unsqueeze(1)).long()
 
-    def join(self, other: Batch) -> None:
-        """Take in the rows of another batch; if that fails, there being no memory for it, this one is as it was."""
+    def join(self, other: RowBatch) -> None:
+        """Add the rows of another batch; if there is no memory for that, leave this one as it was."""
         if not self.rows:
             self.rows, self.pads, self.width, self._cache = other.rows, other.pads, other.width, other._cache
             return
@@ -106,7 +211,7 @@ class Batch:
         self.width = width
 
     def _part(self) -> None:
-        """Take from layers that were joined already what is not theirs, which needs no memory."""
+        """Undo a join that failed in some layers; needs no memory."""
         rows, width = len(self.rows), self.width
         for layer in self._cache.layers:
             if layer.is_initialized:
@@ -114,7 +219,7 @@ class Batch:
                 layer.values = layer.values[:rows, :, -width:]
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Let all rows go but these, given by their places."""
+        """Remove all rows but those at the indices `kept`."""
         if len(kept) == len(self.rows):
             return
         self.rows = [self.rows[place] for place in kept]
@@ -132,12 +237,12 @@ class Batch:
         self.width -= cut
 
     def clear(self) -> None:
-        """Let everything go."""
+        """Remove all rows and the cache."""
         self.rows, self.pads, self.width, self._cache = [], [], 0, None
 
 
 def _stacked(first: Tensor, second: Tensor, width: int) -> Tensor:
-    """Two caches (rows, heads, columns, features) as one, the shorter filled up on the left."""
+    """Return two caches (rows, heads, columns, features) as one, the shorter padded on the left."""
     return torch.cat([pad(each, (0, 0, width - each.shape[-2], 0)) for each in (first, second)])
 
 

@@ -1,8 +1,8 @@
-"""Which token comes next, for every row of a batch by its own rules.
+"""Choose the next token of every row of a batch by the row's own options.
 
-Takes logits from a forward and requests from their rows, hands back ids on the host: one transfer, however many rows
-there are. Draws come from a random stream that each row brings, one number a token, so that a request with a seed gets
-the same answer whatever shares its batch, and torch's own streams are left alone.
+The engine's loop calls `choose` after each forward; ids come to the host in one transfer, however many rows there are.
+Draws come from a random stream that each row brings, one number a token, so that a request with a seed gets the same
+answer whatever shares its batch, and torch's own streams are left alone.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from hookline.serve.generation_request import Request
+    from hookline.serve.generation_request import GenerationRequest
 
-__all__ = ["NO_TOKEN", "Choice", "choose"]
+__all__ = ["NO_TOKEN", "ChosenToken", "choose"]
 
 NO_TOKEN = -1
 """Stands for a row whose logits hold NaN, or nothing that can be chosen."""
 
 
-class Choice(NamedTuple):
+class ChosenToken(NamedTuple):
     """The next token of one row."""
 
     id: int
@@ -33,8 +33,8 @@ class Choice(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def choose(logits: Tensor, requests: Sequence[Request], draws: Sequence[Random]) -> list[Choice]:
-    """The next token of each row; ``logits`` are (rows, vocabulary)."""
+def choose(logits: Tensor, requests: Sequence[GenerationRequest], draws: Sequence[Random]) -> list[ChosenToken]:
+    """Return the next token of each row; ``logits`` are (rows, vocabulary)."""
     logits = logits.float()
     ids = logits.argmax(-1)
     drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
@@ -43,15 +43,15 @@ def choose(logits: Tensor, requests: Sequence[Request], draws: Sequence[Random])
         picked = _draw(logits.index_select(0, rows), [requests[row] for row in drawn], [draws[row] for row in drawn])
         ids = ids.index_copy(0, rows, picked)
     ids = torch.where(logits.amax(-1).isfinite(), ids, NO_TOKEN)  # the largest of a row with a NaN is NaN
-    chosen = [Choice(token) for token in ids.tolist()]
+    chosen = [ChosenToken(token) for token in ids.tolist()]
     for row, request in enumerate(requests):
         if request.logprobs is not None and chosen[row].id != NO_TOKEN:
             chosen[row] = _with_logprobs(logits[row], chosen[row].id, request.logprobs)
     return chosen
 
 
-def _draw(logits: Tensor, requests: Sequence[Request], draws: Sequence[Random]) -> Tensor:
-    """One token for each row, by its temperature, ``top_k`` and ``top_p``.
+def _draw(logits: Tensor, requests: Sequence[GenerationRequest], draws: Sequence[Random]) -> Tensor:
+    """Draw one token for each row, by its temperature, ``top_k`` and ``top_p``.
 
     Where on the line from 0 to 1 the row's number falls, with the likeliest token first. In double precision: a sum
     over 100,000 tokens in single ends before or behind 1, and what is rarer than 1 in 16 million would never be drawn.
@@ -78,8 +78,8 @@ def _draw(logits: Tensor, requests: Sequence[Request], draws: Sequence[Random]) 
     return ids.gather(1, place).squeeze(1)
 
 
-def _with_logprobs(logits: Tensor, token: int, count: int) -> Choice:
+def _with_logprobs(logits: Tensor, token: int, count: int) -> ChosenToken:
     scores = logits.log_softmax(-1)
     best = scores.topk(min(count, len(scores)))
     top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return Choice(token, scores[token].item(), top)
+    return ChosenToken(token, scores[token].item(), top)

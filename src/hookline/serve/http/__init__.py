@@ -1,1 +1,1 @@
-"""The engine over HTTP: what is taken, what is refused, what is sent."""
+"""Serve the engine over HTTP: requests, refusals, answers."""

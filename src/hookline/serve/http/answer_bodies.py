@@ -1,7 +1,7 @@
-"""The bodies of answers, as ``/openapi.json`` shows them; those of requests are in `bodies`.
+"""Describe the bodies of answers for ``/openapi.json``; those of requests are in `request_bodies`.
 
-Read by FastAPI for the description alone: answers are made as dictionaries, and not checked again on their way out.
-That they fit is tested (tests/serve/test_openapi.py).
+FastAPI reads these classes for the description alone: routes make answers as dictionaries, which are not checked again
+on their way out. That they fit is tested (tests/serve/test_openapi.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 
-class _Told(BaseModel):
+class _AnswerBody(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
 
-class ErrorText(_Told):
+class ErrorText(_AnswerBody):
     """What went wrong."""
 
     message: str
@@ -38,13 +38,13 @@ class ErrorText(_Told):
     """The status code."""
 
 
-class ErrorAnswer(_Told):
+class ErrorAnswer(_AnswerBody):
     """Every answer that is not a success, in the shape that OpenAI's clients understand."""
 
     error: ErrorText
 
 
-class StatesAnswer(_Told):
+class StatesAnswer(_AnswerBody):
     """Hidden states of one layer."""
 
     dtype: str
@@ -59,13 +59,13 @@ class StatesAnswer(_Told):
     """In a safetensors answer: the name of the tensor."""
 
 
-class HooksAnswer(_Told):
+class HooksAnswer(_AnswerBody):
     """What the hooks of this request found."""
 
     hidden_states: dict[str, StatesAnswer]
 
 
-class Logprobs(_Told):
+class Logprobs(_AnswerBody):
     """Log-probabilities, token by token."""
 
     tokens: list[str]
@@ -74,7 +74,7 @@ class Logprobs(_Told):
     text_offset: list[int]
 
 
-class Choice(_Told):
+class Choice(_AnswerBody):
     """One answer."""
 
     index: int
@@ -84,7 +84,7 @@ class Choice(_Told):
     hooks: HooksAnswer | None = None
 
 
-class Usage(_Told):
+class Usage(_AnswerBody):
     """How many tokens."""
 
     prompt_tokens: int
@@ -92,7 +92,7 @@ class Usage(_Told):
     total_tokens: int
 
 
-class Completion(_Told):
+class Completion(_AnswerBody):
     """The answer to ``/v1/completions``; a stream has events of this shape, without usage."""
 
     id: str
@@ -103,13 +103,13 @@ class Completion(_Told):
     usage: Usage | None = None
 
 
-class FinishReason(_Told):
+class FinishReason(_AnswerBody):
     """Why an answer ended."""
 
     type: Literal["stop", "length"]
 
 
-class MetaInfo(_Told):
+class MetaInfo(_AnswerBody):
     """About one answer of ``/generate``."""
 
     id: str
@@ -120,7 +120,7 @@ class MetaInfo(_Told):
     """The log-probability and the id of each token."""
 
 
-class Generated(_Told):
+class Generated(_AnswerBody):
     """One answer of ``/generate``."""
 
     index: int | None = None
@@ -131,7 +131,7 @@ class Generated(_Told):
     hooks: HooksAnswer | None = None
 
 
-class HookAnswer(_Told):
+class HookAnswer(_AnswerBody):
     """A hook that is attached, or was until now."""
 
     id: str
@@ -155,13 +155,13 @@ class HookAnswer(_Told):
     last_error: str | None
 
 
-class HookList(_Told):
+class HookList(_AnswerBody):
     """What is attached."""
 
     hooks: list[HookAnswer]
 
 
-class Model(_Told):
+class Model(_AnswerBody):
     """The model that is served."""
 
     id: str
@@ -170,14 +170,14 @@ class Model(_Told):
     owned_by: str
 
 
-class ModelList(_Told):
+class ModelList(_AnswerBody):
     """The models that are served: one."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class Health(_Told):
+class Health(_AnswerBody):
     """Whether the server takes requests."""
 
     status: Literal["loading", "ready", "draining", "failed"]

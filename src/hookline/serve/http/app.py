@@ -1,8 +1,7 @@
-"""The HTTP side of a served model: routes, and what FastAPI is told about them.
+"""Make the ASGI app of a served model: routes, error handlers, the request gate.
 
-Takes the engine and the settings from `server` (or a test), hands an ASGI app back. The routes read what they are
-asked, ask the engine and write the answer; what they write lies in the files called ``http_…``. Needs
-``hookline[serve]``.
+`Server` (or a test) calls `make_app`; the routes parse a request, ask the engine and format the answer with the other
+modules of this folder. Needs ``hookline[serve]``.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from fastapi.exceptions import StarletteHTTPException as HTTPException  # what 4
 from fastapi.responses import HTMLResponse, Response
 
 from hookline.errors import HooklineError
-from hookline.serve.http import answer_bodies as told
+from hookline.serve.http import answer_bodies as answers
 from hookline.serve.http import request_bodies as bodies
-from hookline.serve.http.docs_page import page_of
+from hookline.serve.http.api_docs import correct_openapi, render_docs
 from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.error_answers import Refused, as_json, error_body, refusal_of, refusal_of_body
-from hookline.serve.http.generation_routes import CompletionShape, GenerateShape, answer, stream
-from hookline.serve.http.hook_routes import Attaching
+from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, refusal_from_validation, to_json
+from hookline.serve.http.generation_routes import CompletionFormat, GenerateFormat, answer, stream
+from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import Metrics
-from hookline.serve.http.openapi_fixes import true_openapi
-from hookline.serve.http.parse_request import asked_by_completion, asked_by_generate
+from hookline.serve.http.request_bodies import parse_completion, parse_generate
 from hookline.serve.http.request_gate import Gate
 from hookline.serve.serving_engine import Engine
 
@@ -42,7 +40,7 @@ _NOTHING_ELSE: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src d
 
 
 def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
-    """The ASGI app of a served model; ``app.state.serving.engine`` takes the engine if it comes later.
+    """Return the ASGI app of a served model; set ``app.state.serving.engine`` if the engine comes later.
 
     Recipe::
 
@@ -50,19 +48,19 @@ def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
         uvicorn.run(app, host="127.0.0.1")
     """
     settings = settings or Settings()
-    routes = _Routes(Serving(engine), settings, Metrics())
+    metrics = Metrics()
+    routes = _Routes(Serving(engine), settings, metrics)
     # No pages of FastAPI's own: they load scripts from the internet, which a closed network has not.
     app = FastAPI(
         title="hookline", version=_version(), description=_ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.serving = routes.serving
-    for add in (routes.add_generation, routes.add_hooks, routes.add_rest):
-        add(app)
+    routes.add_to(app)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(Gate, settings=settings, observe=routes.metrics.observe)
+    app.add_middleware(Gate, settings=settings, observe=metrics.observe)
     made = app.openapi
-    app.openapi = lambda: true_openapi(made(), settings)
+    app.openapi = lambda: correct_openapi(made(), settings)
     return app
 
 
@@ -74,117 +72,95 @@ def _version() -> str:
 
 
 def _can_fail(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": told.ErrorAnswer} for status in statuses}
+    return {status: {"model": answers.ErrorAnswer} for status in statuses}
 
 
 _GENERATION: Final = (400, 401, 408, 413, 429, 500, 503)
 
 
 class _Routes:
-    """What is done for each path; the docstring of a route is what ``/docs`` says of it."""
+    """Answer each path; the docstring of a route is its description on ``/docs``."""
 
     def __init__(self, serving: Serving, settings: Settings, metrics: Metrics) -> None:
         self.serving = serving
         self.settings = settings
-        self.metrics = metrics
-        self._attaching = Attaching(serving, settings)
+        self._metrics = metrics
+        self._hooks = HookRoutes(serving, settings)
 
-    # -- generation --------------------------------------------------------------------------------------------
-
-    def add_generation(self, app: Any) -> None:
-        """Completions, in two dialects."""
-        app.add_api_route(
-            "/v1/completions", self.completions, methods=["POST"], tags=["generation"], name="complete",
-            response_model=told.Completion, responses=_can_fail(*_GENERATION, 404),
-        )  # fmt: skip
-        app.add_api_route(
-            "/generate", self.generate, methods=["POST"], tags=["generation"], name="generate",
-            response_model=told.Generated | list[told.Generated], responses=_can_fail(*_GENERATION),
-        )  # fmt: skip
-        app.add_api_route(
-            "/v1/models", self.models, methods=["GET"], tags=["generation"], name="list_models",
-            response_model=told.ModelList, responses=_can_fail(401),
-        )  # fmt: skip
-
-    async def completions(self, body: bodies.CompletionBody, http: HttpRequest) -> Any:
-        """Answers to one or several prompts, as OpenAI's completions; with `hooks`, their hidden states."""
-        asked = await asked_by_completion(body, self.serving, self.settings)
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        shape = CompletionShape(asked, self.serving, self.settings.model_name, include_usage=with_usage)
-        return await (stream if body.stream else answer)(http, self.serving, asked, shape)
-
-    async def generate(self, body: bodies.GenerateBody, http: HttpRequest) -> Any:
-        """Answers to one or several prompts, as SGLang's; with `hooks`, their hidden states."""
-        asked = await asked_by_generate(body, self.serving, self.settings)
-        return await (stream if body.stream else answer)(http, self.serving, asked, GenerateShape(asked))
-
-    async def models(self) -> Any:
-        """The model that is served."""
-        model = {"id": self.settings.model_name, "object": "model", "created": self.serving.started}
-        return _json({"object": "list", "data": [{**model, "owned_by": "hookline"}]})
-
-    # -- hooks -------------------------------------------------------------------------------------------------
-
-    def add_hooks(self, app: Any) -> None:
-        """The hooks of the running model."""
-        app.add_api_route(
-            "/hooks", self.list_hooks, methods=["GET"], tags=["hooks"], name="list_hooks",
-            response_model=told.HookList, responses=_can_fail(401, 503),
-        )  # fmt: skip
-        app.add_api_route(
-            "/hooks", self.add_hook, methods=["POST"], tags=["hooks"], name="add_hook", status_code=201,
-            response_model=told.HookAnswer, responses=_can_fail(400, 401, 403, 408, 413, 503),
-        )  # fmt: skip
-        app.add_api_route(
-            "/hooks/{id}", self.remove_hook, methods=["DELETE"], tags=["hooks"], name="remove_hook",
-            response_model=told.HookAnswer, responses=_can_fail(401, 403, 404, 503),
-        )  # fmt: skip
-
-    async def list_hooks(self) -> Any:
-        """What is attached, on which modules, how often it fired, and what it costs."""
-        return _json({"hooks": await self._attaching.list()})
-
-    async def add_hook(self, body: bodies.HookBody) -> Any:
-        """Attach a hook to the running model, between two forwards; wholly, or not at all."""
-        return _json(await self._attaching.add(body), 201)
-
-    async def remove_hook(self, id: str) -> Any:
-        """Take a hook off; what it has done until now comes back. Hooks of the server's start can go, too."""
-        return _json(await self._attaching.remove(id))
-
-    # -- the rest ----------------------------------------------------------------------------------------------
-
-    def add_rest(self, app: Any) -> None:
-        """Health, metrics, the page."""
+    def add_to(self, app: Any) -> None:
+        """Add every route to `app`."""
+        generated = answers.Generated | list[answers.Generated]
+        described: list[tuple[str, str, str, Any, Any, tuple[int, ...]]] = [
+            ("POST", "/v1/completions", "generation", self.complete, answers.Completion, (*_GENERATION, 404)),
+            ("POST", "/generate", "generation", self.generate, generated, _GENERATION),
+            ("GET", "/v1/models", "generation", self.list_models, answers.ModelList, (401,)),
+            ("GET", "/hooks", "hooks", self.list_hooks, answers.HookList, (401, 503)),
+            ("POST", "/hooks", "hooks", self.add_hook, answers.HookAnswer, (400, 401, 403, 408, 413, 503)),
+            ("DELETE", "/hooks/{id}", "hooks", self.remove_hook, answers.HookAnswer, (401, 403, 404, 503)),
+        ]
+        for method, path, tag, handler, model, statuses in described:
+            app.add_api_route(
+                path, handler, methods=[method], tags=[tag], name=handler.__name__, response_model=model,
+                responses=_can_fail(*statuses), status_code=201 if handler == self.add_hook else None,
+            )  # fmt: skip
         app.add_api_route(
             "/health", self.health, methods=["GET"], tags=["server"], name="health",
-            response_model=told.Health, responses={503: {"model": told.Health}},
+            response_model=answers.Health, responses={503: {"model": answers.Health}},
         )  # fmt: skip
         app.add_api_route(
-            "/metrics", self.metrics_page, methods=["GET"], tags=["server"], name="metrics",
+            "/metrics", self.metrics, methods=["GET"], tags=["server"], name="metrics",
             response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_can_fail(401)},
         )  # fmt: skip
 
         async def docs() -> Any:
-            return HTMLResponse(page_of(app.openapi()), headers={"Content-Security-Policy": _NOTHING_ELSE})
+            return HTMLResponse(render_docs(app.openapi()), headers={"Content-Security-Policy": _NOTHING_ELSE})
 
         app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
 
+    async def complete(self, body: bodies.CompletionBody, http: HttpRequest) -> Any:
+        """Answer one or several prompts, as OpenAI's completions; with `hooks`, add their hidden states."""
+        asked = await parse_completion(body, self.serving, self.settings)
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        form = CompletionFormat(asked, self.serving, self.settings.model_name, include_usage=with_usage)
+        return await (stream if body.stream else answer)(http, self.serving, asked, form)
+
+    async def generate(self, body: bodies.GenerateBody, http: HttpRequest) -> Any:
+        """Answer one or several prompts, as SGLang does; with `hooks`, add their hidden states."""
+        asked = await parse_generate(body, self.serving, self.settings)
+        return await (stream if body.stream else answer)(http, self.serving, asked, GenerateFormat(asked))
+
+    async def list_models(self) -> Any:
+        """Name the model that is served."""
+        model = {"id": self.settings.model_name, "object": "model", "created": self.serving.started}
+        return _json({"object": "list", "data": [{**model, "owned_by": "hookline"}]})
+
+    async def list_hooks(self) -> Any:
+        """List the attached hooks: on which modules, how often each fired, and what it costs."""
+        return _json({"hooks": await self._hooks.list()})
+
+    async def add_hook(self, body: bodies.HookBody) -> Any:
+        """Attach a hook to the running model, between two forwards; wholly, or not at all."""
+        return _json(await self._hooks.add(body), 201)
+
+    async def remove_hook(self, id: str) -> Any:
+        """Remove a hook, also one of the server's start; return what it has done until now."""
+        return _json(await self._hooks.remove(id))
+
     async def health(self) -> Any:
-        """Whether the server takes requests: 200 if it does, 503 while it loads or stops, or if its engine failed."""
+        """Tell whether the server takes requests: 200 if so, 503 while it loads or stops, or if its engine failed."""
         status = self.serving.status
         return _json({"status": status}, 200 if status == "ready" else 503)
 
-    async def metrics_page(self) -> Any:
-        """Counts of the engine, its hooks and HTTP, in Prometheus' text format."""
-        figures = await self._attaching.figures()
+    async def metrics(self) -> Any:
+        """Give the counts of the engine, its hooks and HTTP, in Prometheus' text format."""
+        figures = await self._hooks.figures()
         # After the figures, which wait for the running step: its tokens are counted by then.
         counts = {} if self.serving.engine is None else self.serving.engine.counts()
-        return Response(self.metrics.page(counts, figures), media_type=self.metrics.content_type)
+        return Response(self._metrics.page(counts, figures), media_type=self._metrics.content_type)
 
 
 def _json(value: Any, status: int = 200) -> Any:
-    return Response(as_json(value), status_code=status, media_type="application/json")
+    return Response(to_json(value), status_code=status, media_type="application/json")
 
 
 # -- errors ----------------------------------------------------------------------------------------------------
@@ -192,16 +168,16 @@ def _json(value: Any, status: int = 200) -> Any:
 
 def _refused(refused: Refused) -> Any:
     return Response(
-        as_json(error_body(refused)), refused.status, media_type="application/json", headers=refused.headers
+        to_json(error_body(refused)), refused.status, media_type="application/json", headers=refused.headers
     )
 
 
 async def _on_refused(_: HttpRequest, error: Exception) -> Any:
-    return _refused(refusal_of(error))
+    return _refused(refusal_from_error(error))
 
 
 async def _on_body(_: HttpRequest, error: Any) -> Any:
-    return _refused(refusal_of_body(error.errors(), bodies.KEYS))
+    return _refused(refusal_from_validation(error.errors(), bodies.KEYS))
 
 
 async def _on_http(http: HttpRequest, error: Any) -> Any:

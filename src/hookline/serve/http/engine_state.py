@@ -1,19 +1,23 @@
-"""The engine as HTTP sees it: not there yet, ready, draining, or gone.
+"""Give routes the engine: its state, its tokenizer, and the sequences of one HTTP request.
 
-Filled by `server` once the model is loaded, asked by the routes of `app`. Imports nothing that HTTP needs.
+The server sets the engine once the model is loaded; the routes ask `Serving` for it and run a `RunningRequest` on it.
+However an HTTP request ends, its sequences leave the engine. Imports no package that HTTP needs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
+from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
 from hookline.serve.http.error_answers import Refused
-from hookline.serve.serving_engine import Engine
+from hookline.serve.serving_engine import Engine, Ticket
 
-__all__ = ["Serving"]
+__all__ = ["AnswerSoFar", "RunningRequest", "Serving", "check_complete"]
 
 T = TypeVar("T")
 
@@ -26,7 +30,7 @@ _LONG_AT_ONCE: Final = 2
 
 
 class Serving:
-    """The engine, and whether it takes requests.
+    """Hold the engine, and whether it takes requests.
 
     Recipe: ``serving = Serving(engine); await serving.between_forwards(engine.hooks.metrics)``.
     """
@@ -41,7 +45,7 @@ class Serving:
 
     @property
     def status(self) -> Literal["loading", "ready", "draining", "failed"]:
-        """What ``/health`` says; asked by the server itself every second."""
+        """Return what ``/health`` says; notice an engine that has failed. The server asks every second."""
         if self.engine is not None and not self.is_draining and not self.engine.is_running:
             self.has_failed = True
         if self.has_failed:
@@ -51,7 +55,7 @@ class Serving:
         return "loading" if self.engine is None else "ready"
 
     def ready(self) -> Engine:
-        """The engine; an error that says to come back later if it takes no requests."""
+        """Return the engine; raise a 503 if it takes no requests."""
         if self.is_draining:
             raise Refused(503, "The server is stopping; it takes no more requests.", headers={"Retry-After": "5"})
         if self.engine is None:
@@ -59,11 +63,11 @@ class Serving:
         return self.engine
 
     async def between_forwards(self, act: Callable[[], T]) -> T:
-        """Do what waits for the running forward to end, and may take its time, in a thread."""
+        """Run `act`, which waits for the running forward and may take long, in a thread."""
         return await self._in_time(asyncio.to_thread(act))
 
     async def on_engine(self, act: Callable[[], T]) -> T:
-        """The same for what is short: no thread waits meanwhile, of which the process has few."""
+        """Run a short `act` between two forwards; no thread waits meanwhile, of which the process has few."""
         return await self._in_time(asyncio.wrap_future(self.ready().between(act)))
 
     async def _in_time(self, done: Awaitable[T]) -> T:
@@ -74,14 +78,14 @@ class Serving:
 
     @property
     def tokenizer(self) -> Any:
-        """What turns text into tokens."""
+        """Return the tokenizer; raise a 400 if there is none."""
         found = self.ready().tokenizer
         if found is None:
             raise Refused(400, "The model has no tokenizer, so that text means nothing to it; send token ids.")
         return found
 
     async def tokens_of(self, text: str) -> tuple[int, ...]:
-        """A text in tokens, with those that the model's tokenizer puts before and after."""
+        """Return `text` in tokens, with those that the model's tokenizer adds before and after."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -93,5 +97,85 @@ class Serving:
             return tuple(await asyncio.to_thread(tokenizer.encode, text))
 
     def text_of(self, ids: tuple[int, ...]) -> str:
-        """Tokens as text."""
+        """Return tokens as text."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+@dataclass
+class AnswerSoFar:
+    """One answer, as far as it has come."""
+
+    request: GenerationRequest
+    tokens: list[Token] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the text so far."""
+        return "".join(token.text for token in self.tokens)
+
+
+class RunningRequest:
+    """Run the sequences of one HTTP request.
+
+    Recipe::
+
+        running = RunningRequest(engine, requests, every_token=False)
+        answers = await running.all()
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[GenerationRequest], *, every_token: bool) -> None:
+        self.answers = [AnswerSoFar(request) for request in requests]
+        self._every_token = every_token
+        self._loop = asyncio.get_running_loop()
+        self._heard: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        try:
+            for index, request in enumerate(requests):
+                self._tickets.append(engine.submit(request, partial(self.hear, index)))
+        except Exception:  # there was room for some of them: all or none
+            self.cancel()
+            raise
+
+    def hear(self, index: int, event: Event) -> None:
+        """Take an event of sequence `index`; called on the engine's thread, so it must not wait."""
+        if isinstance(event, Token):
+            # A list of Python may be appended to by one thread and read by another.
+            self.answers[index].tokens.append(event)
+            if not self._every_token:
+                return  # waking the event loop costs about 20 µs, and nobody waits for this token
+        try:
+            self._loop.call_soon_threadsafe(self._heard.put_nowait, (index, event))
+        except RuntimeError:  # the event loop has gone, and with it whoever asked
+            self.cancel()
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """Yield events until all sequences have ended."""
+        open_ones = len(self.answers)
+        while open_ones:
+            index, event = await self._heard.get()
+            if isinstance(event, Finished):
+                self.answers[index].finished = event
+                open_ones -= 1
+            yield index, event
+
+    async def all(self) -> list[AnswerSoFar]:
+        """Return all answers, complete; raise if one of them was cut off."""
+        async for _, event in self.events():
+            if isinstance(event, Finished):
+                check_complete(event)
+        return self.answers
+
+    def cancel(self) -> None:
+        """Cancel what still runs; may be called again."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+
+def check_complete(finished: Finished) -> None:
+    """Raise for an answer that was cut off: half an answer must not look like a whole one."""
+    said = (finished.error or "").rstrip(".")
+    if finished.reason == "error":
+        raise Refused(500, f"{said or 'The model failed on this request'}; see the server's log.")
+    if finished.reason == "cancelled":
+        raise Refused(503, f"{said or 'The server stopped before this answer was whole'}.")

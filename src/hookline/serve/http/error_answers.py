@@ -1,19 +1,19 @@
-"""What a request that cannot be answered gets: one shape for every status, the one that OpenAI's clients read.
+"""Turn errors into answers: one JSON form for every status, the one that OpenAI's clients read.
 
-Takes errors of the engine, of hooks and of pydantic, hands `Refused` to `app` and `gate`, which write it. Imports
-nothing that HTTP needs.
+Errors come from the engine, from hooks and from pydantic; the app and the request gate write `Refused`. Imports no
+package that HTTP needs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Final
 
 from hookline.errors import EngineBusy, EngineClosed, HooklineError, NotAllowedError
+from hookline.messages import did_you_mean
 
-__all__ = ["TYPES", "Refused", "as_json", "error_body", "refusal_of", "refusal_of_body"]
+__all__ = ["TYPES", "Refused", "error_body", "refusal_from_error", "refusal_from_validation", "to_json"]
 
 TYPES: Final[dict[int, str]] = {
     400: "invalid_request_error",
@@ -42,7 +42,7 @@ _UNIONS: Final[dict[str, str]] = {
 
 
 class Refused(Exception):
-    """A request that is answered with an error: its status, and what it says."""
+    """Answer a request with an error: a status and a message."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -55,20 +55,20 @@ class Refused(Exception):
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
-    """The JSON of the answer."""
+    """Return the JSON of the answer."""
     kind = TYPES.get(refused.status, TYPES[400] if refused.status < 500 else TYPES[500])
     return {
         "error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.status},
     }
 
 
-def as_json(value: Any) -> bytes:
-    """JSON in plain ASCII: half of a surrogate pair, which a client may send, has no UTF-8, but has an escape."""
+def to_json(value: Any) -> bytes:
+    """Return JSON in ASCII: half of a surrogate pair, which a client may send, has an escape but no UTF-8."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
 
 
-def refusal_of(error: BaseException) -> Refused:
-    """What becomes of an error that the engine, or the attaching of a hook, raised."""
+def refusal_from_error(error: BaseException) -> Refused:
+    """Return the answer to an error that the engine, or attaching a hook, raised."""
     if isinstance(error, Refused):
         return error
     message = str(error) or type(error).__name__
@@ -83,8 +83,8 @@ def refusal_of(error: BaseException) -> Refused:
     return Refused(500, f"{type(error).__name__}: {message}")
 
 
-def refusal_of_body(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> Refused:
-    """What becomes of a body that pydantic did not take: the first mistake, and how many more there are."""
+def refusal_from_validation(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> Refused:
+    """Return the answer to a body that pydantic rejected; it names the first mistake."""
     first = errors[0]
     place = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
@@ -101,16 +101,17 @@ def refusal_of_body(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = 
     if words is not None:
         return Refused(400, f"{param} is {words}.", param=param)
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(_short(place[-1]), known, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(_short(place[-1]), known)
         return Refused(400, f"{param} is no key that is known here.{meant} See /docs for those that are.", param=param)
     if first["type"] == "missing":
         return Refused(400, f"{param} is missing.", param=param)
-    return Refused(400, f"{param}: {_sentence(str(first['msg']))}, got {_shown(first.get('input'))}.", param=param)
+    return Refused(
+        400, f"{param}: {_sentence(str(first['msg']))}, got {_short(repr(first.get('input')))}.", param=param
+    )
 
 
 def _union(place: Sequence[str | int]) -> tuple[int, str | None]:
-    """How much of a place is the reader's own, and what goes there."""
+    """Return how many parts of `place` the client wrote, and what goes there."""
     for depth, part in enumerate(place, 1):
         if isinstance(part, str) and part in _UNIONS and len(place) > depth:
             return depth, _UNIONS[part]
@@ -125,11 +126,7 @@ def _sentence(text: str) -> str:
     return text[:1].lower() + text[1:].rstrip(".")
 
 
-def _shown(value: Any) -> str:
-    return _short(repr(value))
-
-
 def _short(value: Any) -> str:
-    """Text of bounded length: a key may be as long as a body."""
+    """Return text of bounded length: a key may be as long as a body."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,84 +1,147 @@
-"""The answers of ``/v1/completions`` and ``/generate``: whole, as a stream, or as a safetensors file.
+"""Answer ``/v1/completions`` and ``/generate``: whole, as a stream, or as a safetensors file.
 
-Takes `Asked` from `asking`, runs it on the engine, hands responses to `app`. Each route has a `Shape`, which says
-how an answer and a piece of one look; the rest is the same for both.
+The app calls `answer` and `stream` with a `ParsedRequest`; both run it on the engine. Each route has an `AnswerFormat`,
+which makes the JSON of an answer and of a piece of one. Hidden states go as base64 in JSON, or in a safetensors file
+that carries the JSON; no pickle anywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 
 from hookline.errors import EngineClosed
 from hookline.serve.generation_request import Finished, Token
-from hookline.serve.http.encoded_states import SAFETENSORS, Shelf, states_as_base64
-from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.error_answers import Refused, as_json, error_body
-from hookline.serve.http.parse_request import Asked
+from hookline.serve.http.engine_state import AnswerSoFar, RunningRequest, Serving, check_complete
+from hookline.serve.http.error_answers import Refused, error_body, to_json
+from hookline.serve.http.request_bodies import ParsedRequest
 from hookline.serve.http.request_gate import AT_THE_END
-from hookline.serve.http.running_request import Gathered, Running, check_ended_well
 
-__all__ = ["CompletionShape", "GenerateShape", "answer", "stream"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hookline.serve.generation_request import StatesOfLayer
+
+__all__ = ["SAFETENSORS", "AnswerFormat", "CompletionFormat", "GenerateFormat", "answer", "stream"]
+
+SAFETENSORS = "application/vnd.safetensors"
+"""What a safetensors answer is sent as."""
+
+
+def _states_as_base64(states: Mapping[str, StatesOfLayer]) -> dict[str, Any]:
+    """Return hidden states as JSON.
+
+    Recipe: ``torch.frombuffer(bytearray(base64.b64decode(it["data"])), dtype=torch.float32).reshape(it["shape"])``.
+    """
+    return {
+        layer: {**_facts(found), "data": base64.b64encode(_raw(found.values)).decode("ascii")}
+        for layer, found in states.items()
+    }
+
+
+class _SafetensorsFile:
+    """Collect the tensors of an answer that is sent as a safetensors file.
+
+    Recipe: ``file = _SafetensorsFile(); facts = file.put(0, states); body = file.to_bytes({"choices": [...]})``.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def put(self, index: int, states: Mapping[str, StatesOfLayer]) -> dict[str, Any]:
+        """Keep the states of one answer; return their description for JSON."""
+        told = {}
+        for layer, found in states.items():
+            name = f"{index}/{layer}"
+            self._tensors[name] = found.values.contiguous()
+            told[layer] = {**_facts(found), "tensor": name}
+        return told
+
+    def to_bytes(self, answer: Mapping[str, Any] | Sequence[Any]) -> bytes:
+        """Return the file; the JSON answer is ``answer`` in its metadata."""
+        from safetensors.torch import save
+
+        return bytes(save(self._tensors, metadata={"answer": to_json(answer).decode("ascii")}))
+
+
+def _facts(states: StatesOfLayer) -> dict[str, Any]:
+    return {
+        "dtype": str(states.values.dtype).removeprefix("torch."),
+        "shape": list(states.values.shape),
+        "positions": list(states.positions),
+    }
+
+
+def _raw(values: Tensor) -> bytes:
+    import torch
+
+    return values.contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
+
 
 _GONE = 499
 """For the metrics alone: nobody is there to read it."""
 
 
-class Shape(Protocol):
-    """How one route writes its answers."""
+class AnswerFormat:
+    """The JSON of the answers of one route."""
 
-    def whole(self, answers: Sequence[Gathered], hooks: Sequence[Any]) -> Any:
-        """All answers, ended."""
+    def whole(self, answers: Sequence[AnswerSoFar], hooks: Sequence[Any]) -> Any:
+        """Return all answers, ended."""
+        raise NotImplementedError
+
+    def piece(self, index: int, answer: AnswerSoFar, event: Token | Finished, hooks: Any) -> Any | None:
+        """Return an event; None if there is nothing to send."""
+        raise NotImplementedError
 
     def first(self) -> list[Any]:
-        """Events before the first token."""
+        """Return the events before the first token."""
+        return []
 
-    def piece(self, index: int, answer: Gathered, event: Token | Finished, hooks: Any) -> Any | None:
-        """An event; None for nothing to tell."""
-
-    def last(self, answers: Sequence[Gathered]) -> list[Any]:
-        """Events after the last token."""
+    def last(self, answers: Sequence[AnswerSoFar]) -> list[Any]:
+        """Return the events after the last token."""
+        return []
 
 
-async def answer(http: HttpRequest, serving: Serving, asked: Asked, shape: Shape) -> Any:
-    """The whole answer; a client that goes away takes its sequences out of the engine."""
-    running = _begun(http, serving, asked, every_token=False)
+async def answer(http: HttpRequest, serving: Serving, asked: ParsedRequest, form: AnswerFormat) -> Any:
+    """Return the whole answer; if the client disconnects, cancel its sequences."""
+    running = _start(http, serving, asked, every_token=False)
     answers = await _unless_gone(http, running)
     if answers is None:
         return Response(status_code=_GONE)
     if asked.has_states:  # in a thread: a hundred megabytes of them would keep everybody else waiting
-        return await asyncio.to_thread(_written, asked, shape, answers)
-    return _written(asked, shape, answers)
+        return await asyncio.to_thread(_response, asked, form, answers)
+    return _response(asked, form, answers)
 
 
-def _written(asked: Asked, shape: Shape, answers: list[Gathered]) -> Any:
+def _response(asked: ParsedRequest, form: AnswerFormat, answers: list[AnswerSoFar]) -> Any:
     if asked.states_as == "safetensors":
-        shelf = Shelf()
-        hooks = [_hooks(answer, shelf, index) for index, answer in enumerate(answers)]
-        return Response(shelf.file(shape.whole(answers, hooks)), media_type=SAFETENSORS)
+        file = _SafetensorsFile()
+        hooks = [_hooks(answer, file, index) for index, answer in enumerate(answers)]
+        return Response(file.to_bytes(form.whole(answers, hooks)), media_type=SAFETENSORS)
     hooks = [_hooks(answer) for answer in answers]
-    return Response(as_json(shape.whole(answers, hooks)), media_type="application/json")
+    return Response(to_json(form.whole(answers, hooks)), media_type="application/json")
 
 
-async def stream(http: HttpRequest, serving: Serving, asked: Asked, shape: Shape) -> Any:
-    """Server-sent events; the engine has taken the request before the first, so that a refusal has its status."""
-    running = _begun(http, serving, asked, every_token=True)
+async def stream(http: HttpRequest, serving: Serving, asked: ParsedRequest, form: AnswerFormat) -> Any:
+    """Return server-sent events; the engine has accepted the request before the first, so a refusal has its status."""
+    running = _start(http, serving, asked, every_token=True)
     return StreamingResponse(
-        _events(running, shape, has_states=asked.has_states),
+        _events(running, form, has_states=asked.has_states),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )
 
 
-def _begun(http: HttpRequest, serving: Serving, asked: Asked, *, every_token: bool) -> Running:
+def _start(http: HttpRequest, serving: Serving, asked: ParsedRequest, *, every_token: bool) -> RunningRequest:
     try:
-        running = Running(serving.ready(), asked.requests, every_token=every_token)
+        running = RunningRequest(serving.ready(), asked.requests, every_token=every_token)
     except EngineClosed:
         serving.has_failed = not serving.is_draining  # nobody has closed it
         raise
@@ -86,19 +149,19 @@ def _begun(http: HttpRequest, serving: Serving, asked: Asked, *, every_token: bo
     return running
 
 
-async def _events(running: Running, shape: Shape, *, has_states: bool) -> AsyncIterator[bytes]:
-    for each in shape.first():
+async def _events(running: RunningRequest, form: AnswerFormat, *, has_states: bool) -> AsyncIterator[bytes]:
+    for each in form.first():
         yield _event(each)
     try:
         async for index, event in running.events():
             if isinstance(event, Finished):
-                check_ended_well(event)
+                check_complete(event)
             answer = running.answers[index]
             hooks = await asyncio.to_thread(_hooks, answer) if has_states and isinstance(event, Finished) else None
-            piece = shape.piece(index, answer, event, hooks)
+            piece = form.piece(index, answer, event, hooks)
             if piece is not None:
                 yield _event(piece)
-        for each in shape.last(running.answers):
+        for each in form.last(running.answers):
             yield _event(each)
     except Refused as refused:  # the status is long sent: the error is the last event
         yield _event(error_body(refused))
@@ -106,11 +169,11 @@ async def _events(running: Running, shape: Shape, *, has_states: bool) -> AsyncI
 
 
 def _event(value: Any) -> bytes:
-    return b"data: " + as_json(value) + b"\n\n"
+    return b"data: " + to_json(value) + b"\n\n"
 
 
-async def _unless_gone(http: HttpRequest, running: Running) -> list[Gathered] | None:
-    """The answers; None if the client went away before they were whole."""
+async def _unless_gone(http: HttpRequest, running: RunningRequest) -> list[AnswerSoFar] | None:
+    """Return the answers; None if the client disconnected before they were complete."""
     work = asyncio.ensure_future(running.all())
     gone = asyncio.ensure_future(_until_gone(http))
     try:
@@ -126,21 +189,21 @@ async def _until_gone(http: HttpRequest) -> None:
         pass
 
 
-def _hooks(answer: Gathered, shelf: Shelf | None = None, index: int = 0) -> Any:
+def _hooks(answer: AnswerSoFar, file: _SafetensorsFile | None = None, index: int = 0) -> Any:
     states = None if answer.finished is None else answer.finished.states
     if states is None:
         return None
-    return {"hidden_states": states_as_base64(states) if shelf is None else shelf.put(index, states)}
+    return {"hidden_states": _states_as_base64(states) if file is None else file.put(index, states)}
 
 
-# -- the two shapes --------------------------------------------------------------------------------------------
+# -- the two formats -------------------------------------------------------------------------------------------
 
 
-class CompletionShape:
-    """OpenAI's."""
+class CompletionFormat(AnswerFormat):
+    """Format answers as OpenAI does."""
 
-    def __init__(self, asked: Asked, serving: Serving, model_name: str, *, include_usage: bool = False) -> None:
-        self._asked = asked
+    def __init__(self, asked: ParsedRequest, serving: Serving, model_name: str, *, include_usage: bool = False) -> None:
+        self._parsed = asked
         self._serving = serving
         self._include_usage = include_usage
         self._frame = {
@@ -151,22 +214,22 @@ class CompletionShape:
         }
         self._offsets = [len(echo) for echo in asked.echoes]
 
-    def whole(self, answers: Sequence[Gathered], hooks: Sequence[Any]) -> Any:
-        """One object with all choices."""
+    def whole(self, answers: Sequence[AnswerSoFar], hooks: Sequence[Any]) -> Any:
+        """Return one object with all choices."""
         choices = []
         for index, (answer, found) in enumerate(zip(answers, hooks, strict=True)):
-            text = self._asked.echoes[index] + answer.text
+            text = self._parsed.echoes[index] + answer.text
             assert answer.finished is not None
             choices.append(self._choice(index, text, answer.tokens, answer.finished.reason, found))
         return {**self._frame, "choices": choices, "usage": self._usage(answers)}
 
     def first(self) -> list[Any]:
-        """The echoed prompts."""
-        echoes = enumerate(self._asked.echoes)
+        """Return the echoed prompts."""
+        echoes = enumerate(self._parsed.echoes)
         return [{**self._frame, "choices": [self._choice(i, echo, [], None, None)]} for i, echo in echoes if echo]
 
-    def piece(self, index: int, answer: Gathered, event: Token | Finished, hooks: Any) -> Any | None:
-        """A choice with the text that is new."""
+    def piece(self, index: int, answer: AnswerSoFar, event: Token | Finished, hooks: Any) -> Any | None:
+        """Return a choice with the text that is new."""
         if isinstance(event, Finished):
             choice = self._choice(index, "", [], event.reason, hooks)
         elif event.text or event.logprob is not None:
@@ -175,12 +238,12 @@ class CompletionShape:
             return None  # half a character: nothing to tell yet
         return {**self._frame, "choices": [choice]}
 
-    def last(self, answers: Sequence[Gathered]) -> list[Any]:
-        """The usage, if it was asked for."""
+    def last(self, answers: Sequence[AnswerSoFar]) -> list[Any]:
+        """Return the usage, if it was asked for."""
         return [{**self._frame, "choices": [], "usage": self._usage(answers)}] if self._include_usage else []
 
-    def _usage(self, answers: Sequence[Gathered]) -> dict[str, int]:
-        prompt, completion = self._asked.prompt_tokens, sum(len(answer.tokens) for answer in answers)
+    def _usage(self, answers: Sequence[AnswerSoFar]) -> dict[str, int]:
+        prompt, completion = self._parsed.prompt_tokens, sum(len(answer.tokens) for answer in answers)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None, hooks: Any) -> dict[str, Any]:
@@ -188,7 +251,7 @@ class CompletionShape:
         return choice if hooks is None else {**choice, "hooks": hooks}
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        wanted = self._asked.requests[index].logprobs
+        wanted = self._parsed.requests[index].logprobs
         if wanted is None or not tokens:
             return None
         offsets = []
@@ -213,40 +276,32 @@ class CompletionShape:
         return f"token_id:{id}" if tokenizer is None else str(tokenizer.decode([id]))
 
 
-class GenerateShape:
-    """SGLang's: an object for each answer, and in a stream the text so far."""
+class GenerateFormat(AnswerFormat):
+    """Format answers as SGLang does: an object for each, and in a stream the text so far."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, asked: ParsedRequest) -> None:
+        self._parsed = asked
         self._so_far = [""] * len(asked.requests)
         self._heard = [0] * len(asked.requests)
 
-    def whole(self, answers: Sequence[Gathered], hooks: Sequence[Any]) -> Any:
-        """One object, or a list."""
+    def whole(self, answers: Sequence[AnswerSoFar], hooks: Sequence[Any]) -> Any:
+        """Return one object, or a list."""
         told = [
             self._one(answer, answer.tokens, answer.text, found) for answer, found in zip(answers, hooks, strict=True)
         ]
-        return told[0] if self._asked.is_one else told
+        return told[0] if self._parsed.is_one else told
 
-    def first(self) -> list[Any]:
-        """Nothing."""
-        return []
-
-    def piece(self, index: int, answer: Gathered, event: Token | Finished, hooks: Any) -> Any | None:
-        """The answer so far."""
+    def piece(self, index: int, answer: AnswerSoFar, event: Token | Finished, hooks: Any) -> Any | None:
+        """Return the answer so far."""
         if isinstance(event, Token):
             self._so_far[index] += event.text
             self._heard[index] += 1  # the engine's thread may be ahead of us
             if not event.text:
                 return None
         told = self._one(answer, answer.tokens[: self._heard[index]], self._so_far[index], hooks)
-        return told if self._asked.is_one else {**told, "index": index}
+        return told if self._parsed.is_one else {**told, "index": index}
 
-    def last(self, answers: Sequence[Gathered]) -> list[Any]:
-        """Nothing."""
-        return []
-
-    def _one(self, answer: Gathered, tokens: Sequence[Token], text: str, hooks: Any) -> dict[str, Any]:
+    def _one(self, answer: AnswerSoFar, tokens: Sequence[Token], text: str, hooks: Any) -> dict[str, Any]:
         finished = answer.finished
         meta: dict[str, Any] = {
             "id": answer.request.id,

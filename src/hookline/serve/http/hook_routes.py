@@ -1,34 +1,168 @@
-"""Attaching, listing and removing over HTTP: between two forwards, on the engine's own thread.
+"""Attach, list and remove hooks over HTTP: between two forwards, on the engine's own thread.
 
-Takes bodies from `app`, checks them with `hook_bodies`, asks the engine's `LiveHooks`, hands dictionaries back.
+The app calls `HookRoutes`, which asks the engine's `LiveHooks`. A spec that comes over HTTP is a stranger's: its
+factory has to be on the allow-list, its paths in the export folder.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from hookline.errors import HooklineError, HookNameError
+from hookline import factories
+from hookline.errors import HooklineError, HookNameError, NotAllowedError, OptionError
+from hookline.factories import FILE_OPTIONS
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.error_answers import Refused
-from hookline.serve.http.hook_bodies import figures_of, spec_of, told_of
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import HookFigures
 from hookline.serve.http.request_bodies import HookBody
 from hookline.serve.live_hooks import LiveHook
 from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["Attaching"]
+__all__ = ["HookRoutes", "hook_to_json", "spec_from_body"]
+
+_READY: Final = "hookline.factories"
+_DEPTH: Final = 32
+"""How deep lists and objects of a configuration may lie in each other: what goes in has to come out of ``GET /hooks``,
+and Python's own limit lies near 300 there."""
+
+
+def spec_from_body(body: HookBody, settings: Settings) -> HookSpec:
+    """Return the spec to attach.
+
+    Recipe: ``spec_from_body(HookBody(target_modules=["*"], hook_factory="hookline.factories:log_shapes"), settings)``.
+
+    Raises:
+        NotAllowedError: It names what strangers may not.
+        OptionError: It says what no spec can.
+    """
+    _check_plain(body.config)
+    given = body.model_dump(exclude_none=True)
+    given.setdefault("on_error", "disable")
+    name = _ready_name(body.hook_factory)
+    if name is not None:
+        given["config"] = _confined(name, given.get("config", {}), settings.export_dir)
+    return HookSpec.from_dict(given)
+
+
+def _check_plain(value: Any, depth: int = 0) -> None:
+    """Raise for a configuration that could not be shown again."""
+    if depth > _DEPTH:
+        raise Refused(400, f"Lists and objects lie more than {_DEPTH} deep in each other.", param="$.config")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise Refused(400, "A text has half a character in it (a lone surrogate).", param="$.config") from None
+    elif isinstance(value, dict | list):
+        for each in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_plain(each, depth + 1)
+
+
+def _ready_name(path: str) -> str | None:
+    """Return the name of the ready-made factory that `path` means; None for any other path.
+
+    The package has more in it than factories, and a prefix would let all of that through.
+    """
+    dotted = path.replace(":", ".")
+    if dotted != _READY and not dotted.startswith(f"{_READY}."):
+        return None
+    name = dotted.removeprefix(_READY).removeprefix(".")
+    if name in FILE_OPTIONS:
+        return name
+    known = f"there are {', '.join(f'{_READY}:{each}' for each in FILE_OPTIONS)}."
+    if "." in name or name in factories.__all__:
+        raise NotAllowedError(f"{path!r} is no factory that may be named over HTTP; {known}")
+    raise OptionError(f"There is no factory {path!r}; {known}")
+
+
+def _confined(name: str, config: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Return the configuration with its paths inside `folder`, which is also the default folder to write to."""
+    found = dict(config)
+    for option in FILE_OPTIONS[name]:
+        given = found.get(option)
+        if given is None and option != "folder":
+            continue
+        if folder is None:
+            raise NotAllowedError(
+                f"{name} has a {option}, and the server was started without --export-dir, so that hooks which come "
+                "over HTTP have no files."
+            )
+        found[option] = str(_inside(folder, "." if given is None else given, option))
+    return found
+
+
+def _inside(folder: Path, given: Any, option: str) -> Path:
+    if not isinstance(given, str) or "\0" in given:
+        raise Refused(400, f"{option} is a path, got {given!r}.", param=f"$.config.{option}")
+    root = folder.resolve()
+    path = (root / given).resolve()  # links are followed: one that leads out is out
+    if path != root and root not in path.parents:
+        raise NotAllowedError(f"{option} has to lie in the server's --export-dir, and {given!r} does not.")
+    return path
+
+
+def hook_to_json(hook: Any, export_dir: Path | None = None) -> dict[str, Any]:
+    """Return a live hook as ``GET /hooks`` shows it; the location of the export folder stays hidden."""
+    spec = hook.spec
+    return {
+        "id": hook.id,
+        "name": hook.name,
+        "hook_factory": _path_of(spec),
+        "target_modules": list(spec.target_modules),
+        "on": spec.on,
+        "config": _shown(spec, export_dir),
+        "matched": list(hook.matched),
+        "origin": hook.origin,
+        "fired": hook.fired,
+        "last_step": hook.last_step,
+        "cost_us": hook.cost_us,
+        "errors": hook.errors,
+        "off": hook.off,
+        "last_error": hook.last_error,
+    }
+
+
+def _path_of(spec: HookSpec) -> str:
+    factory = spec.hook_factory
+    if factory is None or isinstance(factory, str):
+        return factory or ""
+    return f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', type(factory).__name__)}"
+
+
+def _shown(spec: HookSpec, export_dir: Path | None) -> dict[str, Any]:
+    """Return the configuration; paths in the export folder are relative to it, as they were sent."""
+    found: dict[str, Any] = _plain(dict(spec.config))
+    name = _path_of(spec).replace(":", ".").removeprefix(f"{_READY}.")
+    for option in FILE_OPTIONS.get(name, ()) if export_dir is not None else ():
+        given = found.get(option)
+        if isinstance(given, str) and export_dir is not None and Path(given).is_relative_to(export_dir.resolve()):
+            found[option] = str(Path(given).relative_to(export_dir.resolve()))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON has it: a configuration from YAML may hold infinities and dates."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    is_number = isinstance(value, float) and math.isfinite(value)
+    return value if is_number or value is None or isinstance(value, str | int) else str(value)
+
 
 logger = logging.getLogger("hookline.serve")
 
 
-class Attaching:
-    """The live hooks, as the routes use them.
+class HookRoutes:
+    """Attach, list and remove live hooks for the routes.
 
-    Recipe: ``await Attaching(serving, settings).list()``.
+    Recipe: ``await HookRoutes(serving, settings).list()``.
     """
 
     def __init__(self, serving: Serving, settings: Settings) -> None:
@@ -36,13 +170,13 @@ class Attaching:
         self._settings = settings
 
     async def list(self) -> list[dict[str, Any]]:
-        """What is attached."""
+        """Return the attached hooks."""
         hooks = self._serving.ready().hooks
-        return [self._told(each) for each in hooks.list()]
+        return [self._to_json(each) for each in hooks.list()]
 
     async def add(self, body: HookBody) -> dict[str, Any]:
-        """Attach one; all of it or nothing."""
-        spec = spec_of(body, self._settings)
+        """Attach one hook, wholly or not at all."""
+        spec = spec_from_body(body, self._settings)
         hooks = self._serving.ready().hooks
         try:
             live = await self._serving.between_forwards(partial(hooks.add, spec, allow=self._settings.allow))
@@ -51,30 +185,30 @@ class Attaching:
         except Exception as error:  # the factory's own, or that of importing it
             logger.info("hook %r was not attached", spec.name, exc_info=error)
             raise Refused(400, _failed(spec, error), param="$.hook_factory") from error
-        told = self._told(live)
+        told = self._to_json(live)
         logger.info("hook %s (%s) is attached: %s", told["id"], told["hook_factory"], ", ".join(told["matched"]))
         return told
 
     async def remove(self, id: str) -> dict[str, Any]:
-        """Take one off."""
+        """Remove one hook."""
         hooks = self._serving.ready().hooks
         try:
-            told = self._told(await self._serving.between_forwards(partial(hooks.remove, id)))
+            told = self._to_json(await self._serving.between_forwards(partial(hooks.remove, id)))
         except HookNameError as error:
             raise Refused(404, str(error)) from None
         logger.info("hook %s (%s) is taken off", told["id"], told["hook_factory"])
         return told
 
-    def _told(self, live: LiveHook) -> dict[str, Any]:
-        return told_of(live, self._settings.export_dir)
+    def _to_json(self, live: LiveHook) -> dict[str, Any]:
+        return hook_to_json(live, self._settings.export_dir)
 
     async def figures(self) -> Sequence[HookFigures]:
-        """What ``/metrics`` shows; while there is no engine to ask, nothing."""
+        """Return what ``/metrics`` shows of hooks; nothing while there is no engine."""
         if self._serving.status != "ready":
             return []
         hooks = self._serving.ready().hooks
         metrics = await self._serving.on_engine(hooks.metrics)  # anybody may ask, as often as they like
-        return [figures_of(each, metrics.get(each.id, {})) for each in hooks.list()]
+        return [(self._to_json(each), metrics.get(each.id, {})) for each in hooks.list()]
 
 
 def _failed(spec: HookSpec, error: Exception) -> str:

@@ -1,25 +1,28 @@
-"""What the server is told once, at its start: its names, its doors, its bounds.
+"""Hold the settings of the server, and decide by them which requests need the bearer token.
 
-Made by `hookline serve` from the command line, read by `app`, `access` and `hook_bodies`. Imports nothing that HTTP
-needs.
+``hookline serve`` makes `Settings` from the command line; the app, the request gate and the hook routes read them.
+Imports no package that HTTP needs.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from hookline.errors import OptionError
+from hookline.serve.http.error_answers import Refused
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "check_access", "is_loopback", "needs_token"]
 
 Protect = Literal["hooks", "everything"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the server behaves towards whoever talks to it.
+    """Settings of the server.
 
     Recipe: ``make_app(engine, Settings(model_name="tiny", token="secret", export_dir=Path("exports")))``.
     """
@@ -54,3 +57,57 @@ class Settings:
             raise OptionError(f"max_body is at least 1024 bytes, got {self.max_body}.")
         if not self.drain_s >= 0:
             raise OptionError(f"drain is a number of seconds, 0 or more, got {self.drain_s}.")
+
+
+_OPEN: Final = ("/health",)
+"""What a load balancer asks, which has no token."""
+_HOOKS: Final = "/hooks"
+
+
+def check_access(settings: Settings, method: str, path: str, authorization: bytes | None) -> None:
+    """Raise unless this request may go on; called before the body is read.
+
+    Recipe: ``check_access(Settings(token="secret"), "POST", "/hooks", b"Bearer secret")``.
+    """
+    if not needs_token(settings, method, path):
+        return
+    if settings.token is None:
+        raise Refused(
+            403,
+            "Hooks cannot be changed over HTTP: the server was started without a token. "
+            "Start it with --token-file FILE (or HOOKLINE_SERVE_TOKEN), and send 'Authorization: Bearer TOKEN'.",
+        )
+    if authorization is None:
+        raise _unknown("There is no token; send the header 'Authorization: Bearer TOKEN'.")
+    scheme, _, given = authorization.strip().partition(b" ")
+    if scheme.lower() != b"bearer" or not _is_same(given.strip(), settings.token):
+        raise _unknown("The token is not the server's; send the header 'Authorization: Bearer TOKEN'.")
+
+
+def needs_token(settings: Settings, method: str, path: str) -> bool:
+    """Return whether the request needs the token."""
+    if path in _OPEN:
+        return False
+    if settings.protect == "everything":
+        return True
+    is_hooks = path == _HOOKS or path.startswith(f"{_HOOKS}/")
+    return is_hooks and method not in ("GET", "HEAD", "OPTIONS")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name, which may mean anything tomorrow
+        return False
+
+
+def _is_same(given: bytes, token: str) -> bool:
+    # In constant time: how long a comparison takes must not tell how many characters were right.
+    return hmac.compare_digest(given, token.encode())
+
+
+def _unknown(message: str) -> Refused:
+    return Refused(401, message, headers={"WWW-Authenticate": "Bearer"})

@@ -1,14 +1,13 @@
-"""``GET /metrics``: what the engine, its hooks and the HTTP side count, as Prometheus reads it.
+"""Write ``GET /metrics``: the counts of the engine, its hooks and HTTP, in Prometheus' format.
 
-Takes numbers from ``engine.counts()`` and the live hooks whenever somebody asks, and the time of every request from
-`gate`; hands text to `app`. A registry of its own, so that nothing else of the process appears.
+The app asks for the page with ``engine.counts()`` and the figures of live hooks; the request gate reports the time of
+every request. The registry is its own, so that nothing else of the process appears.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from hookline.errors import MissingPackageError
@@ -20,22 +19,12 @@ _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 """Of a request that generates, in seconds; prometheus_client's own end at 10."""
 
 
-@dataclass(frozen=True)
-class HookFigures:
-    """One live hook, as numbers."""
-
-    id: str
-    name: str
-    factory: str
-    fired: int
-    errors: int
-    off: bool
-    cost_us: float | None
-    metrics: Mapping[str, float]
+HookFigures = tuple[Mapping[str, Any], Mapping[str, float]]
+"""A live hook as ``GET /hooks`` shows it, and its own metrics."""
 
 
 class Metrics:
-    """The registry, and what fills it.
+    """Hold the registry, and write the page.
 
     Recipe: ``metrics.observe("GET", "/health", 200, 0.001); metrics.page(engine.counts(), [])``.
     """
@@ -59,29 +48,29 @@ class Metrics:
 
     @property
     def content_type(self) -> str:
-        """What the page is sent as."""
+        """Return the media type of the page."""
         return str(self._client.CONTENT_TYPE_LATEST)
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
-        """One request is answered."""
+        """Count one request that was answered."""
         known = method if method in ("GET", "POST", "DELETE") else "other"
         self._seconds.labels(known, route, str(status)).observe(seconds)
 
     def page(self, counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> bytes:
-        """The text."""
+        """Return the text."""
         now = self._client.CollectorRegistry(auto_describe=False)
         now.register(_Now([*_engine_families(counts), *_hook_families(hooks)]))
         return bytes(self._client.generate_latest(self._registry) + self._client.generate_latest(now))
 
 
 class _Now:
-    """What a registry collects from: families that are ready."""
+    """A collector of families that are complete."""
 
     def __init__(self, families: Sequence[Any]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Any]:
-        """The families."""
+        """Return the families."""
         return iter(self._families)
 
 
@@ -112,17 +101,17 @@ def _hook_families(hooks: Sequence[HookFigures]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     labels = ("hook", "name", "factory")
+    named = [((hook["id"], hook["name"], hook["hook_factory"]), hook, metrics) for hook, metrics in hooks]
     for field, words, grows in _OF_HOOKS:
         family = (CounterMetricFamily if grows else GaugeMetricFamily)(f"hookline_hook_{field}", words, labels=labels)
-        for hook in hooks:
-            value = getattr(hook, field)
-            if value is not None:
-                family.add_metric([hook.id, hook.name, hook.factory], float(value))
+        for values, hook, _ in named:
+            if hook[field] is not None:
+                family.add_metric(values, float(hook[field]))
         yield family
     found = GaugeMetricFamily(
         "hookline_hook_metric", "What the hook itself tells: to_metrics()", labels=(*labels, "metric")
     )
-    for hook in hooks:
-        for metric, value in hook.metrics.items():
-            found.add_metric([hook.id, hook.name, hook.factory, metric], float(value))
+    for values, _, metrics in named:
+        for metric, value in metrics.items():
+            found.add_metric((*values, metric), float(value))
     yield found

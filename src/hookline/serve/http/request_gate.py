@@ -1,7 +1,7 @@
-"""The gate in front of the app: the token is looked at, the body is bounded, the time is taken.
+"""Check the token, bound the body and measure the time of each request, before FastAPI sees it.
 
-Takes ASGI calls from uvicorn, hands those that may go on to FastAPI. It stands outside of FastAPI because FastAPI reads
-the whole body first: a stranger could make it read gigabytes, and would learn whether they parse.
+uvicorn calls `Gate`, which calls the app. It is outside of FastAPI because FastAPI reads the whole body first: a
+stranger could make it read gigabytes, and would learn whether they parse.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any, Final
 
-from hookline.serve.http.access import check_access
-from hookline.serve.http.error_answers import Refused, as_json, error_body
-from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.error_answers import Refused, error_body, to_json
+from hookline.serve.http.http_settings import Settings, check_access
 
 __all__ = ["AT_THE_END", "Gate"]
 
@@ -28,7 +27,7 @@ Observe = Callable[[str, str, int, float], None]
 
 AT_THE_END: Final = "hookline.at_the_end"
 """In the scope of a request: what to call when it is over, also when its client has gone in the middle of a stream."""
-_KIND_FACTOR: Final = 4
+_DRAIN_FACTOR: Final = 4
 """Of a body that is too large, so many times the limit is read and dropped before the connection is cut: a client that
 is still sending would see a broken pipe instead of the answer."""
 
@@ -90,7 +89,7 @@ class Gate:
 
 
 class _Body:
-    """What comes in of a request, counted."""
+    """Read the body of a request, and bound its size and time."""
 
     def __init__(self, receive: Receive, settings: Settings) -> None:
         self._receive = receive
@@ -120,7 +119,7 @@ class _Body:
     async def drop_rest(self) -> None:
         """Read on for a while and keep nothing, so that the client is there for the answer."""
         with suppress(Refused):
-            while not self._ended and self._seen <= _KIND_FACTOR * self._limit:
+            while not self._ended and self._seen <= _DRAIN_FACTOR * self._limit:
                 await self._next()
 
     async def _next(self) -> Message:
@@ -149,7 +148,7 @@ class _Body:
 
 
 async def _answer(send: Send, refused: Refused) -> None:
-    content = as_json(error_body(refused))
+    content = to_json(error_body(refused))
     headers = {"content-type": "application/json", "content-length": str(len(content)), **refused.headers}
     raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": refused.status, "headers": raw})
@@ -157,11 +156,11 @@ async def _answer(send: Send, refused: Refused) -> None:
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
-    """What a header says; of one that comes twice both, which is no token and no number."""
+    """Return the value of a header; both values of one that comes twice, which is no token and no number."""
     found = [value for key, value in scope["headers"] if key == name]
     return b", ".join(found) if found else None
 
 
 def _route(scope: Scope) -> str:
-    """The route as it is declared, so that no client can invent new series of metrics."""
+    """Return the route as it is declared, so that no client can invent new series of metrics."""
     return str(getattr(scope.get("route"), "path", "other"))

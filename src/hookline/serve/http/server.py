@@ -1,7 +1,7 @@
-"""``hookline serve`` from start to end: a socket, the model, the app, signals.
+"""Run ``hookline serve`` from start to end: a socket, the model, the app, signals.
 
-Takes settings and a way to make the engine from the command line, runs uvicorn in a thread of its own, and keeps the
-main thread for signals: the first SIGTERM or Ctrl-C lets what runs finish and flushes, the second leaves at once.
+The command line calls `Server` with settings and a function that makes the engine. uvicorn runs in a thread of its own,
+and the main thread handles signals: the first SIGTERM or Ctrl-C finishes what runs, the second exits at once.
 
     bind ──► listen (/health: loading) ──► load, attach ──► ready … SIGTERM ──► draining ──► engine.close ──► exit 0
 """
@@ -49,7 +49,7 @@ def need_packages() -> None:
 
 
 class Server:
-    """A served model.
+    """Serve a model over HTTP.
 
     Recipe::
 
@@ -78,13 +78,13 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Return the address of the server."""
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def serving(self) -> Serving:
-        """The engine, once it is there, and whether it takes requests."""
+        """Return the engine, once it is there, and whether it takes requests."""
         found: Serving = self._app.state.serving
         return found
 
@@ -198,7 +198,7 @@ def attach_at_start(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has its address, before minutes go into loading a model."""
+    """Return a bound socket; called before minutes go into loading a model."""
     made = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,7 +1,7 @@
-"""``/docs``: the routes as one page of plain HTML, without a script and without the internet.
+"""Describe the routes: correct ``/openapi.json``, and render it as the page ``/docs``.
 
-Takes the description of ``/openapi.json``, hands a page back. FastAPI's own page loads its program from another site,
-and is blank where there is none.
+The app calls both. FastAPI does not know of streams, safetensors answers and the token, and lists answers that are
+never given. Its own page loads a program from another site and is blank without internet; this one is plain HTML.
 """
 
 from __future__ import annotations
@@ -11,7 +11,62 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any, Final
 
-__all__ = ["page_of"]
+from hookline.serve.http.generation_routes import SAFETENSORS
+from hookline.serve.http.http_settings import Settings, needs_token
+
+__all__ = ["correct_openapi", "render_docs"]
+
+_SAID: Final = {
+    "400": "The body is not what is asked for, or cannot be done.",
+    "401": "The token is missing, or another.",
+    "403": "Not allowed: no token was set, or the factory or a path is not on the list.",
+    "404": "There is no such model or hook.",
+    "408": "The rest of the body did not come.",
+    "413": "The body is too large.",
+    "429": "Too many requests wait; try again after Retry-After seconds.",
+    "500": "The model failed.",
+    "503": "The model is being loaded, or the server stops; try again after Retry-After seconds.",
+}
+_STREAMING: Final = ("/v1/completions", "/generate")
+_EVENT: Final = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {
+            "type": "string",
+            "description": "JSON: a piece of the answer, or an error and then the end; `[DONE]` is the last event.",
+        }
+    },
+}
+
+
+def correct_openapi(found: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Correct the description in place, and return it."""
+    found.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    for name in ("HTTPValidationError", "ValidationError"):
+        found["components"].get("schemas", {}).pop(name, None)
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            _put_right(operation, path, method.upper(), settings)
+    return found
+
+
+def _put_right(operation: dict[str, Any], path: str, method: str, settings: Settings) -> None:
+    answers = operation["responses"]
+    answers.pop("422", None)  # FastAPI's own; ours is 400
+    needs = needs_token(settings, method, path)
+    if needs:
+        operation["security"] = [{"token": []}]
+    else:
+        answers.pop("401", None)
+    for status, said in _SAID.items():
+        if status in answers and path != "/health":
+            answers[status]["description"] = said
+    if path in _STREAMING:
+        content = answers["200"]["content"]
+        content["text/event-stream"] = {"itemSchema": _EVENT}
+        content[SAFETENSORS] = {"schema": {"type": "string", "format": "binary"}}
+
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
@@ -54,10 +109,10 @@ _EXAMPLES: Final[dict[tuple[str, str], str]] = {
 }
 
 
-def page_of(openapi: Mapping[str, Any]) -> str:
-    """The page.
+def render_docs(openapi: Mapping[str, Any]) -> str:
+    """Return the page.
 
-    Recipe: ``HTMLResponse(page_of(app.openapi()))``.
+    Recipe: ``HTMLResponse(render_docs(app.openapi()))``.
     """
     about = "".join(f"<p>{_marked(part)}</p>" for part in openapi["info"].get("description", "").split("\n\n"))
     return (
@@ -116,7 +171,7 @@ def _answers(openapi: Mapping[str, Any], responses: Mapping[str, Any]) -> str:
 
 
 def _table(openapi: Mapping[str, Any], schema: Mapping[str, Any], depth: int = 0) -> str:
-    """The keys of an object, and beneath it those of the objects in it."""
+    """Return a table of the keys of an object, and below it those of the objects in it."""
     found = _followed(openapi, schema)
     rows, below = [], []
     for name, field in found.get("properties", {}).items():
@@ -132,7 +187,7 @@ def _table(openapi: Mapping[str, Any], schema: Mapping[str, Any], depth: int = 0
 
 
 def _followed(openapi: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a reference leads to; of several possibilities, the first that is an object."""
+    """Return the schema that a reference leads to; of several, the first that is an object."""
     if "$ref" in schema:
         found: Mapping[str, Any] = openapi["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         return found
@@ -151,7 +206,7 @@ def _object_in(openapi: Mapping[str, Any], field: Mapping[str, Any]) -> Mapping[
 
 
 def _kind(openapi: Mapping[str, Any], field: Mapping[str, Any]) -> str:
-    """The type of a field in a few words."""
+    """Return the type of a field in a few words."""
     if "anyOf" in field:
         kinds = [_kind(openapi, each) for each in field["anyOf"] if each.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
@@ -172,6 +227,6 @@ def _details(title: str, content: str, *, is_open: bool = False) -> str:
 
 
 def _marked(text: str) -> str:
-    """Text with its code set as code."""
+    """Return HTML of `text`, with its code marked as code."""
     parts = escape(text, quote=False).replace("``", "`").split("`")
     return "".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts))
