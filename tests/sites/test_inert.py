@@ -138,7 +138,8 @@ def test_training_in_other_ways_with_hooks_ends_with_the_same_bits(name: str, ho
 )
 def test_training_a_hugging_face_model_with_hooks_ends_with_the_same_bits(name: str, hooking: str) -> None:
     """BERT (post-LN) and T5 (shared encoder output, position bias handed from layer to layer): the same bits."""
-    assert differences(train(*RUNS[name], HOOKINGS[hooking]), train_without_hooks(*RUNS[name])) == []
+    plain = train_without_hooks(*RUNS[name])  # first: a first call may import, and imports draw random numbers
+    assert differences(train(*RUNS[name], HOOKINGS[hooking]), plain) == []
 
 
 @pytest.mark.parametrize("kind", ["backward_pre", "backward"])

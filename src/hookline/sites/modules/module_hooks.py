@@ -154,9 +154,9 @@ class ModuleHooks(HookedModule):
         if positions is None:
             module, own = self._module(), self._torch_hooks
             positions = self._positions = tuple(
-                (getattr(module, name), own[cls].hook_id, first)
+                (getattr(module, name), hook.hook_id, first)
                 for cls, (name, first) in (QUEUES.items() if module is not None else ())
-                if cls in own
+                if (hook := own.get(cls)) is not None  # one lookup: another thread may remove it meanwhile
             )
         for hooks, hook_id, first in positions:
             if len(hooks) == 1:
