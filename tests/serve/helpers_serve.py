@@ -12,6 +12,7 @@ import torch
 from helpers_waiting import PATIENCE
 
 from hookline.serve.generation_request import GenerationRequest, StatesWanted
+from hookline.serve.serving_engine import Engine
 
 SENTENCES = [
     "A hook sits at a site and yields metrics, which flow to sinks.",
@@ -126,6 +127,13 @@ def ask(
     request = GenerationRequest(answer.id, tuple(prompt), states=states, **({"ignore_eos": True} | options))
     answer.ticket = engine.submit(request, listen or answer)
     return answer
+
+
+def started(*args: Any, **options: Any) -> Engine:
+    """Make an engine, and start it."""
+    engine = Engine(*args, **options)
+    engine.start()
+    return engine
 
 
 def held_back(engine: Any) -> Callable[[], None]:

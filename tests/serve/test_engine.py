@@ -14,6 +14,7 @@ from helpers_serve import (
     prompts,
     save_seeded,
     small_model,
+    started,
 )
 from helpers_waiting import PATIENCE, until
 
@@ -60,8 +61,7 @@ def _windowed(kind, **options):
 def test_other_architectures_answer_as_alone(make) -> None:
     """Learned positions, and windows of 8 columns in sequences of up to 60."""
     model = make()
-    engine = Engine(model)
-    engine.start()
+    engine = started(model)
     asked = [(each, ask(engine, each, max_tokens=36)) for each in prompts(5, vocabulary=99)]
     until(lambda: len(asked[0][1].tokens) > 10)
     late = prompts(2, seed=1, vocabulary=99)
@@ -90,8 +90,7 @@ def test_a_model_that_padding_confuses_is_refused_for_batches() -> None:
     model = save_seeded(Confused, _gpt2().config, None)
     with pytest.raises(OptionError, match=r"Confused gives .* padded batch than alone .*max_batch=1"):
         Engine(model)
-    engine = Engine(model, max_batch=1)
-    engine.start()
+    engine = started(model, max_batch=1)
     both = [ask(engine, (5, 6, 7), max_tokens=5), ask(engine, (8,), max_tokens=4)]
     assert [len(each.wait().ids) for each in both] == [5, 4]
     engine.close()
@@ -173,8 +172,7 @@ def test_what_cannot_be_done_is_refused_before_it_runs(engine, options, says) ->
 
 def test_without_a_tokenizer_there_is_no_text(tiny) -> None:
     """Tokens come all the same; stop texts are refused."""
-    engine = Engine(tiny[0])
-    engine.start()
+    engine = started(tiny[0])
     assert ask(engine, (5, 6), max_tokens=4).wait().text == ""
     with pytest.raises(OptionError, match="no tokenizer"):
         ask(engine, (5,), stop=("x",))
@@ -183,8 +181,7 @@ def test_without_a_tokenizer_there_is_no_text(tiny) -> None:
 
 def test_only_so_many_may_wait(tiny) -> None:
     """One runs, two wait, the fourth is told to come later; an id may be used again when its request has ended."""
-    engine = Engine(*tiny, max_batch=1, max_waiting=2)
-    engine.start()
+    engine = started(*tiny, max_batch=1, max_waiting=2)
     first = ask(engine, (5,), max_tokens=200)
     until(lambda: first.tokens)
     held = [ask(engine, (5,), max_tokens=2) for _ in range(2)]
@@ -210,8 +207,7 @@ def test_only_so_many_may_wait(tiny) -> None:
 def test_a_cancelled_request_leaves_and_the_others_stay(tiny, engine) -> None:
     """The one that runs and the one that waits; who stays gets the answer that it would have had."""
     model, _ = tiny
-    small = Engine(*tiny, max_batch=2)
-    small.start()
+    small = started(*tiny, max_batch=2)
     stays, goes, waits = (ask(small, each, max_tokens=120) for each in [(5, 6), (7,), (8,)])
     until(lambda: len(goes.tokens) > 3)
     waits.ticket.cancel()
@@ -307,8 +303,7 @@ def test_closing_finishes_what_was_accepted_and_refuses_the_rest(tiny) -> None:
 
 def test_closing_cancels_what_takes_too_long(tiny) -> None:
     """With no time to drain, everybody hears of an end at once."""
-    engine = Engine(*tiny, max_batch=1)
-    engine.start()
+    engine = started(*tiny, max_batch=1)
     asked = [ask(engine, (5,), max_tokens=200) for _ in range(3)]
     until(lambda: asked[0].tokens)
     engine.close(0.0)

@@ -18,6 +18,7 @@ from helpers_serve import (
     Answer,
     alone,
     ask,
+    started,
 )
 from helpers_waiting import PATIENCE, until
 
@@ -32,8 +33,7 @@ def test_two_hundred_requests_at_random_moments_with_random_cancels(tiny) -> Non
     """One in four is called off somewhere; the others have the answers of a run alone, in rows of their own."""
     model, tokenizer = tiny
     rng = random.Random(0)
-    engine = Engine(model, tokenizer, max_batch=24)
-    engine.start()
+    engine = started(model, tokenizer, max_batch=24)
     asked = []
     for index in range(200):
         prompt = tuple(rng.randrange(3, 384) for _ in range(rng.randrange(1, 12)))
@@ -70,8 +70,7 @@ def test_two_hundred_requests_at_random_moments_with_random_cancels(tiny) -> Non
 def test_sixty_four_threads_submit_at_once(tiny) -> None:
     """Who finds the queue full asks again; nobody is lost, told twice, or told on another thread than the engine's."""
     model, tokenizer = tiny
-    engine = Engine(model, tokenizer, max_batch=16, max_waiting=8)
-    engine.start()
+    engine = started(model, tokenizer, max_batch=16, max_waiting=8)
     answers: dict[str, list[Answer]] = {}
     together = threading.Barrier(64)
 
@@ -107,8 +106,7 @@ def _goes_in(engine, request, answer) -> bool:
 
 def test_closing_under_load_tells_everybody_once(tiny) -> None:
     """Threads go on submitting while it closes: what was accepted ends, what was not is refused."""
-    engine = Engine(*tiny, max_batch=8)
-    engine.start()
+    engine = started(*tiny, max_batch=8)
     accepted: list[Answer] = []
     refused = threading.Event()
 
@@ -138,8 +136,7 @@ def test_closing_under_load_tells_everybody_once(tiny) -> None:
 def test_the_cache_is_as_long_as_the_longest_row_and_goes_with_the_last(tiny) -> None:
     """Requests that overlap without end: columns that are padding in all rows are cut off, and nothing is kept."""
     model, tokenizer = tiny
-    engine = Engine(model, tokenizer)
-    engine.start()
+    engine = started(model, tokenizer)
     batch = engine._loop._batch
     widest = 0
     previous = Answer()
@@ -195,8 +192,7 @@ def test_an_engine_that_breaks_tells_everybody_and_takes_no_more(tiny, moment) -
 
 def test_a_listener_may_ask_call_off_act_and_close(tiny) -> None:
     """All from inside an event, on the engine's own thread, where waiting for it would never end."""
-    engine = Engine(*tiny)
-    engine.start()
+    engine = started(*tiny)
     other = ask(engine, (8, 9), max_tokens=200)
     second, acts = Answer(), []
 

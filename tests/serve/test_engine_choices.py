@@ -13,6 +13,7 @@ from helpers_serve import (
     ask,
     prompts,
     small_model,
+    started,
     tiny_tokenizer,
 )
 
@@ -99,8 +100,7 @@ def test_a_seed_decides_the_answer_whatever_shares_the_batch(tiny, engine) -> No
 def test_draws_follow_the_probabilities_of_the_model(tiny, engine) -> None:
     """400 draws of one token, against the probabilities that the model gives; top_k=2 and top_p cut the rest off."""
     model, _ = tiny
-    engine = Engine(model, max_batch=200)
-    engine.start()
+    engine = started(model, max_batch=200)
     with torch.no_grad():
         chances = model(torch.tensor([[9, 10]])).logits[0, -1].div(3.0).softmax(-1)
     drawn = [ask(engine, (9, 10), max_tokens=1, temperature=3.0) for _ in range(200)]
@@ -259,8 +259,7 @@ def test_short_numbers_tied_weights_and_several_end_tokens(tokenizer) -> None:
     ends = sorted({whole[20], whole[25]})
     model.generation_config.eos_token_id = ends
     first = min(whole.index(each) for each in ends)
-    engine = Engine(model, tokenizer)
-    engine.start()
+    engine = started(model, tokenizer)
     answer = ask(engine, states=StatesWanted(("model.layers.1",)), max_tokens=30, ignore_eos=False).wait()
     other = ask(engine, range(300, 340), max_tokens=30).wait()
     engine.close()

@@ -13,6 +13,7 @@ from helpers_serve import (
     ask,
     held_back,
     small_model,
+    started,
 )
 from helpers_waiting import PATIENCE, until
 
@@ -69,8 +70,7 @@ def test_a_module_that_sees_tokens_in_another_order_gives_states_to_nobody() -> 
 
         forward.__signature__ = __import__("inspect").signature(LlamaForCausalLM.forward)
 
-    engine = Engine(small_model("Llama", Mixing, num_hidden_layers=1))
-    engine.start()
+    engine = started(small_model("Llama", Mixing, num_hidden_layers=1))
     with pytest.raises(OptionError, match=r"'columns' has no output with a row for each token"):
         ask(engine, states=StatesWanted(("columns",)))
     found = ask(engine, states=StatesWanted(("rows",)), max_tokens=2).wait().finished.states["rows"]
@@ -195,8 +195,7 @@ class Slow:
 
 def test_forwards_go_on_while_a_hook_is_flushed(tiny, caplog) -> None:
     """Who removes it waits, and so does the end of the engine; what the close says is told."""
-    engine = Engine(*tiny, allow=None)
-    engine.start()
+    engine = started(*tiny, allow=None)
     live = engine.hooks.add({"target_modules": [LAYER], "hook_factory": Slow})
     removed = []
     thread = threading.Thread(target=lambda: removed.append(engine.hooks.remove(live.id)))

@@ -10,11 +10,11 @@ from helpers_serve import (
     Answer,
     alone,
     small_model,
+    started,
     states_alone,
 )
 
 from hookline.serve.generation_request import GenerationRequest, StatesWanted
-from hookline.serve.serving_engine import Engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,8 +35,7 @@ def model():
 def test_states_and_answers_on_a_gpu_are_those_of_a_run_alone(model) -> None:
     """Sixteen requests of different lengths that join and leave, every other with the states of two layers."""
     rng = random.Random(0)
-    engine = Engine(model)
-    engine.start()
+    engine = started(model)
     asked = []
     for index in range(16):
         prompt = tuple(rng.randrange(2000) for _ in range(rng.randrange(1, 60)))
@@ -59,8 +58,7 @@ def test_states_and_answers_on_a_gpu_are_those_of_a_run_alone(model) -> None:
 
 def test_a_seed_decides_on_a_gpu_too_and_leaves_its_random_stream_alone(model) -> None:
     """Draws are made on the host."""
-    engine = Engine(model)
-    engine.start()
+    engine = started(model)
     before = torch.cuda.get_rng_state()
     answers = [Answer(), Answer()]
     for index, answer in enumerate(answers):

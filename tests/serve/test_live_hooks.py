@@ -10,6 +10,7 @@ from helpers_serve import (
     alone,
     ask,
     held_back,
+    started,
 )
 from helpers_waiting import PATIENCE, until
 
@@ -204,8 +205,7 @@ def test_a_hook_that_raises_is_switched_off_and_requests_go_on(tiny, engine, cap
 @pytest.mark.parametrize("given", ["spec", "engine"])
 def test_a_spec_or_the_engine_may_ask_for_errors_to_be_raised(tiny, given) -> None:
     """The requests of that batch fail with the hook's own words, and the next is answered when it is off."""
-    engine = Engine(*tiny, allow=None, on_error="raise" if given == "engine" else "disable")
-    engine.start()
+    engine = started(*tiny, allow=None, on_error="raise" if given == "engine" else "disable")
     options = {"on_error": "raise"} if given == "spec" else {}
     live = engine.hooks.add(spec("counting", config={"fails_at": 2}, **options))
     answer = ask(engine, max_tokens=9).wait()

@@ -12,6 +12,7 @@ from helpers_serve import (
     ask,
     held_back,
     small_model,
+    started,
     states_alone,
 )
 from helpers_waiting import PATIENCE, until
@@ -146,8 +147,7 @@ def test_a_layer_that_is_not_there_is_refused_with_the_nearest(engine) -> None:
 def test_bytes_are_bounded_before_a_request_runs(tiny) -> None:
     """Two layers of 32 numbers of 4 bytes: 10 tokens fit in 2,560 bytes, 11 do not; a second waits for the first."""
     model, tokenizer = tiny
-    engine = Engine(model, tokenizer, captured_bytes=2560)
-    engine.start()
+    engine = started(model, tokenizer, captured_bytes=2560)
     both = StatesWanted(("model.layers.#",))
     with pytest.raises(OptionError, match=r"can come to 2,816 bytes, .* have 2,560"):
         ask(engine, range(5, 11), both, max_tokens=6)
@@ -329,7 +329,6 @@ def _assert_all(model, answer) -> None:
 
 @pytest.fixture(scope="module")
 def shared(tiny):
-    engine = Engine(*tiny, max_batch=4)
-    engine.start()
+    engine = started(*tiny, max_batch=4)
     yield engine
     engine.close(0.0)

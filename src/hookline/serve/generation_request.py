@@ -126,7 +126,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class StatesOfLayer:
-    """Hidden states of one layer, of one request alone; a copy that nobody else has."""
+    """Hidden states of one layer, of one request alone; a copy."""
 
     positions: list[int]
     """The position in the sequence of each row of ``values``, rising."""
@@ -136,7 +136,7 @@ class StatesOfLayer:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last that is heard of a request."""
+    """The last event of a request."""
 
     reason: Literal["stop", "length", "cancelled", "error"]
     """An end-of-text token or a stop text; ``max_tokens``; a cancel, or an engine that closed; a failure."""
@@ -147,7 +147,7 @@ class Finished:
     completion_tokens: int = 0
     """Tokens of the answer, the end-of-text token included."""
     error: str | None = None
-    """What failed, or who ended it."""
+    """The failure, or the reason for a cancel."""
     stop: str | None = None
     """The stop text that was met."""
 

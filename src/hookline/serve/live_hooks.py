@@ -222,7 +222,7 @@ class LiveHook:
 
 _Hooks = list[LiveHook]  # `LiveHooks` has a method of that name
 _Made = dict[int, CountingFactory | LiveHook]
-"""Those whose hooks are to be closed, each hook once, by its identity."""
+"""Owners of hooks that are to be closed; each hook once, by its identity."""
 
 
 class LiveHooks:
@@ -268,7 +268,7 @@ class LiveHooks:
                 is taken at its word.
             allow: What paths of factories may begin with, if not the engine's own list; None allows all.
             strict: Every pattern has to match; with False, one of them.
-            origin: Who asked for it.
+            origin: Where the spec came from.
 
         Raises:
             NotAllowedError, NoMatchError, OptionError, ValueError, AttributeError, ImportError: As `register_hooks`.
@@ -299,7 +299,7 @@ class LiveHooks:
             HookNameError: There is none of that id, or it is off already.
         """
         live, going = self._between(lambda: self._remove(id)).result()
-        self._close_made(going)  # here: who removes it waits until it has written all, and forwards do not
+        self._close_made(going)  # on this thread: the caller waits until all is written, forwards do not
         return live
 
     def list(self) -> _Hooks:
@@ -323,7 +323,9 @@ class LiveHooks:
     def wait_until_closed(self, patience_s: float | None = None) -> None:
         """Wait, `patience_s` for each, for removed hooks that other threads are closing."""
         for done, thread in tuple(self._closing.items()):
-            if thread != threading.get_ident():  # one that closes the engine in its own close waits for nobody
+            if (
+                thread != threading.get_ident()
+            ):  # a hook that closes the engine in its own close must not wait for itself
                 done.wait(patience_s)
 
     # -- between two forwards --------------------------------------------------------------------------------

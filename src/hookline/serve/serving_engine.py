@@ -38,7 +38,7 @@ logger = logging.getLogger("hookline.serve.serving_engine")
 T = TypeVar("T")
 
 _EXIT_S = 90.0
-"""How long a program that ends waits for an engine that nobody closed: hooks may take a minute to write all."""
+"""How long a program that ends waits for an engine that was not closed: hooks may take a minute to write all."""
 
 
 class Engine:
@@ -54,7 +54,7 @@ class Engine:
 
     New requests join between two steps. The answer of a request does not depend on what runs beside it, but for the
     rounding of sums that batches of other sizes add up in another order. A prompt is run in one piece, up to 16,384
-    tokens of prompts together: for as long as that takes, nobody gets a token, and nobody can be called off. A program
+    tokens of prompts together: for as long as that takes, no request gets a token, and none can be cancelled. A program
     that ends without `close` cancels what runs and has hooks write what they have.
 
     Args:
@@ -71,7 +71,7 @@ class Engine:
         captured_bytes: Hidden states that all running requests together may want. One that could want more than that
             by itself is refused; others wait until there is room, and requests that want none pass them meanwhile.
         allow: What paths of hook factories may begin with, for ``hooks``; None allows all.
-        on_error: What becomes of an exception in a hook whose spec does not say: ``"disable"``, ``"warn"`` or
+        on_error: What an exception in a hook does, unless its spec says: ``"disable"``, ``"warn"`` or
             ``"raise"``, which fails the requests of that batch.
     """
 
@@ -100,7 +100,7 @@ class Engine:
             captured_bytes=captured_bytes,
             has_text=tokenizer is not None,
         )
-        self._forward.forget()
+        self._forward.end_probe()
         self._gatherer = self._forward.gatherer = Gatherer(model, self._forward.device)
         self._loop = EngineLoop(self._forward, self._gatherer, max_batch=max_batch)
         self._eos = end_tokens(model, tokenizer)
@@ -142,7 +142,7 @@ class Engine:
         Args:
             request: What is asked.
             on_event: Called on the engine's thread with each `Token`, then once with `Finished`. It must not block: as
-                long as it runs, nobody gets a token. If it raises, that is logged, and the request cancelled.
+                long as it runs, no request gets a token. If it raises, that is logged, and the request cancelled.
 
         Raises:
             EngineBusy: As many wait as may.

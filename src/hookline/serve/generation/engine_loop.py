@@ -40,7 +40,7 @@ class EngineLoop:
         self._batch = RowBatch(forward)
         self._max_batch = max_batch
         self._entering: list[RequestRow] = []
-        """Those whose prompts are being run."""
+        """Rows with a prompt that is being run."""
         self.ended: Counter[str] = Counter()
         """Requests by how they ended."""
         self.answered = 0
@@ -54,8 +54,8 @@ class EngineLoop:
     def select_fitting(self, waiting: Sequence[RequestRow], bytes_left: int) -> list[RequestRow]:
         """Return the first rows of `waiting` that can be taken in together.
 
-        Who wants hidden states and has no room for them yet is passed by those who want none, and by nobody else: it
-        is still the first for the next place, so that it waits for room alone.
+        A row that waits for room for its hidden states is passed by rows that want none, and by no other: it is still
+        the first for the next place.
         """
         found: list[RequestRow] = []
         width = 0
@@ -101,7 +101,7 @@ class EngineLoop:
         try:
             with torch.inference_mode():
                 self._batch.join(joining)
-        except Exception as error:  # no memory, most likely; those who run are as they were
+        except Exception as error:  # no memory, most likely; the running rows are unchanged
             self._fail(joining.rows, error)
 
     def step(self) -> None:

@@ -161,7 +161,7 @@ class StateBuffer:
 
     def _room(self) -> Tensor:
         if self._values is None:
-            with torch.inference_mode(False):  # a tensor for anybody, also for autograd
+            with torch.inference_mode(False):  # an ordinary tensor, also for autograd
                 self._values = torch.empty((self._most, self._shape.features), dtype=self._shape.dtype)
         return self._values
 
@@ -180,7 +180,7 @@ class _Slice(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """What an observer has to take in the next forward."""
+    """The rows and columns that an observer takes in the next forward."""
 
     table: BatchRows
     columns: int
@@ -219,9 +219,9 @@ class _Observer:
 
     def _take(self, value: Any) -> None:
         expected = self.expected
-        if expected is None:  # nobody wants this forward, or the module is called again in it
+        if expected is None:  # no row is wanted, or the module is called again in this forward
             return
-        if current_rows() is not expected.table:  # somebody else runs the same model, in a thread of theirs
+        if current_rows() is not expected.table:  # another thread runs the same model
             return
         self.expected = None
         try:
@@ -230,7 +230,7 @@ class _Observer:
                 raise OptionError(f"the {self.source.of} of {self.source.name!r} has no row for each token here")
             picked = tokens.index_select(0, expected.indices.to(tokens.device))
             self.found = _to_host(picked, self._device), expected.slices
-        except Exception as error:  # of those who asked, not of the batch
+        except Exception as error:  # fails the requests that asked, not the batch
             for each in expected.slices:
                 each.states.error = str(error)
 

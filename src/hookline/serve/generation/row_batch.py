@@ -64,17 +64,17 @@ class BatchForward:
         self.device: torch.device = embedding.weight.device
         head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
         self._ends = [module for module in (inner, head) if module is not None]
-        """The modules that see logits, of all columns only if somebody looks."""
+        """The modules that see logits; all columns are computed only if one of them has hooks."""
         self._takes_positions = "position_ids" in takes
         self._may_keep_last = "logits_to_keep" in takes
         self._new_cache = _cache_class()
         self.is_compiled = is_compiled(model)
-        self._is_tried = True
-        """Whether it is being tried out, where every column is looked at."""
+        self._is_probed = True
+        """Whether the model is being probed, which needs the logits of every column."""
 
-    def forget(self) -> None:
+    def end_probe(self) -> None:
         """Reset the counts after the probe."""
-        self._is_tried = False
+        self._is_probed = False
         self.counts.clear()
         self.seconds = 0.0
 
@@ -99,7 +99,7 @@ class BatchForward:
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if self._takes_positions:
             options["position_ids"] = torch.tensor(positions, device=self.device)
-        if self._may_keep_last and not self._is_watched():
+        if self._may_keep_last and not self._has_hooks_at_end():
             options["logits_to_keep"] = 1  # of a prompt of 8,000 tokens and a vocabulary of 128,000, 4 GB less
         start = time.perf_counter()
         if self.gatherer is not None:
@@ -114,8 +114,8 @@ class BatchForward:
         self.seconds += time.perf_counter() - start
         return logits
 
-    def _is_watched(self) -> bool:
-        if self._is_tried:
+    def _has_hooks_at_end(self) -> bool:
+        if self._is_probed:
             return True
         tables = (existing_hooks(module) for module in self._ends)
         return any(table is not None and any(True for _ in table.entries()) for table in tables)
@@ -203,14 +203,14 @@ class RowBatch:
                     mine.keys = _stacked(mine.keys, theirs.keys, width)
                     mine.values = _stacked(mine.values, theirs.values, width)
         except BaseException:
-            self._part()
+            self._undo_join()
             raise
         self.pads = [left + width - self.width for left in self.pads]
         self.pads += [left + width - other.width for left in other.pads]
         self.rows += other.rows
         self.width = width
 
-    def _part(self) -> None:
+    def _undo_join(self) -> None:
         """Undo a join that failed in some layers; needs no memory."""
         rows, width = len(self.rows), self.width
         for layer in self._cache.layers:

@@ -26,7 +26,7 @@ class _AnswerBody(BaseModel):
 
 
 class ErrorText(_AnswerBody):
-    """What went wrong."""
+    """The error."""
 
     message: str
     """What was asked, what was found, what to do."""
@@ -60,7 +60,7 @@ class StatesAnswer(_AnswerBody):
 
 
 class HooksAnswer(_AnswerBody):
-    """What the hooks of this request found."""
+    """Results of the hooks of this request."""
 
     hidden_states: dict[str, StatesAnswer]
 
@@ -85,7 +85,7 @@ class Choice(_AnswerBody):
 
 
 class Usage(_AnswerBody):
-    """How many tokens."""
+    """Counts of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -104,7 +104,7 @@ class Completion(_AnswerBody):
 
 
 class FinishReason(_AnswerBody):
-    """Why an answer ended."""
+    """The reason for the end of an answer."""
 
     type: Literal["stop", "length"]
 
@@ -156,7 +156,7 @@ class HookAnswer(_AnswerBody):
 
 
 class HookList(_AnswerBody):
-    """What is attached."""
+    """The attached hooks."""
 
     hooks: list[HookAnswer]
 
@@ -178,6 +178,6 @@ class ModelList(_AnswerBody):
 
 
 class Health(_AnswerBody):
-    """Whether the server takes requests."""
+    """The state of the server."""
 
     status: Literal["loading", "ready", "draining", "failed"]

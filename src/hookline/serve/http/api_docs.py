@@ -164,8 +164,8 @@ def _answers(openapi: Mapping[str, Any], responses: Mapping[str, Any]) -> str:
     for status, answer in responses.items():
         kinds = ", ".join(f"<code>{escape(kind)}</code>" for kind in answer.get("content", {}))
         rows.append(f"<tr><td>{escape(status)}</td><td>{kinds}</td><td>{escape(answer['description'])}</td></tr>")
-    told = responses.get("200") or responses.get("201") or {}
-    schema = told.get("content", {}).get("application/json", {}).get("schema")
+    success = responses.get("200") or responses.get("201") or {}
+    schema = success.get("content", {}).get("application/json", {}).get("schema")
     table = f"<table>{''.join(rows)}</table>"
     return table if schema is None else table + _table(openapi, schema)
 

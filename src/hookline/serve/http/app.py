@@ -67,7 +67,7 @@ def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
 def _version() -> str:
     try:
         return version("hookline")
-    except PackageNotFoundError:  # its files lie on the path, and nobody installed it
+    except PackageNotFoundError:  # its files are on the path, but it is not installed
         return "unknown"
 
 
@@ -198,7 +198,7 @@ def _methods_at(http: HttpRequest) -> set[str]:
 
 
 async def _on_bug(_: HttpRequest, error: Exception) -> Any:
-    # What went wrong inside is in the server's log, with its traceback; it is nobody else's business.
+    # The details are in the server's log, with the traceback; clients get the type alone.
     return _refused(Refused(500, f"The server failed on this request ({type(error).__name__}); see its log."))
 
 

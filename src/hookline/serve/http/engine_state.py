@@ -128,32 +128,32 @@ class RunningRequest:
         self.answers = [AnswerSoFar(request) for request in requests]
         self._every_token = every_token
         self._loop = asyncio.get_running_loop()
-        self._heard: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         try:
             for index, request in enumerate(requests):
-                self._tickets.append(engine.submit(request, partial(self.hear, index)))
+                self._tickets.append(engine.submit(request, partial(self.on_event, index)))
         except Exception:  # there was room for some of them: all or none
             self.cancel()
             raise
 
-    def hear(self, index: int, event: Event) -> None:
+    def on_event(self, index: int, event: Event) -> None:
         """Take an event of sequence `index`; called on the engine's thread, so it must not wait."""
         if isinstance(event, Token):
             # A list of Python may be appended to by one thread and read by another.
             self.answers[index].tokens.append(event)
             if not self._every_token:
-                return  # waking the event loop costs about 20 µs, and nobody waits for this token
+                return  # waking the event loop costs about 20 µs, and this token is read later
         try:
-            self._loop.call_soon_threadsafe(self._heard.put_nowait, (index, event))
-        except RuntimeError:  # the event loop has gone, and with it whoever asked
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+        except RuntimeError:  # the event loop has ended, and with it the client's connection
             self.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yield events until all sequences have ended."""
         open_ones = len(self.answers)
         while open_ones:
-            index, event = await self._heard.get()
+            index, event = await self._events.get()
             if isinstance(event, Finished):
                 self.answers[index].finished = event
                 open_ones -= 1

@@ -57,12 +57,12 @@ class _SafetensorsFile:
 
     def put(self, index: int, states: Mapping[str, StatesOfLayer]) -> dict[str, Any]:
         """Keep the states of one answer; return their description for JSON."""
-        told = {}
+        facts = {}
         for layer, found in states.items():
             name = f"{index}/{layer}"
             self._tensors[name] = found.values.contiguous()
-            told[layer] = {**_facts(found), "tensor": name}
-        return told
+            facts[layer] = {**_facts(found), "tensor": name}
+        return facts
 
     def to_bytes(self, answer: Mapping[str, Any] | Sequence[Any]) -> bytes:
         """Return the file; the JSON answer is ``answer`` in its metadata."""
@@ -86,7 +86,7 @@ def _raw(values: Tensor) -> bytes:
 
 
 _GONE = 499
-"""For the metrics alone: nobody is there to read it."""
+"""Status for the metrics alone: the client has disconnected."""
 
 
 class AnswerFormat:
@@ -115,7 +115,7 @@ async def answer(http: HttpRequest, serving: Serving, asked: ParsedRequest, form
     answers = await _unless_gone(http, running)
     if answers is None:
         return Response(status_code=_GONE)
-    if asked.has_states:  # in a thread: a hundred megabytes of them would keep everybody else waiting
+    if asked.has_states:  # in a thread: a hundred megabytes of them would block all other clients
         return await asyncio.to_thread(_response, asked, form, answers)
     return _response(asked, form, answers)
 
@@ -143,7 +143,7 @@ def _start(http: HttpRequest, serving: Serving, asked: ParsedRequest, *, every_t
     try:
         running = RunningRequest(serving.ready(), asked.requests, every_token=every_token)
     except EngineClosed:
-        serving.has_failed = not serving.is_draining  # nobody has closed it
+        serving.has_failed = not serving.is_draining  # it was not closed on purpose
         raise
     http.scope.setdefault(AT_THE_END, []).append(running.cancel)
     return running
@@ -286,10 +286,10 @@ class GenerateFormat(AnswerFormat):
 
     def whole(self, answers: Sequence[AnswerSoFar], hooks: Sequence[Any]) -> Any:
         """Return one object, or a list."""
-        told = [
+        made = [
             self._one(answer, answer.tokens, answer.text, found) for answer, found in zip(answers, hooks, strict=True)
         ]
-        return told[0] if self._parsed.is_one else told
+        return made[0] if self._parsed.is_one else made
 
     def piece(self, index: int, answer: AnswerSoFar, event: Token | Finished, hooks: Any) -> Any | None:
         """Return the answer so far."""
@@ -298,8 +298,8 @@ class GenerateFormat(AnswerFormat):
             self._heard[index] += 1  # the engine's thread may be ahead of us
             if not event.text:
                 return None
-        told = self._one(answer, answer.tokens[: self._heard[index]], self._so_far[index], hooks)
-        return told if self._parsed.is_one else {**told, "index": index}
+        made = self._one(answer, answer.tokens[: self._heard[index]], self._so_far[index], hooks)
+        return made if self._parsed.is_one else {**made, "index": index}
 
     def _one(self, answer: AnswerSoFar, tokens: Sequence[Token], text: str, hooks: Any) -> dict[str, Any]:
         finished = answer.finished
@@ -311,8 +311,8 @@ class GenerateFormat(AnswerFormat):
         }
         if answer.request.logprobs is not None:
             meta["output_token_logprobs"] = [[_finite(token.logprob), token.id] for token in tokens]
-        told = {"text": text, "output_ids": [token.id for token in tokens], "meta_info": meta}
-        return told if hooks is None else {**told, "hooks": hooks}
+        made = {"text": text, "output_ids": [token.id for token in tokens], "meta_info": meta}
+        return made if hooks is None else {**made, "hooks": hooks}
 
 
 def _finite(value: float | None) -> float | None:

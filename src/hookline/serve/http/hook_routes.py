@@ -1,7 +1,7 @@
 """Attach, list and remove hooks over HTTP: between two forwards, on the engine's own thread.
 
-The app calls `HookRoutes`, which asks the engine's `LiveHooks`. A spec that comes over HTTP is a stranger's: its
-factory has to be on the allow-list, its paths in the export folder.
+The app calls `HookRoutes`, which asks the engine's `LiveHooks`. A spec that comes over HTTP is not
+trusted: its factory has to be on the allow-list, its paths in the export folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def spec_from_body(body: HookBody, settings: Settings) -> HookSpec:
     Recipe: ``spec_from_body(HookBody(target_modules=["*"], hook_factory="hookline.factories:log_shapes"), settings)``.
 
     Raises:
-        NotAllowedError: It names what strangers may not.
+        NotAllowedError: It names a factory or a path that HTTP clients may not use.
         OptionError: It says what no spec can.
     """
     _check_plain(body.config)
@@ -185,19 +185,19 @@ class HookRoutes:
         except Exception as error:  # the factory's own, or that of importing it
             logger.info("hook %r was not attached", spec.name, exc_info=error)
             raise Refused(400, _failed(spec, error), param="$.hook_factory") from error
-        told = self._to_json(live)
-        logger.info("hook %s (%s) is attached: %s", told["id"], told["hook_factory"], ", ".join(told["matched"]))
-        return told
+        shown = self._to_json(live)
+        logger.info("hook %s (%s) is attached: %s", shown["id"], shown["hook_factory"], ", ".join(shown["matched"]))
+        return shown
 
     async def remove(self, id: str) -> dict[str, Any]:
         """Remove one hook."""
         hooks = self._serving.ready().hooks
         try:
-            told = self._to_json(await self._serving.between_forwards(partial(hooks.remove, id)))
+            shown = self._to_json(await self._serving.between_forwards(partial(hooks.remove, id)))
         except HookNameError as error:
             raise Refused(404, str(error)) from None
-        logger.info("hook %s (%s) is taken off", told["id"], told["hook_factory"])
-        return told
+        logger.info("hook %s (%s) is taken off", shown["id"], shown["hook_factory"])
+        return shown
 
     def _to_json(self, live: LiveHook) -> dict[str, Any]:
         return hook_to_json(live, self._settings.export_dir)
@@ -207,7 +207,7 @@ class HookRoutes:
         if self._serving.status != "ready":
             return []
         hooks = self._serving.ready().hooks
-        metrics = await self._serving.on_engine(hooks.metrics)  # anybody may ask, as often as they like
+        metrics = await self._serving.on_engine(hooks.metrics)  # clients may ask as often as they like
         return [(self._to_json(each), metrics.get(each.id, {})) for each in hooks.list()]
 
 

@@ -30,7 +30,7 @@ class Settings:
     model_name: str = "model"
     """What ``/v1/models`` calls the model; a request that names another is refused."""
     token: str | None = None
-    """What ``Authorization: Bearer`` has to say; without one nobody changes hooks over HTTP."""
+    """The value of ``Authorization: Bearer``; without one, hooks cannot be changed over HTTP."""
     protect: Protect = "hooks"
     """What needs the token: changing hooks, or everything but ``/health``."""
     allow: tuple[str, ...] = ("hookline.factories",)

@@ -37,7 +37,7 @@ _LIMIT: Final = 1 << 31
 _INT64: Final = (1 << 63) - 1
 _MOST_KEYS: Final = 64
 """Of one object; the largest body that there is has half as many. Without a bound, 300 000 unknown keys of a body
-of 4 MB kept everybody waiting for 6 s. For the same reason lists end at their first mistake: 20 s and 2 GB without."""
+of 4 MB blocked all clients for 6 s. For the same reason lists end at their first mistake: 20 s and 2 GB without."""
 
 TokenId = Annotated[int, Field(ge=0, lt=_LIMIT)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -70,7 +70,7 @@ class _RequestBody(BaseModel):
 
 
 class HiddenStatesBody(_RequestBody):
-    """Which hidden states of this request to send back."""
+    """The hidden states of this request to send back."""
 
     layers: Texts
     """Modules, by name or pattern: ``model.layers.#`` are all blocks, ``model.norm`` the last norm."""
@@ -93,7 +93,7 @@ class RequestHooks(_RequestBody):
 
 
 class StreamOptions(_RequestBody):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     """One more event before the end, with the usage."""
@@ -148,7 +148,7 @@ class CompletionBody(_RequestBody):
 
 
 class SamplingParams(_RequestBody):
-    """How ``/generate`` chooses tokens."""
+    """Options of sampling for ``/generate``."""
 
     max_new_tokens: Length | None = None
     """The longest answer, in tokens; 128 if left out. 0 runs the prompt alone, for its hidden states."""

@@ -1,7 +1,7 @@
 """Check the token, bound the body and measure the time of each request, before FastAPI sees it.
 
 uvicorn calls `Gate`, which calls the app. It is outside of FastAPI because FastAPI reads the whole body first: a
-stranger could make it read gigabytes, and would learn whether they parse.
+client without the token could make it read gigabytes, and would learn whether they parse.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 Observe = Callable[[str, str, int, float], None]
-"""Told method, route, status and seconds of every request."""
+"""Takes method, route, status and seconds of every request."""
 
 AT_THE_END: Final = "hookline.at_the_end"
 """In the scope of a request: what to call when it is over, also when its client has gone in the middle of a stream."""
@@ -106,8 +106,10 @@ class _Body:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """The next piece. A body that is too large or too slow has no end: what came of it may be valid JSON, and must
-        not be done; what FastAPI answers to that is not sent."""
+        """Return the next piece; raise for a body that is too large or too slow.
+
+        What came of such a body may be valid JSON, and must not be done; what FastAPI answers to it is not sent.
+        """
         if self._ended:  # what comes now is the end of the connection, whenever that is
             return await self._receive()
         message = await self._next()
