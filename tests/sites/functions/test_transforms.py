@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -175,6 +176,9 @@ def test_code_is_compiled_while_operators_have_hooks() -> None:
             warnings.simplefilter("ignore", hl.HooklineWarning)  # once in a process: another test may have had it
             found = run(x)
     assert torch.equal(found, vector(x))
+    torch._dynamo.reset()
+    with ThreadPoolExecutor() as pool:  # warnings are errors: torch has not kept our kernel as that of the operator
+        pool.submit(lambda: torch.compile(vector, backend="aot_eager")(x).sum().backward()).result()
 
 
 @pytest.mark.parametrize(
