@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 
-__all__ = ["Noting", "differences", "left_by", "linear_experiment", "noting", "rich_experiment", "seed_everything"]
+__all__ = ["Noting", "left_by", "linear_experiment", "noting", "rich_experiment", "seed_everything"]
 
 
 def seed_everything(seed: int = 0) -> None:
@@ -105,9 +105,3 @@ def left_by(experiment: hl.Experiment) -> dict[str, Tensor]:
     if getattr(experiment.loader, "generator", None) is not None:
         left["loader"] = experiment.loader.generator.get_state()
     return left
-
-
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of what is not the same to the last bit."""
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Step", "differences", "plain_step", "train"]
+__all__ = ["Step", "differences", "nested_differences", "plain_step", "train"]
 
 Step = Callable[[nn.Sequential, Tensor, Tensor], None]
 """Runs one forward and one backward."""
@@ -43,3 +44,17 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Names of what is not the same to the last bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def nested_differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """Return the places, such as ``/optimizer/state/0``, at which two nested states differ in a bit."""
+    if isinstance(one, Tensor):
+        return [] if torch.equal(one, other) else [path]
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return [found for key in one for found in nested_differences(one[key], other[key], f"{path}/{key}")]
+    if isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        pairs = enumerate(zip(one, other, strict=True))
+        return [found for index, pair in pairs for found in nested_differences(*pair, f"{path}/{index}")]
+    return [] if one == other else [path]

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from helpers_models import Args, Fn, Scale, assert_same_grads, leaf, logger, mlp, twin
+from helpers_modules import HOOK_DICTS, assert_untouched
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 import hookline as hl
 
@@ -22,31 +22,6 @@ RUN_KINDS = [*FORWARD_KINDS, *GRADIENT_KINDS, "full_backward"]
 
 
 STATE_KINDS = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
-
-
-HOOK_DICTS = [
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-]
-
-
-GLOBAL_DICTS = [
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_forward_hooks_with_kwargs",
-    "_global_forward_hooks_always_called",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-]
 
 
 EDITING = pytest.mark.parametrize("editing", [False, True], ids=["observing", "editing"])
@@ -65,19 +40,6 @@ def gradient_spy(seen, *, editing=False):
             seen.append((grad_input, grad_output))
 
     return hook
-
-
-def assert_untouched(model):
-    """Every hook dictionary of every module is empty, and nothing else of ours is on the instance."""
-    plain = vars(nn.Linear(1, 1))
-    for name, module in model.named_modules():
-        for attribute in HOOK_DICTS:
-            assert not getattr(module, attribute), (name, attribute)
-        assert module._is_full_backward_hook == plain["_is_full_backward_hook"], name
-        assert "_call_impl" not in vars(module), name
-        assert "forward" not in vars(module), name
-    for attribute in GLOBAL_DICTS:
-        assert not getattr(torch_module, attribute), attribute
 
 
 # -- order ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 
-__all__ = ["BUILDERS", "differences", "make_policy", "make_tool", "new_trainer", "train"]
+__all__ = ["BUILDERS", "make_policy", "make_tool", "new_trainer", "train"]
 
 BUILDERS = {
     "relu": ("forward", hl.metta.attach_relu_activation_hooks),
@@ -76,12 +76,3 @@ def train(
         left[f"grad {name}"] = parameter.grad
         left |= {f"{key} {name}": torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
     return left | {"losses": torch.stack(losses), "random": torch.get_rng_state()}, metrics
-
-
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of what is not the same to the last bit, or on one side alone."""
-    return sorted(
-        name
-        for name in one.keys() | other.keys()
-        if name not in one or name not in other or not torch.equal(one[name], other[name])
-    )

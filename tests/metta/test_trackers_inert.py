@@ -6,7 +6,8 @@ import functools
 
 import pytest
 import torch
-from helpers_trackers import BUILDERS, differences, make_tool, train
+from helpers_house import differences
+from helpers_trackers import BUILDERS, make_tool, train
 from torch import Tensor
 
 import hookline as hl

@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from helpers_training import nested_differences
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import AdamW
@@ -190,25 +191,11 @@ class ObservedRun(Run):
             self.profiled = handles[-1].total.calls
 
 
-def differences(one, other, path=""):
-    """Where two nested states are not the same bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return [] if torch.equal(one, other) else [path]
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return [found for key in one for found in differences(one[key], other[key], f"{path}/{key}")]
-    if isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        pairs = enumerate(zip(one, other, strict=True))
-        return [found for index, pair in pairs for found in differences(*pair, f"{path}/{index}")]
-    return [] if one == other else [path]
-
-
 @pytest.mark.parametrize("observe", [True, False], ids=["observe", "returns_nothing"])
 def test_twenty_steps_with_every_observer_on_end_with_the_bits_of_the_plain_run(observe):
     """Losses, weights, buffers, gradients, AdamW's state and the random streams are identical; every observer fired."""
     observed = ObservedRun(observe=observe)
-    found = differences(observed.train(), plain())
+    found = nested_differences(observed.train(), plain())
     assert found == []
     once = ["activation grad", "activation and loss", "loss node pre", "activation node post", "all grads"]
     once += [f"{who} {kind}" for who in ("own", "every") for kind in STEP_KINDS]
@@ -233,7 +220,7 @@ def test_twenty_steps_with_every_observer_on_end_with_the_bits_of_the_plain_run(
 def test_a_checkpointed_run_with_every_observer_on_ends_with_the_bits_of_the_plain_run(use_reentrant):
     """The same with most of the forward repeated in the backward, dropout and all."""
     observed = ObservedRun(use_reentrant=use_reentrant)
-    found = differences(observed.train(), plain(use_reentrant))
+    found = nested_differences(observed.train(), plain(use_reentrant))
     assert found == []
     for label in ("param_grad", "leaf node", "Swish backward", "module backward", "functions backward", "pack"):
         assert observed.fired[label] >= STEPS, label
@@ -281,7 +268,7 @@ def test_one_hook_that_draws_a_random_number_is_found_out(put):
     run = Run()
     with put(run, draw):
         drawn = run.train()
-    found = differences(drawn, plain())
+    found = nested_differences(drawn, plain())
     assert "/torch" in found
     assert "/model/stem.weight" in found
 
@@ -294,6 +281,6 @@ def test_one_pack_function_that_draws_a_random_number_is_found_out():
             with hl.saved_tensors(lambda tensor: torch.rand(1) is None or tensor, lambda packed: packed):
                 return super().loss(batch, labels)
 
-    found = differences(Drawing().train(), plain())
+    found = nested_differences(Drawing().train(), plain())
     assert "/torch" in found
     assert "/model/stem.weight" in found

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_training import nested_differences
 from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -706,7 +707,7 @@ def test_a_hooked_optimizers_state_goes_into_another_and_back() -> None:
             attach_optimizer(optimizer, ignore, on=kind)
     source.step()
     target.load_state_dict(copy.deepcopy(source.state_dict()))
-    assert differences(source.state_dict(), target.state_dict()) == []
+    assert nested_differences(source.state_dict(), target.state_dict()) == []
 
 
 # -- errors and reports -----------------------------------------------------------------------------------------
@@ -801,17 +802,3 @@ def test_a_hook_that_never_had_a_step_comes_off_without_a_word() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attach_optimizer(optimizer, ignore).remove()
-
-
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two nested states are not the same bit for bit."""
-    if isinstance(one, Tensor):
-        return [] if torch.equal(one, other) else [path]
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return [found for key in one for found in differences(one[key], other[key], f"{path}/{key}")]
-    if isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        pairs = enumerate(zip(one, other, strict=True))
-        return [found for index, pair in pairs for found in differences(*pair, f"{path}/{index}")]
-    return [] if one == other else [path]

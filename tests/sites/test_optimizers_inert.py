@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_conformance_bits import differences
+from helpers_training import nested_differences
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -56,13 +56,13 @@ def read_quietly(optimizer: Optimizer, *args: object, site: hl.sites.OptimizerSi
 def test_training_with_observers_of_every_kind_ends_with_the_same_bits(options: dict[str, Any]) -> None:
     """Weights, buffers, optimizer state and the random stream after two dozen AdamW steps."""
     plain = train([], ignore, options)
-    assert differences(train(KINDS, read_quietly, options), plain) == []
-    assert differences(train(["step_pre", "step_post"], read_all, options), plain) == []
+    assert nested_differences(train(KINDS, read_quietly, options), plain) == []
+    assert nested_differences(train(["step_pre", "step_post"], read_all, options), plain) == []
     with (
         hl.attach_everywhere(read_all, on="step_pre", observe=True),
         hl.attach_everywhere(read_all, on="step_post"),
     ):
-        assert differences(train([], ignore, options), plain) == []
+        assert nested_differences(train([], ignore, options), plain) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,6 +72,6 @@ def test_a_hook_that_draws_one_random_number_is_found_out(kind: str) -> None:
     def draw(*args: object) -> None:
         torch.rand(1)
 
-    found = differences(train([kind], draw, {}), train([], ignore, {}))
+    found = nested_differences(train([kind], draw, {}), train([], ignore, {}))
     assert "/random" in found
     assert "/model/0.weight" in found

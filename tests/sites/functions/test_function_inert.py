@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from helpers_functions import KINDS, Pair, Scale, noting, sin_product
+from helpers_training import differences
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -98,11 +99,6 @@ def train(
     for name, parameter in model.named_parameters():
         left |= {f"{key} {name}": torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
     return {**left, "losses": torch.stack(losses), "random": torch.get_rng_state()}
-
-
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def hooks(target: Any, hook: Callable[..., Any] = reading, *, bare: bool = False, **options: Any) -> Hooking:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_loops import differences, left_by, linear_experiment, rich_experiment
+from helpers_loops import left_by, linear_experiment, rich_experiment
+from helpers_training import differences
 from torch import nn
 
 import hookline as hl

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_loops import differences, left_by, rich_experiment
+from helpers_loops import left_by, rich_experiment
+from helpers_training import differences
 from torch import nn
 from torch.utils.data import DataLoader
 

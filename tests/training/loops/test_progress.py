@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_loops import differences, left_by, rich_experiment
+from helpers_loops import left_by, rich_experiment
+from helpers_training import differences
 from rich.console import Console
 from torch import nn
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_loops import differences, left_by, linear_experiment, rich_experiment
+from helpers_loops import left_by, linear_experiment, rich_experiment
 from helpers_resume import (
     PASS,
     Sampled,
@@ -19,6 +19,7 @@ from helpers_resume import (
     uninterrupted,
     with_loader,
 )
+from helpers_training import differences
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 import hookline as hl

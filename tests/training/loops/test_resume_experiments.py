@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_loops import differences, left_by, linear_experiment, rich_experiment, seed_everything
+from helpers_loops import left_by, linear_experiment, rich_experiment, seed_everything
 from helpers_resume import (
     PASS,
     Sampled,
@@ -20,6 +20,7 @@ from helpers_resume import (
     train,
     uninterrupted,
 )
+from helpers_training import differences
 from torch import nn
 from torch.utils.data import DataLoader
 

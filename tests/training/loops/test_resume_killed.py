@@ -13,8 +13,8 @@ from pathlib import Path
 import helpers_resume
 import pytest
 import torch
-from helpers_loops import differences
 from helpers_resume import make, outcome, read_records, train
+from helpers_training import differences
 from helpers_waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")

@@ -13,8 +13,9 @@ from pathlib import Path
 import helpers_resume
 import pytest
 import torch
-from helpers_loops import differences, left_by, linear_experiment
+from helpers_loops import left_by, linear_experiment
 from helpers_resume import make, outcome, read_points, train
+from helpers_training import differences
 from helpers_waiting import PATIENCE
 
 import hookline as hl
