@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Final
 
-__all__ = ["caller_stacklevel", "close_names", "did_you_mean", "nearest_names", "short_repr", "suggest", "type_name"]
+__all__ = [
+    "caller_stacklevel", "close_names", "did_you_mean", "nearest_names", "short_repr", "suggest", "type_name",
+    "unknown_name_text",
+]  # fmt: skip
 
 _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _ALIKE: Final = 0.6
@@ -59,6 +62,11 @@ def suggest(text: object, names: Iterable[str], cutoff: float = 0.6) -> str:
 def did_you_mean(text: object, names: Iterable[str]) -> str:
     """Return the sentence ``" Did you mean 'name'?"`` for the name most like ``text``, or nothing."""
     return suggest(text, names).replace("; d", " D")
+
+
+def unknown_name_text(asked: str, names: Sequence[str], what: str = "There are") -> str:
+    """Return the end of an error about the unknown name ``asked``: the most similar of ``names``, then all of them."""
+    return f"{did_you_mean(asked, names)} {what}: {', '.join(names) or 'none'}."
 
 
 def nearest_names(text: str, names: Iterable[str], n: int = 4) -> list[str]:

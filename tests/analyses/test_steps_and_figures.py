@@ -310,3 +310,21 @@ def test_windows_keep_their_products_right_however_wide_their_rows_are(monkeypat
         kept = window.state()["rows"]
         assert kept.dtype == (torch.float64 if exact and limit else torch.float32)
         assert window.gib(vectors[0]) == kept.shape[0] * 300 * kept.element_size() / 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "is_bias"),
+    [
+        ("head.bias", True),
+        ("attention.in_proj_bias", True),
+        ("rnn.bias_ih_l0", True),
+        ("biases.0", True),
+        ("head.parametrizations.bias.original0", True),
+        ("head.weight", False),
+        ("unbiased_head.weight", False),
+        ("bias_net.parametrizations.weight.original", False),
+    ],
+)
+def test_the_last_part_of_a_name_says_whether_it_is_a_bias(name, is_bias):
+    """Not the name of a module that it is in."""
+    assert _vectors.is_bias(name) is is_bias

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
 
+import hookline as hl
 from hookline.analyses import BUILT_IN
+from hookline.cli import run_sinks
 
 QUIET = ("--silent", "--no-report")
 
@@ -135,6 +138,16 @@ def test_a_replayed_run_is_what_the_sink_would_have_written(tmp_path, to, name, 
     assert (folder / name).read_text() == there
 
 
+def test_an_unknown_sink_is_answered_with_all_there_are(capsys, monkeypatch):
+    """Those without a flag and those of other packages among them; the help of the command has the same names."""
+    assert run_here("replay", "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("console", "memory", "prometheus", "csv"))
+    monkeypatch.setattr(run_sinks, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
+    with pytest.raises(hl.errors.OptionError, match=r"Did you mean 'memory'\? There are: .*console.*memory.*postgres"):
+        run_sinks.sink_class("memry")
+
+
 def test_a_run_without_records_cannot_be_replayed(capsys):
     """As it had no hooks."""
     assert run_here("run", TINY, "--epochs", "1", "--hooks", "none", *QUIET) == 0
@@ -184,6 +197,7 @@ def test_a_new_sink_takes_metrics(tmp_path):
     [
         (("hook", "there.py"), "there.py is there already; take another name, or --force."),
         (("hook", "1st.py"), "A class cannot be named after '1st.py'"),
+        (("hook", "class.py"), "'class.py' is named after a keyword of Python, 'class': take another name."),
         (("hook", "there.py/x.py"), "cannot be written"),
     ],
 )

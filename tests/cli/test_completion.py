@@ -71,6 +71,8 @@ def of(line: str) -> list[str]:
         (f"run {EXPERIMENTS}:make_tiny --wid", ["--width"]),
         ("hooks nor", ["norms"]),
         ("replay runs/x --to pa", ["parquet"]),
+        ("replay runs/x --to mem", ["memory"]),
+        ("run mod_arithmetic --hook-sink mem", ["memory"]),
         ("schema ", ["run", "hooks", "server"]),
         ("new ", ["experiment", "hook", "sink"]),
         ("serve --protect ", ["hooks", "everything"]),

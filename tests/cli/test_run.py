@@ -233,7 +233,7 @@ def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
 
 def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
     """``[project.entry-points."hookline.sinks"]``."""
-    from hookline.cli import destinations
+    from hookline.cli import run_sinks
 
     class Point:
         name = "lines"
@@ -243,7 +243,7 @@ def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
 
             return load_object(f"{EXPERIMENTS}:LinesSink", wanted="a sink")
 
-    monkeypatch.setattr(destinations, "entry_points", lambda group: [Point()] if group == "hookline.sinks" else [])
+    monkeypatch.setattr(run_sinks, "entry_points", lambda group: [Point()] if group == "hookline.sinks" else [])
     assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET, "--hook-sink", "lines") == 0
     assert (tmp_path / "runs/tiny/forward/lines.txt").exists()
 

@@ -191,6 +191,14 @@ def test_without_an_experiment_the_rest_is_still_checked(experiment, words, comm
     assert len(said.strip().splitlines()) == 4
 
 
+def test_a_wrong_port_is_told_once(capsys):
+    """At the sink that has it, and at no other."""
+    Path("run.yaml").write_text(f"experiment: {TINY}\nsinks: {{csv: true, prometheus: 99999}}\n")
+    assert run_here("run", "run.yaml") == 2
+    said = capsys.readouterr().err
+    assert [path for _, path, _ in told(said, "run.yaml")] == ["$.sinks.prometheus"]
+
+
 def test_what_a_flag_says_instead_is_not_held_against_the_file(capsys):
     """Flags win, also over mistakes; the other mistakes are told."""
     Path("run.yaml").write_text(

@@ -6,6 +6,7 @@ Nothing here draws from the random streams of the run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -35,12 +36,17 @@ __all__ = [
 
 _CHUNK: Final = 1 << 20
 """Components that are made float64 at a time, 8 MiB of them."""
+_NO_NAME: Final = re.compile(r"(\.(\d+|original\d*))+$")
 _WIDE: Final = frozenset({torch.float32, torch.float64})
 
 
 def is_bias(name: str) -> bool:
-    """Return whether the parameter ``name`` is left out of flat gradients."""
-    return "bias" in name
+    """Return whether the parameter ``name`` is a bias: flat gradients leave it out.
+
+    The last part of the name decides, so that ``unbiased_head.weight`` is a weight. A number (``biases.0``, of a
+    ParameterList) and ``original0`` (of a parametrization) are no names.
+    """
+    return "bias" in _NO_NAME.sub("", name).rpartition(".")[2]
 
 
 def weight_names(*vectors: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ __all__ = ["CompletionOptions", "candidates", "completion", "print_candidates"]
 _SETS: Final = ("all", "observers", "interventions", "with_debug", "none")
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
 _LOOP: Final = ("--epochs", "--steps", "--snapshot-every", "--eval-every")
-_FILES: Final = ("FILE", "DIR", "PATH", "RUN", "RUN ...", "FILE:MODEL", "EXPERIMENT", "PKG.MOD:CLASS ...")
+_FILES: Final = ("FILE", "DIR", "PATH", "RUN", "RUN ...", "FILE:MODEL", "EXPERIMENT")
 """The words that stand for a file in the help of a flag."""
 _BREAKS: Final = ":="
 """Where bash begins another word: it replaces only what follows."""
@@ -190,7 +190,8 @@ class _Command:
             "--hook-config": lambda: [f"{hook}." for hook in _hooks()],
             "--dtype": lambda: [*_DTYPES],
             "--device": lambda: ["cpu", "cuda", "mps"],
-            "--to": lambda: [*_sinks()],
+            "--to": _sinks,
+            "--hook-sink": _sinks,
         }
         if name in known and (self.name, name) != ("serve", "--hooks"):
             words = known[name]()
@@ -257,9 +258,9 @@ def _hooks() -> list[str]:
 
 
 def _sinks() -> list[str]:
-    from hookline.cli.destinations import BUILT_IN
+    from hookline.cli.run_sinks import sink_names
 
-    return list(BUILT_IN)
+    return sink_names()
 
 
 # -- experiments, read and not run -----------------------------------------------------------------------------

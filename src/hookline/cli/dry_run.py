@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hookline.cli.destinations import sink_files
 from hookline.cli.main import DONE
 from hookline.cli.prepared_experiment import PreparedExperiment
 from hookline.cli.run_folder import LOG, newest_run, next_folder
 from hookline.cli.run_session import Prepared, Session
+from hookline.cli.run_sinks import sink_files
 from hookline.cli.screen import print_table, size, tell
 
 __all__ = ["dry_run", "memory_rows"]

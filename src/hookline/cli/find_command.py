@@ -11,7 +11,7 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from hookline.cli.load_object import in_shell, model_at
+from hookline.cli.load_object import model_at, with_shell_command
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
@@ -48,5 +48,5 @@ def find(arguments: Sequence[str]) -> int:
     try:
         tell(repr(sites.find(model, options.pattern, exclude=options.exclude)))
     except NoMatchError as error:
-        raise NoMatchError(in_shell(error, options.model)) from None
+        raise NoMatchError(with_shell_command(error, options.model)) from None
     return DONE

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from hookline.cli.load_object import load_object, nearest_text
+from hookline.cli.load_object import load_object
 from hookline.config.run_options import field_help
 from hookline.errors import ConfigError, OptionError
-from hookline.messages import did_you_mean
+from hookline.messages import did_you_mean, unknown_name_text
 
 if TYPE_CHECKING:
     from hookline.config.mistakes import Mistakes
@@ -32,11 +32,11 @@ class FoundExperiment:
     """Hold what is known of an experiment before it is made, and how to make it."""
 
     name: str
-    """What folders call it."""
+    """Name of its run folder."""
     path: str
     """What the user wrote."""
     make: Callable[[Any, str], Any]
-    """Makes it, of a configuration and a strategy: an `Experiment`, or something like one; or a `TrainTool`."""
+    """Takes a configuration and a strategy; returns an `Experiment`, an object like one, or a `TrainTool`."""
     loop: str | None = None
     """``"epoch"`` or ``"step"``; None if only the experiment itself knows."""
     config_class: type | None = None
@@ -47,14 +47,14 @@ class FoundExperiment:
 
     def chosen(self, strategy: str | None) -> list[str]:
         """Return the strategies to run, one after the other."""
-        known = list(self.strategies)
+        known = list(self.strategies) or ["default"]
         if strategy is None:
-            return known[:1] or ["default"]
+            return known[:1]
         if strategy == "all":
-            return known or ["default"]
-        if strategy not in (known or ["default"]):
+            return known
+        if strategy not in known:
             raise OptionError(
-                f"{self.name} has no strategy {strategy!r}.{nearest_text(strategy, [*(known or ['default']), 'all'])}"
+                f"{self.name} has no strategy {strategy!r}.{unknown_name_text(strategy, [*known, 'all'])}"
             )
         return [strategy]
 
@@ -67,8 +67,8 @@ def find_experiment(path: str) -> FoundExperiment:
         return replace(_found(load_object(EMBEDDED[path], wanted="an experiment"), path), name=path)
     if ":" not in path and "." not in path and "/" not in path:
         raise OptionError(
-            f"Unknown experiment {path!r}.{nearest_text(path, list(EMBEDDED))} One of your own: path/file.py:Class. "
-            "EXPERIMENT comes before its flags."
+            f"Unknown experiment {path!r}.{unknown_name_text(path, list(EMBEDDED))} One of your own: "
+            "path/file.py:Class. EXPERIMENT comes before its flags."
         )
     return _found(load_object(path, wanted="an experiment", pick=_experiments_of), path)
 
@@ -89,7 +89,7 @@ def _found(thing: Any, path: str) -> FoundExperiment:
     if callable(thing) and not hasattr(thing, "model"):
         return _of_function(thing, path)
     if hasattr(thing, "model") or _is_tool(thing):
-        # An object is what it is: there is one, so it runs in one strategy and is not made anew.
+        # The object exists already: every strategy would train the same one.
         return replace(_of_class(type(thing), path), make=lambda config, strategy: thing, config_class=None)
     raise OptionError(
         f"{path} is {thing!r}, and hookline run takes an Experiment (its class, a function that makes one, or one that "
@@ -171,24 +171,24 @@ class ConfigFlags:
 
     Recipe::
 
-        flags = ConfigFlags(Config, taken={"seed"})
+        flags = ConfigFlags(Config, flags={"seed"})
         values = tyro.cli(flags.dataclass({"epochs": 5}))
         config = flags.make(vars(values), {"seed": 3})
 
     Args:
         cls: The dataclass.
-        taken: Names that are flags of the command line already: such a field is no flag of its own, and gets the
-            value of the other.
+        flags: Names of hookline's own flags. A field of such a name becomes no second flag; it takes the value of
+            hookline's.
     """
 
-    def __init__(self, cls: type, taken: Collection[str] = ()) -> None:
+    def __init__(self, cls: type, flags: Collection[str] = ()) -> None:
         if not dataclasses.is_dataclass(cls):
             raise OptionError(f"config_class is a dataclass, whose fields become flags; got {cls!r}.")
         self.cls = cls
         self._fields = {one.name: one for one in dataclasses.fields(cls) if one.init}
         self._hints = typing.get_type_hints(cls, include_extras=True)
         self._help = field_help(cls)
-        self.shared = [name for name in self._fields if name in taken]
+        self.shared = [name for name in self._fields if name in flags]
         """The fields that take the value of a flag of the command line."""
 
     @property
@@ -196,8 +196,8 @@ class ConfigFlags:
         """The names of all fields."""
         return list(self._fields)
 
-    def on(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults of the fields that are switches."""
+    def switch_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults of the fields that are switches (bool), or their values in ``given``."""
         switches = [one for one in self._fields.values() if self._hints[one.name] is bool]
         return {one.name: given.get(one.name, one.default) for one in switches}
 
@@ -211,11 +211,18 @@ class ConfigFlags:
             made.append((name, hint, _default(one, given)))
         return dataclasses.make_dataclass(self.cls.__name__, made, kw_only=True)
 
-    def make(self, values: Mapping[str, Any], shared: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-        """Return the configuration."""
-        taken = {name: given[name] for name in self.shared if name in given}
-        taken |= {name: shared[name] for name in self.shared if shared[name] is not None}
-        return self.cls(**(dict(values) | taken))
+    def make(self, values: Mapping[str, Any], shared: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> Any:
+        """Return the configuration.
+
+        Args:
+            values: By field, what tyro has read.
+            shared: By name, the values of hookline's own flags; None where a flag is not given.
+            given: Values of the run file, for the fields in ``shared`` whose flag is not given.
+        """
+        given = given or {}
+        of_flags = {name: given[name] for name in self.shared if name in given}
+        of_flags |= {name: shared[name] for name in self.shared if shared[name] is not None}
+        return self.cls(**(dict(values) | of_flags))
 
     def valid(self, values: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
         """Return the values of a file, each as its field is declared; those that are wrong are left out."""

@@ -11,8 +11,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.cli.load_object import nearest_text
 from hookline.errors import HookNameError, OptionError
+from hookline.messages import unknown_name_text
 
 if TYPE_CHECKING:
     from hookline.config.mistakes import Mistakes
@@ -108,7 +108,7 @@ def _check_is_on(hook: str, hooks: Sequence[str] | None, said: str, *, unknown: 
 
     known = HookRegistry.known()
     if hook not in known:
-        raise HookNameError(f"{unknown}Unknown hook: {hook!r}.{nearest_text(hook, known, 'Available')}")
+        raise HookNameError(f"{unknown}Unknown hook: {hook!r}.{unknown_name_text(hook, known, 'Available')}")
     if hooks is not None and hook not in hooks:
         raise OptionError(
             f"{said} would have no effect: {hook} is not among the hooks of this run ({', '.join(hooks) or 'none'}); "
@@ -126,7 +126,7 @@ def _parameter(hook: str, name: str) -> tuple[inspect.Parameter, Any]:
     if name not in takes:
         if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
             return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY), inspect.Parameter.empty
-        raise OptionError(f"Hook {hook!r} takes no {name!r}.{nearest_text(name, takes, 'It takes')}")
+        raise OptionError(f"Hook {hook!r} takes no {name!r}.{unknown_name_text(name, takes, 'It takes')}")
     return parameters[name], _hints(cls).get(name, parameters[name].annotation)
 
 

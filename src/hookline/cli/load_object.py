@@ -1,7 +1,8 @@
 """Load the object that a name on the command line means: an experiment, a model, a hook, a sink.
 
-Commands call it with ``path/file.py:Name`` or ``package.module:Name``. An unknown name is an error with the names there
-are; an error inside a user's file comes through as it is.
+`find_experiment`, `run_hooks` and `run_sinks` call `load_object`, and the commands ``find`` and ``check`` call
+`model_at`, with ``path/file.py:Name`` or ``package.module:Name``. An unknown name is an error that lists the names
+there are; an error inside a user's file comes through as it is.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from types import ModuleType
 from typing import Any
 
 from hookline.errors import NoMatchError, OptionError
-from hookline.messages import did_you_mean
+from hookline.messages import unknown_name_text
 
-__all__ = ["in_shell", "load_object", "model_at", "nearest_text", "see_current_folder"]
+__all__ = ["add_current_folder_to_path", "load_object", "model_at", "with_shell_command"]
 
 
 def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence[str]] | None = None) -> Any:
     """Return the object at ``file.py:Name`` or ``package.module:Name``.
 
     Args:
-        path: Where it is.
-        wanted: What it is to be, for messages: ``"an experiment"``.
-        pick: Given a module without a name, which of its names would do; one alone is taken.
+        path: The file or module and the name: ``file.py:Name``.
+        wanted: What the object has to be, for messages: ``"an experiment"``.
+        pick: List the candidates when ``path`` has no ``:Name``; used if there is exactly one.
     """
     where, colon, name = path.rpartition(":") if _has_name(path) else (path, "", "")
     module = _load_file(Path(where)) if where.endswith(".py") else _import(where, wanted)
     if not colon:
-        choice = list(pick(module)) if pick is not None else []
-        if len(choice) != 1:
-            names = choice or _public_names(module)
+        candidates = list(pick(module)) if pick is not None else []
+        if len(candidates) != 1:
+            names = candidates or _public_names(module)
             raise OptionError(
                 f"{path} does not say which object is {wanted}: write {where}:NAME. There are: "
                 f"{', '.join(names) or 'none'}."
             )
-        name = choice[0]
+        name = candidates[0]
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise OptionError(f"{where} has no {name!r}.{nearest_text(name, _public_names(module))}")
+            raise OptionError(f"{where} has no {name!r}.{unknown_name_text(name, _public_names(module))}")
         found = getattr(found, part)
     return found
 
@@ -57,16 +58,16 @@ def _load_file(path: Path) -> ModuleType:
     """Run a file as a module, once; it can import what lies beside it."""
     if not path.is_file():
         near = [str(one) for one in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
-        raise OptionError(f"There is no file {path}.{nearest_text(str(path), near, 'Python files there')}")
+        raise OptionError(f"There is no file {path}.{unknown_name_text(str(path), near, 'Python files there')}")
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() else "hookline_file"
-    if _taken(name, path):
-        name = f"hookline_file_{name}"  # a file called `random.py` must not stand in front of Python's
+    if _is_taken(name, path):
+        name = f"hookline_file_{name}"  # a file called `random.py` must not hide Python's
     loaded = sys.modules.get(name)
     return loaded if loaded is not None and getattr(loaded, "__file__", None) == str(path) else _run(name, path)
 
 
-def _taken(name: str, path: Path) -> bool:
+def _is_taken(name: str, path: Path) -> bool:
     """Return whether another file is imported by that name."""
     loaded = sys.modules.get(name)
     if loaded is not None:
@@ -92,7 +93,7 @@ def _run(name: str, path: Path) -> ModuleType:
 
 
 def _import(name: str, wanted: str) -> ModuleType:
-    see_current_folder()
+    add_current_folder_to_path()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -107,8 +108,8 @@ def _import(name: str, wanted: str) -> ModuleType:
         raise OptionError(f"{name!r} is no name of a module; write file.py:NAME or package.module:NAME.") from None
 
 
-def see_current_folder() -> None:
-    """Add the current folder to the path of modules, as ``python -m`` does."""
+def add_current_folder_to_path() -> None:
+    """Add the current folder to ``sys.path``, as ``python -m`` does."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
@@ -126,16 +127,11 @@ def _is_own(value: Any, module: ModuleType) -> bool:
     return home == module.__name__
 
 
-def nearest_text(asked: str, names: Sequence[str], what: str = "There are") -> str:
-    """Return the end of an error about an unknown name: what may have been meant, and what there is."""
-    return f"{did_you_mean(asked, names)} {what}: {', '.join(names) or 'none'}."
-
-
 # -- models ----------------------------------------------------------------------------------------------------
 
 
-def in_shell(error: NoMatchError, model: str = "EXPERIMENT") -> str:
-    """Return the text of an error with the command that lists the modules of ``model``, in place of Python."""
+def with_shell_command(error: NoMatchError, model: str = "EXPERIMENT") -> str:
+    """Return the text of ``error`` with ``hookline find MODEL`` where it gives a line of Python."""
     from hookline.sites.targets import SEE_ALL
 
     return str(error).replace(SEE_ALL, f"See all: hookline find {shlex.quote(model)}")

@@ -63,7 +63,9 @@ def _write(kind: str, file: str, *, force: bool) -> tuple[Path, str]:
     path = Path(file if file.endswith(".py") else f"{file}.py")
     name = re.sub(r"\W+", "_", path.stem).strip("_").lower()
     cls = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-    if not cls.isidentifier() or keyword.iskeyword(name):
+    if keyword.iskeyword(name):
+        raise OptionError(f"{path.name!r} is named after a keyword of Python, {name!r}: take another name.")
+    if not cls.isidentifier():
         raise OptionError(f"A class cannot be named after {path.name!r}: begin it with a letter.")
     if path.exists() and not force:
         raise OptionError(f"{path} is there already; take another name, or --force.")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from hookline.cli.load_object import nearest_text
 from hookline.errors import OptionError
+from hookline.messages import unknown_name_text
 
 __all__ = ["choose_threads", "device_of", "dtype_of", "process_settings", "seed_everything"]
 
@@ -122,5 +122,5 @@ def dtype_of(name: str | None) -> Any:
     if name is None:
         return None
     if name.removeprefix("torch.") not in _DTYPES:
-        raise OptionError(f"--dtype {name}: parameters cannot be that.{nearest_text(name, _DTYPES)}")
+        raise OptionError(f"--dtype {name}: parameters cannot be that.{unknown_name_text(name, _DTYPES)}")
     return getattr(torch, name.removeprefix("torch."))

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.cli.destinations import destinations, sink_files
 from hookline.cli.main import DONE
 from hookline.cli.process_settings import device_of, dtype_of, process_settings
 from hookline.cli.run_folder import LOG
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
+from hookline.cli.run_sinks import sink_files, sink_maker
 from hookline.cli.screen import Screen, messages
 from hookline.errors import OptionError
 
@@ -63,7 +63,7 @@ def _prepare(request: Request, arguments: Sequence[str]) -> Prepared:
     return Prepared(
         request=request,
         hook_objects=request.hook_objects(),
-        make_sinks=destinations(options.sink, settings.sinks),
+        make_sinks=sink_maker(options.sink, settings.sinks),
         specs=request.module_specs(),
         device=device_of(options.training.device),
         dtype=dtype_of(options.training.dtype),

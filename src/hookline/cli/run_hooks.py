@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.hook_config import file_argument
-from hookline.cli.load_object import load_object, nearest_text, see_current_folder
+from hookline.cli.load_object import add_current_folder_to_path, load_object
 from hookline.errors import ConfigError, HookNameError, NoMatchError, OptionError
-from hookline.messages import type_name
+from hookline.messages import type_name, unknown_name_text
 
 if TYPE_CHECKING:
     from hookline.config.mistakes import Mistakes
@@ -86,7 +86,7 @@ def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: st
             f"--with-hooks {group}: {experiment} names no groups of hooks (hook_sets); choose hooks with --hooks NAME."
         )
     if group not in hook_sets:
-        raise HookNameError(f"Unknown group of hooks: {group!r}.{nearest_text(group, list(hook_sets), 'Groups')}")
+        raise HookNameError(f"Unknown group of hooks: {group!r}.{unknown_name_text(group, list(hook_sets), 'Groups')}")
     return [name for name in HookRegistry.resolve(hook_sets[group]) if not HookRegistry.get(name).debug]
 
 
@@ -132,13 +132,13 @@ class TrackerChoice:
 
     def check(self, model: Any) -> list[str]:
         """Return the names of the modules it would be on; an error says where the file asks for them."""
-        from hookline.cli.load_object import in_shell
+        from hookline.cli.load_object import with_shell_command
         from hookline.sites.targets import select
 
         try:
             chosen = select(model, list(self.targets), exclude=list(self.exclude) or None) if self.targets else []
         except NoMatchError as error:
-            raise ConfigError(f"{self.place}: {in_shell(error)}") from None
+            raise ConfigError(f"{self.place}: {with_shell_command(error)}") from None
         return [name for name, *_ in chosen]
 
 
@@ -279,7 +279,7 @@ def specs_of_file(file: str) -> list[PlacedSpec]:
 
 def check_factories(specs: Sequence[PlacedSpec]) -> list[dict[str, Any]]:
     """Return the specs; if a factory is not there, an error tells of all that are not."""
-    see_current_folder()
+    add_current_folder_to_path()
     wrong = [f"{place}: {text}" for place, spec in specs if (text := _wrong_factory(spec))]
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -293,7 +293,7 @@ def check_specs(specs: Sequence[Any], path: KeyPath, mistakes: Mistakes) -> None
     """
     from hookline.specs.hook_spec import HookSpec
 
-    see_current_folder()
+    add_current_folder_to_path()
     for number, entry in enumerate(specs):
         if HookSpec.faults(entry) or entry.get("enabled") is False:
             continue

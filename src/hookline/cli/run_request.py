@@ -109,12 +109,12 @@ class Request:
 
         A value that a flag replaces is not checked.
         """
-        from hookline.cli.destinations import destinations
         from hookline.cli.process_settings import device_of, dtype_of
+        from hookline.cli.run_sinks import sink_maker
 
         options, settings = self.options, self.settings
         self.hook_objects()
-        destinations(options.sink, settings.sinks, self._at)
+        sink_maker(options.sink, settings.sinks, self._at)
         check_specs(settings.specs, ("specs",), settings.mistakes)
         with self._at(["strategy"]):
             if self.found is not UNKNOWN:
@@ -240,7 +240,7 @@ def _second_look(
 ) -> Any:
     default = RunOptions(options.experiment).with_values(settings.flags)
     default.experiment = options.experiment
-    switches = flat(default) | ({} if flags is None else flags.on(given))
+    switches = flat(default) | ({} if flags is None else flags.switch_defaults(given))
     # Of a switch that is on, tyro knows --no-x alone.
     needed = [one for one in arguments if switches.get(one.removeprefix("--").replace("-", "_")) is not True]
     try:

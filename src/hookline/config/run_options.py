@@ -163,8 +163,9 @@ class SinkOptions:
     """Weights & Biases: a run per strategy, in one group."""
     hook_prometheus: Annotated[int | None, flag("PORT"), InFile("sinks.prometheus")] = None
     """A page of the newest values on a port of this machine."""
-    hook_sink: Annotated[tuple[str, ...], flag("PKG.MOD:CLASS ...")] = ()
-    """Sinks of your own: package.module:Class, file.py:Class, or the name of an entry point (hookline.sinks)."""
+    hook_sink: Annotated[tuple[str, ...], flag("NAME|PKG.MOD:CLASS ...")] = ()
+    """More sinks: package.module:Class, file.py:Class, the name of an entry point (hookline.sinks), or of a class of
+    hookline.sinks (memory: MemorySink)."""
 
 
 @dataclass

@@ -52,7 +52,7 @@ class StepSeries(list[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The metrics of one moment of a run.
+    """Metrics of one point and step of a run; a step may have several records, which ``number`` tells apart.
 
     Recipe: ``def write(self, record): print(record.step, record.metrics)`` in a sink.
     """
@@ -105,16 +105,21 @@ class MetricSink:
     made there anew from ``options()``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse a class with neither method before the run begins."""
-        if cls.emit is MetricSink.emit and cls.write is MetricSink.write:
-            raise HookSignatureError(
-                f"{cls.__name__} has to say what becomes of metrics: define emit(self, metrics, epoch, hook_point), "
-                "or write(self, record)."
-            )
+        """Refuse a class that lacks a method before the run begins."""
+        missing = cls._missing_methods()
+        if missing:
+            raise HookSignatureError(f"{cls.__name__} has to say what becomes of metrics: define {missing}.")
         return super().__new__(cls)
 
+    @classmethod
+    def _missing_methods(cls) -> str:
+        """Return what a subclass still has to define, for an error; nothing if it is complete."""
+        if cls.emit is MetricSink.emit and cls.write is MetricSink.write:
+            return "emit(self, metrics, epoch, hook_point), or write(self, record)"
+        return ""
+
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
-        """Take in the metrics of one moment: numbers, lists and dictionaries, by ``"hook/metric"``."""
+        """Take in the metrics of one record: numbers, lists and dictionaries, by ``"hook/metric"``."""
         raise NotImplementedError(f"{type(self).__name__} has to say what becomes of metrics: define emit().")
 
     def write(self, record: Record) -> None:
@@ -258,6 +263,12 @@ class RunSink(MetricSink):
         cls.check()
         return importlib.import_module(module)
 
+    @classmethod
+    def _missing_methods(cls) -> str:
+        if cls.write is RunSink.write and cls._write is RunSink._write:
+            return "_write(self, record), which emit and write of a RunSink call"
+        return ""
+
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Take in metrics of which only the epoch is known; it counts as the step."""
         self.write(Record(dict(metrics), epoch, hook_point, epoch, self._context.strategy, time=time.time()))
@@ -327,7 +338,10 @@ RowsType = TypeVar("RowsType", bound=Rows)
 
 
 class RowSink(RunSink, Generic[RowsType]):
-    """A sink whose state is a path and a number of rows; a subclass defines ``_create`` and ``_reopen``."""
+    """A sink whose state is a path and a number of rows; a subclass has an ``ending``.
+
+    It also defines ``_write``, ``_create`` and ``_reopen``.
+    """
 
     ending: ClassVar[str]
     """The ending of the file's name in the folder of a run."""
@@ -342,6 +356,17 @@ class RowSink(RunSink, Generic[RowsType]):
     def path(self) -> Path | None:
         """The file or folder that is being written; None before the first record, or checkpoint."""
         return None if self._rows is None else self._rows.path
+
+    @classmethod
+    def _missing_methods(cls) -> str:
+        base: type[RowSink[Any]] = RowSink
+        has = {
+            "ending": hasattr(cls, "ending"),
+            "_create(self, wanted)": cls._create is not base._create,
+            "_reopen(self, path, count)": cls._reopen is not base._reopen,
+        }
+        missing = [super()._missing_methods(), *(name for name, is_there in has.items() if not is_there)]
+        return "; ".join(filter(None, missing))
 
     def _create(self, wanted: Path) -> RowsType:
         """Return a new file at ``wanted``, or beside it."""

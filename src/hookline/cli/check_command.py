@@ -1,18 +1,18 @@
-"""Check a run file or a file of hooks (``hookline check``), and print the JSON Schemas of such files (``schema``).
+"""Check a run file, a list of hook specs or the settings of a server: ``hookline check``.
 
-`main` calls `check` and `schema`. Checking attaches nothing and calls no factory, but imports what the file names.
+`main` calls `check`, which attaches nothing and calls no factory, but imports what the file names. With ``--model`` it
+also makes the model.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from hookline.cli.load_object import model_at, see_current_folder
+from hookline.cli.load_object import add_current_folder_to_path, model_at
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.run_hooks import check_specs
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from hookline.config.read_settings import Document
     from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["CheckOptions", "SchemaOptions", "check", "schema"]
+__all__ = ["CheckOptions", "check"]
 
 
 @dataclass
 class CheckOptions:
     """Check a run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks).
 
-    Nothing is attached and no factory is called; the modules that the file names are imported.
+    Nothing is attached and no factory is called; the modules that the file names are imported. --model makes the model.
 
     Examples:
       hookline check run.yaml
@@ -55,7 +55,7 @@ def check(arguments: Sequence[str]) -> int:
     from hookline.config.spec_files import is_server_file
 
     document = read_document(options.config)
-    see_current_folder()
+    add_current_folder_to_path()
     warnings = _Warnings()
     model = None if options.model is None else model_at(options.model)
     if isinstance(document.values, list):
@@ -71,13 +71,13 @@ def check(arguments: Sequence[str]) -> int:
 
 
 class _Warnings:
-    """Print and count warnings: of what is allowed, and hardly meant."""
+    """Print and count warnings: about what is allowed, but probably a mistake."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def add(self, text: str) -> None:
-        """Print one."""
+        """Print the warning ``text``, and count it."""
         tell(f"warning: {text}")
         self._count += 1
 
@@ -90,7 +90,7 @@ class _Warnings:
 
 
 def _check_run(path: str) -> Request:
-    """Check a run file: everything that would be found out before training is found out now."""
+    """Check the run file at ``path`` as far as a run does before it trains; print what the file means."""
     from hookline.cli.run_request import first_look, read_request
     from hookline.cli.screen import messages
 
@@ -106,6 +106,7 @@ def _check_run(path: str) -> Request:
 
 
 def _check_trackers(objects: HookObjects, model: Any) -> None:
+    """Print a table of the trackers; raise if one finds nothing to count in ``model``."""
     rows = []
     for one in objects.trackers:
         matches = "(no --model given)" if model is None else ", ".join(one.check(model)) or "the layers of its kind"
@@ -118,7 +119,7 @@ def _check_trackers(objects: HookObjects, model: Any) -> None:
 
 
 def _valid_list(document: Document) -> list[dict[str, Any]]:
-    """Return the specs of a file that is a list of them; all that is wrong with them is raised at once."""
+    """Return the specs of ``document``, which is a list of them; raise one error with all mistakes."""
     from hookline.config.mistakes import Mistakes
     from hookline.config.spec_files import list_of_specs
 
@@ -150,7 +151,7 @@ def _check_server(document: Document, model: Any, warnings: _Warnings) -> None:
 
 
 def _show_specs(specs: Sequence[Mapping[str, Any]], model: Any, warnings: _Warnings) -> None:
-    """Print a table of specs that nothing is wrong with."""
+    """Print a table of ``specs``, which are checked already, with the modules of ``model`` that each matches."""
     from hookline.specs.hook_spec import HookSpec
 
     rows = []
@@ -180,28 +181,3 @@ def _matches(model: Any, spec: HookSpec, warnings: _Warnings) -> str:
         if find_sites(model, replace(spec, target_modules=(pattern,), exclude=None)) is None:
             warnings.add(f"hook {spec.name!r}: nothing matches {pattern!r}.")
     return ", ".join(name or "(the model)" for name in places.names)
-
-
-# -- schemas ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SchemaOptions:
-    """Print the JSON schema of a file that hookline reads, for editors.
-
-    Examples:
-      hookline schema > run.schema.json
-      hookline schema server > server.schema.json     # in server.json: "$schema": "server.schema.json"
-    """
-
-    file: Annotated[Positional[Literal["run", "hooks", "server"]], flag("[run|hooks|server]")] = "run"
-    """A run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks)."""
-
-
-def schema(arguments: Sequence[str]) -> int:
-    """Print the schema."""
-    options = parse(SchemaOptions, arguments, "schema")
-    from hookline.config.json_schema import schema_of
-
-    tell(json.dumps(schema_of(options.file), indent=2))
-    return DONE

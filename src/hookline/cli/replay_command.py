@@ -1,77 +1,35 @@
-"""Make the HTML page of runs (``hookline report``), and feed the records of a run to a sink (``hookline replay``).
+"""Feed the records of a run to another sink: ``hookline replay``.
 
-`main` calls `report` and `replay`; they find the folder of a run and call `hookline.report` and `hookline.sinks`.
+`main` calls `replay`, which finds the folder of the run, makes the sink and calls `hookline.sinks.replay_log`.
 """
 
 from __future__ import annotations
 
 import inspect
-import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from hookline.cli.destinations import FILES, sink_class
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.run_folder import LOG, read_run_json, run_folder
+from hookline.cli.run_sinks import FILES, check_package, sink_class, sink_names
 from hookline.cli.screen import tell
 from hookline.config.run_options import flag
 from hookline.errors import OptionError
 
-__all__ = ["ReplayOptions", "ReportOptions", "replay", "report"]
+__all__ = ["ReplayOptions", "replay"]
 
 _PATHS: Final = ("filepath", "path", "log_dir", "dir", "tracking_uri")
 """The arguments of sinks that say where they write."""
 
 
 @dataclass
-class ReportOptions:
-    """Make one HTML page of one or more runs; several are compared.
-
-    Examples:
-      hookline report runs/mod_arithmetic/random
-      hookline report runs/mod_arithmetic                     # all runs in it
-      hookline report runs/mod_arithmetic/random runs/mod_arithmetic/stride -o compared.html --open
-    """
-
-    runs: Annotated[Positional[tuple[str, ...]], flag("RUN ...")]
-    """Folders of runs, or folders that hold runs."""
-    output: Annotated[str | None, arg(metavar="FILE", aliases=("-o",), help_behavior_hint="")] = None
-    """Where the page goes; report.html in the first folder if left out."""
-    open: Annotated[bool, flag()] = False
-    """Show it in the browser."""
-
-
-def report(arguments: Sequence[str]) -> int:
-    """Make the page, and print where it is."""
-    options = parse(ReportOptions, arguments, "report")
-    if not options.runs:
-        raise OptionError("hookline report needs the folder of a run: hookline report runs/EXPERIMENT/STRATEGY.")
-    folders = [_folder(run) for run in options.runs]
-    from hookline.report.report_page import write_report
-
-    page = write_report(folders, None if options.output is None else Path(options.output))
-    tell(str(page))
-    if options.open:
-        webbrowser.open(page.resolve().as_uri())
-    return DONE
-
-
-def _folder(path: str) -> Path:
-    """Return the folder of the run that is meant, or `path` itself if it holds several runs."""
-    from hookline.report.report_runs import find_runs
-
-    folder = Path(path)
-    return folder if folder.is_dir() and len(find_runs([folder])) > 1 else run_folder(folder)
-
-
-@dataclass
 class ReplayOptions:
-    """Feed the records of a run to another destination, now that it is over or while it lasts.
+    """Feed the records of a run to another sink, after the run or while it lasts.
 
     Examples:
       hookline replay runs/mod_arithmetic/random --to tensorboard
@@ -81,8 +39,8 @@ class ReplayOptions:
 
     run: Annotated[Positional[str], flag("RUN")]
     """The folder of a run, or its records.jsonl."""
-    to: Annotated[str, flag("csv|jsonl|parquet|tensorboard|mlflow|wandb|PKG.MOD:CLASS")]
-    """Where to."""
+    to: Annotated[str, flag("|".join([*sink_names(), "PKG.MOD:CLASS"]))]
+    """The sink that gets the records."""
     into: Annotated[str | None, flag("PATH")] = None
     """The file or folder; in the run's folder if left out."""
     project: Annotated[str | None, flag("PROJECT")] = None
@@ -90,14 +48,12 @@ class ReplayOptions:
 
 
 def replay(arguments: Sequence[str]) -> int:
-    """Feed the records of a run to another sink."""
+    """Feed the records of the run to the sink, and print where they went."""
     options = parse(ReplayOptions, arguments, "replay")
     folder = run_folder(options.run)
     if not (folder / LOG).exists():
         raise OptionError(f"{folder} has no {LOG}: a run without hooks has no records to replay.")
-    cls = sink_class(options.to)
-    if hasattr(cls, "check"):
-        cls.check()
+    cls = check_package(sink_class(options.to))
     sink = cls(**_arguments(cls, options, folder))
     from hookline.sinks import replay_log
 
@@ -114,12 +70,13 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _usual_place(to: str, folder: Path, context: Mapping[str, Any]) -> Path | None:
-    """Return where a sink without a given place has written."""
+    """Return the file of ``folder`` that the sink ``to`` has written without ``--into``; None if there is none."""
     name = FILES.get(to, "").format(strategy=context.get("strategy", folder.name))
     return folder / name if name and (folder / name).exists() else None
 
 
 def _arguments(cls: Any, options: ReplayOptions, folder: Path) -> dict[str, Any]:
+    """Return the arguments that make a sink of class ``cls``."""
     takes = inspect.signature(cls).parameters
     found: dict[str, Any] = {}
     if options.into is not None:
@@ -135,7 +92,7 @@ def _arguments(cls: Any, options: ReplayOptions, folder: Path) -> dict[str, Any]
 
 
 def _store(into: str) -> str:
-    """Return the store for ``--into``; for a folder, a file in it: MLflow keeps its newer stores in a database."""
+    """Return the MLflow store for ``--into``: for a folder, the database in it, as newer versions of MLflow need."""
     if "://" in into or into.endswith(".db"):
         return into
     Path(into).mkdir(parents=True, exist_ok=True)
@@ -143,7 +100,7 @@ def _store(into: str) -> str:
 
 
 def _context(folder: Path) -> dict[str, Any]:
-    """Return the context that the run gave its sinks."""
+    """Return the arguments of ``set_run_context`` that the run gave its sinks."""
     facts = read_run_json(folder)
     if not facts:
         return {}
