@@ -34,6 +34,7 @@ BUILTINS = {
     "NotAllowedError": (PermissionError,),
     "ConfigError": (ValueError,),
     "CheckpointError": (RuntimeError,),
+    "RankError": (RuntimeError,),
     "ResumeError": (RuntimeError,),
     "NonFiniteError": (FloatingPointError, ArithmeticError),
     "EngineBusy": (RuntimeError,),

@@ -27,6 +27,9 @@ FUNCTIONS = _named(
         attached capture clip_gradients epoch_loop find freeze load_run load_runs patch profile record
         register_hooks rollback saved_tensors step_loop watch write_report
     """,
+        "distributed": """
+        gather_objects is_distributed rank_count reduce_metrics this_rank
+    """,
         "edits": """
         ablate mean_ablate replace scale steer swap
     """,
@@ -57,10 +60,13 @@ ERRORS = _named(
         "hookline": """
         HooklineError
     """,
+        "distributed": """
+        RankError
+    """,
         "errors": """
         CaptureError CheckpointError ConfigError EngineBusy EngineClosed GuardError HookCheckError HookNameError
         HookOrderError HookReturnError HookSignatureError HooksLeftError KindError LifecycleError MetricError
-        MissingPackageError NoMatchError NonFiniteError NotAllowedError OptionError ResumeError ScopeError
+        MissingPackageError NoMatchError NonFiniteError NotAllowedError OptionError RankError ResumeError ScopeError
         TargetError UnhookableError
     """,
     }
@@ -71,6 +77,9 @@ CLASSES = _named(
         Cache Checkpoints Experiment HandleSet HookHandle HookManager HookPoint HookRegistry HookSpec
         InterventionHook Kind MetricInfo MetricSink ModelDataContext Patch Profile Receipt RunDataContext Site
         StepSchedule TrainingHook Watch
+    """,
+        "distributed": """
+        Exchange
     """,
         "edits": """
         Edit
@@ -118,7 +127,10 @@ ALIASES = _named(
     }
 )
 WARNINGS = ["hookline.HooklineWarning", "errors.HookNeverFired"]
-LAZY = ["hookline", "factories", "guard", "metta", "observe", "report", "sglang", "sinks", "sites", "specs", "training"]
+LAZY = [
+    *("hookline", "distributed", "factories", "guard", "metta", "observe", "report", "sglang", "sinks", "sites"),
+    *("specs", "training"),
+]
 """Packages whose names are imported when first used; ``hookline`` itself stands for the top."""
 
 

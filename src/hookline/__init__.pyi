@@ -1,5 +1,6 @@
 """The public names of hookline, each with the module it lives in: the one list, for `_lazy` and for type checkers."""
 
+from hookline import distributed as distributed
 from hookline import edits as edits
 from hookline import errors as errors
 from hookline import factories as factories

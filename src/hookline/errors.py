@@ -23,6 +23,7 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── NotAllowedError     PermissionError      a path to code that configuration may not name
     ├── CheckpointError     RuntimeError         a checkpoint that cannot be written, or cannot be read
     ├── ResumeError         RuntimeError         a run that cannot go on from what was saved
+    ├── RankError           RuntimeError         ranks that did not come, or that do not fit together
     ├── EngineBusy          RuntimeError         a served model that has no room for one more request
     ├── EngineClosed        RuntimeError         a served model that takes no more requests
     ├── NonFiniteError      FloatingPointError   numbers that are none, where somebody asked to be stopped by them
@@ -56,6 +57,7 @@ __all__ = [
     "NonFiniteError",
     "NotAllowedError",
     "OptionError",
+    "RankError",
     "ResumeError",
     "ScopeError",
     "TargetError",
@@ -145,6 +147,23 @@ class CheckpointError(HooklineError, RuntimeError):
 
 class ResumeError(HooklineError, RuntimeError):
     """A run cannot go on from what was saved: another model, other settings, or someone else is at it."""
+
+
+class RankError(HooklineError, RuntimeError):
+    """Ranks of a distributed run did not come, failed, or do not fit together; the message names them."""
+
+    def __init__(self, text: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.ranks = ranks
+        """The ranks that failed, did not come, or differ from the rest, as far as is known."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An exception is made anew from its arguments alone; the ranks have to go with them.
+        return _rank_error, (str(self), self.ranks)
+
+
+def _rank_error(text: str, ranks: tuple[int, ...]) -> RankError:
+    return RankError(text, ranks=ranks)
 
 
 class EngineBusy(HooklineError, RuntimeError):

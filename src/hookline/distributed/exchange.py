@@ -1,0 +1,281 @@
+"""Reduce numbers of all ranks by name: one SUM and one MAX, whatever the number of names.
+
+`Watch` and `metric_rules` call it. Ranks agree once which names there are, how many numbers each has, and which ranks
+hold the same shard; `channels` does the communication.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+import hookline
+from hookline.distributed.channels import Channel, channel
+from hookline.distributed.ranks import gather_objects, in_words, is_distributed, rank_names, this_rank
+from hookline.errors import RankError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Agreed", "Exchange", "NamedPart", "Reduced"]
+
+_HEADER: Final = 3
+"""Numbers ahead of the MAX buffer: a flag, the digest of what was agreed, and its complement."""
+_STEADY, _NEW_NAMES, _FAILED = 0, 1, 2
+_made: Counter[str] = Counter()
+
+
+class NamedPart(NamedTuple):
+    """The numbers of one name on this rank: how many there are, and which shard they are of."""
+
+    name: str
+    added: int
+    """How many of the numbers that are added."""
+    kept: int
+    """How many of the numbers of which the largest is kept."""
+    shard: Hashable = None
+    """Ranks with the same shard hold the same numbers, which count once. None: every rank has numbers of its own."""
+
+
+class Holding(NamedTuple):
+    """One name, as all ranks agreed on it."""
+
+    added: slice
+    kept: slice
+    ranks: tuple[int, ...]
+    """The ranks that hold it."""
+    shards: int
+    """How many different shards there are."""
+    multiple: int
+    """How often each shard is in the sum."""
+
+
+@dataclass
+class Agreed:
+    """What all ranks agreed on: every name of any rank, and where its numbers are in the buffers."""
+
+    holdings: dict[str, Holding]
+    added: int
+    kept: int
+    digest: int
+    mine: tuple[NamedPart, ...]
+    """The parts that this rank declared."""
+    added_index: NDArray[np.int64]
+    added_factor: NDArray[np.float64]
+    kept_index: NDArray[np.int64]
+    divisor: NDArray[np.float64]
+
+
+class Reduced(NamedTuple):
+    """The numbers of all ranks: by ``agreed.holdings[name]``, slices of ``added`` and ``kept``."""
+
+    agreed: Agreed
+    added: NDArray[np.float64]
+    kept: NDArray[np.float64]
+
+
+class Exchange:
+    """Reduces the numbers of all ranks.
+
+    Recipe::
+
+        exchange = Exchange("my statistics", {"stats": ["mean"]})
+        parts = [NamedPart("layers.0", added=2, kept=1)]
+        reduced = exchange.reduce(parts, np.array([count, total]), np.array([largest]))
+        count, total = reduced.added[reduced.agreed.holdings["layers.0"].added]
+
+    All ranks have to make it, and call `reduce`, in the same order. Once names are agreed, a call is two collectives.
+
+    Args:
+        what: A few words for errors.
+        options: Values that have to be the same on all ranks; ranks that differ are named in a `RankError`.
+    """
+
+    def __init__(self, what: str, options: Mapping[str, Any] | None = None) -> None:
+        _made[what] += 1
+        self.what = what if _made[what] == 1 else f"{what} ({_made[what]})"
+        self._options = {key: repr(value) for key, value in (options or {}).items()}
+        self._agreed: Agreed | None = None
+        self._world: Any = None
+
+    def reduce(
+        self,
+        parts: Sequence[NamedPart],
+        added: NDArray[np.float64],
+        kept: NDArray[np.float64],
+        *,
+        failure: str | None = None,
+    ) -> Reduced:
+        """Return the sums of ``added`` and the largest of ``kept`` over all ranks, for every name of any rank.
+
+        Args:
+            parts: The names of this rank, in the order of their numbers.
+            added: Numbers to add up; those of ranks with the same shard count once. Whole numbers stay exact.
+            kept: Numbers of which to keep the largest; NaN is larger than any.
+            failure: What went wrong on this rank, if something did. Every rank then raises `RankError`.
+        """
+        mine = tuple(parts)
+        if not is_distributed():
+            if failure:
+                raise RankError(f"{self.what}: {failure}", ranks=(0,))
+            return Reduced(_agree([mine], 0), added, kept)
+        if self._world is not torch.distributed.group.WORLD:
+            self._agreed, self._world = None, torch.distributed.group.WORLD
+        if self._agreed is None:
+            self._agreed = self._new_agreement(mine, failure)
+        flag = _FAILED if failure else _NEW_NAMES if mine != self._agreed.mine else _STEADY
+        own = channel(f"reduce/{self.what}", self.what)
+        largest = self._keep_largest(own, self._agreed, kept, flag)
+        if largest is None:
+            self._agreed = self._new_agreement(mine, failure)
+            largest = self._keep_largest(own, self._agreed, kept, _STEADY)
+            assert largest is not None
+        total = torch.zeros(self._agreed.added, dtype=torch.float64)
+        total.numpy()[self._agreed.added_index] = added * self._agreed.added_factor
+        own.add(total, self.what)
+        return Reduced(self._agreed, total.numpy() / self._agreed.divisor, largest)
+
+    def _keep_largest(
+        self, own: Channel, agreed: Agreed, kept: NDArray[np.float64], flag: int
+    ) -> NDArray[np.float64] | None:
+        """Return the largest numbers; None if some rank has new names, or has failed."""
+        numbers = torch.full((_HEADER + agreed.kept,), _LEAST, dtype=torch.int64)
+        view: NDArray[np.int64] = numbers.numpy()
+        view[:_HEADER] = flag, agreed.digest, -agreed.digest
+        if flag == _STEADY:
+            view[_HEADER + agreed.kept_index] = _as_ordered(kept)
+        own.keep_largest(numbers, self.what)
+        if view[1] != -view[2]:
+            raise RankError(f"{self.what}: ranks do not have the same names at this call. Every rank has to make it.")
+        return None if view[0] else _from_ordered(view[_HEADER:])
+
+    def _new_agreement(self, mine: tuple[NamedPart, ...], failure: str | None) -> Agreed:
+        """Tell all ranks the names of this one; raise on every rank if one failed, or if they cannot go together."""
+        said = gather_objects((hookline.__version__, self._options, mine, failure), what=self.what)
+        _check_failures(self.what, [each[3] for each in said])
+        _check_versions([each[0] for each in said])
+        _check_options(self.what, [each[1] for each in said])
+        return _agree([each[2] for each in said], this_rank())
+
+
+# -- agreeing ------------------------------------------------------------------------------------------------
+
+
+def _check_failures(what: str, failures: list[str | None]) -> None:
+    failed = {rank: text for rank, text in enumerate(failures) if text}
+    if failed:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        raise RankError(f"{what} failed on {rank_names(tuple(failed))} of {len(failures)}. {told}", ranks=tuple(failed))
+
+
+def _check_versions(versions: list[str]) -> None:
+    if len(set(versions)) > 1:
+        raise RankError(
+            f"Ranks run different versions of hookline: {in_words(versions)}. Install the same one on every machine.",
+            ranks=_minority(versions),
+        )
+
+
+def _check_options(what: str, options: list[dict[str, str]]) -> None:
+    if all(each == options[0] for each in options):
+        return
+    keys = list(dict.fromkeys(key for each in options for key in each))
+    different = [key for key in keys if len({each.get(key) for each in options}) > 1]
+    told = "; ".join(f"{key}: {in_words([each.get(key, 'absent') for each in options])}" for key in different)
+    raise RankError(
+        f"{what} is not the same on all ranks. {told}. Give every rank the same.",
+        ranks=_minority([repr(each) for each in options]),
+    )
+
+
+def _minority(values: list[str]) -> tuple[int, ...]:
+    """Return the ranks whose value is not the most frequent one."""
+    most = Counter(values).most_common(1)[0][0]
+    return tuple(rank for rank, value in enumerate(values) if value != most)
+
+
+def _agree(said: Sequence[Sequence[NamedPart]], rank: int) -> Agreed:
+    """Return where each name of any rank is in the buffers, and how the numbers of this ``rank`` get there."""
+    declared: dict[str, dict[int, NamedPart]] = {}
+    for each, parts in enumerate(said):
+        for part in parts:
+            declared.setdefault(part.name, {})[each] = part
+    holdings: dict[str, Holding] = {}
+    factors: dict[str, int] = {}
+    start_added = start_kept = 0
+    for name, by_rank in declared.items():
+        added = max(part.added for part in by_rank.values())
+        kept = max(part.kept for part in by_rank.values())
+        _check_widths(name, by_rank)
+        replicas = Counter(_shard_of(each, part) for each, part in by_rank.items())
+        # Not every shard has as many replicas as the next: whole factors keep counts exact, where 1/3 would not.
+        multiple = math.lcm(*replicas.values())
+        if rank in by_rank:
+            factors[name] = multiple // replicas[_shard_of(rank, by_rank[rank])]
+        ends = start_added + added, start_kept + kept
+        holdings[name] = Holding(
+            slice(start_added, ends[0]), slice(start_kept, ends[1]), tuple(by_rank), len(replicas), multiple
+        )
+        start_added, start_kept = ends
+    mine = tuple(said[rank])
+    divisor = np.ones(start_added)
+    for holding in holdings.values():
+        divisor[holding.added] = holding.multiple
+    return Agreed(
+        holdings,
+        start_added,
+        start_kept,
+        _digest(holdings),
+        mine,
+        _index(holdings[part.name].added for part in mine),
+        np.repeat([float(factors[part.name]) for part in mine], [part.added for part in mine]),
+        _index(holdings[part.name].kept for part in mine),
+        divisor,
+    )
+
+
+def _shard_of(rank: int, part: NamedPart) -> Hashable:
+    return ("rank", rank) if part.shard is None else part.shard
+
+
+def _check_widths(name: str, by_rank: dict[int, NamedPart]) -> None:
+    widths = {(part.added, part.kept) for part in by_rank.values()}
+    if len(widths) > 1:
+        told = {rank: f"{part.added} + {part.kept} numbers" for rank, part in by_rank.items()}
+        words = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
+        raise RankError(f"{name!r} has not the same size on all ranks: {words}. Give every rank the same options.")
+
+
+def _index(slices: Any) -> NDArray[np.int64]:
+    parts = [np.arange(each.start, each.stop) for each in slices]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _digest(holdings: dict[str, Holding]) -> int:
+    text = repr([(name, held.added.stop, held.kept.stop) for name, held in holdings.items()])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+# -- the order of numbers ------------------------------------------------------------------------------------
+
+_LEAST: Final = torch.iinfo(torch.int64).min + 1
+
+
+def _as_ordered(numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return whole numbers in the same order, with NaN above infinity; a MAX of floats may lose NaN."""
+    clean = np.where(np.isnan(numbers), np.nan, numbers)  # a NaN with a sign would be below everything
+    bits: NDArray[np.int64] = np.ascontiguousarray(clean, dtype=np.float64).view(np.int64)
+    return np.where(bits < 0, bits ^ np.int64(0x7FFFFFFFFFFFFFFF), bits)
+
+
+def _from_ordered(whole: NDArray[np.int64]) -> NDArray[np.float64]:
+    bits = np.where(whole < 0, whole ^ np.int64(0x7FFFFFFFFFFFFFFF), whole)
+    numbers = bits.view(np.float64)
+    return np.where(whole == _LEAST, -np.inf, numbers)

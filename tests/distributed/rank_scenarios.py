@@ -1,0 +1,185 @@
+"""What ranks do in the tests of ranks, exchanges and metric rules; run in processes by `helpers_ranks`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from helpers_ranks import run_cases
+
+import hookline
+from hookline.distributed import Exchange, gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
+from hookline.distributed.exchange import NamedPart
+from hookline.errors import RankError
+
+
+def refused(call: Any) -> str:
+    """Return the text of the RankError that ``call`` raises."""
+    try:
+        call()
+    except RankError as error:
+        return f"{error} {error.ranks}"
+    return "nothing was raised"
+
+
+class CountCollectives:
+    """Counts the collectives that go through torch.distributed."""
+
+    def __enter__(self) -> CountCollectives:
+        self.made: list[str] = []
+        self._real = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_object")}
+        for name, real in self._real.items():
+            setattr(dist, name, self._counting(name, real))
+        return self
+
+    def _counting(self, name: str, real: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            op = kwargs.get("op")
+            self.made.append(f"{name} {'' if op is None else str(op).rpartition('.')[2]}".strip())
+            return real(*args, **kwargs)
+
+        return count
+
+    def __exit__(self, *exc_info: object) -> None:
+        for name, real in self._real.items():
+            setattr(dist, name, real)
+
+
+# -- ranks that go together ----------------------------------------------------------------------------------
+
+
+def who_is_who() -> Any:
+    return this_rank(), rank_count(), is_distributed(), gather_objects(this_rank() * 10, what="numbers")
+
+
+def other_words() -> Any:
+    return refused(lambda: gather_objects(1, what=f"thing {this_rank()}"))
+
+
+def sums_and_maxima() -> Any:
+    """Two names on both ranks, one of which is replicated, and one on a single rank; then one more name."""
+    rank = this_rank()
+    exchange = Exchange("sums")
+    parts = [NamedPart("both", 2, 1), NamedPart("same", 1, 1, "replicated")]
+    added, kept = [1.0 + rank, 2.0**53 + 2 * rank, 7.0], [np.nan if rank else 5.0, -3.0]
+    if rank:
+        parts.append(NamedPart("second only", 1, 2))
+        added.append(4.0)
+        kept += [-np.inf, 2.0]
+    found = []
+    with CountCollectives() as counted:
+        for turn in range(3):
+            if turn == 2 and not rank:  # what was agreed no longer holds, on one rank
+                parts.append(NamedPart("late", 1, 0))
+                added.append(11.0)
+            before = len(counted.made)
+            reduced = exchange.reduce(parts, np.array(added), np.array(kept))
+            table = {
+                name: (reduced.added[held.added].tolist(), reduced.kept[held.kept].tolist(), held.ranks, held.shards)
+                for name, held in reduced.agreed.holdings.items()
+            }
+            found.append((table, counted.made[before:]))
+    return found
+
+
+def uneven_replicas() -> Any:
+    """Three ranks would be needed for thirds; here a whole number stays whole, and a replica that differs shows."""
+    exchange = Exchange("replicas")
+    reduced = exchange.reduce([NamedPart("a", 1, 0, "all")], np.array([3.0 + this_rank()]), np.zeros(0))
+    return reduced.added.tolist()
+
+
+def by_rules() -> Any:
+    rank = this_rank()
+    rules = {"m": "mean", "s": "sum", "big": "max", "low": "min", "l": "l2", "c": "concat", "one": "sum", "v": "sum"}
+    metrics: dict[str, Any] = {
+        **{"m": 1.0 + rank, "s": 3 + rank, "big": rank, "low": -rank, "l": 3.0 + rank, "c": f"r{rank}", "n": rank},
+        "v": np.array([[1.0, rank]]),
+    }
+    if rank:
+        metrics["one"] = 8.0
+    found = reduce_metrics(Exchange("rules"), metrics, rules)
+    return {**found, "v": found["v"].tolist()}
+
+
+def failure_on_one() -> Any:
+    failure = "ValueError in hook 'norms': no" if this_rank() else None
+    return refused(lambda: reduce_metrics(Exchange("hooks"), {"a": 1.0}, {"a": "sum"}, failure))
+
+
+def failure_later() -> Any:
+    """Names are agreed by then; the flag tells."""
+    exchange = Exchange("hooks, later")
+    for _ in range(2):
+        reduce_metrics(exchange, {"a": 1.0}, {"a": "sum"})
+    failure = "ValueError in hook 'norms': no" if this_rank() else None
+    return refused(lambda: reduce_metrics(exchange, {"a": 1.0}, {"a": "sum"}, failure))
+
+
+def no_number() -> Any:
+    value = "text" if this_rank() else 1.0
+    return refused(lambda: reduce_metrics(Exchange("text"), {"a": value}, {"a": "mean"}))
+
+
+def other_options() -> Any:
+    exchange = Exchange("watch", {"stats": ("mean", "max") if this_rank() else ("mean",), "target": "*"})
+    return refused(lambda: exchange.reduce([], np.zeros(0), np.zeros(0)))
+
+
+def other_sizes() -> Any:
+    parts = [NamedPart("a", 1 + this_rank(), 0)]
+    return refused(lambda: Exchange("sizes").reduce(parts, np.ones(1 + this_rank()), np.zeros(0)))
+
+
+def other_version() -> Any:
+    real = hookline.__version__
+    hookline.__version__ = "9.9.9" if this_rank() else real
+    try:
+        return refused(lambda: Exchange("versions").reduce([], np.zeros(0), np.zeros(0)))
+    finally:
+        hookline.__version__ = real
+
+
+CASES = [
+    *(who_is_who, other_words, sums_and_maxima, uneven_replicas, by_rules, failure_on_one, failure_later, no_number),
+    *(other_options, other_sizes, other_version),
+]
+
+
+def all_together() -> dict[str, Any]:
+    """Run every case above; the connection is whole afterwards."""
+    return {**run_cases(CASES), "afterwards": gather_objects("well", what="the end")}
+
+
+# -- ranks that do not come ----------------------------------------------------------------------------------
+
+
+def one_stays_away() -> Any:
+    """Rank 1 never calls; it waits until rank 0 has said so."""
+    os.environ["HOOKLINE_RANK_TIMEOUT"] = "2"
+    gather_objects(0, what="the beginning")
+    if this_rank():
+        dist.recv(torch_number(), src=0)
+        return refused(lambda: gather_objects(1, what="too late"))
+    first = refused(lambda: gather_objects(0, what="statistics of the watch"))
+    again = refused(lambda: gather_objects(0, what="more"))
+    dist.send(torch_number(), dst=1)
+    return first, again
+
+
+def crossed() -> Any:
+    """Each rank reduces something else at the same time, with another number of names."""
+    os.environ["HOOKLINE_RANK_TIMEOUT"] = "2"
+    one, two = Exchange("watch of the encoder"), Exchange("watch of the decoder")
+    for exchange, count in ((one, 3), (two, 500)):
+        exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0))
+    exchange, count = (one, 3) if this_rank() else (two, 500)
+    return refused(lambda: exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0)))
+
+
+def torch_number() -> Any:
+    import torch
+
+    return torch.zeros(1)

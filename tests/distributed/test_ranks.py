@@ -1,0 +1,133 @@
+"""Ranks: who is who, numbers of all ranks as one, and errors that name ranks. Two real processes over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_ranks import RanksFailed, run_ranks
+
+from hookline.distributed import Exchange, gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
+from hookline.errors import OptionError, RankError
+
+SCENARIOS = Path(__file__).with_name("rank_scenarios.py")
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    """What each of two ranks found in every case."""
+    return run_ranks(f"{SCENARIOS}:all_together")
+
+
+def test_each_rank_knows_itself_and_receives_from_all(both):
+    """Ranks, their number, and one object of each."""
+    assert [found["who_is_who"] for found in both] == [(rank, 2, True, [0, 10]) for rank in range(2)]
+    assert [found["afterwards"] for found in both] == [["well", "well"]] * 2
+
+
+def test_sums_and_maxima_are_those_of_all_ranks(both):
+    """Counts beyond 2**53 stay even numbers, NaN survives a maximum, replicas count once, absent names cost nothing."""
+    first, second = (found["sums_and_maxima"] for found in both)
+    assert repr(first) == repr(second)  # repr, since NaN is not equal to itself
+    table = first[0][0]
+    assert table["both"][0] == [3.0, 2.0**54 + 2]
+    assert repr(table["both"][1]) == "[nan]"
+    assert table["same"] == ([7.0], [-3.0], (0, 1), 1)
+    assert table["second only"] == ([4.0], [float("-inf"), 2.0], (1,), 1)
+    assert first[2][0]["late"] == ([11.0], [], (0,), 1)
+
+
+def test_a_flush_is_one_sum_and_one_max_once_names_are_agreed(both):
+    """A new name costs one more agreement, which the flag in the MAX buffer asks for."""
+    for found in both:
+        calls = [made for _, made in found["sums_and_maxima"]]
+        assert calls[0] == ["all_gather_object", "all_reduce MAX", "all_reduce SUM"]
+        assert calls[1] == ["all_reduce MAX", "all_reduce SUM"]
+        assert calls[2] == ["all_reduce MAX", *calls[0]]
+
+
+def test_replicas_that_differ_are_averaged(both):
+    """A difference between replicas is not hidden by one of them."""
+    assert [found["uneven_replicas"] for found in both] == [[3.5], [3.5]]
+
+
+def test_metrics_are_reduced_by_their_rules(both):
+    """Seven rules; a metric of one rank reaches all."""
+    for rank, found in enumerate(both):
+        assert found["by_rules"] == {
+            **{"m": 1.5, "s": 7, "big": 1, "low": -1, "l": 5.0, "c": ["r0", "r1"], "n": rank, "one": 8.0},
+            "v": [[2.0, 1.0]],
+        }
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other_words", ["rank 0: thing 0", "rank 1: thing 1", "(1,)"]),
+        ("failure_on_one", ["hooks failed on rank 1 of 2", "ValueError in hook 'norms': no", "(1,)"]),
+        ("failure_later", ["hooks, later failed on rank 1 of 2", "ValueError in hook 'norms': no", "(1,)"]),
+        ("no_number", ["metric 'a' is a str", "rank 1"]),
+        ("other_options", ["stats: rank 0: ('mean',); rank 1: ('mean', 'max')", "same"]),
+        ("other_sizes", ["'a' has not the same size", "rank 1: 2 + 0"]),
+        ("other_version", ["different versions of hookline", "rank 1: 9.9.9"]),
+    ],
+)
+def test_ranks_that_do_not_fit_together_all_hear_it(both, case, words):
+    """Every rank raises the same error, which names the rank and the difference."""
+    texts = [found[case] for found in both]
+    assert texts[0] == texts[1]
+    assert all(word in texts[0] for word in words), texts[0]
+    assert "target" not in texts[0]
+
+
+def test_a_rank_that_stays_away_is_named():
+    """After the time-out the present rank knows who is missing; later calls do not wait again."""
+    (first, again), late = run_ranks(f"{SCENARIOS}:one_stays_away")
+    assert "Rank 1 did not come within 2 s: rank 0 was at 'statistics of the watch'" in first
+    assert "(1,)" in first
+    assert "lost each other before" in again
+    assert "statistics of the watch" in late
+
+
+def test_ranks_that_reduce_different_things_end_with_an_error():
+    """Gloo would end the process if buffers of different sizes met."""
+    texts = run_ranks(f"{SCENARIOS}:crossed")
+    for text in texts:
+        assert "rank 0 was at 'watch of the decoder'" in text
+        assert "rank 1 was at 'watch of the encoder'" in text
+
+
+def test_without_ranks_everything_is_this_process(monkeypatch):
+    """No process group: one rank, nothing gathered; before init_process_group the variables of torchrun count."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert (this_rank(), rank_count(), is_distributed(), gather_objects(5, what="five")) == (0, 1, False, [5])
+    metrics = {"a": 2, "b": 3.0, "c": "x"}
+    assert reduce_metrics(Exchange("alone"), metrics, {"a": "mean", "b": "l2", "c": "concat"}) == {
+        **{"a": 2, "b": 3.0},
+        "c": ["x"],
+    }
+    with pytest.raises(RankError, match="broken"):
+        reduce_metrics(Exchange("alone"), {}, {}, "broken")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert (this_rank(), rank_count(), is_distributed()) == (3, 8, False)
+
+
+def test_an_unknown_rule_is_refused():
+    """The error has the nearest rule."""
+    with pytest.raises(OptionError, match="did you mean 'mean'"):
+        reduce_metrics(Exchange("rule"), {"a": 1.0}, {"a": "meen"})
+
+
+def raise_on_one() -> None:
+    """Raise on rank 1."""
+    if this_rank():
+        raise ValueError("as it should")
+
+
+def test_the_helper_reports_what_a_rank_raised():
+    """A failing rank fails the test, with its traceback."""
+    with pytest.raises(RanksFailed, match="as it should"):
+        run_ranks(raise_on_one)
