@@ -44,10 +44,10 @@ def list_hooks() -> int:
 
     with messages():
         known = HookRegistry.get_all_info()
-    for kind in ("observer", "intervention"):
-        rows = [(name, _what(info)) for name, info in known.items() if info["kind"] == kind]
+    for role in ("observer", "intervention"):
+        rows = [(name, _what(info)) for name, info in known.items() if info["kind"] == role]
         if rows:
-            print_table("", (kind, "what it does"), rows)
+            print_table("", (role, "what it does"), rows)
             tell()
     tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
     return DONE
@@ -57,9 +57,9 @@ def _what(info: Any) -> str:
     return f"{info['description']}{' (for debugging)' if info['debug'] else ''}"
 
 
-def _kind(info: Any) -> str:
-    kind = str(info["kind"])
-    return f"{kind} (debug)" if info["debug"] else kind
+def _role(info: Any) -> str:
+    role = str(info["kind"])
+    return f"{role} (debug)" if info["debug"] else role
 
 
 def _needs(info: Any) -> str:
@@ -83,7 +83,7 @@ def _describe(name: str) -> None:
 
     info = HookRegistry.get_all_info()[name]
     tell(f"{name}: {info['description']}")
-    tell(f"  {_kind(info)}, at {', '.join(info['hook_points']) or 'points of its own'}; needs {_needs(info)}")
+    tell(f"  {_role(info)}, at {', '.join(info['hook_points']) or 'points of its own'}; needs {_needs(info)}")
     for line in _options(HookRegistry.get(name)):
         tell(f"  {line}")
     rows = [(m.name, m.description, m.formula, m.sign_info) for m in HookRegistry.describe(name)]
@@ -100,8 +100,8 @@ def _options(cls: type) -> list[str]:
     for one in inspect.signature(cls).parameters.values():
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
             default = "" if one.default is one.empty else f" (default: {one.default})"
-            kind = "" if one.annotation is one.empty else f": {_text(one.annotation)}"
-            shown.append(f"--hook-config {getattr(cls, 'name', '')}.{one.name}=…{kind}{default}")
+            hint = "" if one.annotation is one.empty else f": {_text(one.annotation)}"
+            shown.append(f"--hook-config {getattr(cls, 'name', '')}.{one.name}=…{hint}{default}")
     return shown
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import checked_options, choice, path, whole, yes_or_no
-from hookline.factories.served_batch import PHASES, only_in_phase
+from hookline.factories.served_batch import STAGES, only_in_stage
 from hookline.factories.streaming_stats import StreamedModule, Streaming, StreamingObserver
 from hookline.observe.watch.stat_columns import Layout, as_metrics, table_of
 
@@ -61,8 +61,8 @@ def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats
     if stats is not None and not isinstance(stats, str | list | tuple):
         raise OptionError(f"{_NAME}: stats is a list of names such as 'mean', got {stats!r}.")
     file = None if options["file"] is None else path(_NAME, "file", options["file"])
-    phase = choice(_NAME, "phase", options["phase"], PHASES)
-    return only_in_phase(ActivationStats, phase)(
+    stage = choice(_NAME, "phase", options["phase"], STAGES)
+    return only_in_stage(ActivationStats, stage)(
         Layout.of(stats if stats is None or isinstance(stats, str) else tuple(stats)),
         every=whole(_NAME, "every", options["every"]),
         due=None if options["log_every"] is None else _due(options["log_every"]),

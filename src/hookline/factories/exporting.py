@@ -20,7 +20,7 @@ from hookline.errors import OptionError
 from hookline.factories.export_files import Shards, can_store
 from hookline.factories.export_queue import ExportItem, ExportQueue, Limits
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
-from hookline.factories.served_batch import PHASES, TokenBatch, measurable, only_in_phase, output_tensor, running
+from hookline.factories.served_batch import STAGES, TokenBatch, measurable, only_in_stage, output_tensor, running
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
         None if most is None else whole(_NAME, "max_bytes", most),
         number(_NAME, "flush_seconds", options["flush_seconds"]),
     )
-    phase = choice(_NAME, "phase", options["phase"], PHASES)
-    return only_in_phase(Export, phase)(
+    stage = choice(_NAME, "phase", options["phase"], STAGES)
+    return only_in_stage(Export, stage)(
         folder,
         limits,
         shard_bytes=whole(_NAME, "shard_bytes", options["shard_bytes"]),

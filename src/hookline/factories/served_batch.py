@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
 __all__ = [
-    "PHASES",
+    "STAGES",
     "Served",
     "TokenBatch",
     "by_token",
@@ -37,7 +37,7 @@ __all__ = [
     "last_tokens",
     "log_unknown",
     "measurable",
-    "only_in_phase",
+    "only_in_stage",
     "output_tensor",
     "request_names",
     "running",
@@ -47,7 +47,8 @@ __all__ = [
 
 logger = logging.getLogger("hookline.factories")
 
-PHASES: Final = ("both", "prefill", "decode")
+STAGES: Final = ("both", "prefill", "decode")
+"""The values of the option ``phase``, by which users choose the stage of a served request."""
 
 
 # -- the tensor of an output -------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def _sent(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
-# -- one phase of a served model -----------------------------------------------------------------------------------
+# -- one stage of a served model -----------------------------------------------------------------------------------
 
 Served = BatchRows | TokenBatch
 """Whose tokens are in a forward, from either source."""
@@ -237,36 +238,36 @@ def log_unknown(name: str, what: str) -> None:
 _HookT = TypeVar("_HookT", bound=Observer)
 
 
-def only_in_phase(kind: type[_HookT], phase: str) -> type[_HookT]:
-    """Return ``kind`` as a class that observes ``"prefill"`` or ``"decode"`` alone; itself for ``"both"``.
+def only_in_stage(cls: type[_HookT], stage: str) -> type[_HookT]:
+    """Return ``cls`` as a class that observes the ``stage`` ``"prefill"`` or ``"decode"`` alone; itself for ``"both"``.
 
     A class of its own, as it reads the inputs: compiled code keeps what the code of a hook reads.
     """
-    if phase == "both":
-        return kind
+    if stage == "both":
+        return cls
     make: Any = type
-    filtered: type[_HookT] = make(kind.__qualname__, (_OnlyInPhase, kind), {"phase": phase})
+    filtered: type[_HookT] = make(cls.__qualname__, (_OnlyInStage, cls), {"stage": stage})
     return filtered
 
 
-class _OnlyInPhase(Observer):
-    """Call the observer behind it in one phase alone."""
+class _OnlyInStage(Observer):
+    """Call the observer behind it in one stage alone."""
 
-    phase = "both"
+    stage = "both"
     _has_logged = False
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
-        """Observe the output, in the phase that was chosen."""
+        """Observe the output, in the stage that was chosen."""
         served = running(inputs)
         if served is not None:
-            if served.phase == self.phase:
+            if served.phase == self.stage:
                 super().__call__(module, inputs, output, site=site)
         elif not self._has_logged:
             self._has_logged = True
             log_unknown(self.name, "phase")
 
 
-_torch.leave_to_python(_OnlyInPhase.__call__)
+_torch.leave_to_python(_OnlyInStage.__call__)
 
 
 # -- some requests -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text
-from hookline.factories.served_batch import PHASES, chosen_tokens, last_tokens, log_unknown, request_names, running
+from hookline.factories.served_batch import STAGES, chosen_tokens, last_tokens, log_unknown, request_names, running
 from hookline.observe.patch.edited_tensor import main_output, misfit, place_of, rebuilt, shape_of
 from hookline.observe.patch.given_edits import steer as steer_edit
 from hookline.sites import _torch
@@ -62,10 +62,10 @@ def steer(config: Mapping[str, Any] | None = None) -> Steer:
     strength = number(_NAME, "strength", options["strength"])
     positions = choice(_NAME, "positions", options["positions"], ("all", "last"))
     requests = request_names(_NAME, options["requests"])
-    phase = choice(_NAME, "phase", options["phase"], PHASES)
+    stage = choice(_NAME, "phase", options["phase"], STAGES)
     vector = _vector(options)
-    if requests is not None or phase != "both":
-        return _SteerSome(vector, strength, requests, phase, only_last=positions == "last")
+    if requests is not None or stage != "both":
+        return _SteerSome(vector, strength, requests, stage, only_last=positions == "last")
     if positions == "last":
         return _SteerLast(vector, strength)
     return Steer(vector, strength)
@@ -154,14 +154,14 @@ class _SteerLast(Steer):
 
 
 class _SteerSome(Steer):
-    """Steer some requests, or one phase; both are looked up in each forward."""
+    """Steer some requests, or one stage (prefill or decode); both are looked up in each forward."""
 
     def __init__(
-        self, vector: Tensor, strength: float, requests: tuple[str, ...] | None, phase: str, *, only_last: bool
+        self, vector: Tensor, strength: float, requests: tuple[str, ...] | None, stage: str, *, only_last: bool
     ) -> None:
         super().__init__(vector, strength)
         self._requests = requests
-        self._phase = phase
+        self._stage = stage
         self._only_last = only_last
         self._has_logged = False
 
@@ -172,7 +172,7 @@ class _SteerSome(Steer):
         served = running(inputs)
         if served is None:
             self._log_unknown()
-        if served is None or self._phase not in ("both", served.phase):
+        if served is None or self._stage not in ("both", served.phase):
             return None
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
         main = main_output(output, place_of(where))

@@ -26,7 +26,7 @@ class StepSchedule:
         StepSchedule("stride", stride=50)  # 0, 50, 100, ...
         StepSchedule("burst", stride=100, burst_length=3, warmup=200)  # 200, 201, 202, 300, ...
 
-    Steps count from 0. ``warmup`` is a floor, it does not shift the phase: with a stride of 10 and a warmup of 11, the
+    Steps count from 0. ``warmup`` is a floor, it does not shift the steps: with a stride of 10 and a warmup of 11, the
     first step that is due is 20.
     """
 

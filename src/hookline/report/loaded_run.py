@@ -1,7 +1,7 @@
 """Load a run back into Python: its records, its settings, and its metrics as arrays and tables.
 
 Users call `load_run` and `load_runs`. These read folders and logs by `read_runs`, as the page does, and split values by
-`points`, as the sinks do. pandas and polars are imported when a table is asked for.
+`values_in`, as the sinks do. pandas and polars are imported when a table is asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hookline.errors import MissingPackageError, OptionError
 from hookline.messages import nearest_names
 from hookline.report.metric_series import as_float, shown_names
 from hookline.report.report_runs import FACTS, LOG, distinct_names, find_runs, read_runs
-from hookline.sinks.metric_values import json_text, points
+from hookline.sinks.metric_values import json_text, values_in
 from hookline.sinks.sink import Record
 from hookline.tables import Table
 
@@ -173,14 +173,14 @@ class LoadedRun:
         """By metric, its value at each step; of a step that was recorded twice, the newest."""
         found: dict[tuple[str, str, int], dict[int, Any]] = {}
         for record in self._placed:
-            for name, value, step in points(record, reserved=_OWN):
+            for name, value, step in values_in(record, reserved=_OWN):
                 found.setdefault((name, record.point, record.rank), {})[step] = value
         shown = shown_names(list(found))
         return {shown[key]: by_step for key, by_step in found.items()}
 
     def _table(self) -> tuple[list[int], dict[str, list[Any]]]:
         """Return all steps, and of each column the value at each of them; None where there is none."""
-        epochs = {step: record.epoch for record in self._placed for _, _, step in points(record)}
+        epochs = {step: record.epoch for record in self._placed for _, _, step in values_in(record)}
         columns: dict[str, Mapping[int, Any]] = {"epoch": epochs, **self._columns}
         steps = sorted({step for by_step in self._columns.values() for step in by_step})
         return steps, {name: [by_step.get(step) for step in steps] for name, by_step in columns.items()}

@@ -113,8 +113,8 @@ class CountingFactory:
         self.hook = call_factory(spec.hook_factory, config, self._allow)
         if self.hook is None:
             return None
-        kind, subject = spec.kind
-        wants_site = check_hook(self.hook, kind, site_type=subject)
+        kind, site_type = spec.kind_and_site_type
+        wants_site = check_hook(self.hook, kind, site_type=site_type)
         name = spec.name or hook_name(self.hook)
         # Whether a hook can edit is read off its code, hence a class for each.
         edits = not spec.observe and (may_return_value(self.hook) or changes_in_place(self.hook))

@@ -83,8 +83,8 @@ class CSVSink(RowSink["GrowingCSV"]):
 
 def _cell_value(value: Any) -> Any:
     """Return what a cell holds: a number as it is, a dictionary as ``k:v;k:v``, a list as ``a;b``, deeper as JSON."""
-    kind = type(value)
-    if kind is float or kind is int:
+    cls = type(value)
+    if cls is float or cls is int:
         return value
     value = to_plain(value)
     if value is None:

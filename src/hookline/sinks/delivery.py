@@ -73,10 +73,10 @@ def _checksum(log: Path) -> int:
 class Delivery:
     """One slow sink, the records it has received, and those that come next."""
 
-    def __init__(self, spec: dict[str, Any], log: Path, send: Callable[[dict[str, Any]], None]) -> None:
-        self.name: str = spec["name"]
+    def __init__(self, recipe: dict[str, Any], log: Path, send: Callable[[dict[str, Any]], None]) -> None:
+        self.name: str = recipe["name"]
         self.back_off = BackOff()
-        self._spec, self._log, self._send = spec, log, send
+        self._recipe, self._log, self._send = recipe, log, send
         self._sink: Any = None
         self._offset = 0  # bytes of the log that were read
         self.position = read_position(log, self.name)
@@ -99,7 +99,7 @@ class Delivery:
             self._fetch()
             if self._next:
                 what = "be made"
-                self._sink = self._sink or _make_sink(self._spec)
+                self._sink = self._sink or _make_sink(self._recipe)
                 what = "take metrics"
                 self._deliver()
             if self._taken > self.position:
@@ -221,18 +221,18 @@ class Delivery:
         self._send({"failed": self.name, "what": what, "error": error_text(error)})
 
 
-def _make_sink(spec: dict[str, Any]) -> Any:
-    """Return the sink that ``spec`` describes."""
+def _make_sink(recipe: dict[str, Any]) -> Any:
+    """Return the sink that ``recipe`` describes."""
     try:
-        module = importlib.import_module(spec["module"])
+        module = importlib.import_module(recipe["module"])
     except ModuleNotFoundError as error:
-        if spec["file"] is None or error.name not in (spec["module"], spec["module"].partition(".")[0]):
+        if recipe["file"] is None or error.name not in (recipe["module"], recipe["module"].partition(".")[0]):
             raise
-        module = _load_file(spec["module"], spec["file"])
+        module = _load_file(recipe["module"], recipe["file"])
     made: Any = module
-    for name in spec["class"].split("."):
+    for name in recipe["class"].split("."):
         made = getattr(made, name)
-    return made(**spec["options"])
+    return made(**recipe["options"])
 
 
 def _load_file(name: str, file: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from hookline.error_policy import ErrorPolicy
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
 from hookline.messages import type_name
-from hookline.sinks.helper_process import HelperProcess, sink_spec
+from hookline.sinks.helper_process import HelperProcess, sink_recipe
 from hookline.sinks.record_log import RecordLog
 from hookline.sinks.resilient_log import BackOff, ResilientLog
 from hookline.sinks.sink import Record, check_sink, hand, own_rank
@@ -77,21 +77,21 @@ class FanOut:
     def add(self, sink: Any) -> None:
         """Add a sink; it receives the records from now on."""
         check_sink(sink, "sinks= takes objects")
-        kind = type(sink).__name__
-        self._names[kind] += 1
-        name = kind if self._names[kind] == 1 else f"{kind} {self._names[kind]}"
+        cls = type(sink).__name__
+        self._names[cls] += 1
+        name = cls if self._names[cls] == 1 else f"{cls} {self._names[cls]}"
         self.sinks.append(sink)
         self.is_empty = False
-        spec = sink_spec(sink, name) if getattr(sink, "slow", False) else None
-        if isinstance(spec, dict):
+        recipe = sink_recipe(sink, name) if getattr(sink, "slow", False) else None
+        if isinstance(recipe, dict):
             self._log = self._log or ResilientLog(None, self._errors)
             self._helper = self._helper or HelperProcess(self._log, self._errors, self._patience)
-            self._helper.add(spec)
+            self._helper.add(recipe)
             return
-        if spec is not None:
+        if recipe is not None:
             self._errors.warn_later(
                 f"here {name}",
-                f"{name} is slow, and runs in this process all the same, where it holds the training up: {spec}.",
+                f"{name} is slow, and runs in this process all the same, where it holds the training up: {recipe}.",
             )
         self._local.append(RetryingSink(name, sink))
 
@@ -177,12 +177,12 @@ class FanOut:
     def __enter__(self) -> FanOut:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         self.close()
         try:
             self.warn_pending()
         except HooklineWarning:  # where warnings are errors; the user has to see what ended the block
-            if kind is None:
+            if error_class is None:
                 raise
 
     def _each(self, what: str, act: Callable[[RetryingSink], None]) -> None:

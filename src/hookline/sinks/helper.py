@@ -30,17 +30,17 @@ _IDLE: Final = 0.2
 class Helper:
     """Delivers to all slow sinks of a run."""
 
-    def __init__(self, spec: dict[str, Any], in_pipe: int, out_pipe: int) -> None:
-        self._log = Path(spec["log"])
-        self._patience = float(spec["patience"])
-        self._removes_log = bool(spec["remove"])
-        self._parent = int(spec["parent"])
+    def __init__(self, task: dict[str, Any], in_pipe: int, out_pipe: int) -> None:
+        self._log = Path(task["log"])
+        self._patience = float(task["patience"])
+        self._removes_log = bool(task["remove"])
+        self._parent = int(task["parent"])
         self._in_pipe, self._out_pipe = in_pipe, out_pipe
         self._input = b""
         self._flushes: list[tuple[int, int]] = []
         self._is_ending = False
         self._lock = _wait_for_lock(self._log, 2 * self._patience)
-        self._deliveries = [Delivery(one, self._log, self._send) for one in spec["sinks"]]
+        self._deliveries = [Delivery(one, self._log, self._send) for one in task["sinks"]]
 
     def run(self) -> None:
         """Deliver until the run is over and everything has arrived, or nothing has for ``patience`` seconds."""
@@ -131,9 +131,9 @@ def main() -> None:
         if not found:
             return
         first += found
-    spec = loads(first)
-    sys.path[:] = spec["path"]
-    Helper(spec, in_pipe, out_pipe).run()
+    task = loads(first)
+    sys.path[:] = task["path"]
+    Helper(task, in_pipe, out_pipe).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Control the helper process of slow sinks from the run: start it, ask it to flush, restart it if it dies.
 
-The fan-out adds slow sinks as specs (class and options); ``python -m hookline.sinks.helper`` makes and feeds them from
-the log. Both talk by lines of JSON over pipes. The run waits for the process in ``flush`` and ``close`` alone.
+The fan-out adds slow sinks as recipes (class and options); ``python -m hookline.sinks.helper`` makes and feeds them
+from the log. Both talk by lines of JSON over pipes. The run waits for the process in ``flush`` and ``close`` alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hookline.sinks.delivery import read_position
 from hookline.sinks.metric_values import JsonCleaner, dumps, loads
 from hookline.sinks.resilient_log import BackOff, ResilientLog
 
-__all__ = ["HelperProcess", "sink_spec"]
+__all__ = ["HelperProcess", "sink_recipe"]
 
 _LOOK_EVERY: Final = 0.25
 """Seconds between two reads of the process's messages: a read costs two system calls."""
@@ -30,12 +30,12 @@ _HASTY: Final = 1.0
 """Seconds to wait for sinks for which the run has waited in vain before."""
 
 
-def sink_spec(sink: Any, name: str) -> dict[str, Any] | str:
+def sink_recipe(sink: Any, name: str) -> dict[str, Any] | str:
     """Return what makes ``sink`` in another process; or, as a text, why that cannot be."""
-    kind = type(sink)
-    module = sys.modules.get(kind.__module__)
-    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__ or module is None:
-        return f"{kind.__qualname__} cannot be imported elsewhere; put it at the top of a module of its own"
+    cls = type(sink)
+    module = sys.modules.get(cls.__module__)
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__ or module is None:
+        return f"{cls.__qualname__} cannot be imported elsewhere; put it at the top of a module of its own"
     try:
         cleaner = JsonCleaner()
         options = cleaner.clean(sink.options())
@@ -47,8 +47,8 @@ def sink_spec(sink: Any, name: str) -> dict[str, Any] | str:
     file = getattr(module, "__file__", None)
     return {
         "name": name,
-        "module": kind.__module__,
-        "class": kind.__qualname__,
+        "module": cls.__module__,
+        "class": cls.__qualname__,
         "file": None if file is None else str(Path(file).absolute()),
         "options": options,
     }
@@ -59,7 +59,7 @@ class HelperProcess:
 
     def __init__(self, log: ResilientLog, errors: ErrorPolicy, patience: float) -> None:
         self._log, self._errors, self._patience = log, errors, patience
-        self._specs: list[dict[str, Any]] = []
+        self._recipes: list[dict[str, Any]] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
         self._unread = b""
@@ -68,9 +68,9 @@ class HelperProcess:
         self._back_off = BackOff(first=0.5)
         self._was_late = False
 
-    def add(self, spec: dict[str, Any]) -> None:
+    def add(self, recipe: dict[str, Any]) -> None:
         """Add a sink; end the process if it runs, as the next record starts it with all sinks."""
-        self._specs.append(spec)
+        self._recipes.append(recipe)
         if self._process is not None:
             self.close()
 
@@ -163,7 +163,7 @@ class HelperProcess:
         self._finalizer = weakref.finalize(self, _abandon, self._process)
         self._send(
             {
-                "sinks": self._specs,
+                "sinks": self._recipes,
                 "log": str(self._log.path.absolute()),
                 "path": sys.path,
                 "patience": self._patience,
@@ -262,13 +262,13 @@ class HelperProcess:
                 process.wait(seconds)
                 return True
             if seconds == _QUIET:
-                names = ", ".join(spec["name"] for spec in self._specs)
+                names = ", ".join(recipe["name"] for recipe in self._recipes)
                 _print_notice(f"{names} let go of what they hold; waiting for that {_at_most(patience)}.")
         return False
 
     def _behind(self, number: int) -> dict[str, int]:
         """Return, by sink, how many of the records below ``number`` it has not received."""
-        missing = {spec["name"]: number - read_position(self._log.path, spec["name"]) for spec in self._specs}
+        missing = {recipe["name"]: number - read_position(self._log.path, recipe["name"]) for recipe in self._recipes}
         return {name: count for name, count in missing.items() if count > 0}
 
 

@@ -1,7 +1,7 @@
-"""Convert metric values: to strict JSON and back, and to single points with a step.
+"""Convert metric values: to strict JSON and back, and to single values with a step.
 
 The record log, the JSONL sink and the helper process call the JSON half; the sinks that plot or tabulate numbers call
-`points`. torch and numpy are not imported: tensors and arrays are known by their ``tolist``. No conversion raises
+`values_in`. torch and numpy are not imported: tensors and arrays are known by their ``tolist``. No conversion raises
 because of what a value is.
 """
 
@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 from hookline.sinks.sink import Record, StepSeries
 
 __all__ = [
-    "JsonCleaner", "Point", "all_finite", "column_name", "dumps", "json_text", "loads", "mean", "number", "numbers",
-    "points", "restore_nonfinite", "step_axis", "summary", "to_plain", "utf8_text",
+    "JsonCleaner", "MetricValue", "all_finite", "column_name", "dumps", "json_text", "loads", "mean", "number",
+    "numbers", "restore_nonfinite", "step_axis", "summary", "to_plain", "utf8_text", "values_in",
 ]  # fmt: skip
 
 _DEEPEST: Final = 64
@@ -179,10 +179,10 @@ def json_text(value: Any) -> str:
     return dumps(restore_nonfinite(found, cleaner.flags.get("", {}), {word: word for word in _NONFINITE})).decode()
 
 
-# -- single points ------------------------------------------------------------------------------------------------
+# -- single values ------------------------------------------------------------------------------------------------
 
 
-class Point(NamedTuple):
+class MetricValue(NamedTuple):
     """One value of one metric at one step."""
 
     name: str
@@ -191,16 +191,16 @@ class Point(NamedTuple):
     step: int
 
 
-def points(record: Record, reserved: Collection[str] = ()) -> Iterator[Point]:
+def values_in(record: Record, reserved: Collection[str] = ()) -> Iterator[MetricValue]:
     """Yield every value of ``record``; a name in ``reserved`` comes out as ``metric/name``.
 
-    A dictionary becomes ``name/key``, a `StepSeries` one point per step; every other value has the step of its record.
+    A dictionary becomes ``name/key``, a `StepSeries` one value per step; every other value has the step of its record.
     """
     axis = step_axis(record)
     for name, value in record.metrics.items():
         name = column_name(str(name), reserved)
         if type(value) is float:  # most are
-            yield Point(name, value, axis)
+            yield MetricValue(name, value, axis)
         elif isinstance(value, StepSeries) and len(value.steps) == len(value):
             for step, item in zip(value.steps, value, strict=True):
                 yield from _leaves(name, item, step)
@@ -218,13 +218,13 @@ def column_name(name: str, reserved: Collection[str]) -> str:
     return utf8_text(f"metric/{name}" if name in reserved else name)
 
 
-def _leaves(name: str, value: Any, step: int, depth: int = 0) -> Iterator[Point]:
+def _leaves(name: str, value: Any, step: int, depth: int = 0) -> Iterator[MetricValue]:
     value = to_plain(value)
     if isinstance(value, Mapping) and depth < _DEEPEST:
         for key, item in value.items():
             yield from _leaves(f"{name}/{utf8_text(str(key))}", item, step, depth + 1)
     else:
-        yield Point(name, json_text(value) if isinstance(value, Mapping) else value, step)
+        yield MetricValue(name, json_text(value) if isinstance(value, Mapping) else value, step)
 
 
 def to_plain(value: Any) -> Any:

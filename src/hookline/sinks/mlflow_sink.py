@@ -15,7 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.metric_values import Point, json_text, number, numbers, points, step_axis, summary, to_plain
+from hookline.sinks.metric_values import (
+    MetricValue,
+    json_text,
+    number,
+    numbers,
+    step_axis,
+    summary,
+    to_plain,
+    values_in,
+)
 from hookline.sinks.sink import Record, RunSink
 
 __all__ = ["MLflowSink"]
@@ -80,8 +89,8 @@ class MLflowSink(RunSink):
 
         # The time of the record: one that comes twice is then the same row of the store.
         stamp = int(record.time * 1000)
-        found = [*_numbers(record), Point("epoch", float(record.epoch), step_axis(record))]
-        metrics = [Metric(self._key(point.name), point.value, stamp, point.step) for point in found]
+        found = [*_numbers(record), MetricValue("epoch", float(record.epoch), step_axis(record))]
+        metrics = [Metric(self._key(one.name), one.value, stamp, one.step) for one in found]
         tags = [RunTag(self._key(name), text) for name, text in _texts(record).items()]
         for start in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
@@ -145,7 +154,7 @@ class MLflowSink(RunSink):
     def _log_params(self, run_id: str, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        flat = {name: value for name, value, _ in points(Record(config, 0, ""))}
+        flat = {name: value for name, value, _ in values_in(Record(config, 0, ""))}
         params = [Param(self._key(name), _text(value)) for name, value in flat.items()]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(run_id, params=params[start : start + _PARAMS])
@@ -187,20 +196,20 @@ def _as_uri(place: str) -> str:
     return f"sqlite:///{Path(place).absolute().as_posix()}"
 
 
-def _numbers(record: Record) -> Iterator[Point]:
-    for name, value, step in points(record, reserved=("epoch",)):
+def _numbers(record: Record) -> Iterator[MetricValue]:
+    for name, value, step in values_in(record, reserved=("epoch",)):
         single = number(value)
         if single is not None:
-            yield Point(name, single, step)
+            yield MetricValue(name, single, step)
         elif (several := numbers(value)) is not None:
-            yield from (Point(f"{name}_{part}", found, step) for part, found in summary(several).items())
+            yield from (MetricValue(f"{name}_{part}", found, step) for part, found in summary(several).items())
 
 
 def _texts(record: Record) -> dict[str, str]:
     """Return what is no number, by name; of several steps the last."""
     return {
         name: _text(value)
-        for name, value, _ in points(record, reserved=("epoch",))
+        for name, value, _ in values_in(record, reserved=("epoch",))
         if value is not None and number(value) is None and numbers(value) is None
     }
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.metric_values import json_text, number, points, utf8_text
+from hookline.sinks.metric_values import json_text, number, utf8_text, values_in
 from hookline.sinks.sink import Record, RowSink, StepSeries, free_paths
 
 __all__ = ["ParquetSink"]
@@ -89,7 +89,7 @@ class _Columns:
                 self._extend([utf8_text(str(name))] * len(value), value, [None] * len(value), value.steps)
             else:
                 rest[name] = value
-        found = list(points(replace(record, metrics=rest)))
+        found = list(values_in(replace(record, metrics=rest)))
         values = [_value(point.value) for point in found]
         self._extend([p.name for p in found], [v[0] for v in values], [v[1] for v in values], [p.step for p in found])
         strategy = None if record.strategy is None else utf8_text(str(record.strategy))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
-from hookline.sinks.metric_values import number, numbers, points, step_axis, summary, to_plain, utf8_text
+from hookline.sinks.metric_values import number, numbers, step_axis, summary, to_plain, utf8_text, values_in
 from hookline.sinks.sink import Record, RunSink, StepSeries
 
 __all__ = ["PrometheusSink"]
@@ -136,7 +136,7 @@ def _last(value: Any) -> Any:
 
 
 def _numbers(values: Mapping[str, Any], reserved: Collection[str]) -> Iterator[tuple[str, float]]:
-    for name, value, _ in points(Record(values, 0, ""), reserved):
+    for name, value, _ in values_in(Record(values, 0, ""), reserved):
         single = number(value)
         if single is not None:
             yield name, single

@@ -295,10 +295,10 @@ def _encode(record: Record, number: int) -> tuple[bytes, list[str]]:
 
 def _is_simple(value: Any) -> bool:
     """Return whether JSON holds ``value`` as it is, but perhaps for an integer of more than 64 bits."""
-    kind = type(value)
-    if kind in (StepSeries, list):
+    cls = type(value)
+    if cls in (StepSeries, list):
         return all_finite(value)
-    return math.isfinite(value) if kind is float else kind in (int, str, bool, type(None))
+    return math.isfinite(value) if cls is float else cls in (int, str, bool, type(None))
 
 
 def record_number(line: bytes) -> int | None:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.metric_values import Point, json_text, mean, number, numbers, points, step_axis
+from hookline.sinks.metric_values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
 from hookline.sinks.sink import Record, RunSink, file_name, free_paths
 
 __all__ = ["TensorBoardSink"]
@@ -67,9 +67,9 @@ class TensorBoardSink(RunSink):
         if writer is None:
             self._drop("TensorBoardSink requires log_dir, or a run_dir told by set_run_context().")
             return
-        found = sorted(points(record, reserved=("epoch",)), key=attrgetter("step"))
+        found = sorted(values_in(record, reserved=("epoch",)), key=attrgetter("step"))
         for step, group in groupby(found, key=attrgetter("step")):
-            self._event(record, step, [value for point in group for value in _values(point)])
+            self._event(record, step, [value for one in group for value in _values(one)])
         at = (step_axis(record), record.epoch)
         if at != self._epoch:
             self._epoch = at
@@ -123,9 +123,9 @@ class TensorBoardSink(RunSink):
         self._resumed = True
 
 
-def _values(point: Point) -> list[Any]:
-    """Return ``point`` as TensorBoard shows it: a scalar, a histogram and its mean, a text, or nothing for None."""
-    name, value, _ = point
+def _values(one: MetricValue) -> list[Any]:
+    """Return ``one`` as TensorBoard shows it: a scalar, a histogram and its mean, a text, or nothing for None."""
+    name, value, _ = one
     if value is None:
         return []
     single = number(value)

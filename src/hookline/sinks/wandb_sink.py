@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.sinks.metric_values import Point, json_text, mean, number, numbers, points
+from hookline.sinks.metric_values import MetricValue, json_text, mean, number, numbers, values_in
 from hookline.sinks.sink import Record, RunSink, file_name
 
 __all__ = ["WandbSink"]
@@ -88,14 +88,14 @@ class WandbSink(RunSink):
     def _write(self, record: Record) -> None:
         run = self._run or self._open()
         rows: dict[int, dict[str, Any]] = {}
-        for point in points(record, _RESERVED):
-            rows.setdefault(point.step, {}).update(self._values(point))
+        for one in values_in(record, _RESERVED):
+            rows.setdefault(one.step, {}).update(self._values(one))
         for step in sorted(rows):
             run.log({**rows[step], "step": step, "epoch": record.epoch})
 
-    def _values(self, point: Point) -> dict[str, Any]:
-        """Return ``point`` as W&B takes it: a value, a histogram and its mean, or nothing for None."""
-        name, value, _ = point
+    def _values(self, one: MetricValue) -> dict[str, Any]:
+        """Return ``one`` as W&B takes it: a value, a histogram and its mean, or nothing for None."""
+        name, value, _ = one
         if value is None:
             return {}
         if isinstance(value, str) or number(value) is not None:

@@ -120,7 +120,7 @@ def _prepare(
     if hook is None:
         raise _SkippedError(f"Hook factory '{path}' for spec '{spec.name}' returned None, not registering any hook")
     made.append(hook)
-    kind, site_type = spec.kind
+    kind, site_type = spec.kind_and_site_type
     called = _with_options(hook, spec, wants_site=check_hook(hook, kind, site_type=site_type))
     attachment = new_attachment(
         called,
@@ -168,7 +168,7 @@ _Finder = Callable[[nn.Module, list[str], list[str]], SpecSites]
 
 def find_sites(model: nn.Module, spec: HookSpec, *, strict: bool = False) -> SpecSites | None:
     """Return the sites that the hook of `spec` would go to, without attaching it; None if there are none."""
-    kind, site_type = spec.kind
+    kind, site_type = spec.kind_and_site_type
     finder = _functions if site_type is FUNCTION else _parameters if kind is Kind.PARAM_GRAD else _modules
     patterns = list(spec.target_modules)
     if not strict and len(patterns) > 1:  # of several, one is enough

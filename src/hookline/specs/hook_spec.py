@@ -92,7 +92,7 @@ class HookSpec:
 
     def check_options(self) -> None:
         """Raise for an option that does not go with the others."""
-        kind, _ = self.kind
+        kind, _ = self.kind_and_site_type
         if self.sees == "raw" and not self.observe:
             raise OptionError("sees='raw' is for observers: add observe=True, or leave sees out.")
         if self.every is not None and not (kind.is_call or kind is Kind.PARAM_GRAD):
@@ -101,8 +101,8 @@ class HookSpec:
             kind.check_option("observe")
 
     @property
-    def kind(self) -> tuple[Kind, SiteType]:
-        """Return the kind of hook, and whether its sites are modules or functions."""
+    def kind_and_site_type(self) -> tuple[Kind, SiteType]:
+        """Return the kind that ``on`` names, and the type of its sites: module or function."""
         return _parse_kind(self.on)
 
     @classmethod

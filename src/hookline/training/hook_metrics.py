@@ -18,7 +18,7 @@ from hookline.errors import MetricError
 from hookline.messages import type_name
 from hookline.observe.host_values import on_host
 
-__all__ = ["PLAIN", "add_metrics", "snapshot_metric", "to_host"]
+__all__ = ["PLAIN", "add_metrics", "copy_metric", "to_host"]
 
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 """Types that every sink can write as they are."""
@@ -37,13 +37,13 @@ def add_metrics(hook: str, found: Any, into: dict[str, Any]) -> None:
         {
             f"{hook}/{name}" if type(name) is str else _key(hook, name): value
             if type(value) in PLAIN
-            else snapshot_metric(value, hook, name)
+            else copy_metric(value, hook, name)
             for name, value in found.items()
         }
     )
 
 
-def snapshot_metric(value: Any, hook: str, name: str) -> Any:
+def copy_metric(value: Any, hook: str, name: str) -> Any:
     """Return `value` as it is now, with copies of tensors, still on their device.
 
     ``hook`` is the name of the hook, or of the function (``"record()"``), that the error names.
@@ -54,13 +54,13 @@ def snapshot_metric(value: Any, hook: str, name: str) -> Any:
         # A copy: it may be a parameter, a buffer, or a view of one, which the run goes on to change.
         return _checked_tensor(value, hook, name).detach().clone()
     if isinstance(value, Mapping):
-        return {_sub_key(key, hook, name): snapshot_metric(item, hook, name) for key, item in value.items()}
+        return {_sub_key(key, hook, name): copy_metric(item, hook, name) for key, item in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [snapshot_metric(item, hook, name) for item in value]
+        return [copy_metric(item, hook, name) for item in value]
     if isinstance(value, Real | str):
         return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else str(value)
     if isinstance(value, np.ndarray | np.bool_):
-        return snapshot_metric(value.tolist(), hook, name)
+        return copy_metric(value.tolist(), hook, name)
     raise _unwritable(hook, name, type_name(value))
 
 

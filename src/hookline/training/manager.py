@@ -20,7 +20,7 @@ from hookline.training.checkpoint_profiler import CheckpointProfiler
 from hookline.training.choose_hooks import choose_hooks, find_excluded, split_config
 from hookline.training.firing import FiringReceipts, receipt_of
 from hookline.training.firing_engine import FiringEngine, parse_moment
-from hookline.training.hook_metrics import snapshot_metric
+from hookline.training.hook_metrics import copy_metric
 from hookline.training.hook_state import ManagedHooks
 from hookline.training.metric_output import MetricOutput, make_fan_out, set_recorder
 from hookline.training.plan import PointHooks, make_plan
@@ -220,7 +220,7 @@ class HookManager(PlanQueries):
         """Add a metric to the hook that runs now, or to the current step; ``hookline.record`` calls this."""
         firing = self._engine.current
         if firing is None or not firing.take_record(name, value):
-            metrics = {name: snapshot_metric(value, "record()", name)}
+            metrics = {name: copy_metric(value, "record()", name)}
             self._output.steps.add(HookPoint.POST_STEP, max(self._global_step, 0), metrics)
 
     # -- runs --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hookline.sinks.fan_out import FanOut
 from hookline.sinks.metric_values import JsonCleaner, dumps
 from hookline.sinks.record_log import LineFile, size_of
 from hookline.sinks.sink import MetricSink, Record, StepSeries, own_rank
-from hookline.training.hook_metrics import PLAIN, snapshot_metric, to_host
+from hookline.training.hook_metrics import PLAIN, copy_metric, to_host
 
 if TYPE_CHECKING:
     from hookline.training.firing import Firing
@@ -102,7 +102,7 @@ class MetricOutput:
     def emit(self, metrics: Mapping[str, Any], position: int, point: HookPoint, step: int) -> None:
         """Write metrics that are no hook's at once."""
         if not PLAIN.issuperset(map(type, metrics.values())):
-            metrics = {name: snapshot_metric(value, "emit_metrics()", name) for name, value in metrics.items()}
+            metrics = {name: copy_metric(value, "emit_metrics()", name) for name, value in metrics.items()}
         self._write(to_host(metrics), position, point, step)
         self.fan_out.warn_pending()
 

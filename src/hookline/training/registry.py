@@ -169,7 +169,7 @@ class HookRegistry(metaclass=_ShownByNames):
 
     @classmethod
     def get_all_info(cls) -> dict[str, dict[str, Any]]:
-        """Return for every hook its kind (``"observer"``, ``"intervention"``), description, needs and points."""
+        """Return for every hook its role (as ``"kind"``: observer or intervention), description, needs and points."""
         return {name: _info(hook) for name, hook in cls._all().items()}
 
     @classmethod

@@ -206,9 +206,9 @@ def _array_as_json(value: Any, tensors: Tensors, path: str) -> Any:
     array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.names is not None:
         raise CheckpointError(f"A checkpoint cannot hold {path}: it is an array of {array.dtype}, not of numbers.")
-    kind = "array" if isinstance(value, np.ndarray) else "scalar"
+    tag = "array" if isinstance(value, np.ndarray) else "scalar"
     raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
-    return [kind, tensors.add(raw, path), array.dtype.str, list(array.shape)]
+    return [tag, tensors.add(raw, path), array.dtype.str, list(array.shape)]
 
 
 def _container_as_json(value: Any, tensors: Tensors, path: str, above: tuple[int, ...]) -> Any:
@@ -235,28 +235,28 @@ def _container_as_json(value: Any, tensors: Tensors, path: str, above: tuple[int
 
 def _numbers_as_json(value: list[Any], tensors: Tensors, path: str) -> Any:
     """Return a long list of floats, or of 64-bit integers, as a tensor; None for other lists."""
-    kinds = set(map(type, value)) if len(value) >= _MANY else set()
-    if kinds == {float}:
+    classes = set(map(type, value)) if len(value) >= _MANY else set()
+    if classes == {float}:
         return ["floats", tensors.add(torch.tensor(value, dtype=torch.float64), path)]
-    if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**63:
+    if classes == {int} and min(value) >= -(2**63) and max(value) < 2**63:
         return ["ints", tensors.add(torch.tensor(value, dtype=torch.int64), path)]
     return None
 
 
 def _mapping_as_json(value: Mapping[Any, Any], item: Callable[[Any, Any], Any], path: str) -> Any:
-    kind: list[Any] = ["dict"]
+    tag: list[Any] = ["dict"]
     if isinstance(value, defaultdict):
         name = getattr(value.default_factory, "__name__", None)
         if value.default_factory is not None and _FACTORIES.get(str(name)) is not value.default_factory:
             raise CheckpointError(f"A checkpoint cannot hold {path}: it is a defaultdict of {name}, which is code.")
-        kind = ["defaultdict", name]
+        tag = ["defaultdict", name]
     elif isinstance(value, Counter):
-        kind = ["counter"]
+        tag = ["counter"]
     elif isinstance(value, OrderedDict):
-        kind = ["ordered"]
+        tag = ["ordered"]
     if all(type(key) is str for key in value):
-        return [*kind, {key: item(key, one) for key, one in value.items()}]
-    return [*kind, [[item(f"key {key!r}", key), item(key, one)] for key, one in value.items()]]
+        return [*tag, {key: item(key, one) for key, one in value.items()}]
+    return [*tag, [[item(f"key {key!r}", key), item(key, one)] for key, one in value.items()]]
 
 
 # -- and back ----------------------------------------------------------------------------------------------------
@@ -274,27 +274,27 @@ class Reader:
         """Return the value that a piece of JSON stands for."""
         if not isinstance(about, list):
             return about
-        kind, *parts = about
-        if kind == "tensor":
+        tag, *parts = about
+        if tag == "tensor":
             return self._tensor(*parts)
-        if kind == "sparse":
+        if tag == "sparse":
             indices, values, size, coalesced = parts
             return torch.sparse_coo_tensor(
                 self.value(indices), self.value(values), size, is_coalesced=coalesced, check_invariants=True
             )
-        if kind in _MAPPINGS:
-            return self._mapping(kind, parts)
-        if kind in _CONTAINERS:
-            return _CONTAINERS[kind](map(self.value, parts))
-        if kind == "deque":
+        if tag in _MAPPINGS:
+            return self._mapping(tag, parts)
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag](map(self.value, parts))
+        if tag == "deque":
             return deque(map(self.value, parts[1:]), maxlen=parts[0])
-        if kind in ("floats", "ints"):
+        if tag in ("floats", "ints"):
             return self._tensors[parts[0]].tolist()
-        if kind in ("array", "scalar"):
+        if tag in ("array", "scalar"):
             number, dtype, shape = parts
             array = np.frombuffer(self._tensors[number].numpy().tobytes(), dtype).reshape(shape).copy()
-            return array if kind == "array" else array[()]
-        return _SIMPLE[kind](*parts)
+            return array if tag == "array" else array[()]
+        return _SIMPLE[tag](*parts)
 
     def _tensor(self, number: str, device: str, dtype: str) -> Tensor:
         """Return a tensor, one object for all its places in the tree."""
@@ -306,12 +306,12 @@ class Reader:
             found = self._placed[number, device] = found.to(self._home(torch.device(device)))
         return found
 
-    def _mapping(self, kind: str, parts: list[Any]) -> Any:
+    def _mapping(self, tag: str, parts: list[Any]) -> Any:
         given = parts[-1].items() if isinstance(parts[-1], dict) else [(self.value(k), one) for k, one in parts[-1]]
         items = {key: self.value(one) for key, one in given}
-        if kind == "defaultdict":
+        if tag == "defaultdict":
             return defaultdict(None if parts[0] is None else _FACTORIES[parts[0]], items)
-        return _MAPPINGS[kind](items)
+        return _MAPPINGS[tag](items)
 
 
 _MAPPINGS: Final[dict[str, Callable[[Any], Any]]] = {

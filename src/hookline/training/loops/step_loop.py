@@ -85,7 +85,7 @@ def step_loop(
             if not _train(run, batches):
                 break
             if every and step % every == 0:
-                _take_snapshot(run)
+                _fire_snapshot(run)
             enough = run.ask_to_stop()
             if run.end_step() or enough:
                 break
@@ -103,7 +103,7 @@ def _train(run: Run, batches: Iterator[Any]) -> bool:
     return False
 
 
-def _take_snapshot(run: Run) -> None:
+def _fire_snapshot(run: Run) -> None:
     """Evaluate, and fire SNAPSHOT."""
     run.end_stretch()
     run.evaluate()
