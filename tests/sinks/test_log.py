@@ -336,7 +336,7 @@ def writer(path: Path, *, holds_back: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_process_that_is_killed_at_any_moment_loses_no_record_that_was_written(tmp_path, seed):
     """Killed again and again; each time it goes on where it was, and every line can be read."""
     chance = random.Random(seed)
