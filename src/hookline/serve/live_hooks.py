@@ -353,14 +353,13 @@ class LiveHooks:
         checked = HookSpec.from_dict(spec)
         return checked if spec.get("on_error") is not None else replace(checked, on_error=self._on_error)
 
-    def _kept(self, made: CountingFactory, handles: Mapping[int, RemovableHandle], origin: Origin) -> LiveHook:
+    def _kept(self, made: CountingFactory, handles: Mapping[int, Any], origin: Origin) -> LiveHook:
         handle = handles[id(made.counted)]
         assert made.counted is not None
-        assert isinstance(handle, HookHandle)
         self._made += 1
-        live = LiveHook(f"h{self._made}", made.spec, handle.names, origin, made.hook, handle, made.counted)
-        self._live[live.id] = live
-        return live
+        key = f"h{self._made}"
+        self._live[key] = LiveHook(key, made.spec, handle.names, origin, made.hook, handle, made.counted)
+        return self._live[key]
 
     def _remove(self, id: str) -> tuple[LiveHook, _Made]:
         """Return the removed hook, and what has to be closed now."""
@@ -393,10 +392,9 @@ class LiveHooks:
     def _metrics(self) -> dict[str, dict[str, float]]:
         found = {}
         for id, live in self._live.items():
-            ask = getattr(live.hook, "to_metrics", None)
-            if callable(ask):
+            if callable(getattr(live.hook, "to_metrics", None)):
                 try:
-                    found[id] = dict(ask())
+                    found[id] = dict(live.hook.to_metrics())
                 except Exception as error:
                     live.counted.policy.count(live.counted.name, error, "in to_metrics")
         return found

@@ -58,9 +58,8 @@ class _HookAtLeaf(HookAtSite):
 
     def sit_on(self, leaf: Tensor) -> None:
         """Go onto a leaf, and off the one before; under LOCK."""
-        torch_hook = next((hook for hook in _torch.leaf_hooks_of(leaf) if isinstance(hook, LeafHook)), None)
-        if torch_hook is None:
-            torch_hook = LeafHook(leaf)
+        own = (hook for hook in _torch.leaf_hooks_of(leaf) if isinstance(hook, LeafHook))
+        torch_hook = next(own, None) or LeafHook(leaf)
         if self.container is not None:
             self.container.let_go(self)
         self.container, self.hooks = torch_hook, torch_hook.hooks_of_leaf
