@@ -247,6 +247,10 @@ class HookManager(PlanQueries):
         self._engine.reset()
         self._managed.reset(firing=self._engine.current is not None)
 
+    def continue_from(self, step: int) -> None:
+        """Let ``step`` be the last one that was made: the next ``advance_step()`` begins the one after it."""
+        self._set_step(step)
+
     def set_run_context(self, **context: Any) -> None:
         """Tell hooks and sinks which run this is: ``strategy=``, ``output_dir=``, ``experiment_name=``, …"""
         self._engine.run_context |= context

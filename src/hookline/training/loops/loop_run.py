@@ -23,7 +23,7 @@ from hookline.tables import Table, number_text
 from hookline.training.checkpoints.saving import Saving
 from hookline.training.loops.gradient_retention import GradientRetention
 from hookline.training.loops.loop_contexts import Contexts
-from hookline.training.loops.training_step import Mean
+from hookline.training.loops.training_step import Mean, StepResult
 from hookline.training.manager import HookManager
 
 if TYPE_CHECKING:
@@ -154,6 +154,10 @@ class Run:
         """Train on the batch."""
         with _TRAINING:
             result = self.adapter.train_and_schedule(self.batch)
+        self.take_result(result)
+
+    def take_result(self, result: StepResult) -> None:
+        """Take in the outcome of a step: its loss and figures, its gradients if a hook needs them."""
         self.loss, self.accuracy = result.loss, result.metrics.get("train_acc")
         self._losses.add(result.loss)
         self._accuracies.add(self.accuracy)

@@ -1,0 +1,5 @@
+"""The public names of ``hookline.integrations``, each with the module it lives in."""
+
+from hookline.integrations.host_run import HostRun as HostRun
+
+__all__: list[str]

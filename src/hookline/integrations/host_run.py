@@ -1,0 +1,404 @@
+"""Drive a `HookManager` from the events of a host: of a trainer that owns the loop.
+
+The adapters of ``hookline.integrations`` call `HostRun` at each event. It moves a `Run` on, as the loops do, so that
+hooks see the same contexts everywhere; it never trains, and leaves the host's run as it is, bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from hookline.errors import HooklineWarning, LifecycleError
+from hookline.integrations.held_gradients import HeldGradients
+from hookline.integrations.host_adapter import HostAdapter
+from hookline.integrations.host_manager import make_manager
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_phase import in_phase
+from hookline.messages import caller_stacklevel
+from hookline.training.loops.experiment_adapter import whole_number
+from hookline.training.loops.loop_run import Run
+from hookline.training.loops.training_step import MicroBatches, StepResult
+
+if TYPE_CHECKING:
+    from hookline.integrations.host_log_sink import HostLogSink
+    from hookline.training.manager import HookManager
+
+__all__ = ["HostRun"]
+
+_FORMAT: Final = 1
+"""Of ``state_dict``; a later one that cannot be read by this code has a higher number."""
+_POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
+_SNAPSHOTS: Final = {"epoch": 1, "step": 100}
+"""How far apart snapshots are, as in the loops of hookline."""
+_STEPS_TO_FLUSH: Final = 100
+
+
+class HostRun:
+    """Fire hooks at the events of a loop that someone else owns.
+
+    Recipe::
+
+        run = HostRun(hooks=["norms", MyHook()], sinks=[hookline.sinks.MemorySink()])
+        run.begin_run(model, optimizer, loader=loader)
+        for epoch in range(epochs):
+            run.begin_epoch(epoch)
+            for batch in loader:
+                run.begin_step(batch=batch)
+                ...  # the host's own step
+                run.end_step(loss=loss)
+            run.end_epoch()
+        run.end_run()
+
+    The order of the points is that of `HookPoint`. With ``loop="epoch"`` all five are fired; with ``loop="step"``
+    POST_STEP and SNAPSHOT, for hosts whose epochs do not matter, and metrics are plotted over the step.
+
+    Args:
+        hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
+        sinks: Where metrics go.
+        run_file: A run file whose hooks, trackers, specs and sinks are taken, beside those given here.
+        manager: A manager that is there already, in place of all of the above.
+        hook_config: Arguments of hooks that are given by name.
+        loop: ``"epoch"`` or ``"step"``.
+        snapshot_every: How many epochs (or steps) from one SNAPSHOT to the next; 0 for none, unless the host asks.
+            If left out: 1 epoch, or 100 steps.
+        flush_every: How many steps from one flush of step metrics to the next, beside the ends of epochs.
+        on_error: What happens when a hook raises: ``"raise"``, ``"warn"`` or ``"disable"``.
+        capabilities: What the run can do besides, for hooks with ``requires``.
+        report_to: The logger of the host, which gets every number too.
+        options: Other options of `HookManager`.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[Any] | str | None = None,
+        *,
+        sinks: Iterable[Any] | None = None,
+        run_file: str | Path | None = None,
+        manager: HookManager | None = None,
+        hook_config: Mapping[str, Mapping[str, Any]] | None = None,
+        loop: str = "epoch",
+        snapshot_every: int | None = None,
+        flush_every: int | None = _STEPS_TO_FLUSH,
+        on_error: str | None = None,
+        capabilities: Iterable[str] = (),
+        report_to: HostLogSink | None = None,
+        **options: Any,
+    ) -> None:
+        made = make_manager(
+            hooks, sinks=sinks, run_file=run_file, manager=manager, hook_config=hook_config, loop=loop,
+            flush_every=flush_every, on_error=on_error, **options,
+        )  # fmt: skip
+        self.manager = made.manager
+        """Fires the hooks; has their metrics, errors and costs."""
+        self._specs = made.specs
+        self._loop = loop
+        every = _SNAPSHOTS[loop] if snapshot_every is None else snapshot_every
+        self._snapshot_every = whole_number("snapshot_every", every, 0)
+        self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)
+        if report_to is not None:
+            self.manager.fan_out.add(report_to)
+        self._held = HeldGradients()
+        self._run: Run | None = None
+        self._open = ExitStack()
+        self._phase: in_phase | None = None
+        self._pending: Mapping[str, Any] | None = None
+        self._in_epoch = self._in_step = self._has_ended_steps = self._is_reported = False
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run has begun and is not over."""
+        return self._run is not None
+
+    def begin_run(
+        self, model: Any, optimizer: Any, *, step: int = 0, run_context: Mapping[str, Any] | None = None, **parts: Any
+    ) -> None:
+        """Begin a run, or go on with one, of which ``step`` steps are made; hooks are started, specs attached.
+
+        Args:
+            model: The model, as hooks are to see it.
+            optimizer: The optimizer; wrappers around it are looked through.
+            step: How many steps were made before. If hook state was loaded, hooks go on with it; else they begin anew.
+            run_context: What hooks and sinks are told (``run_dir=``, ``experiment_name=``, …).
+            parts: What else the host has: ``scheduler``, ``scheduler_per``, ``scaler``, ``loader``, ``loss_fn``,
+                ``accumulate``, ``clip_norm``, ``config``, … as for `Experiment`.
+        """
+        if self._run is not None:
+            self.end_run()  # a host that failed said nothing
+        adapter = HostAdapter(self._loop, model, optimizer, **parts)
+        manager = self.manager
+        manager.set_loop_type(self._loop)
+        manager.set_capabilities(adapter.capabilities | self._capabilities)
+        manager.reset_all()
+        manager.continue_from(step - 1)
+        if run_context:
+            manager.set_run_context(**run_context)
+        for sentence in manager.will_fire(_POINTS[self._loop]):
+            warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
+        run = Run(adapter, manager)
+        with ExitStack() as opened:
+            opened.enter_context(run.written_at_the_end())
+            if self._specs:
+                from hookline.specs.hook_spec import register_hooks
+
+                opened.callback(register_hooks(model, self._specs).remove)
+            self._run, self._open = run, opened.pop_all()
+        self._needs_previous = manager.needs_prev_step_grads()
+        self._needs_mean = manager.needs_grad_accumulation()
+        self._is_new = True
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._load(pending, step)
+
+    def end_run(self, error: BaseException | None = None) -> None:
+        """End the run, however it ended: finish hooks, take specs off, write everything. May be called again."""
+        if self._run is None:
+            return
+        opened, self._open, self._run = self._open, ExitStack(), None
+        self._leave_phase()
+        self._held.release()
+        self._in_epoch = self._in_step = False
+        if error is None:
+            opened.close()
+        else:
+            opened.__exit__(type(error), error, error.__traceback__)
+
+    def close(self) -> None:
+        """End the run, if one is under way, and close the sinks. May be called again."""
+        try:
+            self.end_run()
+        finally:
+            self.manager.close()
+
+    # -- epochs ------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int, *, loader: Any = None) -> None:
+        """Begin an epoch; one that was left in the middle and is resumed has begun before, and fires nothing."""
+        run = self._running("begin_epoch")
+        if self._in_epoch:
+            self.end_epoch()
+        if loader is not None:
+            run.adapter.set_loader(loader)
+        if run.is_within and run.epoch != epoch:  # saved after the last step of an epoch, before the end of that
+            self._in_epoch, run.is_within = True, False
+            self.end_epoch()
+        resumed, run.is_within = run.is_within, False
+        self._in_epoch, self._has_ended_steps = True, False
+        if resumed:
+            run.take_loader()
+            return
+        run.num_epochs += 1
+        run.done = 0
+        if self._loop == "step":
+            run.epoch = epoch
+            run.take_loader()
+            return
+        snapshot = (HookPoint.SNAPSHOT,) if self._has_snapshot(epoch) else ()
+        run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
+        run.fire(HookPoint.PRE_EPOCH)
+
+    def end_epoch(self) -> None:
+        """End the steps of an epoch and fire POST_EPOCH, and SNAPSHOT if it is time; evaluate before."""
+        run = self._running("end_epoch")
+        if not self._in_epoch:
+            return
+        self.finish_steps()
+        self._in_epoch = False
+        run.next_epoch = run.epoch + 1
+        if self._loop == "step":
+            return
+        run.fire(HookPoint.POST_EPOCH)
+        if not self._is_reported:
+            run.report_evaluation(HookPoint.POST_EPOCH)
+        if self._has_snapshot(run.epoch):
+            run.fire(HookPoint.SNAPSHOT)
+
+    def finish_steps(self) -> None:
+        """End the steps of an epoch, whose evaluation follows; `end_epoch` does the rest, and this too if left out."""
+        run = self._running("finish_steps")
+        if not self._has_ended_steps and self._loop == "epoch":
+            run.end_epoch()
+        self._has_ended_steps = True
+
+    def _has_snapshot(self, position: int) -> bool:
+        return self._snapshot_every > 0 and position % self._snapshot_every == 0
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int | None = None, *, batch: Any = None, batch_idx: int | None = None) -> None:
+        """Begin a step of the optimizer, and fire PRE_STEP.
+
+        Args:
+            step: Its number, counted from 0 over the whole run, as the host counts; if left out, the next.
+            batch: Its batch, or the first of several.
+            batch_idx: Which batch of the epoch that is.
+        """
+        run = self._run
+        if run is None or self._in_step:
+            run = self._running("begin_step")
+            self._leave_step()
+        manager = self.manager
+        if step is not None and step != manager.global_step + 1:
+            manager.continue_from(step - 1)
+        if self._loop == "step":
+            self._begin_stretch(run, manager.global_step + 1)
+        if self._needs_previous:
+            with self._held.shown():
+                run.begin_step(batch)
+            self._held.release()
+        else:
+            run.begin_step(batch)
+        run.batch_idx = run.done * run.adapter.accumulate if batch_idx is None else batch_idx
+        run.done += 1
+        self._in_step = True
+        if self._loop == "epoch":
+            run.fire(HookPoint.PRE_STEP)
+        self._phase = _TRAINING
+        _TRAINING.__enter__()
+
+    def add_batch(self, batch: Any) -> None:
+        """Add another batch to the step: several make one step where gradients are accumulated."""
+        run = self._running("add_batch")
+        run.batch = MicroBatches((*run.batch, batch) if isinstance(run.batch, MicroBatches) else (run.batch, batch))
+
+    def hold_gradients(self) -> None:
+        """Hold the gradients of the step if a hook is going to look: the host clears them before it ends the step."""
+        run = self._run
+        if run is None or not self._in_step:
+            return
+        if self._needs_previous or self._needs_mean or self.manager.has_active_step_hooks(run.position):
+            self._held.take(run.adapter.model)
+
+    def end_step(
+        self, *, loss: Tensor | float | None = None, trained: bool = True, metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """End a step, after the optimizer and the scheduler: fire POST_STEP, and SNAPSHOT if steps are counted.
+
+        Args:
+            loss: Of the whole step, still on its device; None if the host does not tell.
+            trained: Whether the weights were updated; False where a scaler passed over the step.
+            metrics: What else the step told of itself: ``{"train_acc": ...}``.
+        """
+        run = self._run
+        if run is None or not self._in_step:
+            raise LifecycleError("end_step() ends a step that has not begun. Next: call begin_step() before it.")
+        self._leave_step()
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
+        with self._held.shown():
+            run.take_result(StepResult(loss, trained, metrics or {}))
+            run.fire(HookPoint.POST_STEP)
+        if not self._needs_previous:
+            self._held.release()
+        if self._loop == "step" and self._has_snapshot(run.step):
+            run.end_stretch()
+            run.fire(HookPoint.SNAPSHOT)
+
+    def _begin_stretch(self, run: Run, step: int) -> None:
+        """Begin steps up to the next snapshot, if this is the first of them."""
+        every, is_first = self._snapshot_every, self._is_new
+        self._is_new = False
+        if every and (is_first or step == 0 or (step - 1) % every == 0):
+            run.begin_stretch(-(-step // every) * every)
+
+    def _leave_step(self) -> None:
+        self._in_step = False
+        self._leave_phase()
+
+    # -- evaluation and snapshots --------------------------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation: until it ends, watches and trackers count nothing, unless they were told to."""
+        self._leave_phase()
+        self._phase = in_phase("eval")
+        self._phase.__enter__()
+
+    def end_evaluation(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """End an evaluation; hooks see its ``metrics`` at the next point, and sinks get them as ``eval/…``.
+
+        At the end of an epoch call `finish_steps` before it, and `end_epoch` after it.
+        """
+        self._leave_phase()
+        run = self._run
+        if run is None or metrics is None:
+            return
+        together = run.evaluation if run.evaluated else {}  # one for each of several datasets
+        run.evaluation, run.evaluated = {**together, **metrics}, True
+        self._is_reported = self._loop == "step" or not (self._in_epoch and self._has_ended_steps)
+        if self._is_reported:  # else `end_epoch` does, after POST_EPOCH
+            own = {f"eval/{name}": value for name, value in metrics.items()}
+            point = HookPoint.SNAPSHOT if self._loop == "step" else HookPoint.POST_EPOCH
+            self.manager.emit_metrics(own, run.position, point)
+
+    def take_snapshot(self) -> None:
+        """Fire SNAPSHOT now, because the host asks for it."""
+        self._running("take_snapshot").fire(HookPoint.SNAPSHOT)
+
+    def flush(self) -> None:
+        """Hand the metrics of single steps to the sinks now."""
+        self._running("flush").flush()
+
+    def _leave_phase(self) -> None:
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.__exit__(None, None, None)
+
+    # -- the host's checkpoint -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of hooks, schedules, sinks and sums, for the host to put into its checkpoint."""
+        run = self._running("state_dict")
+        assert run.retention is not None
+        return {
+            "format": _FORMAT,
+            "loop": self._loop,
+            "run": run.state_dict(within=self._in_epoch),
+            "manager": self.manager.state_dict(),
+            "gradients": run.retention.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; before the run has begun, as soon as it begins."""
+        missing = [name for name in ("format", "loop", "run", "manager", "gradients") if name not in state]
+        if missing:
+            raise LifecycleError(f"load_state_dict() takes what state_dict() gave; this has no {', '.join(missing)}.")
+        if state["format"] > _FORMAT or state["loop"] != self._loop:
+            raise LifecycleError(
+                f"The state is of loop={state['loop']!r} in format {state['format']}, and this run has "
+                f"loop={self._loop!r} and format {_FORMAT}. Next: make it with the same loop= and version of hookline."
+            )
+        if self._run is None:
+            self._pending = state
+        else:
+            self._load(state, None)
+
+    def _load(self, state: Mapping[str, Any], step: int | None) -> None:
+        run = self._running("load_state_dict")
+        assert run.retention is not None
+        self.manager.load_state_dict(state["manager"])
+        run.retention.load_state_dict(state["gradients"])
+        run.load_state_dict(state["run"])
+        self._is_new = False
+        if step is not None and self.manager.global_step != step - 1:
+            warnings.warn(
+                f"The state of the hooks is of {self.manager.global_step + 1} steps, and the run goes on after {step}; "
+                "schedules follow the run.",
+                HooklineWarning,
+                stacklevel=caller_stacklevel(),
+            )
+            self.manager.continue_from(step - 1)
+
+    def _running(self, what: str) -> Run:
+        if self._run is None:
+            raise LifecycleError(f"{what}() belongs to a run, and none has begun. Next: call begin_run() first.")
+        return self._run
+
+
+_TRAINING: Final = in_phase("train")

@@ -1,0 +1,156 @@
+"""Take hooks, trackers, specs and sinks from a run file, for a run that a host trains.
+
+`make_manager` calls it. What the file says of training itself (experiment, seed, device, checkpoints) is the host's to
+decide, and is passed over, so that one file serves ``hookline run`` and every host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import hookline.sinks
+from hookline.config.run_file import RunFile, SinkEntry, TrackerEntry
+from hookline.errors import ConfigError
+from hookline.guard.rng import kept_rng
+from hookline.lifecycle.schedule import StepSchedule
+from hookline.messages import suggest
+from hookline.training.registry import HookRegistry
+from hookline.training.training_hook import TrainingHook
+
+__all__ = ["HooksOfFile"]
+
+logger = logging.getLogger(__name__)
+
+_ALWAYS: Final = "training_metrics"
+"""Every run of a run file has it."""
+_ARGUMENTS: Final = {"wandb": "project", "prometheus": "port"}
+"""Sinks whose key has a value, and which argument that is."""
+_SINKS: Final = ("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
+
+
+class HooksOfFile:
+    """The part of a run file that concerns hooks.
+
+    Recipe::
+
+        file = HooksOfFile("run.yaml")
+        manager = HookManager(hooks=file.make_hooks(), sinks=file.make_sinks(), on_error=file.on_error)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file = file = RunFile.read(path)
+        self._hooks: Any = file.hooks
+        self.specs = file.given_specs()
+        """Hooks on modules."""
+        flags = file.flags()
+        self.on_error: str = flags["on_hook_error"]
+        """What happens when a hook raises."""
+        reference = self._hooks.config.get("reference_weights", {}).get("path")
+        self.options: dict[str, Any] = {
+            "offload_state": flags["hook_offload_state"],
+            "profile_hooks": flags["profile_hooks"],
+            "reference_weights": reference,
+        }
+        """Other options of the manager."""
+        ignored = sorted(file.model_fields_set - {"hooks", "specs", "enable_hooks", "trackers", "sinks"})
+        if ignored:
+            logger.info("%s: the trainer decides about %s", self._path, ", ".join(ignored))
+
+    def make_hooks(self) -> list[TrainingHook]:
+        """Make the hooks and trackers; the random streams of the run stay where they are."""
+        names = self._names()
+        config = {name: options for name, options in self._hooks.config.items() if name in names}
+        with kept_rng():
+            made = HookRegistry.create(names, config)
+            self._set_schedules({hook.name: hook for hook in made})
+            return made + [_make_tracker(entry) for entry in self._file.trackers]
+
+    def make_sinks(self) -> list[Any]:
+        """Make the sinks."""
+        sinks: Any = self._file.sinks
+        made = []
+        for name in _SINKS:
+            chosen = getattr(sinks, name)
+            if chosen is not None and chosen is not False:
+                cls = _sink_class(name)
+                made.append(cls(**{_ARGUMENTS[name]: chosen}) if name in _ARGUMENTS else cls())
+        for entry in sinks.others:
+            path, options = (entry.sink, entry.options) if isinstance(entry, SinkEntry) else (entry, {})
+            made.append(_load(path, self._path.parent, "a sink")(**options))
+        return made
+
+    def _names(self) -> list[str]:
+        group, names = self._hooks.with_hooks, self._hooks.names
+        if group not in (None, "none") and group not in HookRegistry.groups:
+            raise ConfigError(
+                f"{self._path}: with_hooks: {group} is a group of an experiment, and a trainer has none. Next: list "
+                "the hooks under hooks: {names: [...]}."
+            )
+        chosen = [] if group in (None, "none") else [group]
+        chosen += [self._known(name) for name in names or () if name != "none"]
+        if not chosen and (group == "none" or names == ("none",) or list(names or ()) == ["none"]):
+            return []
+        return list(dict.fromkeys([_ALWAYS, *HookRegistry.resolve(chosen)]))
+
+    def _known(self, name: str) -> str:
+        """Return the name of a hook; a class in a file or module (``file.py:Class``) is registered first."""
+        if ":" not in name:
+            return name
+        cls = _load(name, self._path.parent, "a hook")
+        if cls.name not in HookRegistry.known() or HookRegistry.get(cls.name) is not cls:
+            HookRegistry.register(cls)
+        return str(cls.name)
+
+    def _set_schedules(self, hooks: Mapping[str, TrainingHook]) -> None:
+        for name, entry in self._hooks.schedules.items():
+            if name not in hooks:
+                meant = suggest(name, list(hooks)) or f"; hooks are {', '.join(hooks) or 'none'}."
+                raise ConfigError(f"{self._path}: there is a schedule for {name!r}, which is no hook of the run{meant}")
+            hooks[name].step_schedule = StepSchedule(**entry.arguments())
+
+
+def _make_tracker(entry: TrackerEntry) -> TrainingHook:
+    def listed(patterns: list[str] | str | None) -> list[str]:
+        return [patterns] if isinstance(patterns, str) else list(patterns or ())
+
+    where = {"targets": ",".join(listed(entry.target_modules)) or None, "exclude": listed(entry.exclude) or None}
+    (hook,) = HookRegistry.create([entry.tracker], {entry.tracker: {**entry.options, **where}})
+    hook.name = entry.name or hook.name
+    return hook
+
+
+def _sink_class(name: str) -> Any:
+    public = next(one for one in hookline.sinks.__all__ if one.lower() == f"{name}sink")
+    cls = getattr(hookline.sinks, public)
+    if hasattr(cls, "check"):
+        cls.check()  # a missing package is an error now, with the line that installs it
+    return cls
+
+
+def _load(path: str, folder: Path, what: str) -> Any:
+    """Return the class at ``file.py:Class``, relative to the run file, or at ``package.module:Class``."""
+    where, _, name = path.rpartition(":")
+    try:
+        module = _run_file(folder / where) if where.endswith(".py") else importlib.import_module(where)
+        return getattr(module, name)
+    except (ImportError, OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is to be {what}, and cannot be loaded: {error}. Write package.module:Class."
+        ) from error
+
+
+def _run_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"hookline_file_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

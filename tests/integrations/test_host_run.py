@@ -1,0 +1,291 @@
+"""The bridge from a host's events to a manager: the same metrics as in the loops of hookline, and nothing changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers_hosts import every_hook, metrics_of, train_by_hand
+from helpers_loops import left_by, noting, rich_experiment
+from helpers_resume import Remembers
+from helpers_training import differences
+from torch import nn
+
+import hookline as hl
+from hookline.errors import HooklineWarning, LifecycleError, OptionError
+from hookline.integrations import HostRun
+from hookline.lifecycle.run_phase import known_phase
+from hookline.sinks import MemorySink
+
+EPOCHS = 5
+STEPS = 25
+
+
+class MeanGradient(hl.TrainingHook):
+    """The length of the mean gradient since the last report."""
+
+    hook_points = {hl.HookPoint.SNAPSHOT}
+    needs_grads = True
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        return {"norm": sum(grad.norm() for grad in ctx.accumulated_grads.values())}
+
+
+def _experiment() -> hl.Experiment:
+    experiment = rich_experiment()
+
+    def evaluate(model: nn.Module) -> dict[str, Any]:
+        x, target = experiment.loader.dataset.tensors
+        return {"val_acc": float((model(x).argmax(1) == target).float().mean())}
+
+    experiment.evaluate = evaluate
+    return experiment
+
+
+def _by_epoch_loop() -> tuple[hl.Experiment, MemorySink]:
+    experiment, sink = _experiment(), MemorySink()
+    watch = hl.watch(experiment.model, optimizer=experiment.optimizer, every=2)
+    manager = hl.HookManager(hooks=[*every_hook(), watch], sinks=[sink])
+    hl.epoch_loop(experiment, epochs=EPOCHS, manager=manager)
+    watch.remove()
+    return experiment, sink
+
+
+def _by_hand(**options: Any) -> tuple[hl.Experiment, MemorySink]:
+    experiment, sink = _experiment(), MemorySink()
+    watch = hl.watch(experiment.model, optimizer=experiment.optimizer, every=2)
+    train_by_hand(experiment, HostRun([*every_hook(), watch], sinks=[sink], **options), epochs=EPOCHS)
+    watch.remove()
+    return experiment, sink
+
+
+def test_a_foreign_loop_gives_the_metrics_of_the_epoch_loop() -> None:
+    """Observers with state, interventions, a watch and the evaluation: every metric is equal, at the same step."""
+    _, ours = _by_epoch_loop()
+    _, theirs = _by_hand(flush_every=7)
+    expected, found = metrics_of(ours), metrics_of(theirs)
+    assert found.keys() == expected.keys()
+    assert found == expected
+    assert {point for _, point, _ in found} == {point.name for point in hl.HookPoint}
+
+
+def test_the_weights_of_a_foreign_loop_stay_the_same() -> None:
+    """Trained with every kind of hook and without any: weights, optimizer and streams are equal, bit for bit."""
+    bare = _experiment()
+    train_by_hand(bare, None, epochs=EPOCHS)
+    hooked, _ = _by_hand()
+    assert differences(left_by(bare), left_by(hooked)) == []
+
+
+def test_a_hook_that_does_change_weights_is_seen() -> None:
+    """The negative control: one bit more in one weight at one step, and the comparison finds it."""
+
+    class Meddles(hl.TrainingHook):
+        hook_points = {hl.HookPoint.POST_STEP}
+        step_schedule = hl.StepSchedule("stride", stride=100)
+
+        def compute(self, ctx: hl.RunDataContext) -> None:
+            with torch.no_grad():
+                ctx.model[0].weight[0, 0] *= 1 + 2**-23
+
+    bare, changed = _experiment(), _experiment()
+    train_by_hand(bare, None, epochs=EPOCHS)
+    train_by_hand(changed, HostRun([Meddles()]), epochs=EPOCHS)
+    assert "weight 0.weight" in differences(left_by(bare), left_by(changed))
+
+
+@pytest.mark.parametrize("stop", [3, 10, 13])
+def test_a_resumed_run_continues_its_hooks(stop: int) -> None:
+    """Interrupted in the first epoch, after the last step of one and inside one: metrics are those of a whole run."""
+
+    def saved(stop: int | None) -> tuple[Any, MemorySink, hl.Experiment]:
+        experiment, sink = _experiment(), MemorySink()
+        experiment.loader = Batches(experiment.loader)
+        run = HostRun([Remembers(), MeanGradient()], sinks=[sink])
+        return train_by_hand(experiment, run, epochs=EPOCHS, save_after=stop), sink, experiment
+
+    _, whole, _ = saved(None)
+    state, before, experiment = saved(stop)
+    later = HostRun([Remembers(), MeanGradient()], sinks=[before])
+    later.load_state_dict(state)
+    experiment.loader.skip = stop % len(experiment.loader)
+    if not experiment.loader.skip:  # the host goes on after that epoch
+        experiment.scheduler.step()
+    train_by_hand(experiment, later, epochs=EPOCHS, first=stop)
+    found, expected = metrics_of(before), metrics_of(whole)
+    if stop == 10:  # and does not evaluate it
+        del expected["eval/val_acc", "POST_EPOCH", 1]
+    assert found == expected
+
+
+class Batches:
+    """The batches of a loader in a fixed order; a trainer that resumes skips some, once."""
+
+    def __init__(self, loader: Any) -> None:
+        self.dataset, self.skip = loader.dataset, 0
+        self._batches = list(loader)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Any:
+        skip, self.skip = self.skip, 0
+        return iter(self._batches[skip:])
+
+
+def test_the_step_loop_gives_the_metrics_of_step_loop() -> None:
+    """With loop="step", POST_STEP and SNAPSHOT fire as in `step_loop`, mean gradients between snapshots included."""
+
+    def hooks() -> list[Any]:
+        return [Remembers(), MeanGradient()]
+
+    ours, theirs = MemorySink(), MemorySink()
+    experiment = rich_experiment(evaluate=None, scheduler_per="step")
+    manager = hl.HookManager(hooks=hooks(), sinks=[ours])
+    hl.step_loop(experiment, steps=STEPS, snapshot_every=4, manager=manager)
+
+    other = rich_experiment(evaluate=None)
+    run = HostRun(hooks(), sinks=[theirs], loop="step", snapshot_every=4)
+    run.begin_run(other.model, other.optimizer, loader=other.loader)
+    for epoch in range(STEPS // len(other.loader)):
+        run.begin_epoch(epoch)
+        for batch in other.loader:
+            run.begin_step(batch=batch)
+            other.optimizer.zero_grad()
+            loss = other.loss_fn(other.model, batch)
+            loss.backward()
+            other.optimizer.step()
+            other.scheduler.step()
+            run.end_step(loss=loss)
+        run.end_epoch()
+    run.end_run()
+    assert metrics_of(theirs) == metrics_of(ours)
+
+
+def test_several_batches_make_one_step() -> None:
+    """Gradient accumulation: one step, whose batch is all of them."""
+    hook = noting("POST_STEP")
+    model = nn.Linear(2, 1)
+    run = HostRun([hook])
+    run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+    run.begin_epoch(0)
+    for _ in range(3):
+        run.begin_step(batch="first")
+        run.add_batch("second")
+        run.end_step(loss=1.0)
+    run.end_epoch()
+    run.end_run()
+    assert [ctx.step for ctx in hook.contexts] == [0, 1, 2]
+    assert [tuple(ctx.batch_data) for ctx in hook.contexts] == [("first", "second")] * 3
+    assert [ctx.batch_idx for ctx in hook.contexts] == [0, 2, 4]
+
+
+def test_the_host_counts_the_steps() -> None:
+    """Schedules go by the host's number of a step, also where it begins late or leaves some out."""
+    hook = noting("POST_STEP", step_schedule=hl.StepSchedule("stride", stride=10))
+    model = nn.Linear(2, 1)
+    run = HostRun([hook])
+    run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1), step=5)
+    run.begin_epoch(0)
+    for step in (5, 6, 10, 19, 20, 21):
+        run.begin_step(step)
+        run.end_step()
+    run.end_run()
+    assert [ctx.step for ctx in hook.contexts] == [10, 20]
+
+
+def test_phases_are_told_and_left() -> None:
+    """Within a step the phase is train, within an evaluation eval, elsewhere none; also after an error."""
+    model = nn.Linear(2, 1)
+    run = HostRun()
+    run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.begin_epoch(0)
+    run.begin_step()
+    assert known_phase() == "train"
+    run.end_step()
+    assert known_phase() is None
+    run.begin_evaluation()
+    assert known_phase() == "eval"
+    run.end_evaluation({"loss": 1.0})
+    assert known_phase() is None
+    run.begin_step()
+    run.end_run(RuntimeError("the host failed"))
+    assert known_phase() is None
+    assert not run.is_running
+
+
+def test_a_failed_run_leaves_its_metrics_and_no_hooks() -> None:
+    """Whatever ends a run: step metrics are written, hooks finished; the same object begins another run."""
+    sink, model = MemorySink(), nn.Linear(2, 1)
+    watch = hl.watch(model)
+    run = HostRun([noting("POST_STEP"), watch], sinks=[sink])
+    for _ in range(2):
+        run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.begin_epoch(0)
+        run.begin_step()
+        run.end_step(loss=1.0)
+        run.end_run(KeyboardInterrupt())
+        run.end_run()
+    watch.remove()
+    assert [record.metrics["noting/seen"] for record in sink.records if "noting/seen" in record.metrics] == [[1], [2]]
+
+
+def test_what_is_missing_is_said() -> None:
+    """No optimizer, no model, an event without a run, a step that was not begun, options that exclude each other."""
+    run, model = HostRun(), nn.Linear(2, 1)
+    with pytest.raises(OptionError, match="without an optimizer"):
+        run.begin_run(model, None)
+    with pytest.raises(OptionError, match=r"nn\.Module that is trained; got"):
+        run.begin_run("model", None)
+    with pytest.raises(LifecycleError, match="none has begun"):
+        run.begin_epoch(0)
+    run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(LifecycleError, match="has not begun"):
+        run.end_step()
+    run.end_run()
+    with pytest.raises(OptionError, match="'epoch' or 'step'"):
+        HostRun(loop="batch")
+    with pytest.raises(OptionError, match="hooks= was given beside"):
+        HostRun(["norms"], manager=hl.HookManager())
+    with pytest.raises(LifecycleError, match="has no format"):
+        run.load_state_dict({})
+
+
+def test_a_hook_that_requires_more_is_left_out_with_a_warning() -> None:
+    """``requires`` is held against what the host has, and what the user says it has."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    needs = noting("POST_STEP", requires={"environment"})
+    run = HostRun([needs])
+    with pytest.warns(HooklineWarning, match="requires environment"):
+        run.begin_run(model, optimizer)
+    run.end_run()
+    told = HostRun([needs], capabilities={"environment"})
+    told.begin_run(model, optimizer)
+    told.begin_step()
+    told.end_step()
+    told.end_run()
+    assert needs.points == ["POST_STEP"]
+
+
+def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
+    """Names, a tracker, a spec and a sink come from one file; what it says of training is passed over."""
+    (tmp_path / "run.yaml").write_text(
+        "experiment: mod_arithmetic\nseed: 3\n"
+        "hooks: {names: [norms], schedules: {}, on_error: warn}\n"
+        "trackers: [{tracker: relu_activations, name: relus, target_modules: ['2']}]\n"
+        "specs: [{name: stats, target_modules: ['0'], hook_factory: 'hookline.factories:activation_stats'}]\n"
+        "sinks: {jsonl: true}\n"
+    )
+    experiment, sink = rich_experiment(), MemorySink()
+    run = HostRun(run_file=tmp_path / "run.yaml", sinks=[sink])
+    run.manager.set_run_context(run_dir=str(tmp_path), strategy="host")
+    assert list(run.manager.hooks) == ["training_metrics", "norms", "relus"]
+    train_by_hand(experiment, run, epochs=2)
+    run.close()
+    names = {name for record in sink.records for name in record.metrics}
+    assert {"training_metrics/loss", "norms/total_norm"} <= names
+    assert any(name.startswith("activations/") or name.startswith("relus/") for name in names)
+    assert (tmp_path / "host.jsonl").read_text().count("\n") == len(sink.records)
+    assert not experiment.model[0]._forward_hooks
