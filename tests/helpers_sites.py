@@ -1,7 +1,7 @@
 """Adapters for tests that hold for every place that takes hooks: modules, parameters, functions, tensors, optimizers.
 
-`tests/sites/test_conformance_*.py` runs each promise over `SITES`. A new kind of site needs one `Place` and one line
-in `SITES`.
+`tests/sites/test_conformance_*.py` runs each promise over `SITES`. A new site type needs a `Place`, and a line in
+`_KINDS` with its kinds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 import hookline as hl
+from hookline.sites.kinds import KINDS_OF_OPTION, NODE
 
 __all__ = [
     "CALL",
@@ -108,6 +109,8 @@ class Place:
 
     process_wide = False
     """The hooks are not those of one object, so there is no owner to copy or to free."""
+    owns_hooks = True
+    """The owner holds its hooks in Python, so that the collector sees a ring of owner and hook."""
     single = False
     """Of several hooks only the last one is asked."""
     of_one_thread = False
@@ -170,7 +173,7 @@ class Place:
     @property
     def edits(self) -> bool:
         """Say whether the kind takes ``observe=``."""
-        return self.kind in {*CALL, "full_backward", *REGISTER, "step_pre", "grad", "pre", "post"}
+        return NODE.aliases.get(self.kind, self.kind) in KINDS_OF_OPTION["observe"]
 
     @property
     def ignores_returns(self) -> bool:
@@ -394,7 +397,7 @@ class OnEveryOptimizer(OnOptimizer):
 class OnTensor(Place):
     """A computed tensor."""
 
-    late, prepends = True, False
+    late, prepends, owns_hooks = True, False, False  # the graph, which is not Python's, holds them
 
     def __init__(self, kind: str, leaf: Tensor | None = None) -> None:
         super().__init__(kind)

@@ -15,6 +15,8 @@ import hookline as hl
 from hookline import analyses
 
 __all__ = [
+    "CLASSES",
+    "INTERVENTIONS",
     "OBSERVERS",
     "TokenModel",
     "context",
@@ -27,16 +29,9 @@ __all__ = [
     "token_experiment",
 ]
 
-INTERVENTIONS = (
-    "hessian",
-    "hessian_spectrum",
-    "loss_landscape",
-    "paired_step",
-    "adam_dynamics",
-    "counterfactual",
-    "counterfactual_validator",
-)
-OBSERVERS = [name for name in analyses.BUILT_IN if name not in INTERVENTIONS]
+CLASSES = {name: getattr(analyses, path.partition(":")[2]) for name, path in analyses.BUILT_IN.items()}
+INTERVENTIONS = [name for name, cls in CLASSES.items() if issubclass(cls, hl.InterventionHook)]
+OBSERVERS = [name for name in CLASSES if name not in INTERVENTIONS]
 P, WIDTH = 11, 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient_noise_scale": {"steps": 2},
@@ -108,7 +103,7 @@ def left_by(experiment: hl.Experiment) -> dict[str, Tensor]:
 def made(name: str, **options: Any) -> Any:
     """A built-in hook by its name, with options that give it something to do in `TokenModel`."""
     options = OPTIONS.get(name, {}) | options
-    return getattr(analyses, analyses.BUILT_IN[name].partition(":")[2])(**options)
+    return CLASSES[name](**options)
 
 
 def new_manager(names: list[str], sink: Any = None, **options: Any) -> hl.HookManager:

@@ -73,7 +73,7 @@ def test_neither_hook_nor_handle_keeps_the_owner_alive(make: Make) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("make", chosen(OWNED, lambda place: hasattr(place, "model") or hasattr(place, "optimizer")))
+@pytest.mark.parametrize("make", chosen(OWNED, lambda place: place.owns_hooks))
 def test_a_hook_that_refers_to_the_owner_goes_with_it(make: Make) -> None:
     """It is a ring that the collector can see, though the hook was never removed."""
     place = make()

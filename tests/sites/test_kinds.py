@@ -6,12 +6,13 @@ import copy
 import pickle
 
 import pytest
+from helpers_sites import SITES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.sites.hook_at_site import AttachOptions
-from hookline.sites.kinds import FUNCTION, MODULE, NODE, OPTIMIZER, SAVED, TENSOR, Kind
+from hookline.sites.kinds import MODULE, NODE, SITE_TYPES, Kind
 
 NAMES = [
     "forward_pre",
@@ -31,7 +32,6 @@ NAMES = [
 REGISTERING = {"register_module", "register_parameter", "register_buffer"}
 EDITING = {"forward_pre", "forward", "backward_pre", "backward", "full_backward", *REGISTERING}
 TAKES = {"with_kwargs": {"forward_pre", "forward"}, "always_call": {"forward"}, "observe": EDITING}
-SUBJECTS = [FUNCTION, MODULE, NODE, OPTIMIZER, SAVED, TENSOR]
 
 
 def test_the_kinds_of_a_module_are_exactly_these():
@@ -40,8 +40,14 @@ def test_the_kinds_of_a_module_are_exactly_these():
 
 
 def test_every_kind_belongs_to_something_and_nothing_has_others():
-    """What the subjects take together is what kinds there are."""
-    assert {kind for subject in SUBJECTS for kind in subject.args} == set(Kind)
+    """What the site types take together is what kinds there are."""
+    assert {kind for site_type in SITE_TYPES for kind in site_type.args} == set(Kind)
+
+
+def test_every_kind_is_held_to_the_promises_of_all():
+    """The conformance tests have a place for each; a new kind needs an adapter there."""
+    tested = {site.values[0].args[0] for site in SITES}
+    assert {NODE.aliases.get(kind, kind) for kind in tested} == {kind.value for kind in Kind}
 
 
 @pytest.mark.parametrize(
@@ -55,24 +61,24 @@ def test_every_kind_belongs_to_something_and_nothing_has_others():
         ("saved_tensors", "scope", "saved_tensors"),
     ],
 )
-def test_a_kind_of_another_subject_is_answered_with_the_verb_to_use(name, noun, verb):
+def test_a_kind_of_another_site_type_is_answered_with_the_verb_to_use(name, noun, verb):
     """Every kind that a module does not have names what has it, and that call exists."""
     with pytest.raises(hl.errors.KindError, match=rf"on='{name}' is a kind of {noun} hook; put it on with {verb}\."):
         Kind.parse(name)
     assert callable(getattr(hl, verb))
 
 
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.verb)
-def test_each_subject_takes_its_own_kinds_and_sends_the_others_home(subject):
-    """For all kinds there are: taken, or answered with a subject that takes it."""
+@pytest.mark.parametrize("site_type", SITE_TYPES, ids=lambda site_type: site_type.verb)
+def test_each_site_type_takes_its_own_kinds_and_sends_the_others_home(site_type):
+    """For all kinds there are: taken, or answered with a site type that takes it."""
     for kind in Kind:
-        if kind in subject.args:
-            assert Kind.parse(kind.value, subject) is kind
+        if kind in site_type.args:
+            assert Kind.parse(kind.value, site_type) is kind
             continue
         with pytest.raises(hl.errors.KindError, match=r"put it on with (\w+)\.") as caught:
-            Kind.parse(kind, subject)
+            Kind.parse(kind, site_type)
         verb = str(caught.value).rpartition(" ")[2].rstrip(".")
-        assert kind in next(other for other in SUBJECTS if other.verb == verb).args
+        assert kind in next(other for other in SITE_TYPES if other.verb == verb).args
 
 
 def test_an_alias_holds_where_it_is_one():

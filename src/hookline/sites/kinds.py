@@ -138,7 +138,7 @@ class SiteType:
 
 
 def _no_kind(text: str, kind: Kind | None, site_type: SiteType) -> str:
-    elsewhere = [other for other in _SITE_TYPES if kind in other.args]
+    elsewhere = [other for other in SITE_TYPES if kind in other.args]
     if elsewhere:
         other = elsewhere[0]
         return f"on={text!r} is a kind of {other.noun} hook; put it on with {other.verb}."
@@ -210,13 +210,20 @@ NODE: Final = SiteType(
     {"pre": "node_pre", "post": "node_post"},
 )
 SAVED: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("tensor",)})
-_SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
+SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
 
 _STATE: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )
 REGISTRATION_KINDS: Final = (Kind.REGISTER_MODULE, Kind.REGISTER_PARAMETER, Kind.REGISTER_BUFFER)
-_EDITING: Final = frozenset(Kind) - _STATE - {Kind.PARAM_GRAD, Kind.STEP_POST, Kind.SAVED_TENSORS}
+_EDITING: Final = frozenset(
+    {
+        *(Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD, Kind.FULL_BACKWARD),
+        *REGISTRATION_KINDS,
+        *(Kind.STEP_PRE, Kind.GRAD, Kind.NODE_PRE, Kind.NODE_POST),
+    }
+)
+"""The kinds whose hooks may return something in place of what they were shown."""
 KINDS_OF_OPTION: Final[dict[str, frozenset[Kind]]] = {
     "with_kwargs": frozenset({Kind.FORWARD_PRE, Kind.FORWARD}),
     "always_call": frozenset({Kind.FORWARD}),

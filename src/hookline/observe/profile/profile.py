@@ -187,21 +187,23 @@ class Profile(ShownAsTable):
         modules: dict[Kind, Any] = {Kind.FORWARD_PRE: recorder.enter_module, **gradients}
         functions = {Kind.FORWARD_PRE: recorder.enter_function, Kind.FORWARD: recorder.leave_function, **gradients}
         for kind, hook in modules.items():
-            self._handles.add(attach_to_modules(self._request(MODULE, kind, hook), model, whole + chosen))
-        self._handles.add(attach_to_modules(self._request(MODULE, Kind.FORWARD, recorder.leave_module), model, chosen))
+            self._handles.add(attach_to_modules(self._attachment(MODULE, kind, hook), model, whole + chosen))
+        self._handles.add(
+            attach_to_modules(self._attachment(MODULE, Kind.FORWARD, recorder.leave_module), model, chosen)
+        )
         # However the model's own call ends, all calls within it have ended, too.
-        always = self._request(MODULE, Kind.FORWARD, recorder.leave_module, always_call=True)
+        always = self._attachment(MODULE, Kind.FORWARD, recorder.leave_module, always_call=True)
         self._handles.add(attach_to_modules(always, model, whole))
         for kind, hook in functions.items() if places else ():
-            self._handles.add(attach_to_functions(self._request(FUNCTION, kind, hook), places, model))
+            self._handles.add(attach_to_functions(self._attachment(FUNCTION, kind, hook), places, model))
 
-    def _request(self, subject: SiteType, kind: Kind, hook: Any, *, always_call: bool = False) -> Attachment:
-        request = new_attachment(
-            hook, kind, AttachOptions(observe=True, always_call=always_call, name="profile"), site_type=subject
+    def _attachment(self, site_type: SiteType, kind: Kind, hook: Any, *, always_call: bool = False) -> Attachment:
+        attachment = new_attachment(
+            hook, kind, AttachOptions(observe=True, always_call=always_call, name="profile"), site_type=site_type
         )
         if kind is Kind.BACKWARD:
-            request.clock = self._clock.mark
-        return request
+            attachment.clock = self._clock.mark
+        return attachment
 
 
 def _nothing_measured() -> Profile:
