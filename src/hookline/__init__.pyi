@@ -6,6 +6,7 @@ from hookline import errors as errors
 from hookline import factories as factories
 from hookline import guard as guard
 from hookline import hook_types as hook_types
+from hookline import integrations as integrations
 from hookline import metta as metta
 from hookline import observe as observe
 from hookline import report as report
@@ -20,6 +21,7 @@ from hookline.errors import HooklineError as HooklineError
 from hookline.errors import HooklineWarning as HooklineWarning
 from hookline.guard.guard import rollback as rollback
 from hookline.guard.model_context import ModelDataContext as ModelDataContext
+from hookline.integrations.follow import follow as follow
 from hookline.lifecycle.points import HookPoint as HookPoint
 from hookline.lifecycle.run_context import RunDataContext as RunDataContext
 from hookline.lifecycle.schedule import StepSchedule as StepSchedule

@@ -1,0 +1,340 @@
+"""Follow a loop that someone else wrote: one line before it, no edit inside it.
+
+Users call `follow`; ``hookline run -- python train.py`` calls it in the script's process. Steps are told by the
+optimizer, epochs by the loader, the loss by ``backward()``; a `HostRun` fires the hooks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hookline.errors import LifecycleError, OptionError
+from hookline.integrations.backward_losses import BackwardLosses
+from hookline.integrations.host_run import HostRun
+from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_phase import phase
+from hookline.messages import type_name
+from hookline.sites import _torch
+from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from hookline.training.manager import HookManager
+
+__all__ = ["Follow", "follow"]
+
+
+def follow(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    hooks: Iterable[Any] | str | None = None,
+    *,
+    sinks: Iterable[Any] | None = None,
+    loader: Any = None,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    manager: HookManager | None = None,
+    run_file: str | Path | None = None,
+    hook_config: Mapping[str, Mapping[str, Any]] | None = None,
+    snapshot_every: int | None = None,
+    flush_every: int | None = 100,
+    on_error: str | None = None,
+    run_context: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Follow:
+    """Fire hooks in a loop that you do not want to edit; return what follows it.
+
+    Recipe::
+
+        run = hookline.follow(model, optimizer, ["norms"], sinks=[hookline.sinks.CSVSink("run.csv")], loader=loader)
+        for epoch in range(epochs):  # your loop, as it is
+            for x, y in loader:
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        run.close()  # or: with hookline.follow(...) as run; or the end of the process
+
+    A step is a step of the optimizer; one that a ``GradScaler`` skips is none. POST_STEP comes at its end, before
+    gradients are cleared. With ``loader=``, a pass over it is an epoch: PRE_EPOCH and PRE_STEP come when the loop takes
+    a batch in training mode, POST_EPOCH when there is no batch left. Without it everything is epoch 0, PRE_STEP comes
+    just before the optimizer's step, and POST_EPOCH when this is closed. The loss of a step is the sum of what
+    ``backward()`` was called on since the step before, unless ``run.loss(value)`` says another.
+
+    The run is the same with it and without, bit for bit.
+
+    Args:
+        model: The model, wrapped or not.
+        optimizer: What trains it. Of several, a step of the last one ends a step.
+        hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
+        sinks: Where metrics go.
+        loader: The training data that the loop iterates, a ``DataLoader`` or an object of a class of your own. Hooks
+            that train or shuffle need it.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss. Hooks that compute gradients of their own need it.
+        scheduler: Of the learning rate; interventions put it back.
+        scaler: The ``GradScaler`` of the loop; losses are shown without its scale.
+        manager: A `HookManager` that is there already, in place of hooks and sinks.
+        run_file: A run file whose hooks, trackers and sinks are taken too.
+        hook_config: Arguments of hooks that are given by name.
+        snapshot_every: How many epochs from one SNAPSHOT to the next; 1 if left out, 0 for none.
+        flush_every: How many steps from one flush of step metrics to the next; None: only when an epoch ends.
+        on_error: What happens when a hook raises: ``"raise"`` (in the loop), ``"warn"`` or ``"disable"``.
+        run_context: What hooks and sinks are told of the run (``run_dir=``, ``experiment_name=``, …).
+        options: Other options of `HookManager`: ``log=``, ``strict=``, ``profile_hooks=``, …
+
+    Raises:
+        UnhookableError: if torch can call no hooks on the optimizer, or the loader cannot be followed.
+    """
+    host = HostRun(
+        hooks,
+        sinks=sinks,
+        manager=manager,
+        run_file=run_file,
+        hook_config=hook_config,
+        snapshot_every=snapshot_every,
+        flush_every=flush_every,
+        on_error=on_error,
+        **options,
+    )
+    parts = {"scheduler": scheduler, "scaler": scaler, "loader": loader, "loss_fn": loss_fn}
+    return Follow(host, model, optimizer, parts, run_context, closes_sinks=manager is None)
+
+
+class Follow:
+    """A loop that is followed; `follow` returns it.
+
+    Recipe: ``with hookline.follow(model, optimizer, ["norms"]) as run: train()``; then ``run.metrics``.
+    """
+
+    def __init__(
+        self,
+        host: HostRun,
+        model: nn.Module,
+        optimizer: Any,
+        parts: Mapping[str, Any],
+        run_context: Mapping[str, Any] | None,
+        *,
+        closes_sinks: bool,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"follow(model, optimizer) takes an nn.Module first; got {type_name(model)}.")
+        self._host = host
+        self._model = model
+        self._optimizers = _unwrapped(optimizer)
+        self._closes_sinks = closes_sinks
+        self._is_open = True
+        self._epoch = 0
+        self._pass: LoaderPass | None = None
+        self._steps_in_pass = 0
+        self._has_begun_step = self._has_begun_epoch = self._has_closure = False
+        self._may_nest = any(map(_has_several_steps, self._optimizers))
+        self._told_loss: Any = None
+        self._error: BaseException | None = None
+        self._handles: list[RemovableHandle] = []
+        self._passes: LoaderPasses | None = None
+        host.begin_run(model, self._optimizers[0], run_context=run_context, **parts)
+        self._losses = BackwardLosses(partial(_scale_of, parts.get("scaler")))
+        try:
+            self._attach(parts.get("loader"))
+        except BaseException:
+            self._take_off()
+            host.end_run()
+            raise
+        atexit.register(self._close_at_exit)
+
+    def _attach(self, loader: Any) -> None:
+        for each in self._optimizers:
+            self._handles += [
+                checked_optimizer(each).register_step_pre_hook(self._before_step),
+                each.register_step_post_hook(self._after_step),
+            ]
+        if loader is not None:
+            self._passes = LoaderPasses(loader, self._take_batch, self._end_pass)
+
+    # -- what the user reads and says --------------------------------------------------------------------------
+
+    @property
+    def manager(self) -> HookManager:
+        """Fires the hooks; has their metrics, errors and costs."""
+        return self._host.manager
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What each hook returned last, by ``"hook/metric"``."""
+        last = self.manager.get_last_metrics
+        return {name: value for point in HookPoint for name, value in last(point).items()}
+
+    @property
+    def step(self) -> int:
+        """The step that is being made or was made last, counted from 0; -1 before the first."""
+        return self.manager.global_step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, counted from 0."""
+        return self._epoch
+
+    def loss(self, value: Tensor | float) -> None:
+        """Say what the loss of the step is that is being made, where ``backward()`` does not tell."""
+        self._told_loss = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the hooks, for the loop to put into its own checkpoint."""
+        return {**self._host.state_dict(), "follow": {"epoch": self._epoch, "steps_in_pass": self._steps_in_pass}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; call it before the loop goes on."""
+        if "follow" not in state:
+            raise LifecycleError("load_state_dict() takes what state_dict() of a followed run gave.")
+        self._host.load_state_dict(state)
+        self._epoch = state["follow"]["epoch"]
+        self._steps_in_pass = state["follow"]["steps_in_pass"]
+        self._has_begun_epoch = self._has_begun_step = False
+
+    def close(self) -> None:
+        """End the last epoch, take everything off the loop, write all metrics, close the sinks; may be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        atexit.unregister(self._close_at_exit)
+        self._take_off()
+        try:
+            if self._error is None and self._has_begun_epoch and self._steps_in_pass:
+                self._host.end_epoch()
+        finally:
+            try:
+                self._host.end_run(self._error)
+            finally:
+                if self._closes_sinks:
+                    self.manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._error = error
+        try:
+            self.close()
+        except BaseException:
+            if error is None:  # else what ended the block is what the user has to see
+                raise
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.manager.hooks) or "none"
+        state = "" if self._is_open else ", closed"
+        return f"<Follow of {type(self._model).__name__}, epoch {self._epoch}, step {self.step}{state}; hooks: {names}>"
+
+    # -- what the loop does ------------------------------------------------------------------------------------
+
+    @_torch.untraced  # also where a loop compiles the step of its optimizer
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if phase() == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
+            return
+        self._has_closure = any(callable(each) for each in (*args, *kwargs.values()))
+        if not self._has_begun_step:
+            self._begin_step(self._pass)
+
+    @_torch.untraced
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is not self._optimizers[-1] or not self._has_begun_step or phase() == "intervention":
+            return
+        if self._may_nest and _torch.is_inner_step(optimizer):
+            return
+        loss = self._losses.take(first=self._has_closure)  # which an optimizer may call many times
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor) and bool(found_inf):  # a fused optimizer has left the parameters alone
+            return
+        told, self._told_loss = self._told_loss, None
+        self._has_begun_step = False
+        self._steps_in_pass += 1
+        self._host.hold_gradients()
+        self._host.end_step(loss=loss if told is None else told)
+
+    def _take_batch(self, each: LoaderPass) -> None:
+        if phase() != "intervention" and self._model.training and torch.is_grad_enabled():
+            if self._has_begun_step and each is self._pass:
+                self._host.add_batch(each.batch)
+            elif not self._has_begun_step:
+                self._begin_step(each)
+            else:  # the loop had looked at a batch, and begins its pass now
+                self._begin_pass(each)
+                self._host.replace_batch(each.batch)
+
+    def _end_pass(self, each: LoaderPass) -> None:
+        if each is self._pass and self._steps_in_pass and phase() != "intervention":
+            self._end_epoch()
+
+    def _begin_step(self, each: LoaderPass | None) -> None:
+        self._begin_pass(each)
+        if not self._has_begun_epoch:
+            self._has_begun_epoch = True
+            self._host.begin_epoch(self._epoch)
+        self._has_begun_step = True
+        if each is None:
+            self._host.begin_step()
+        else:
+            self._host.begin_step(batch=each.batch, batch_idx=each.count - 1)
+
+    def _begin_pass(self, each: LoaderPass | None) -> None:
+        if each is self._pass:
+            return
+        if self._pass is not None and self._steps_in_pass and self._has_begun_epoch:
+            self._end_epoch()  # a pass that the loop has left before its end
+        self._pass = each
+
+    def _end_epoch(self) -> None:
+        self._host.end_epoch()
+        self._has_begun_epoch = False
+        self._epoch += 1
+        self._steps_in_pass = 0
+
+    def follow_pass(self, each: LoaderPass) -> None:
+        """Follow a pass over the loader that began before; the loader is followed already."""
+        if self._passes is not None:
+            each.hand_to(self._passes)
+            self._pass = each
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _take_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._losses.remove()
+        if self._passes is not None:
+            self._passes.remove()
+        self._pass = None
+
+    def _close_at_exit(self) -> None:
+        self._error = getattr(sys, "last_value", None)  # of a script that an error has ended
+        self.close()
+
+
+def _unwrapped(optimizer: Any) -> list[Any]:
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if not optimizers:
+        raise OptionError("follow(model, optimizer) was given an empty list; give the optimizers whose steps count.")
+    return [unwrap_optimizer(each) for each in optimizers]  # hooks are called with the one inside
+
+
+def _has_several_steps(optimizer: Any) -> bool:
+    """Return whether its ``step`` may call that of a base class, which torch calls hooks around too."""
+    return sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2  # its own, and the one of Optimizer
+
+
+def _scale_of(scaler: Any) -> Tensor | None:
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale = _torch.scale_of(scaler)
+    return None if scale is None else scale.clone()  # it is changed in place

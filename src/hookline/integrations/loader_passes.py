@@ -1,0 +1,162 @@
+"""Follow the passes that a loop makes over its loader, without an edit in the loop.
+
+`Follow` and the start of a followed script make a `LoaderPasses`; it calls them back at each batch and at the end of
+each pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Final
+
+from hookline.errors import UnhookableError
+from hookline.messages import type_name
+
+__all__ = ["LoaderPasses"]
+
+
+class LoaderPasses:
+    """Tell when ``loader`` gives a batch and when a pass over it ends, however the loop iterates it.
+
+    Recipe::
+
+        passes = LoaderPasses(loader, on_batch, on_end)
+        for batch in loader:  # calls on_batch(each) each time, on_end(each) after the last one
+            ...
+        passes.remove()
+
+    The ``__iter__`` of the loader's class is replaced for as long as one of its objects is followed: an iterator of a
+    followed object is put into a `LoaderPass`, which hands everything through. Other objects get their own iterator.
+
+    Args:
+        loader: A ``DataLoader``, or an object of any class in Python that can be iterated; or such a class, for all of
+            its objects.
+        on_batch: Called with the `LoaderPass`, which has the batch, before the loop gets it.
+        on_end: Called with the `LoaderPass` when there is no batch left.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        on_batch: Callable[[LoaderPass], None],
+        on_end: Callable[[LoaderPass], None] = lambda each: None,
+    ) -> None:
+        self.on_batch, self.on_end = on_batch, on_end
+        self._loader = loader  # held: its id stands for it while it is followed
+        self._key = None if isinstance(loader, type) else id(loader)
+        self._class = _ReplacedIter.of(loader if isinstance(loader, type) else type(loader))
+        self._class.add(self._key, self)
+
+    def remove(self) -> None:
+        """Follow it no more; may be called again, and while a pass is under way."""
+        self._class.discard(self._key, self)
+        self.on_batch = self.on_end = _ignore
+        self._loader = None
+
+
+class LoaderPass:
+    """One pass over a loader: the loader's own iterator, with its batches announced."""
+
+    def __init__(self, iterator: Iterator[Any], passes: LoaderPasses, loader: Any) -> None:
+        self._iterator = iterator
+        self._passes = passes
+        self.loader = loader
+        """The loader that the pass goes over."""
+        self.batch: Any = None
+        """The batch that was given last."""
+        self.count = 0
+        """How many batches were given."""
+        self.is_over = False
+        """Whether the last batch was given."""
+
+    def __iter__(self) -> LoaderPass:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self.batch = None
+            if not self.is_over:
+                self.is_over = True
+                self._passes.on_end(self)
+            raise
+        self.batch = batch
+        self.count += 1
+        self._passes.on_batch(self)
+        return batch
+
+    def hand_to(self, passes: LoaderPasses) -> None:
+        """Announce the rest of this pass to others."""
+        self._passes = passes
+
+    def __len__(self) -> int:
+        return len(self._iterator)  # type: ignore[arg-type]  # raises as the iterator itself would
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+class _ReplacedIter:
+    """The ``__iter__`` of a class, replaced while objects of it are followed."""
+
+    _classes: ClassVar[dict[type, _ReplacedIter]] = {}
+    _lock = threading.RLock()
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+        self._original: Any = vars(cls)["__iter__"]
+        self._followed: dict[int | None, list[LoaderPasses]] = {}
+
+    @classmethod
+    def of(cls, loader_type: type) -> _ReplacedIter:
+        """Return that of the class in which ``__iter__`` of `loader_type` is written."""
+        owner = next((base for base in loader_type.__mro__ if "__iter__" in vars(base)), None)
+        if owner is None or not owner.__flags__ & _HEAP_TYPE:
+            raise UnhookableError(
+                f"loader= is {type_name(loader_type)}, whose iteration cannot be followed: its class is not written "
+                "in Python. Next: give a DataLoader (DataLoader(data, batch_size=None) gives the items of a list as "
+                "they are), or leave loader= out; then everything is one epoch."
+            )
+        with cls._lock:
+            return cls._classes.setdefault(owner, cls(owner))
+
+    def add(self, key: int | None, passes: LoaderPasses) -> None:
+        with self._lock:
+            if not self._followed:
+                self._replace()
+            self._followed.setdefault(key, []).append(passes)
+
+    def discard(self, key: int | None, passes: LoaderPasses) -> None:
+        with self._lock:
+            listed = self._followed.get(key, [])
+            if passes in listed:
+                listed.remove(passes)
+            if not listed:
+                self._followed.pop(key, None)
+            # One who has replaced it after us calls ours, which then hands everything through.
+            if not self._followed and vars(self._cls).get("__iter__") is getattr(self, "_ours", None):
+                self._cls.__iter__ = self._original  # type: ignore[attr-defined]
+
+    def _replace(self) -> None:
+        original = self._original = vars(self._cls)["__iter__"]
+
+        @functools.wraps(original)
+        def __iter__(loader: Any) -> Any:
+            iterator = original(loader)
+            for passes in (*self._followed.get(id(loader), ()), *self._followed.get(None, ())):
+                iterator = LoaderPass(iterator, passes, loader)
+            return iterator
+
+        self._ours = __iter__
+        self._cls.__iter__ = __iter__  # type: ignore[attr-defined]
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+_HEAP_TYPE: Final = 1 << 9
+"""Of a class whose attributes can be set; those written in C lack it."""

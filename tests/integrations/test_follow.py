@@ -1,0 +1,453 @@
+"""`follow`: one line before a loop fires hooks in it; the loop stays as it is, to the last bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_training import nested_differences
+from helpers_waiting import PATIENCE
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline as hl
+from hookline.errors import GuardError, LifecycleError, OptionError, UnhookableError
+from hookline.integrations.follow import Follow
+from hookline.integrations.loader_passes import LoaderPasses
+
+POINTS = hl.HookPoint
+
+
+class Seen(hl.TrainingHook):
+    """Notes every point; draws random numbers, which must not count."""
+
+    name = "seen"
+    hook_points = set(POINTS)
+
+    def __init__(self) -> None:
+        self.contexts: list[hl.RunDataContext] = []
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        torch.randn(3)
+        self.contexts.append(ctx)
+        return {"step": float(-1 if ctx.step is None else ctx.step)}
+
+    def places(self) -> list[tuple[str, int, int | None]]:
+        return [(ctx.hook_point.name, ctx.epoch, ctx.step) for ctx in self.contexts]
+
+
+class Nudge(Seen):
+    """The negative control: an observer that writes to the model."""
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        with torch.no_grad():
+            ctx.model[0].weight[0, 0] += 1e-7
+        return super().compute(ctx)
+
+
+class TrainsAnEpoch(hl.InterventionHook):
+    name = "trains"
+    hook_points = {POINTS.PRE_EPOCH, POINTS.PRE_STEP, POINTS.POST_STEP, POINTS.POST_EPOCH}
+    step_schedule = hl.StepSchedule("stride", stride=5)
+
+    def intervene(self, run_ctx: Any, model_ctx: Any) -> dict[str, float]:
+        gradients = model_ctx.run_training_epoch()
+        return {"norm": float(sum(g.square().sum() for g in gradients.values()))}
+
+
+class Loop:
+    """A loop as users write them: dropout, BatchNorm, AdamW, a scheduler, an evaluation after each epoch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(16, 3)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.loader = DataLoader(TensorDataset(torch.randn(28, 6), torch.randint(3, (28,))), 4, shuffle=True)
+        self.losses: list[float] = []
+
+    def train(self, epochs: int = 3) -> Loop:
+        for _ in range(epochs):
+            for x, y in self.loader:
+                self.optimizer.zero_grad()
+                loss = F.cross_entropy(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+                self.losses.append(float(loss.detach()))
+            self.scheduler.step()
+            self.evaluate()
+        return self
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            for x, _ in self.loader:
+                self.model(x)
+        self.model.train()
+
+    def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def follow(self, hooks: Any, **options: Any) -> Follow:
+        return hl.follow(self.model, self.optimizer, hooks, **options)
+
+    def left(self) -> dict[str, Any]:
+        state = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
+        grads = [parameter.grad for parameter in self.model.parameters()]
+        return {"state": state, "grads": grads, "random": torch.get_rng_state(), "losses": self.losses}
+
+
+def _plain() -> dict[str, Any]:
+    return Loop().train().left()
+
+
+FULL = ("loader", "loss_fn", "scheduler")
+
+
+@pytest.mark.parametrize("parts", [(), ("loader",), FULL], ids=["bare", "loader", "full"])
+def test_the_loop_is_the_same_to_the_last_bit(parts: Iterable[str]) -> None:
+    loop = Loop()
+    hooks = [Seen(), "norms", TrainsAnEpoch()] if parts == FULL else [Seen(), "norms"]
+    with loop.follow(hooks, **{name: getattr(loop, name) for name in parts}) as run:
+        loop.train()
+    assert nested_differences(loop.left(), _plain()) == []
+    assert run.manager.fired["seen"] > 40
+    if parts == FULL:
+        assert run.manager.fired["trains"] > 10
+
+
+def test_a_hook_that_writes_to_the_model_is_noticed_by_that_comparison() -> None:
+    loop = Loop()
+    with loop.follow([Nudge()], loader=loader_of(loop)):
+        loop.train()
+    assert nested_differences(loop.left(), _plain()) != []
+
+
+def loader_of(loop: Loop) -> DataLoader[Any]:
+    return loop.loader
+
+
+def test_with_the_loader_every_pass_in_training_mode_is_an_epoch() -> None:
+    loop, seen = Loop(), Seen()
+    next(iter(loop.loader))  # many scripts look at one batch first: no epoch
+    with loop.follow([seen], loader=loop.loader):
+        next(iter(loop.loader))
+        loop.train(2)
+    expected: list[tuple[str, int, int | None]] = []
+    for epoch in range(2):
+        first = epoch * 7
+        expected.append(("PRE_EPOCH", epoch, first - 1 if first else None))
+        for step in range(first, first + 7):
+            expected += [("PRE_STEP", epoch, step), ("POST_STEP", epoch, step)]
+        expected += [("POST_EPOCH", epoch, first + 6), ("SNAPSHOT", epoch, first + 6)]
+    assert seen.places() == expected
+    steps = [ctx for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP]
+    assert [ctx.loss for ctx in steps] == loop.losses
+    assert [ctx.batch_idx for ctx in steps] == [*range(7)] * 2
+    assert all(len(ctx.batch_data) == 2 for ctx in steps)
+    means = [ctx.loss for ctx in seen.contexts if ctx.hook_point is POINTS.POST_EPOCH]
+    assert means == pytest.approx([sum(loop.losses[:7]) / 7, sum(loop.losses[7:]) / 7])
+
+
+def test_the_same_hook_gets_the_same_numbers_as_in_the_epoch_loop() -> None:
+    loop, memory = Loop(), hl.sinks.MemorySink()
+    with loop.follow(["norms", "training_metrics"], sinks=[memory], loader=loop.loader):
+        for _ in range(2):
+            for batch in loop.loader:
+                loop.optimizer.zero_grad()
+                loop.loss_fn(loop.model, batch).backward()
+                loop.optimizer.step()
+            loop.scheduler.step()
+    own, reference = Loop(), hl.sinks.MemorySink()
+    experiment = hl.Experiment(own.model, own.optimizer, own.loader, own.loss_fn)
+    with hl.HookManager(["norms", "training_metrics"], sinks=[reference]) as manager:
+        hl.epoch_loop(experiment, epochs=1, manager=manager)
+    first = {name: value for name, value in _by_name(memory).items() if name != "training_metrics/lr"}
+    assert first
+    for name, values in _by_name(reference).items():
+        if name != "training_metrics/lr":
+            assert first[name][: len(values)] == values, name
+
+
+def _by_name(memory: Any) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for record in memory.records:
+        for name, value in record.metrics.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_without_a_loader_everything_is_epoch_0_and_the_end_ends_it() -> None:
+    loop, seen = Loop(), Seen()
+    run = loop.follow([seen])
+    loop.train(1)
+    assert [place for place in seen.places() if not place[0].endswith("STEP")] == [("PRE_EPOCH", 0, None)]
+    run.close()
+    run.close()
+    assert seen.places()[-2:] == [("POST_EPOCH", 0, 6), ("SNAPSHOT", 0, 6)]
+    assert run.metrics == {"seen/step": 6.0}
+    before = len(seen.contexts)
+    loop.train(1)
+    assert len(seen.contexts) == before
+
+
+def test_after_the_end_nothing_of_it_is_left() -> None:
+    loop, backward, iteration = Loop(), Tensor.backward, DataLoader.__iter__
+    run = loop.follow([Seen()], loader=loop.loader)
+    assert Tensor.backward is not backward
+    assert DataLoader.__iter__ is not iteration
+    run.close()
+    assert Tensor.backward is backward
+    assert DataLoader.__iter__ is iteration
+    assert not loop.optimizer._optimizer_step_pre_hooks
+    assert not loop.optimizer._optimizer_step_post_hooks
+
+
+def test_a_pass_that_the_loop_leaves_early_ends_when_the_next_begins() -> None:
+    loop, seen = Loop(), Seen()
+    with loop.follow([seen], loader=loop.loader):
+        for _ in range(2):
+            for number, batch in enumerate(loop.loader):
+                loop.loss_fn(loop.model, batch).backward()
+                loop.optimizer.step()
+                if number == 2:
+                    break
+    ends = [place for place in seen.places() if place[0] in ("PRE_EPOCH", "POST_EPOCH")]
+    assert ends == [("PRE_EPOCH", 0, None), ("POST_EPOCH", 0, 2), ("PRE_EPOCH", 1, 2), ("POST_EPOCH", 1, 5)]
+
+
+def test_batches_that_are_accumulated_make_one_step_with_one_loss() -> None:
+    loop, seen = Loop(), Seen()
+    parts: list[float] = []
+    with loop.follow([seen], loader=loop.loader):
+        for number, batch in enumerate(loop.loader):
+            loss = loop.loss_fn(loop.model, batch) / 3
+            loss.backward()
+            parts.append(float(loss.detach()))
+            if number % 3 == 2:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+    steps = [ctx for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP]
+    assert [ctx.loss for ctx in steps] == pytest.approx([sum(parts[:3]), sum(parts[3:6])])
+    assert [len(ctx.batch_data) for ctx in steps] == [3, 3]
+
+
+def test_a_step_that_a_scaler_skips_is_none_and_losses_come_without_the_scale() -> None:
+    loop, seen = Loop(), Seen()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    told: list[float] = []
+    with loop.follow([seen], scaler=scaler):
+        for number, batch in enumerate(loop.loader):
+            loop.optimizer.zero_grad()
+            loss = loop.loss_fn(loop.model, batch) * (float("inf") if number == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+            told += [] if number == 2 else [float(loss.detach())]
+    steps = [ctx for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP]
+    assert len(steps) == 6
+    losses = [ctx.loss for ctx in steps]
+    assert losses[:2] + losses[3:] == pytest.approx(told[:2] + told[3:])
+
+
+def test_an_optimizer_that_calls_a_closure_many_times_makes_one_step() -> None:
+    loop, seen = Loop(), Seen()
+    optimizer = torch.optim.LBFGS(loop.model.parameters(), max_iter=4)
+    losses: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loop.model(torch.ones(4, 6)).square().mean()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        return loss
+
+    with hl.follow(loop.model, optimizer, [seen]):
+        optimizer.step(closure)
+    assert len(losses) > 1
+    assert [ctx.loss for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP] == losses[:1]
+
+
+def test_of_two_optimizers_the_last_one_ends_a_step() -> None:
+    loop, seen = Loop(), Seen()
+    first = torch.optim.SGD(loop.model[0].parameters(), 0.1)
+    last = torch.optim.SGD(loop.model[4].parameters(), 0.1)
+    with hl.follow(loop.model, [first, last], [seen]):
+        for batch in loop.loader:
+            loop.loss_fn(loop.model, batch).backward()
+            first.step()
+            last.step()
+    assert len([place for place in seen.places() if place[0] == "POST_STEP"]) == 7
+
+
+class Twice(torch.optim.SGD):
+    """Its step calls that of its base class, and torch calls hooks around both."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_inside_a_step_counts_once() -> None:
+    loop, seen = Loop(), Seen()
+    optimizer = Twice(loop.model.parameters(), 0.1)
+    with hl.follow(loop.model, optimizer, [seen]):
+        for batch in loop.loader:
+            loop.loss_fn(loop.model, batch).backward()
+            optimizer.step()
+    assert len([place for place in seen.places() if place[0] == "POST_STEP"]) == 7
+
+
+def test_what_the_loop_says_of_its_loss_counts_more_than_backward() -> None:
+    loop, seen = Loop(), Seen()
+    with loop.follow([seen]) as run:
+        loop.loss_fn(loop.model, next(iter(loop.loader))).backward()
+        run.loss(0.25)
+        loop.optimizer.step()
+        loop.optimizer.step()
+    assert [ctx.loss for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP] == [0.25, None]
+
+
+class CountsGradients(hl.TrainingHook):
+    name = "counts"
+    hook_points = {POINTS.POST_STEP}
+    needs_prev_step_grads = True
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def compute(self, ctx: hl.RunDataContext) -> None:
+        before = ctx.prev_step_grads or {}
+        self.found.append({name: grad.clone() for name, grad in before.items()})
+
+
+def test_gradients_of_the_step_before_are_there_although_the_loop_has_cleared_them() -> None:
+    loop, counts = Loop(), CountsGradients()
+    kept: list[Tensor] = []
+    with loop.follow([counts], loader=loop.loader):
+        for batch in loop.loader:
+            loop.loss_fn(loop.model, batch).backward()
+            loop.optimizer.step()
+            kept.append(loop.model[0].weight.grad.clone())
+            loop.optimizer.zero_grad()
+    assert counts.found[0] == {}
+    for before, found in zip(kept, counts.found[1:], strict=False):
+        assert torch.equal(found["0.weight"], before)
+
+
+def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
+    whole = Loop()
+    with whole.follow(["norms", Counting()], loader=whole.loader) as run:
+        whole.train(4)
+        expected = run.state_dict()["manager"]["hooks"], run.step, run.epoch, run.metrics
+    first = Loop()
+    with first.follow(["norms", Counting()], loader=first.loader) as run:
+        first.train(2)
+        saved = [part.state_dict() for part in (first.model, first.optimizer, first.scheduler, run)]
+        random = torch.get_rng_state()
+    second = Loop()
+    with second.follow(["norms", Counting()], loader=second.loader) as run:
+        for part, state in zip((second.model, second.optimizer, second.scheduler, run), saved, strict=True):
+            part.load_state_dict(state)
+        torch.set_rng_state(random)
+        second.train(2)
+        assert nested_differences((run.state_dict()["manager"]["hooks"], run.step, run.epoch, run.metrics), expected) == []
+    assert nested_differences(second.left()["state"], whole.left()["state"]) == []
+    with pytest.raises(LifecycleError, match="followed run"):
+        run.load_state_dict({})
+
+
+class Counting(hl.TrainingHook):
+    name = "counting"
+    hook_points = {POINTS.PRE_EPOCH, POINTS.POST_STEP}
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, int]:
+        self.count += 1
+        return {"count": self.count}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def test_an_intervention_that_needs_data_says_what_to_give() -> None:
+    loop = Loop()
+    with pytest.raises(GuardError, match="loader"), loop.follow([TrainsAnEpoch()]):
+        loop.train(1)
+
+
+def test_an_error_of_the_loop_ends_no_epoch_and_comes_through() -> None:
+    loop, seen = Loop(), Seen()
+    with pytest.raises(ZeroDivisionError), loop.follow([seen]):
+        loop.train(1)
+        _ = 1 / 0
+    assert seen.places()[-1][0] == "POST_STEP"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda loop: hl.follow(loop.optimizer, loop.model), OptionError, "nn.Module first"),
+        (lambda loop: hl.follow(loop.model, []), OptionError, "empty list"),
+        (lambda loop: hl.follow(loop.model, loop.scheduler), UnhookableError, "torch.optim.Optimizer"),
+        (lambda loop: loop.follow([], loader=[1, 2]), UnhookableError, "DataLoader"),
+        (lambda loop: loop.follow([], sinks=[], manager=hl.HookManager()), OptionError, "manager="),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_at_once(call: Callable[[Loop], Any], error: Any, text: str) -> None:
+    loop, backward = Loop(), Tensor.backward
+    with pytest.raises(error, match=text):
+        call(loop)
+    assert Tensor.backward is backward
+    assert not loop.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_loader_of_ones_own_can_be_followed() -> None:
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter([1, 2])
+
+    batches, seen = Batches(), []
+    passes = LoaderPasses(batches, lambda each: seen.append(each.batch), lambda each: seen.append("end"))
+    assert list(batches) == [1, 2]
+    assert list(Batches()) == [1, 2]
+    passes.remove()
+    assert list(batches) == [1, 2]
+    assert seen == [1, 2, "end"]
+
+
+SCRIPT = """
+import sys, torch, hookline as hl
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+class Ends(hl.TrainingHook):
+    name = "ends"
+    hook_points = {hl.HookPoint.POST_EPOCH}
+    def compute(self, ctx):
+        return {"loss": ctx.loss}
+hl.follow(model, optimizer, [Ends], sinks=[hl.sinks.JSONLSink(sys.argv[1])])
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+if len(sys.argv) > 2:
+    raise RuntimeError("the script fails")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_a_script_that_never_closes_it_loses_nothing(fails: bool, tmp_path: Any) -> None:
+    file = tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", SCRIPT, str(file), *(["fail"] if fails else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == int(fails), done.stderr
+    assert ("ends/loss" in file.read_text() if file.exists() else False) is not fails
