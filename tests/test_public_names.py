@@ -24,7 +24,7 @@ FUNCTIONS = _named(
     {
         "hookline": """
         assert_no_hooks attach attach_everywhere attach_function attach_node attach_optimizer attach_tensor
-        attached capture clip_gradients epoch_loop find freeze load_run load_runs patch profile record
+        attached capture clip_gradients epoch_loop find follow freeze load_run load_runs patch profile record
         register_hooks rollback saved_tensors step_loop watch write_report
     """,
         "distributed": """

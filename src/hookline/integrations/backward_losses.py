@@ -71,7 +71,8 @@ class BackwardLosses:
 
 def _replace() -> None:
     cls = BackwardLosses
-    original = cls._torchs_own = Tensor.backward
+    original: Any = Tensor.backward
+    cls._torchs_own = original
 
     @functools.wraps(original)
     def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -268,6 +268,10 @@ class HostRun:
         run = self._running("add_batch")
         run.batch = MicroBatches((*run.batch, batch) if isinstance(run.batch, MicroBatches) else (run.batch, batch))
 
+    def replace_batch(self, batch: Any) -> None:
+        """Let the step have another batch, if the host had only looked at the one before."""
+        self._running("replace_batch").batch = batch
+
     def hold_gradients(self) -> None:
         """Hold the gradients of the step if a hook is going to look: the host clears them before it ends the step."""
         run = self._run
