@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline import analyses
+from hookline.analyses._vectors import singular_values_of
 
 __all__ = [
     "CLASSES",
@@ -26,6 +27,7 @@ __all__ = [
     "made",
     "new_manager",
     "random_grads",
+    "singular_values",
     "token_experiment",
 ]
 
@@ -140,3 +142,8 @@ def flat(tensors: dict[str, Tensor]) -> np.ndarray:
 def cos(one: np.ndarray, other: np.ndarray) -> float:
     """Of the angle between two vectors."""
     return float(one.ravel() @ other.ravel() / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+def singular_values(matrix: Tensor) -> np.ndarray:
+    """The singular values of one matrix, as the analyses find them."""
+    return singular_values_of({"": matrix})[""]

@@ -356,8 +356,8 @@ def test_the_gradient_is_made_flat_once_per_firing(monkeypatch):
     from hookline.analyses import _firing_values
 
     made_flat = []
-    real = _firing_values.flatten
-    monkeypatch.setattr(_firing_values, "flatten", lambda tensors: made_flat.append(1) or real(tensors))
+    real = _firing_values.flat_vector_or_none
+    monkeypatch.setattr(_firing_values, "flat_vector_or_none", lambda tensors: made_flat.append(1) or real(tensors))
     model = token_experiment().model
     ctx = context(model, accumulated_grads=random_grads(model, 1))
     for name in ("norms", "consecutive", "variance", "subspace_gradient_info"):

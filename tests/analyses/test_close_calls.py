@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers_analyses import context
+from helpers_analyses import context, singular_values
 from torch import nn
 
 import hookline as hl
@@ -19,7 +19,6 @@ from hookline.analyses import (
     SubspaceGradientInfoHook,
     VarianceHook,
 )
-from hookline.analyses._vectors import singular_values
 
 
 @pytest.mark.parametrize("share", [1e-3, 1e-4])

@@ -285,12 +285,12 @@ def test_a_step_without_gradients_has_no_length():
 def test_a_flat_vector_has_memory_of_its_own(given):
     """Of one tensor as of several; half precision is widened."""
     tensors = [torch.ones(2, 3, dtype=dtype, requires_grad=True) for dtype in given]
-    found = _vectors.flatten(tensors)
+    found = _vectors.flat_vector_or_none(tensors)
     assert found.dtype == (torch.float64 if torch.float64 in given else torch.float32)
     assert (found.shape, found.requires_grad) == ((6 * len(given),), False)
     found.fill_(7)
     assert all(bool((tensor == 1).all()) for tensor in tensors)
-    assert _vectors.flatten([]) is None
+    assert _vectors.flat_vector_or_none([]) is None
 
 
 @pytest.mark.parametrize("spare", [0, 4])

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers_analyses import P, context, cos, made, random_grads, token_experiment
+from helpers_analyses import P, context, cos, made, random_grads, singular_values, token_experiment
 from torch import nn
 
 import hookline as hl
-from hookline.analyses._vectors import singular_values, singular_values_of
+from hookline.analyses._vectors import singular_values_of
 from hookline.errors import HooklineWarning, OptionError
 
 # -- singular values -----------------------------------------------------------------------------------------

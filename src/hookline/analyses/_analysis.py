@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hookline.analyses._firing_values import FiringValues, parameters_of, values_of
 from hookline.analyses._history import GradientWindow, StepNumbers
-from hookline.analyses._vectors import wide
+from hookline.analyses._vectors import dense_float
 from hookline.errors import HooklineWarning, OptionError
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.rng import kept_rng
@@ -51,7 +51,8 @@ class BuiltInHook(TrainingHook):
     """Describe metrics by a table, check options, and turn off where there is nothing to measure."""
 
     metrics: ClassVar[Sequence[tuple[str, ...]]] = ()
-    """A row for each metric: name, description, formula, what its value says, label; the fields of `MetricInfo`."""
+    """A row for each metric, with the fields of `MetricInfo`: name, description, formula, what its value says, label,
+    what its keys are. Fields at the end may be left out."""
     off = ""
     """Why it has turned itself off, if it has."""
     _has_warned = False
@@ -194,7 +195,7 @@ class Intervention(BuiltInHook, InterventionHook):
     loop_points: LoopPoints | None = MappingProxyType({"epoch": {HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}})
     scope = "trains"
 
-    def schedule(self, every_n_steps: int, burst_length: int = 1) -> None:
+    def set_schedule(self, every_n_steps: int, burst_length: int = 1) -> None:
         """Fire at ``burst_length`` steps in a row every ``every_n_steps``; the first burst begins at that step."""
         every = self.whole_number("every_n_steps", every_n_steps, 1)
         length = self.whole_number("burst_length", burst_length, 1)
@@ -230,15 +231,15 @@ def way_to_solution(reference: Mapping[str, Tensor] | None, model: nn.Module) ->
         target = reference.get(name, reference.get(f"module.{name}"))
         if target is None or target.shape != parameter.shape:
             continue
-        way = wide(target).to(parameter.device) - wide(parameter)
+        way = dense_float(target).to(parameter.device) - dense_float(parameter)
         if bool((way != 0).any()):
             ways[name] = way
     return ways
 
 
-def by_parameter(names: Iterable[str], figures: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the ``figures`` of each parameter, as ``"figure/parameter"``."""
-    return {f"{figure}/{name}": value for name in names for figure, value in figures(name).items()}
+def by_parameter(names: Iterable[str], metrics: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the ``metrics`` of each parameter, as ``"metric/parameter"``."""
+    return {f"{metric}/{name}": value for name in names for metric, value in metrics(name).items()}
 
 
 def shuffled_epochs(model_ctx: ModelDataContext, count: int) -> Iterator[dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.analyses._vectors import flatten, is_bias, norm, norm_of_all, singular_values_of, wide
+from hookline.analyses._vectors import dense_float, flat_vector_or_none, is_bias, norm, norm_of_all, singular_values_of
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.sites.wrappers import clean_modules
@@ -80,18 +80,18 @@ class FiringValues:
     @cached_property
     def flat_parameters(self) -> Tensor | None:
         """Return all parameters, biases included, in one vector; None if there are none."""
-        return flatten(self.parameters.values())
+        return flat_vector_or_none(self.parameters.values())
 
     @cached_property
     def mean_gradients(self) -> dict[str, Tensor]:
         """Return the mean gradients since the last report, sorted by name, without those of biases."""
         grads = self._mean_gradients or {}
-        return {name: wide(grads[name]) for name in sorted(grads) if not is_bias(name)}
+        return {name: dense_float(grads[name]) for name in sorted(grads) if not is_bias(name)}
 
     @cached_property
     def flat_mean_gradient(self) -> Tensor | None:
         """Return the mean gradients in one vector; None if there are none."""
-        return flatten(self.mean_gradients.values())
+        return flat_vector_or_none(self.mean_gradients.values())
 
     @cached_property
     def _step_gradient_and_rest(self) -> tuple[Tensor | None, int]:
@@ -109,7 +109,7 @@ class FiringValues:
                 parts.append(grad)
             else:
                 parts.append(parameter.new_zeros(()).expand(parameter.shape))
-        flat = flatten([*parts, *rest]) if has_any or rest else None
+        flat = flat_vector_or_none([*parts, *rest]) if has_any or rest else None
         if flat is None or not has_any:
             return flat, 0
         return flat, flat.numel() - sum([grad.numel() * (2 if grad.is_complex() else 1) for grad in rest])

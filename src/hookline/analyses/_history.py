@@ -14,19 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.analyses._vectors import widest
+from hookline.analyses._vectors import widest_float
 
 __all__ = ["GIB", "GradientWindow", "StepNumbers"]
 
 _CHUNK: Final = 1 << 17
-"""Components that are multiplied in float32 before adding up in float64: right to about 1e-7 of the squared lengths."""
+"""Entries that are multiplied in float32 before adding up in float64: right to about 1e-7 of the squared lengths."""
 _IN_CACHE: Final = 1 << 12
 """The same on a CPU: of 66 rows they are 1 MiB, which stays in the cache while it is multiplied. Nine new vectors of
-57,152 components take 1.8 ms; all at once, 2.3."""
+57,152 entries take 1.8 ms; all at once, 2.3."""
 _EXACT: Final = 100_000
 """Numbers that are made float64 at a time on a CPU, 800 KiB of them: they stay in the cache, and so does the memory
-that is reused for them (for 50 rows of 57,152 components 1.3 ms; into new memory 2.2, all at once 2.7). A GPU
-takes ``_CHUNK`` components of every row."""
+that is reused for them (for 50 rows of 57,152 entries 1.3 ms; into new memory 2.2, all at once 2.7). A GPU
+takes ``_CHUNK`` entries of every row."""
 _KEPT_WIDE: Final = 1 << 26
 """Bytes of a window up to which an exact one keeps float64: a new vector then costs half of what widening all rows for
 it does, for little memory."""
@@ -38,7 +38,7 @@ class GradientWindow:
 
     def __init__(self, capacity: int, spare: int = 0, *, exact: bool = False) -> None:
         self.exact = exact
-        """Whether to multiply in float64. Centred figures are differences of products: of gradients that differ by a
+        """Whether to multiply in float64. Centred sums are differences of products: of gradients that differ by a
         thousandth, they are a millionth of them, which float32 has an error of a tenth in."""
         self.capacity = capacity
         """How many of the newest vectors are read."""
@@ -61,11 +61,11 @@ class GradientWindow:
 
     def gib(self, vector: Tensor) -> float:
         """Return how much memory it takes for vectors like this one."""
-        bytes_each = widest(vector.device).itemsize if self._keeps_wide(vector) else vector.element_size()
+        bytes_each = widest_float(vector.device).itemsize if self._keeps_wide(vector) else vector.element_size()
         return self.size * vector.numel() * bytes_each / GIB
 
     def _keeps_wide(self, vector: Tensor) -> bool:
-        return self.exact and self.size * vector.numel() * widest(vector.device).itemsize <= _KEPT_WIDE
+        return self.exact and self.size * vector.numel() * widest_float(vector.device).itemsize <= _KEPT_WIDE
 
     def add(self, vector: Tensor) -> None:
         """Add ``vector``, and drop the oldest if it is full; drop all if their size is another."""
@@ -81,10 +81,10 @@ class GradientWindow:
     def _make_room(self, like: Tensor) -> None:
         if self._rows is not None and (self._rows.shape[0] == self.size or self._filled < self._rows.shape[0]):
             return
-        dtype = widest(like.device) if self._keeps_wide(like) else like.dtype
+        dtype = widest_float(like.device) if self._keeps_wide(like) else like.dtype
         rows = like.new_empty(self.size, like.numel(), dtype=dtype)
         if self._rows is None:
-            self._gram = like.new_zeros(self.size, self.size, dtype=widest(like.device))
+            self._gram = like.new_zeros(self.size, self.size, dtype=widest_float(like.device))
         else:  # what a checkpoint brought has no room to spare
             rows[: self._filled].copy_(self._rows[: self._filled])
         self._rows = rows
@@ -153,7 +153,7 @@ class GradientWindow:
 
 def _products(rows: Tensor, others: Tensor, *, exact: bool) -> Tensor:
     """Return the product of each row with each of the others, (rows, others)."""
-    wider = widest(rows.device)
+    wider = widest_float(rows.device)
     if rows.dtype == wider:
         return rows @ others.to(wider).T
     if exact:

@@ -36,7 +36,7 @@ class TrackedAnalysis(Analysis):
     Args:
         targets: Which layers, by name or glob; if left out, all that `is_wanted` accepts.
         exclude: Layers to leave out.
-        per_unit: Report every unit, which may be many; without, layers and sums alone.
+        per_unit: Report a metric for each unit, which may be many; if False, those of layers and over all alone.
     """
 
     kind: ClassVar[str] = "forward"
@@ -69,7 +69,7 @@ class TrackedAnalysis(Analysis):
         raise NotImplementedError
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return a few figures over all layers, from the ``metrics`` of the tracker, which is not reset yet."""
+        """Return a few metrics over all layers, from the ``metrics`` of the tracker, which is not reset yet."""
         raise NotImplementedError
 
     # -- attaching and reporting ---------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class TrackedAnalysis(Analysis):
         """Report what was counted, and reset."""
         if self.off or ctx.model is None:
             return None
-        if not self._is_on:  # in a loop that does not start hooks: from now on
+        if not self._is_on:  # the loop has not called start(): count from now on
             self.start(ctx.model)
         metrics = self.tracker.to_metrics()
         if not metrics:
@@ -135,13 +135,13 @@ class TrackedAnalysis(Analysis):
 
 
 class ReLUAnalysis(TrackedAnalysis):
-    """Track units behind ReLUs: how often something happened to each, and the units to which it never did."""
+    """Track units behind ReLUs: how often an event came for each, and the units without any event."""
 
     looks_for = "nn.ReLU, nn.ReLU6 or nn.LeakyReLU"
-    happens: ClassVar[str]
-    """What is counted; ``"{happens}_fraction"`` is its mean over units."""
-    never: ClassVar[str]
-    """The word for a unit to which it never happened."""
+    event: ClassVar[str]
+    """What is counted for each unit: "active"; the metric ``{event}_fraction`` is its mean over units."""
+    no_event: ClassVar[str]
+    """The word for a unit without any event: "dead"; ``{no_event}_units`` is their number."""
 
     def is_wanted(self, module: nn.Module) -> bool:
         """Return whether ``module`` is a ReLU."""
@@ -152,13 +152,13 @@ class ReLUAnalysis(TrackedAnalysis):
         return True
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures over all units."""
+        """Return the metrics over all units."""
         values = list(metrics.values())
-        never = sum(value == 0 for value in values)
+        count = sum(value == 0 for value in values)
         return {
-            f"{self.happens}_fraction": mean_of(values),
-            f"{self.never}_units": never,
-            f"{self.never}_fraction": never / len(values),
+            f"{self.event}_fraction": mean_of(values),
+            f"{self.no_event}_units": count,
+            f"{self.no_event}_fraction": count / len(values),
         }
 
 

@@ -18,26 +18,15 @@ from torch import Tensor
 from hookline.sites import _torch
 
 __all__ = [
-    "cosine",
-    "cosines",
-    "effective_rank",
-    "flat",
-    "flatten",
-    "is_bias",
-    "norm",
-    "norm_of_all",
-    "ratio",
-    "singular_values",
-    "singular_values_of",
-    "weight_names",
-    "wide",
-    "widest",
-]
+    "cosine", "cosines_in_float64", "dense_float", "effective_rank", "flat_vector", "flat_vector_or_none", "is_bias",
+    "norm", "norm_of_all", "ratio", "singular_values_of", "weight_names", "widest_float",
+]  # fmt: skip
 
 _CHUNK: Final = 1 << 20
-"""Components that are made float64 at a time, 8 MiB of them."""
+"""Entries that are made float64 at a time, 8 MiB of them."""
 _NO_NAME: Final = re.compile(r"(\.(\d+|original\d*))+$")
-_WIDE: Final = frozenset({torch.float32, torch.float64})
+_FLOATS: Final = frozenset({torch.float32, torch.float64})
+"""The dtypes that analyses compute with."""
 
 
 def is_bias(name: str) -> bool:
@@ -54,18 +43,18 @@ def weight_names(*vectors: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in vectors[0] if not is_bias(name) and all(name in other for other in vectors[1:]))
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """Return the values of ``tensor``, dense, real and in no less than float32."""
-    return _wide(tensor.detach())
+def dense_float(tensor: Tensor) -> Tensor:
+    """Return the values of ``tensor`` as a dense real tensor of float32 or float64."""
+    return _dense_float(tensor.detach())
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_float(device: torch.device) -> torch.dtype:
     """Return float64, or float32 where the device has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.dtype in _WIDE and tensor.layout is torch.strided:  # nearly always
+def _dense_float(tensor: Tensor) -> Tensor:
+    if tensor.dtype in _FLOATS and tensor.layout is torch.strided:  # nearly always
         return tensor
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -74,12 +63,12 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def flatten(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return one vector with memory of its own; None without tensors."""
+def flat_vector_or_none(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return the entries of ``tensors`` as one vector with memory of its own; None without tensors."""
     given = list(tensors)
     with torch.no_grad():
-        if any(tensor.dtype not in _WIDE or tensor.layout is not torch.strided for tensor in given):
-            given = [_wide(tensor) for tensor in given]
+        if any(tensor.dtype not in _FLOATS or tensor.layout is not torch.strided for tensor in given):
+            given = [_dense_float(tensor) for tensor in given]
         if len({tensor.device for tensor in given}) > 1:
             # A model may be spread over devices; vectors are compared on the first.
             given = [tensor.to(given[0].device) for tensor in given]
@@ -88,9 +77,9 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor | None:
         return given[0].flatten().clone() if given else None
 
 
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Return one vector with memory of its own; there has to be a tensor."""
-    found = flatten(tensors)
+def flat_vector(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the entries of ``tensors``, of which there is at least one, as one vector with memory of its own."""
+    found = flat_vector_or_none(tensors)
     assert found is not None
     return found
 
@@ -109,14 +98,14 @@ def cosine(one: Tensor, other: Tensor) -> Tensor:
     return torch.dot(ratio(one, norm(one)), ratio(other, norm(other)))
 
 
-def cosines(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def cosines_in_float64(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the cosine of each pair of vectors, on the device of the first; there has to be one.
 
     In float64: of an angle of a tenth of a degree, the cosine is 1 − 2e-6, of which float32 keeps one digit.
     """
     sums: list[Tensor] = []
     for one, other in pairs:
-        wider = widest(one.device)
+        wider = widest_float(one.device)
         found: list[Tensor] = []
         for start in range(0, max(one.numel(), 1), _CHUNK):
             a, b = one[start : start + _CHUNK].to(wider), other[start : start + _CHUNK].to(wider)
@@ -139,7 +128,7 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 def norm_of_all(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return the length of all tensors together, on the device of the first; None without tensors."""
-    parts = [wide(tensor) for tensor in tensors]
+    parts = [dense_float(tensor) for tensor in tensors]
     if not parts:
         return None
     if parts[0].is_cuda:  # one or two launches for all of them
@@ -151,29 +140,26 @@ def norm_of_all(tensors: Iterable[Tensor]) -> Tensor | None:
 
 # -- singular values ---------------------------------------------------------------------------------------------
 
-_ALL: Final = 512
-"""Up to this smaller side all values are found, as roots of the eigenvalues of the Gram matrix. In float64 that is
-exact to 1e-8 of the largest, and for 256 × 64 takes 0.19 ms where a decomposition of the matrix takes 0.33."""
-_TOGETHER: Final = 16
+_EXACT_UP_TO: Final = 512
+"""Up to this length of its shorter side, all singular values of a matrix are computed, as roots of the eigenvalues of
+the Gram matrix. In float64 that is exact to 1e-8 of the largest, and for 256 × 64 takes 0.19 ms where a decomposition
+of the matrix takes 0.33."""
+_GRAMS_PER_CALL: Final = 16
 """Gram matrices that are decomposed in one call, 32 MiB of the largest; more at a time saves nothing."""
 _LARGEST: Final = 20
-"""How many are found above that; sums over them are a lower bound."""
+"""How many are computed of a larger matrix; sums over them are a lower bound."""
 _BLOCK: Final = 32
 _PASSES: Final = 6
 """Blocks of the Krylov space. For spectra as flat as those of new weights the largest value is then right to 2e-3, and
 the twentieth to 1e-2; for any that fall off, to rounding. As many steps that keep the last block alone miss 2e-2."""
 
 
-def singular_values(matrix: Tensor) -> NDArray[Any]:
-    """Return all singular values in float64, or the 20 largest over 512 × 512; NaN if not all is finite.
-
-    Dimensions beyond the first are taken together: a convolution is a matrix of outputs by inputs and places.
-    """
-    return singular_values_of({"": matrix})[""]
-
-
 def singular_values_of(matrices: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    """Return the singular values of each matrix, largest first; Gram matrices of one size are decomposed together."""
+    """Return the singular values of each matrix in float64, largest first; NaN if not all of it is finite.
+
+    All of them, or the 20 largest of a matrix over 512 × 512. All dimensions but the first count as one: a convolution
+    is a matrix of outputs by inputs and positions. Gram matrices of one size are decomposed in one call.
+    """
     found: dict[str, NDArray[Any]] = {}
     grams: dict[tuple[int, torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in matrices.items():
@@ -181,13 +167,13 @@ def singular_values_of(matrices: Mapping[str, Tensor]) -> dict[str, NDArray[Any]
         smaller = min(matrix.shape)
         if smaller == 0:
             found[name] = np.zeros(0)
-        elif smaller > _ALL:
+        elif smaller > _EXACT_UP_TO:
             found[name] = _largest(matrix)
         else:
             gram = _gram(matrix)
             group = grams.setdefault((smaller, gram.device, gram.dtype), {})
             group[name] = gram
-            if len(group) == _TOGETHER:
+            if len(group) == _GRAMS_PER_CALL:
                 found |= _roots_of(group)
                 group.clear()
     for group in grams.values():
@@ -200,9 +186,9 @@ def _roots_of(grams: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
 
 
 def _gram(matrix: Tensor) -> Tensor:
-    wide = matrix.cpu() if matrix.device.type == "mps" else matrix
-    wide = wide.to(torch.complex128 if matrix.is_complex() else torch.float64)
-    return wide @ wide.mH if matrix.shape[0] <= matrix.shape[1] else wide.mH @ wide
+    double = matrix.cpu() if matrix.device.type == "mps" else matrix
+    double = double.to(torch.complex128 if matrix.is_complex() else torch.float64)
+    return double @ double.mH if matrix.shape[0] <= matrix.shape[1] else double.mH @ double
 
 
 def _roots(grams: Tensor) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import ReferenceIntervention, way_to_solution
 from hookline.analyses._firing_values import parameters_of
-from hookline.analyses._vectors import cosine, flat, flatten, norm, ratio, weight_names, widest
+from hookline.analyses._vectors import cosine, flat_vector, flat_vector_or_none, norm, ratio, weight_names, widest_float
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.run_context import RunDataContext
 
@@ -51,7 +51,7 @@ class AdamDynamicsHook(ReferenceIntervention):
     )
 
     def __init__(self, every_n_steps: int = 500, burst_length: int = 10) -> None:
-        self.schedule(every_n_steps, burst_length)
+        self.set_schedule(every_n_steps, burst_length)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
         """Read the state of Adam, and compare."""
@@ -64,7 +64,7 @@ class AdamDynamicsHook(ReferenceIntervention):
             ("probe", run_ctx.target_grad or {}),
         ):
             names = weight_names(parts, aim)
-            metrics |= _aim(prefix, [parts[name] for name in names], flatten(aim[name] for name in names))
+            metrics |= _aim(prefix, [parts[name] for name in names], flat_vector_or_none(aim[name] for name in names))
         return metrics
 
 
@@ -97,11 +97,11 @@ def _part(gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) 
     first, second = state.get("exp_avg"), state.get("max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq")
     if first is None or second is None or "step" not in state:
         return None  # a parameter that has not been trained yet
-    momentum, square, descent = flat([first]), flat([second]), flat([gradient])
+    momentum, square, descent = flat_vector([first]), flat_vector([second]), flat_vector([gradient])
     if group.get("maximize"):
         descent = -descent
     # The count is a tensor on the device for some kinds of Adam: it is not waited for.
-    count = torch.as_tensor(state["step"]).to(widest(descent.device))
+    count = torch.as_tensor(state["step"]).to(widest_float(descent.device))
     beta1, beta2 = (1 - beta ** count.clamp(min=1) for beta in group["betas"])
     rates = group["lr"] / ((square / beta2).sqrt() + group["eps"])
     return _Part(momentum, rates * (momentum / beta1), descent, group["lr"] * descent, rates)

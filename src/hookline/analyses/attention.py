@@ -95,7 +95,7 @@ class AttentionHook(Analysis):
         self._calls.clear()
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Return the spectra, and figures of the patterns if a batch was seen."""
+        """Return the spectra, and metrics of the patterns if a batch was seen."""
         if self.off or ctx.model is None:
             return None
         if self._handle is None and not self._layers:  # in a loop that does not start hooks: from now on

@@ -101,7 +101,7 @@ class BatchDynamicsHook(StepAnalysis):
             self.counts = counts if self.counts is None else self.counts.to(counts.device) + counts
 
     def report(self) -> dict[str, Any] | None:
-        """Return the mean cosines, and the figures of the newest steps."""
+        """Return the mean cosines, and the metrics of the newest steps."""
         if self.window.count == 0:
             return None
         fresh = self.window.places(self.window.fresh)

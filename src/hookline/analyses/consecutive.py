@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hookline.analyses._analysis import ChangeAnalysis
 from hookline.analyses._firing_values import FiringValues
-from hookline.analyses._vectors import cosines
+from hookline.analyses._vectors import cosines_in_float64
+from hookline.training.training_hook import MetricInfo
 
 
 class ConsecutiveHook(ChangeAnalysis):
@@ -21,16 +22,25 @@ class ConsecutiveHook(ChangeAnalysis):
     name = "consecutive"
     description = "angle between the mean gradients of consecutive epochs"
     needs_grads = True
-    metrics = (
-        (
-            "cos_sim",
-            "cosine between this mean gradient and the one before",
-            "g·g_prev / (‖g‖‖g_prev‖); 0 if one is 0",
-            "1: the same direction; 0: unrelated; below 0: going back and forth",
-            "cos(g, g_prev)",
-        ),
-        ("angle_degrees", "the same as an angle", "arccos(cos_sim)", "0 to 180", "angle"),
-    )
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """Return the meaning of each metric."""
+        return [
+            MetricInfo(
+                "cos_sim",
+                description="cosine between this mean gradient and the one before",
+                formula="g·g_prev / (‖g‖‖g_prev‖); 0 if one is 0",
+                sign_info="1: the same direction; 0: unrelated; below 0: going back and forth",
+                label="cos(g, g_prev)",
+            ),
+            MetricInfo(
+                "angle_degrees",
+                description="the same as an angle",
+                formula="arccos(cos_sim)",
+                sign_info="0 to 180",
+                label="angle",
+            ),
+        ]
 
     def vector(self, values: FiringValues) -> Tensor | None:
         """Return the mean gradient."""
@@ -38,5 +48,5 @@ class ConsecutiveHook(ChangeAnalysis):
 
     def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
         """Return the angle between them."""
-        similarity = cosines([(now, before)])[0]
+        similarity = cosines_in_float64([(now, before)])[0]
         return {"cos_sim": similarity, "angle_degrees": torch.rad2deg(torch.acos(similarity.clamp(-1, 1)))}

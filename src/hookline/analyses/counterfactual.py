@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hookline.analyses._analysis import ReferenceIntervention, by_parameter, shuffled_epochs, way_to_solution
-from hookline.analyses._vectors import cosine, flat, is_bias, norm, ratio
+from hookline.analyses._vectors import cosine, flat_vector, is_bias, norm, ratio
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
@@ -88,12 +88,12 @@ class CounterfactualHook(ReferenceIntervention):
         if shuffled is None:
             return None
         names = sorted(actual)
-        split = _Split.of(flat(actual[name] for name in names), flat(shuffled[name] for name in names))
-        metrics = {"counterfactual_mean_norm": norm(split.shuffled), **split.figures()}
+        split = _Split.of(flat_vector(actual[name] for name in names), flat_vector(shuffled[name] for name in names))
+        metrics = {"counterfactual_mean_norm": norm(split.shuffled), **split.metrics()}
         if self.per_parameter:
             metrics |= by_parameter(
                 [name for name in names if not is_bias(name)],
-                lambda name: _Split.of(flat([actual[name]]), flat([shuffled[name]])).figures(),
+                lambda name: _Split.of(flat_vector([actual[name]]), flat_vector([shuffled[name]])).metrics(),
             )
         return metrics | self._compare(actual, shuffled, split.share, way)
 
@@ -106,7 +106,7 @@ class CounterfactualHook(ReferenceIntervention):
             return {}
 
         def aims(names: list[str]) -> tuple[dict[str, Tensor], Tensor]:
-            g, cf, to = (flat(tensors[name] for name in names) for tensors in (actual, shuffled, way))
+            g, cf, to = (flat_vector(tensors[name] for name in names) for tensors in (actual, shuffled, way))
             return {"content": -share * cf, "ordering": share * cf - g, "cf": -cf}, to
 
         def cosines(names: list[str]) -> dict[str, Tensor]:
@@ -160,7 +160,7 @@ class _Split(NamedTuple):
     def of(cls, actual: Tensor, shuffled: Tensor) -> _Split:
         return cls(actual, shuffled, ratio(torch.dot(actual, shuffled), torch.dot(shuffled, shuffled)))
 
-    def figures(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[str, Tensor]:
         content = self.share * self.shuffled
         ordering = norm(self.actual - content)
         return {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import ReferenceIntervention, shuffled_epochs, way_to_solution
 from hookline.analyses._firing_values import parameters_of
-from hookline.analyses._vectors import cosine, flat, norm, ratio, weight_names
+from hookline.analyses._vectors import cosine, flat_vector, norm, ratio, weight_names
 from hookline.analyses.counterfactual import COUNTERFACTUAL_POINTS
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.points import HookPoint
@@ -76,7 +76,7 @@ class CounterfactualValidatorHook(ReferenceIntervention, DebugInterventionHook):
 
 
 def _row(gradients: Mapping[str, Tensor], names: list[str], shapes: Mapping[str, Tensor]) -> Tensor:
-    return flat(gradients.get(name, torch.zeros_like(shapes[name])) for name in names).cpu()
+    return flat_vector(gradients.get(name, torch.zeros_like(shapes[name])) for name in names).cpu()
 
 
 def _flat_way(

@@ -20,8 +20,8 @@ class FisherInformationHook(TrackedAnalysis):
 
     Each backward pass is one update with the gradient of that pass: of batches, not of single samples, so it is smaller
     than the Fisher information proper by up to the size of the batch. The mean starts at zero and is not corrected:
-    after n passes it has 1 − betaⁿ of its height. Keeps one copy of the gradients. Every parameter is in it once, under
-    the innermost of the layers that have it, and under the first of those that share it.
+    after n backward passes it is too small, by the factor 1 − betaⁿ. Keeps one copy of the gradients. Each parameter
+    counts once: in the innermost layer that holds it, or in the first of the layers that share it.
 
     Args:
         beta: The share of the old mean that stays at each update.
@@ -42,7 +42,7 @@ class FisherInformationHook(TrackedAnalysis):
         (
             "dead_count",
             "parameters with next to no gradient beside the others",
-            "count of m ≤ 1e-6·m̄; m = mean F of a parameter, m̄ the mean over parameters",
+            "count of m ≤ 1e-6·m̄; m: mean F of one parameter, m̄: mean of m over parameters",
             "0 is healthy",
         ),
         ("dead_fraction", "their share", "dead / parameters", "0 is healthy"),
@@ -53,7 +53,7 @@ class FisherInformationHook(TrackedAnalysis):
             "fisher_info/{layer}/{param}/dead",
             "whether it has next to no gradient",
             "1 if mean F < 1e-8, else 0",
-            "absolute: see above",
+            "an absolute bound; that of dead_count is relative",
         ),
         ("fisher_info/{layer}/dead_count", "dead parameters of a layer that has some"),
         ("fisher_info/{layer}/dead_fraction", "their share in the layer"),
@@ -87,7 +87,7 @@ class FisherInformationHook(TrackedAnalysis):
         return False
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures over all parameters."""
+        """Return the metrics over all parameters."""
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
         # Without the infinite ones, beside which all others would be dead; NaN is not dead.
         bound = NEXT_TO_NONE * mean_of([value for value in means if math.isfinite(value)] or [0.0])

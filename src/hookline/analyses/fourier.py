@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._model_parts import Modules, decoder_of, find_embedding, hidden_layers_of
-from hookline.analyses._vectors import wide
+from hookline.analyses._vectors import dense_float
 from hookline.errors import OptionError
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.training.training_hook import MetricInfo
@@ -30,16 +30,17 @@ class FourierHook(Analysis):
     Recipe: ``hookline.HookManager(["fourier"], hook_config={"fourier": {"num_tokens": 97}}, sinks=[...])``.
 
     Args:
-        significance_multiplier: A frequency counts from this many times the even share 1/p on.
+        significance_multiplier: A frequency is significant if its share of the power is over this many times 1/p.
         embedding: The name of the table; if left out, the first ``nn.Embedding`` (not of positions).
-        num_tokens: How many of its rows are numbers, p. If left out: ``p`` of the experiment's configuration if the
-            table has that many rows or a few more (for signs such as "="), else all rows.
+        num_tokens: How many of its rows, p, are tokens of numbers. If left out: the field ``p`` of the experiment's
+            configuration if the table has that many rows, or up to 8 more (for signs such as "="), else all rows.
     """
 
     name = "fourier"
     description = "frequencies over the tokens in embedding, decoder and hidden neurons"
     kept = ("tracked",)
     tracked: Sequence[int] = ()
+    """Every frequency that was significant at some report, sorted."""
 
     def __init__(
         self, significance_multiplier: float = 10.0, embedding: str | None = None, num_tokens: int | None = None
@@ -80,20 +81,20 @@ class FourierHook(Analysis):
         return [MetricInfo(*row) for row in rows]
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Return figures of the spectra as they are now."""
+        """Return metrics of the spectra as they are now."""
         found = find_embedding(self, ctx, self.embedding)
         if found is None:
             return None
         modules = values_of(ctx).modules
         table = found[1]
         p = self._number_of_tokens(table.shape[0], ctx.config)
-        if p < 4:  # there is no frequency between none and the highest
+        if p < 4:  # no frequency lies between 0 and the highest
             return None
-        waves = torch.fft.rfft(wide(table)[:p], dim=0)  # (frequencies, width)
+        waves = torch.fft.rfft(dense_float(table)[:p], dim=0)  # (frequencies, width)
         metrics = self._of_embedding(_shares(waves, p), p)
         decoder = decoder_of(modules, table, p)
         if decoder is not None:
-            metrics |= self._of_decoder(_shares(torch.fft.rfft(wide(decoder[1])[:p], dim=0), p), p)
+            metrics |= self._of_decoder(_shares(torch.fft.rfft(dense_float(decoder[1])[:p], dim=0), p), p)
         return metrics | _of_neurons(modules, waves, table, None if decoder is None else decoder[1], p)
 
     def _number_of_tokens(self, rows: int, config: Any) -> int:
@@ -139,7 +140,7 @@ def _shares(waves: Tensor, p: int) -> NDArray[Any]:
 
 
 def _peak(power: NDArray[Any], p: int) -> int:
-    """Return the strongest frequency that has a mirror image: for even p, p/2 has none, and a cosine alone."""
+    """Return the strongest frequency k that has a mirror image p − k; for even p, k = p/2 has none."""
     return int(power[1 : (p + 1) // 2].argmax()) + 1
 
 
@@ -153,7 +154,7 @@ def _of_neurons(modules: Modules, waves: Tensor, table: nn.Parameter, decoder: T
     cosines, sines = waves.real[1:].T, waves.imag[1:].T
     tops, entropies = [], []
     for weight in hidden_layers_of(modules, table, decoder):
-        wider = wide(weight).to(waves.device)
+        wider = dense_float(weight).to(waves.device)
         power = (wider @ cosines).square() + (wider @ sines).square()  # (neurons, frequencies)
         total = power.sum(dim=1, keepdim=True)
         power = torch.where(total != 0, power / total, 0.0)

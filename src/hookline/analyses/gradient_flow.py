@@ -84,7 +84,7 @@ class GradientFlowHook(TrackedAnalysis):
         return name.rpartition("/")[2].startswith("unit_")
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures over all layers."""
+        """Return the metrics over all layers."""
         means = [value for name, value in metrics.items() if name.endswith("/mean")]
         has_nan = any(map(math.isnan, means))
         mean = mean_of([value for value in means if math.isfinite(value)] or [0.0])

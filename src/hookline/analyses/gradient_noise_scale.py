@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import StepAnalysis
 from hookline.analyses._firing_values import values_of
-from hookline.analyses._vectors import norm, widest
+from hookline.analyses._vectors import norm, widest_float
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.sites.tree import leaves
 
@@ -67,7 +67,7 @@ class GradientNoiseScaleHook(StepAnalysis):
         self.size = self.batch_size or _samples(ctx.batch_data) or self.size
         if self.mean is None or self.mean.shape != flat.shape or self.squares is None:
             self.mean, self.taken = torch.zeros_like(flat), 0
-            self.squares = flat.new_zeros((), dtype=widest(flat.device))
+            self.squares = flat.new_zeros((), dtype=widest_float(flat.device))
         self.mean = self.mean.to(flat.device).add_(flat, alpha=1 / self.steps)
         self.squares = self.squares.to(flat.device) + norm(flat).to(self.squares.dtype).square()
         self.taken += 1

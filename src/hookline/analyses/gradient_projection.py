@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
-from hookline.analyses._vectors import is_bias, norm_of_all, wide
+from hookline.analyses._vectors import dense_float, is_bias, norm_of_all
 from hookline.lifecycle.run_context import RunDataContext
 
 _NONE: Final = 1e-12
@@ -62,7 +62,7 @@ class GradientProjectionHook(Analysis):
             return None
         parameters = values_of(ctx).parameters
         there = [name for name, p in parameters.items() if _shape(self.reference_weights, name) == p.shape]
-        now = {name: wide(parameters[name]) for name in there}
+        now = {name: dense_float(parameters[name]) for name in there}
         if not there:
             self.turn_off(
                 "looked for reference weights with the names and shapes of the model's (HookManager("
@@ -79,7 +79,7 @@ class GradientProjectionHook(Analysis):
     def _reference(self, name: str, like: Tensor) -> Tensor:
         """Return the reference of a parameter, moved to its device once."""
         if self._moved.get(name) is None or self._moved[name].device != like.device:
-            self._moved[name] = wide(self.reference_weights[name]).to(like.device)
+            self._moved[name] = dense_float(self.reference_weights[name]).to(like.device)
         return self._moved[name]
 
     def set_reference_weights(self, reference: Mapping[str, Tensor]) -> None:
@@ -107,7 +107,9 @@ def _projections(
         before = previous[name].to(target.device)
         way = target - before
         move = now[name] - before
-        vectors = [move, *([-wide(grads[name])] if name in grads and wide(grads[name]).shape == way.shape else [])]
+        vectors = [move]
+        if name in grads and (gradient := dense_float(grads[name])).shape == way.shape:
+            vectors.append(-gradient)
         # way·v and v·v of each, in one transfer per parameter
         dots = torch.stack([way.flatten() @ way.flatten(), *(x for v in vectors for x in _two(way, v))]).tolist()
         moves[name] = [dots[0], *dots[1:3]]

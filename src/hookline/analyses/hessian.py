@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.analyses._analysis import ReferenceIntervention, by_parameter, same_random_numbers, way_to_solution
-from hookline.analyses._vectors import cosine, flat, norm, ratio, weight_names
+from hookline.analyses._vectors import cosine, flat_vector, norm, ratio, weight_names
 from hookline.errors import HooklineWarning, OptionError
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.points import HookPoint
@@ -91,7 +91,7 @@ class HessianHook(ReferenceIntervention):
         self.epsilon = float(epsilon)
         self.method = method
         self.per_parameter = per_parameter
-        self.schedule(every_n_steps, burst_length)
+        self.set_schedule(every_n_steps, burst_length)
         self._before: dict[int, _Before] = {}
         self._last: Tensor | None = None
         self._last_step = -1
@@ -167,11 +167,11 @@ class HessianHook(ReferenceIntervention):
     def _measure(
         self, run_ctx: RunDataContext, model_ctx: ModelDataContext, before: _Before, way: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], Tensor] | None:
-        """Return the figures, and the product that they are of."""
+        """Return the metrics, and the product that they are of."""
         last = run_ctx.prev_step_grads or {}
         if not weight_names(last) or not _put_back(model_ctx.model, before):
             return None
-        length = norm(flat(last.values()))
+        length = norm(flat_vector(last.values()))
         if float(length) == 0.0:
             return None  # a step that went nowhere
         product = self._product(self.step_of(run_ctx), model_ctx, last, length)
@@ -180,10 +180,10 @@ class HessianHook(ReferenceIntervention):
         look = _Step(last, model_ctx.gradients, product, rate, way)
         if not look.names:
             return None
-        figures = look.whole(look.names)
+        metrics = look.whole(look.names)
         if self.per_parameter:
-            figures |= by_parameter(look.names, lambda name: look.parts([name]))
-        return figures, flat(product[name] for name in look.names)
+            metrics |= by_parameter(look.names, lambda name: look.parts([name]))
+        return metrics, flat_vector(product[name] for name in look.names)
 
     def _product(
         self, step: int, model_ctx: ModelDataContext, last: Mapping[str, Tensor], length: Tensor
@@ -252,7 +252,7 @@ class HessianHook(ReferenceIntervention):
 
 
 class _Step(NamedTuple):
-    """Compute the figures of one step, each by parameter."""
+    """Compute the metrics of one step, each by parameter."""
 
     last: Mapping[str, Tensor]
     """The gradient of the step before."""
@@ -269,10 +269,10 @@ class _Step(NamedTuple):
 
     @staticmethod
     def _flat(tensors: Mapping[str, Tensor], names: list[str]) -> Tensor:
-        return flat(tensors[name] for name in names)
+        return flat_vector(tensors[name] for name in names)
 
     def parts(self, names: list[str]) -> dict[str, Any]:
-        """Return the figures that each parameter has as well."""
+        """Return the metrics that each parameter has as well."""
         g, e = self._flat(self.gradient, names), self.rate * self._flat(self.product, names)
         return {
             "entanglement_norm": norm(e),
@@ -289,7 +289,7 @@ class _Step(NamedTuple):
         return {"entanglement_cossim_to_solution": cosine(-e, to), "content_cossim_to_solution": cosine(-g - e, to)}
 
     def whole(self, names: list[str]) -> dict[str, Any]:
-        """Return the figures of all parameters together."""
+        """Return the metrics of all parameters together."""
         g_a, g_b, vector = (self._flat(each, names) for each in (self.last, self.gradient, self.product))
         stretch = ratio(norm(vector), norm(g_a))
         return self.parts(names) | {

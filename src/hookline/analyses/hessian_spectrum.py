@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.analyses._analysis import Intervention, same_random_numbers
 from hookline.analyses._firing_values import parameters_of
 from hookline.analyses._history import GIB
-from hookline.analyses._vectors import flat, norm
+from hookline.analyses._vectors import flat_vector, norm
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.run_context import RunDataContext
 
@@ -57,7 +57,7 @@ class HessianSpectrumHook(Intervention):
     def __init__(
         self, every_n_steps: int = 500, iterations: int = 20, top: int = 3, probes: int = 4, max_gib: float = 8.0
     ) -> None:
-        self.schedule(every_n_steps)
+        self.set_schedule(every_n_steps)
         self.iterations = self.whole_number("iterations", iterations, 2)
         self.top = self.whole_number("top", top, 1)
         self.probes = self.whole_number("probes", probes, 0)
@@ -68,7 +68,7 @@ class HessianSpectrumHook(Intervention):
         trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
         if self.off or not trained or not self._check_memory(sum(p.numel() for p in trained.values())):
             return None
-        like = flat(trained.values())
+        like = flat_vector(trained.values())
         step = self.step_of(run_ctx)
 
         def product(vector: Tensor) -> Tensor:
@@ -76,11 +76,11 @@ class HessianSpectrumHook(Intervention):
             named = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
             with same_random_numbers(step):
                 found = model_ctx.hvp(named)
-            return flat(found[name] for name in trained)
+            return flat_vector(found[name] for name in trained)
 
         draw = torch.Generator().manual_seed(step)
         values, error = _lanczos(product, _normal(like, draw), min(self.iterations, like.numel()))
-        metrics = self._figures(values, error, run_ctx.lr)
+        metrics = self._spectrum_metrics(values, error, run_ctx.lr)
         return metrics | (_trace(product, like, draw, self.probes) if self.probes else {})
 
     def _check_memory(self, count: int) -> bool:
@@ -93,7 +93,7 @@ class HessianSpectrumHook(Intervention):
             )
         return not self.off
 
-    def _figures(self, values: NDArray[Any], error: float, rate: float | None) -> dict[str, float]:
+    def _spectrum_metrics(self, values: NDArray[Any], error: float, rate: float | None) -> dict[str, float]:
         found = {f"eigenvalue_{number}": float(value) for number, value in enumerate(values[: self.top], start=1)}
         found |= {"top_eigenvalue": float(values[0]), "top_eigenvalue_error": error}
         found["smallest_eigenvalue"] = float(values[-1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import Intervention, loss_on_batch
 from hookline.analyses._firing_values import parameters_of
-from hookline.analyses._vectors import flatten, norm, ratio
+from hookline.analyses._vectors import flat_vector_or_none, norm, ratio
 from hookline.errors import OptionError
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.run_context import RunDataContext
@@ -49,7 +49,7 @@ class LossLandscapeHook(Intervention):
     def __init__(
         self, every_n_steps: int = 500, points: int = 11, radius: float = 0.1, direction: str = "gradient"
     ) -> None:
-        self.schedule(every_n_steps)
+        self.set_schedule(every_n_steps)
         self.points = self.whole_number("points", points, 3)
         if points % 2 == 0:
             raise OptionError(f"points= of hook 'loss_landscape' is an odd number, got {points}; take {points + 1}.")
@@ -87,7 +87,7 @@ class LossLandscapeHook(Intervention):
 
     def _line(self, step: int, model_ctx: ModelDataContext, trained: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Return the direction by parameter, as long as all of them together; None if there is none."""
-        length = flatten(trained.values())
+        length = flat_vector_or_none(trained.values())
         if length is None:
             return None
         if self.direction == "random":
@@ -95,7 +95,7 @@ class LossLandscapeHook(Intervention):
             drawn = {n: torch.randn(p.shape, generator=draw).to(p.device, p.dtype) for n, p in trained.items()}
             return {name: each * _fit(trained[name], each) for name, each in drawn.items()}
         gradients = model_ctx.gradients
-        whole = flatten(gradients[name] for name in trained if name in gradients)
+        whole = flat_vector_or_none(gradients[name] for name in trained if name in gradients)
         if whole is None or float(norm(whole)) == 0.0:
             return None
         scale = norm(length) / norm(whole)

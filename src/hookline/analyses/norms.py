@@ -1,4 +1,4 @@
-"""``norms``: measure how large the mean gradient is, as a whole and by parameter."""
+"""``norms``: measure the norm of the mean gradient, as a whole and by parameter."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from hookline.lifecycle.run_context import RunDataContext
 
 
 class NormsHook(Analysis):
-    """Measure the length of the mean gradient since the last report, without biases.
+    """Measure the norm of the mean gradient since the last report; biases are left out.
 
     Recipe: ``hookline.HookManager(["norms"], sinks=[...])``.
     """
 
     name = "norms"
-    description = "length of the mean gradient, as a whole and by parameter"
+    description = "norm of the mean gradient, as a whole and by parameter"
     needs_grads = True
     metrics = (
-        ("total_norm", "length of the whole gradient", "‖g‖", "falls as training settles", "‖g‖"),
-        ("max_component", "largest component", "max |gᵢ|", "far above the mean: few weights learn", "max"),
-        ("mean_component", "mean size of a component", "mean |gᵢ|", "", "mean |g|"),
-        ("norm_{param}", "length of one parameter's gradient", "‖g_w‖", "0: that part does not learn"),
+        ("total_norm", "norm of the whole gradient", "‖g‖", "falls as training settles", "‖g‖"),
+        ("max_component", "largest entry", "max |gᵢ|", "far above the mean: few weights learn", "max"),
+        ("mean_component", "mean size of an entry", "mean |gᵢ|", "", "mean |g|"),
+        ("norm_{param}", "norm of one parameter's gradient", "‖g_w‖", "0: that part does not learn"),
     )
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Return the lengths, on the device."""
+        """Return the norms, on the device."""
         values = values_of(ctx)
         flat = values.flat_mean_gradient
         if flat is None:

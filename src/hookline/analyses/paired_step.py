@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import Intervention, loss_on_batch, same_random_numbers
 from hookline.analyses._firing_values import parameters_of
-from hookline.analyses._vectors import cosine, flat, flatten, norm, ratio
+from hookline.analyses._vectors import cosine, flat_vector, flat_vector_or_none, norm, ratio
 from hookline.errors import OptionError
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.run_context import RunDataContext
@@ -44,7 +44,7 @@ class PairedStepHook(Intervention):
     )
 
     def __init__(self, every_n_steps: int = 500, lr_factor: float = 2.0) -> None:
-        self.schedule(every_n_steps)
+        self.set_schedule(every_n_steps)
         if not lr_factor >= 0:
             raise OptionError(f"lr_factor= of hook 'paired_step' is 0 or more, got {lr_factor!r}.")
         self.lr_factor = lr_factor
@@ -56,7 +56,7 @@ class PairedStepHook(Intervention):
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
         """Make the plain step, go back, make the changed step, and compare."""
         step = self.step_of(run_ctx)
-        start = flatten(parameters_of(model_ctx.model).values())
+        start = flat_vector_or_none(parameters_of(model_ctx.model).values())
         if start is None or not model_ctx.param_groups:
             return None
         before = loss_on_batch(model_ctx, step)
@@ -79,4 +79,4 @@ class PairedStepHook(Intervention):
         """Make one step; return the move of the weights, and the loss after it."""
         with same_random_numbers(step):
             model_ctx.run_training_epoch([model_ctx.current_batch()], step=True)
-        return flat(parameters_of(model_ctx.model).values()) - start, loss_on_batch(model_ctx, step)
+        return flat_vector(parameters_of(model_ctx.model).values()) - start, loss_on_batch(model_ctx, step)

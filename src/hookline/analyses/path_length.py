@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hookline.analyses._analysis import StepAnalysis
 from hookline.analyses._firing_values import FiringValues, values_of
-from hookline.analyses._vectors import norm, widest
+from hookline.analyses._vectors import norm, widest_float
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 
@@ -50,7 +50,7 @@ class PathLengthHook(StepAnalysis):
     def _begin(self, flat: Tensor | None) -> None:
         if flat is not None:
             self.beginning = self.previous = flat
-            self.length = flat.new_zeros((), dtype=widest(flat.device))
+            self.length = flat.new_zeros((), dtype=widest_float(flat.device))
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Add a step; report at the other points."""

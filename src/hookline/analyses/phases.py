@@ -11,7 +11,7 @@ from torch import Tensor
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._model_parts import embedding_of
-from hookline.analyses._vectors import flatten, norm, ratio
+from hookline.analyses._vectors import flat_vector_or_none, norm, ratio
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
@@ -78,7 +78,7 @@ class PhasesHook(Analysis):
 
     def _of_embedding(self, ctx: RunDataContext) -> dict[str, Any]:
         found = embedding_of(values_of(ctx).modules, self.embedding)
-        table = None if found is None else flatten([found[1]])
+        table = None if found is None else flat_vector_or_none([found[1]])
         before, self.table = self.table, table
         if table is None:
             return {}

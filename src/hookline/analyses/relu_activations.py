@@ -16,16 +16,17 @@ class ReLUActivationsHook(ReLUAnalysis):
     as functions are no modules: name the layer before them by ``targets``, its outputs have the same signs.
 
     Args:
-        targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU`` and its kin.
+        targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU``, ``nn.ReLU6`` and
+            ``nn.LeakyReLU``.
         exclude: Layers to leave out.
-        per_unit: Report every unit, which may be many; without, sums alone.
+        per_unit: Report a metric for each unit, which may be many; if False, those over all units alone.
     """
 
     name = "relu_activations"
     description = "how often units behind ReLUs are on, and which never are"
     roots = ("activations/relu/",)
-    happens = "active"
-    never = "dead"
+    event = "active"
+    no_event = "dead"
     metrics = (
         ("active_fraction", "how often a unit is on, over all units", "mean of x > 0"),
         ("dead_units", "units that were never on", "count of 0", "0 is healthy"),

@@ -31,8 +31,8 @@ class ReLUGradientFlowHook(ReLUAnalysis):
     description = "how often gradients come through the units of ReLUs"
     roots = ("gradient_flow/relu/",)
     kind = "backward"
-    happens = "passed"
-    never = "blocked"
+    event = "passed"
+    no_event = "blocked"
     metrics = (
         (
             "passed_fraction",
@@ -58,7 +58,7 @@ class ReLUGradientFlowHook(ReLUAnalysis):
         return GradientFeeder(self.tracker, component, TRAINING, of_input=True)
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures over all units, by the relative bound."""
+        """Return the metrics over all units, by the relative bound."""
         return super().summary(self.tracker.relative.to_metrics())
 
 

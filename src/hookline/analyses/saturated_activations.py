@@ -78,7 +78,7 @@ class SaturatedActivationsHook(TrackedAnalysis):
         return name.startswith(f"activations/{self.activation}/saturated_fraction/")
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures over all layers."""
+        """Return the metrics over all layers."""
         return {
             "fraction": metrics[f"activations/{self.activation}/saturation/fraction"],
             "always_saturated": sum(value == 1 for name, value in metrics.items() if self.is_of_unit(name)),

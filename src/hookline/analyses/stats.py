@@ -35,7 +35,7 @@ class StatsHook(Analysis):
         targets: Which modules, and parameters below them; as in ``hookline.watch``.
         on: What to look at: ``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``; one, or several with commas.
         stats: Which statistics; as in ``hookline.watch``, with commas if it is one string.
-        every: Every how many steps to look; the steps between cost nothing. Looking takes about half as long as the
+        every: Look at every n-th step; the steps between cost nothing. Looking takes about half as long as the
             step itself in a model of 60,000 parameters, less in larger ones.
         exclude: Modules and parameters to leave out.
     """
@@ -55,7 +55,7 @@ class StatsHook(Analysis):
         self.on, self.stats = _listed(on), _listed(stats)
         self.every = StepSchedule.of(every)
         self._watch: Watch | None = None
-        self._waiting: Mapping[str, Any] = {}
+        self._state_to_load: Mapping[str, Any] = {}
 
     def describe_metrics(self) -> list[MetricInfo]:
         """Return the meaning of each metric, for the statistics that were chosen."""
@@ -78,9 +78,9 @@ class StatsHook(Analysis):
         """Attach the watch."""
         self.finish()
         self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
-        if self._waiting:
-            self._watch.load_state_dict(self._waiting)
-        self._waiting = {}
+        if self._state_to_load:
+            self._watch.load_state_dict(self._state_to_load)
+        self._state_to_load = {}
 
     def finish(self) -> None:
         """Remove the watch."""
@@ -92,7 +92,7 @@ class StatsHook(Analysis):
         """Report what was counted, and reset."""
         if ctx.model is None:
             return None
-        if self._watch is None:  # in a loop that does not start hooks: from now on
+        if self._watch is None:  # the loop has not called start(): count from now on
             self.start(ctx.model)
             return None
         metrics = self._watch.to_metrics(reset=True)
@@ -101,18 +101,18 @@ class StatsHook(Analysis):
     def reset(self) -> None:
         """Begin another run."""
         super().reset()
-        self._waiting = {}
+        self._state_to_load = {}
         if self._watch is not None:
             self._watch.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was counted since the last report."""
-        return dict(self._waiting) if self._watch is None else self._watch.state_dict()
+        return dict(self._state_to_load) if self._watch is None else self._watch.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting, if need be when training starts."""
         if self._watch is None:
-            self._waiting = dict(state)
+            self._state_to_load = dict(state)
         elif state:
             self._watch.load_state_dict(state)
 
@@ -123,7 +123,7 @@ def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """Return a few figures over everything, with names short enough for a console."""
+    """Return a few metrics over everything, with names short enough for a console."""
     bad: list[Any] = []
     largest: dict[str, list[float]] = {kind: [] for kind in kinds}
     for name, value in metrics.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import FiringValues, values_of
 from hookline.analyses._history import GradientWindow
-from hookline.analyses._vectors import flatten, norm, wide
+from hookline.analyses._vectors import dense_float, flat_vector_or_none, norm
 from hookline.lifecycle.run_context import RunDataContext
 
 _TOP: Final = (1, 5, 10)
@@ -80,10 +80,10 @@ class SubspaceGradientInfoHook(Analysis):
         along = self._along_the_way(values)
         if along is None:  # directions take thrice as long as their sizes
             found = torch.linalg.eigvalsh(torch.from_numpy(centred)).numpy()
-            return _figures(found[::-1].clip(min=0))
+            return _spectrum_metrics(found[::-1].clip(min=0))
         found, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(centred)))
         squares = found[::-1].clip(min=0)
-        return _figures(squares) | self._toward_solution(squares, vectors[:, ::-1].T @ (along - along.mean()))
+        return _spectrum_metrics(squares) | self._toward_solution(squares, vectors[:, ::-1].T @ (along - along.mean()))
 
     def _along_the_way(self, values: FiringValues) -> NDArray[Any] | None:
         """Return how far each gradient of the window goes along the way to the reference; None without a way."""
@@ -110,11 +110,11 @@ class SubspaceGradientInfoHook(Analysis):
             weight, goal = values.parameters.get(name), self.reference_weights.get(name)
             if weight is None or goal is None or goal.shape != weight.shape:
                 return None
-            parts.append(wide(goal).to(weight.device) - wide(weight))
-        return flatten(parts)
+            parts.append(dense_float(goal).to(weight.device) - dense_float(weight))
+        return flat_vector_or_none(parts)
 
 
-def _figures(squares: NDArray[Any]) -> dict[str, Any]:
+def _spectrum_metrics(squares: NDArray[Any]) -> dict[str, Any]:
     total = float(squares.sum())
     if total == 0:  # the gradient did not change at all
         return {"svd_total_variance": 0.0}

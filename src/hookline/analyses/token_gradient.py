@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._model_parts import find_embedding
-from hookline.analyses._vectors import wide
+from hookline.analyses._vectors import dense_float
 from hookline.lifecycle.run_context import RunDataContext
 
 
@@ -50,7 +50,7 @@ class TokenGradientHook(Analysis):
         grad = (ctx.accumulated_grads or {}).get(found[0])
         if grad is None:  # it was not trained
             return None
-        rows: NDArray[Any] = torch.linalg.vector_norm(wide(grad), dim=1).double().cpu().numpy()
+        rows: NDArray[Any] = torch.linalg.vector_norm(dense_float(grad), dim=1).double().cpu().numpy()
         if not np.isfinite(rows).all():
             return dict.fromkeys((name for name, *_ in self.metrics), math.nan)
         return _spread(rows) if rows.any() else None

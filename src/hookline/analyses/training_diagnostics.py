@@ -61,7 +61,7 @@ class TrainingDiagnosticsHook(StepAnalysis):
         self.rates.add(0.0 if rate is None else rate)
 
     def report(self) -> dict[str, Any] | None:
-        """Return the figures over all steps since the last report."""
+        """Return the metrics over all steps since the last report."""
         has_loss, has_grad = self.losses.has_any, self.grads.has_any
         losses, grads, weights, rates = (each.take() for each in (self.losses, self.grads, self.weights, self.rates))
         if not weights.size:

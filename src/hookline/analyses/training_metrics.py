@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import raw_number
-from hookline.analyses._vectors import widest
+from hookline.analyses._vectors import widest_float
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 
@@ -59,7 +59,7 @@ class TrainingMetricsHook(Analysis):
 
 def _exp(loss: float | Tensor) -> float | Tensor:
     if isinstance(loss, Tensor):
-        return loss.to(widest(loss.device)).exp()
+        return loss.to(widest_float(loss.device)).exp()
     try:
         return math.exp(loss)
     except OverflowError:  # over 709.78

@@ -29,7 +29,7 @@ class VarianceHook(Analysis):
     needs_grads = True
     kept = ("window",)
     metrics = (
-        ("gradient_variance", "mean variance of a component", "mean (g − ḡ)²", "lower: steadier", "variance"),
+        ("gradient_variance", "mean variance of an entry", "mean (g − ḡ)²", "lower: steadier", "variance"),
         (
             "mean_pairwise_cos",
             "mean cosine between any two gradients of the window",

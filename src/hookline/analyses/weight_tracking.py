@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
-from hookline.analyses._vectors import cosines, effective_rank, is_bias, norm, wide
+from hookline.analyses._vectors import cosines_in_float64, dense_float, effective_rank, is_bias, norm
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.observe.host_values import fetch
 
@@ -45,7 +45,7 @@ class WeightTrackingHook(Analysis):
     )
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Return the figures of every matrix, then those over all."""
+        """Return the metrics of every matrix, then those over all."""
         values = values_of(ctx)
         weights = {name: p for name, p in values.parameters.items() if p.dim() >= 2 and not is_bias(name)}
         if not weights:
@@ -64,7 +64,7 @@ class WeightTrackingHook(Analysis):
 def _lengths(weights: Mapping[str, Tensor], sigmas: Mapping[str, NDArray[Any]]) -> dict[str, float]:
     """Return the length of each weight: √Σσ² where all singular values are known."""
     rest = {name: w for name, w in weights.items() if sigmas[name].size != min(w.flatten(1).shape)}
-    others = dict(zip(rest, fetch(norm(wide(weight)) for weight in rest.values()), strict=True))
+    others = dict(zip(rest, fetch(norm(dense_float(weight)) for weight in rest.values()), strict=True))
     return {
         name: others[name][0] if name in others else float(np.sqrt(np.square(sigmas[name]).sum())) for name in weights
     }
@@ -73,10 +73,10 @@ def _lengths(weights: Mapping[str, Tensor], sigmas: Mapping[str, NDArray[Any]]) 
 def _alignments(weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, float]:
     pairs = {}
     for name, weight in weights.items():
-        grad, weight = gradients.get(name), wide(weight)
+        grad, weight = gradients.get(name), dense_float(weight)
         if grad is not None and grad.shape == weight.shape:
             pairs[name] = grad.flatten(), weight.flatten()
-    return dict(zip(pairs, cosines(pairs.values()).tolist(), strict=True)) if pairs else {}
+    return dict(zip(pairs, cosines_in_float64(pairs.values()).tolist(), strict=True)) if pairs else {}
 
 
 def _over_all(columns: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
