@@ -22,7 +22,8 @@ class ReLUGradientFlowHook(ReLUAnalysis):
     layer's mean in that backward pass, which does not depend on the size of the loss.
 
     Args:
-        targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU`` and its kin.
+        targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU``, ``nn.ReLU6`` and
+            ``nn.LeakyReLU``.
         exclude: Layers to leave out.
         per_unit: Report every unit, which may be many; without, sums alone.
     """

@@ -27,9 +27,9 @@ from hookline.training.training_hook import TrainingHook
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext
 
-__all__ = ["FigureSink", "TrajectoryHook", "ValidatedCheckpoints", "differing", "steps_counted", "steps_in_all"]
+__all__ = ["BarMetricsSink", "TrajectoryHook", "ValidatedCheckpoints", "differing", "steps_counted", "steps_in_all"]
 
-_FIGURES: Final = {
+_BAR_METRICS: Final = {
     "training_metrics/loss": "loss",
     "training_metrics/val_acc": "val_acc",
     "eval/val_acc": "val_acc",
@@ -38,22 +38,22 @@ _FIGURES: Final = {
 """The metrics that are shown beside the bar, with their names there."""
 
 
-class FigureSink(MetricSink):
+class BarMetricsSink(MetricSink):
     """Keep the newest value of the few metrics that are shown beside the bar."""
 
     def __init__(self) -> None:
-        self.figures: dict[str, float] = {}
+        self.newest: dict[str, float] = {}
         self.names: set[str] = set()
         """Every metric that has come."""
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Keep the metrics that are shown; of values by step the last."""
         self.names.update(metrics)
-        for name, shown in _FIGURES.items():
+        for name, shown in _BAR_METRICS.items():
             value = metrics.get(name)
             value = value[-1] if isinstance(value, list) and value else value
             if isinstance(value, int | float):
-                self.figures[shown] = float(value)
+                self.newest[shown] = float(value)
 
 
 def steps_in_all(experiment: Any, loop: str, length: int) -> int | None:
@@ -68,15 +68,15 @@ def steps_in_all(experiment: Any, loop: str, length: int) -> int | None:
 
 
 @contextmanager
-def steps_counted(experiment: Any, bar: Any, figures: Mapping[str, float]) -> Iterator[None]:
+def steps_counted(experiment: Any, bar: Any, metrics: Mapping[str, float]) -> Iterator[None]:
     """Advance the bar with every step of the experiment's optimizer (about 1 µs), or with its ``train_step``.
 
-    Steps of interventions are not counted. At the end the bar shows the newest figures.
+    Steps of interventions are not counted. At the end the bar shows the newest metrics.
     """
 
     def count(*_: Any) -> None:
         if phase() == "train":
-            bar.advance(1, **figures)
+            bar.advance(1, **metrics)
 
     optimizer = unwrap_optimizer(getattr(experiment, "optimizer", None))
     with _after_each(experiment, count) if not isinstance(optimizer, torch.optim.Optimizer) else nullcontext():
@@ -86,7 +86,7 @@ def steps_counted(experiment: Any, bar: Any, figures: Mapping[str, float]) -> It
         finally:
             if handle is not None:
                 handle.remove()
-            bar.note(**figures)
+            bar.note(**metrics)
 
 
 @contextmanager

@@ -69,17 +69,17 @@ class Session:
         self.strategy = strategy
         self.request = prepared.request
         self._may_be_new = may_be_new
-        self._figures: Any = None
+        self._bar_metrics: Any = None
         self._sinks: list[Any] = []
         self._threads = 0
 
     def run(self) -> Ended:
         """Make the experiment, train it, and write ``run.json``."""
         made = self.make()
-        from hookline.cli.run_observers import FigureSink
+        from hookline.cli.run_observers import BarMetricsSink
         from hookline.training.checkpoints.checkpoints import lock_folder
 
-        self._figures = FigureSink()
+        self._bar_metrics = BarMetricsSink()
         with ExitStack() as stack:
             stack.enter_context(made.hooks_on_modules(self.prepared.specs))  # first: a factory may raise
             folder, resume = self._folder()
@@ -143,7 +143,7 @@ class Session:
         from hookline.training.manager import HookManager
 
         self._sinks = [*prepared.screen.sinks(made.epochs_to_snapshot), *prepared.make_sinks()]
-        sinks = FanOut([*self._sinks, self._figures], log=folder / LOG)
+        sinks = FanOut([*self._sinks, self._bar_metrics], log=folder / LOG)
         manager = HookManager(
             (),
             prepared.hooks or [*prepared.hook_objects.make(), *own],
@@ -217,7 +217,7 @@ class Session:
             self.prepared.screen.say(_left_at_once(folder))
             raise
         if manager is not None:
-            self.prepared.screen.say_what_is_missing(self._figures.names)
+            self.prepared.screen.say_what_is_missing(self._bar_metrics.names)
             self._say_what_failed(manager)
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
@@ -276,7 +276,7 @@ class Session:
             return
         bar.start(total, "steps", done=_steps_done(resumed))
         try:
-            with steps_counted(made.experiment, bar, self._figures.figures):
+            with steps_counted(made.experiment, bar, self._bar_metrics.newest):
                 yield
         finally:
             bar.stop()

@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text
 from hookline.factories.served_batch import STAGES, chosen_tokens, last_tokens, log_unknown, request_names, running
-from hookline.observe.patch.edited_tensor import main_output, misfit, place_of, rebuilt, shape_of
+from hookline.observe.patch.edited_tensor import main_output, misfit, rebuilt, shape_of, site_text
 from hookline.observe.patch.given_edits import steer as steer_edit
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
@@ -124,8 +124,8 @@ class Steer(FactoryHook):
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the vector added."""
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
-        main = main_output(output, place_of(where))
-        return rebuilt(output, main, self.edit.apply(main, where), place_of(where))
+        main = main_output(output, site_text(where))
+        return rebuilt(output, main, self.edit.apply(main, where), site_text(where))
 
 
 class _SteerLast(Steer):
@@ -138,9 +138,9 @@ class _SteerLast(Steer):
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the vector added to the last tokens."""
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
-        main = main_output(output, place_of(where))
+        main = main_output(output, site_text(where))
         if main.dim() > 2:  # batch, sequence, units; padding is on the left
-            return rebuilt(output, main, self.last.apply(main, where), place_of(where))
+            return rebuilt(output, main, self.last.apply(main, where), site_text(where))
         steered = self.edit.apply(main, where)
         if torch.compiler.is_compiling():
             rows = last_tokens(inputs, main)
@@ -150,7 +150,7 @@ class _SteerLast(Steer):
             served = running(inputs)
             chosen = True if served is None else chosen_tokens(main, served, None, only_last=True)
             steered = steered if chosen is None else _where(chosen, steered, main)
-        return rebuilt(output, main, steered, place_of(where))
+        return rebuilt(output, main, steered, site_text(where))
 
 
 class _SteerSome(Steer):
@@ -175,14 +175,14 @@ class _SteerSome(Steer):
         if served is None or self._stage not in ("both", served.phase):
             return None
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
-        main = main_output(output, place_of(where))
+        main = main_output(output, site_text(where))
         chosen = chosen_tokens(main, served, self._requests, self._only_last)
         if chosen is None:
             whose = "steer is for some requests or tokens"
-            misfit(whose, place_of(where), f"of shape {shape_of(main)} has no place for each of them", _REMEDY)
+            misfit(whose, site_text(where), f"of shape {shape_of(main)} has no place for each of them", _REMEDY)
         if chosen is False:
             return None
-        return rebuilt(output, main, _where(chosen, self.edit.apply(main, where), main), place_of(where))
+        return rebuilt(output, main, _where(chosen, self.edit.apply(main, where), main), site_text(where))
 
     def _log_unknown(self) -> None:
         if not self._has_logged:

@@ -41,15 +41,15 @@ _MAX_ROWS: Final = 24
 """Rows of metrics where the user has chosen none."""
 _FRAME: Final = 3
 _FRAME_AND_BAR: Final = 5
-"""Lines of the screen that are not metrics: the frame, the line of the cursor; the bar and its figures."""
+"""Lines of the screen that are not metrics: the frame, the line of the cursor; the bar and its metrics."""
 _REDRAWS_PER_SECOND: Final = 4
 
 _BETWEEN_DRAWINGS: Final = 0.1
 """Seconds. A step may take less than a millisecond, and advancing a bar of rich takes 20 µs."""
 _BETWEEN_LINES: Final = 10.0
 """Seconds, where there is no terminal."""
-_ROOM_FOR_FIGURES: Final = 72
-"""Characters of a screen that has room for figures beside the bar."""
+_ROOM_FOR_METRICS: Final = 72
+"""Characters of a screen that has room for metrics beside the bar."""
 
 
 def can_redraw(console: Console) -> bool:
@@ -247,7 +247,7 @@ class RunProgress:
         self._task: TaskID | None = None
         self._total = self._done = self._before = 0
         self._unit = "steps"
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._started = self._drawn_at = self._printed_at = 0.0
 
     def start(self, total: int, unit: str = "steps", *, done: int = 0) -> None:
@@ -255,18 +255,18 @@ class RunProgress:
         self.stop()
         self._total, self._unit = total, unit
         self._done = self._before = done
-        self._figures = {}
+        self._metrics = {}
         self._started = self._drawn_at = self._printed_at = self._clock()
         self.is_running = True
         if can_redraw(self._console):
             self._start_bar()
 
-    def advance(self, n: int = 1, **figures: float) -> None:
-        """Count ``n`` more as done; show ``figures`` such as the loss beside the bar."""
+    def advance(self, n: int = 1, **metrics: float) -> None:
+        """Count ``n`` more as done; show ``metrics`` such as the loss beside the bar."""
         self._on_advance()
         self._done += n
-        if figures:
-            self._figures |= figures
+        if metrics:
+            self._metrics |= metrics
         now = self._clock()
         if self._bar is not None and now - self._drawn_at >= _BETWEEN_DRAWINGS:
             self._drawn_at = now
@@ -275,9 +275,9 @@ class RunProgress:
             self._printed_at = now
             self._print_line()
 
-    def note(self, **figures: float) -> None:
-        """Keep newer figures for the next drawing."""
-        self._figures |= figures
+    def note(self, **metrics: float) -> None:
+        """Keep newer metrics for the next drawing."""
+        self._metrics |= metrics
 
     def stop(self) -> None:
         """End the progress wherever it is; the bar stays as it is. May be called more than once."""
@@ -292,28 +292,28 @@ class RunProgress:
         self._before = self._done
 
     def __rich__(self) -> str:
-        """Return the newest figures, for the live column to draw below the bar."""
+        """Return the newest metrics, for the live column to draw below the bar."""
         from rich.markup import escape
 
-        return escape(self._figures_text())
+        return escape(self._metrics_text())
 
     def _start_bar(self) -> None:
         from rich.console import Group
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        has_room = self._column is None and self._console.width >= _ROOM_FOR_FIGURES
+        has_room = self._column is None and self._console.width >= _ROOM_FOR_METRICS
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
-            *([TextColumn("{task.fields[figures]}", markup=False)] if has_room else []),
+            *([TextColumn("{task.fields[metrics]}", markup=False)] if has_room else []),
             console=self._console,
             # No thread that draws: a data loader that forks while it holds a lock would hang in its workers.
             auto_refresh=False,
         )
-        self._task = self._bar.add_task(self._unit, total=self._total, completed=self._done, rate="", figures="")
+        self._task = self._bar.add_task(self._unit, total=self._total, completed=self._done, rate="", metrics="")
         if self._column is None:
             self._bar.start()
         else:
@@ -321,14 +321,14 @@ class RunProgress:
 
     def _draw(self) -> None:
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, rate=self._rate_text(), figures=self._figures_text())
+            self._bar.update(self._task, completed=self._done, rate=self._rate_text(), metrics=self._metrics_text())
             if self._column is None:
                 self._bar.refresh()
 
     def _print_line(self) -> None:
         rate, left = self._rate(), self._total - self._done
         time_left = f"{timedelta(seconds=round(left / rate))} left" if rate > 0 and left > 0 else ""
-        parts = [f"{self._done}/{self._total} {self._unit}", self._rate_text(), time_left, self._figures_text()]
+        parts = [f"{self._done}/{self._total} {self._unit}", self._rate_text(), time_left, self._metrics_text()]
         line = printable(" · ".join(part for part in parts if part), self._console.encoding)
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -340,5 +340,5 @@ class RunProgress:
         rate = self._rate()
         return f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each" if rate > 0 else ""
 
-    def _figures_text(self) -> str:
-        return "  ".join(f"{name} {float(value):.4g}" for name, value in self._figures.items())
+    def _metrics_text(self) -> str:
+        return "  ".join(f"{name} {float(value):.4g}" for name, value in self._metrics.items())

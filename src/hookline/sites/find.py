@@ -1,6 +1,6 @@
 """List sites and hooks without changing anything: ``find``, ``attached`` and ``assert_no_hooks``.
 
-Users call these; they read the hooks of every kind of site.
+Users call these; they read the hooks of every site type.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Sites(ShownAsTable, Sequence[Site]):
-    """The places a target matches; prints as a table, reads as a list.
+    """The sites a target matches; prints as a table, reads as a list.
 
     Recipe: ``print(hookline.find(model, "layers.#"))``.
     """

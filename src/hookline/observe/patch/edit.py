@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hookline.observe.patch.edit_index import EditIndex, GivenTensor, IndexLike
-from hookline.observe.patch.edited_tensor import misfit, place_of, shape_of
+from hookline.observe.patch.edited_tensor import misfit, shape_of, site_text
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Edit:
         """Return the activation, edited."""
         if self.index is None:
             return self.change(x, x, site)
-        return self.index.put(x, self.change(self.index.part(x, place_of(site)), x, site))
+        return self.index.put(x, self.change(self.index.part(x, site_text(site)), x, site))
 
     def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
         """Return what the part of the activation ``x`` becomes."""
@@ -84,12 +84,12 @@ class Edit:
         found = f"has shape {shape_of(x)}"
         if self.index is not None:
             found += f", of which index={self.index.text} takes {shape_of(part)}"
-        misfit(f"{self.word}() {what}", place_of(site), found, remedy)
+        misfit(f"{self.word}() {what}", site_text(site), found, remedy)
 
     def check_real(self, x: Tensor, site: Site) -> None:
         """Raise unless fractions can be put into the activation."""
         if not (x.is_floating_point() or x.is_complex()):
-            misfit(f"{self.word}() is for real numbers", place_of(site), f"is of {_dtype_name(x.dtype)}", _WHOLE)
+            misfit(f"{self.word}() is for real numbers", site_text(site), f"is of {_dtype_name(x.dtype)}", _WHOLE)
 
     def converted(self, given: GivenTensor, x: Tensor, site: Site) -> Tensor:
         """Return a given tensor in the dtype of ``x``, unless that would cut something off its numbers."""
@@ -97,7 +97,12 @@ class Edit:
         if tensor.is_floating_point() or tensor.is_complex():
             self.check_real(x, site)
         if tensor.is_complex() and not x.is_complex():
-            misfit(f"{self.word}() was given complex numbers", place_of(site), f"is of {_dtype_name(x.dtype)}", _REAL)
+            misfit(
+                f"{self.word}() was given complex numbers",
+                site_text(site),
+                f"is of {_dtype_name(x.dtype)}",
+                _REAL,
+            )
         return given.like(x)
 
 

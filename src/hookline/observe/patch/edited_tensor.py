@@ -24,7 +24,7 @@ from hookline.sites.tree import children, inside, main_tensor, rebuilt_tuple
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
-__all__ = ["find_main_input", "main_input", "main_output", "misfit", "place_of", "rebuilt", "shape_of"]
+__all__ = ["find_main_input", "main_input", "main_output", "misfit", "rebuilt", "shape_of", "site_text"]
 
 _USUAL_INPUT: Final = "hidden_states"
 """The name that transformers give the input of a block. A mask, also a tensor of real numbers, may come before it."""
@@ -37,8 +37,8 @@ def misfit(what: str, where: str, found: str, remedy: str) -> NoReturn:
     raise HookReturnError(f"{what}, but {where} {found}. {remedy}")
 
 
-def place_of(site: Site) -> str:
-    """Return the activation that is edited, in words."""
+def site_text(site: Site) -> str:
+    """Return, for messages, which activation an edit at ``site`` changes: "the output of 'layers.0'"."""
     side = "input" if site.kind is Kind.FORWARD_PRE else "output"
     return f"the {side} of {site.name!r}" if site.name else f"the {side} of the model"
 

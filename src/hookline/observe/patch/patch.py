@@ -15,7 +15,7 @@ from torch import Tensor
 from hookline.errors import HookSignatureError, KindError, OptionError, TargetError
 from hookline.messages import type_name
 from hookline.observe.patch.edit import Edit
-from hookline.observe.patch.edited_tensor import main_input, main_output, misfit, place_of, rebuilt, shape_of
+from hookline.observe.patch.edited_tensor import main_input, main_output, misfit, rebuilt, shape_of, site_text
 from hookline.observe.patch.given_edits import ablate, replace, scale, steer
 from hookline.observe.patch.recorded_edits import mean_ablate, swap
 from hookline.sites import _torch
@@ -166,8 +166,8 @@ class _EditOutput:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any, *, site: Site) -> Any:
         """Return the output with the edited tensor."""
-        main = main_output(output, place_of(site))
-        return rebuilt(output, main, self.edit.apply(main, site), place_of(site))
+        main = main_output(output, site_text(site))
+        return rebuilt(output, main, self.edit.apply(main, site), site_text(site))
 
 
 class _EditInput:
@@ -178,7 +178,7 @@ class _EditInput:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, site: Site) -> Any:
         """Return the arguments with the edited tensor."""
-        where = place_of(site)
+        where = site_text(site)
         main = main_input(args, kwargs, where)
         new = self.edit.apply(main, site)
         return rebuilt(args, main, new, where), rebuilt(kwargs, main, new, where)
@@ -218,7 +218,7 @@ class _FunctionEdit(Edit):
     def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
         new = self.function(part, site=site) if self.wants_site else self.function(part)
         if not isinstance(new, Tensor):
-            misfit(f"{self.word} returned {_kind_of(type(new))}", place_of(site), "is a tensor", _RETURN)
+            misfit(f"{self.word} returned {_kind_of(type(new))}", site_text(site), "is a tensor", _RETURN)
         if new.shape != part.shape:
             self.misfit(f"returned a tensor of shape {shape_of(new)}", part, x, site, _SAME)
         return new.to(device=part.device, dtype=part.dtype)  # the next layer computes in what it was given before

@@ -19,7 +19,7 @@ from hookline.errors import NoMatchError, OptionError
 from hookline.messages import nearest_names
 from hookline.observe.patch.edit import Edit, broadcasts
 from hookline.observe.patch.edit_index import GivenTensor, as_tensor
-from hookline.observe.patch.edited_tensor import find_main_input, misfit, place_of, shape_of
+from hookline.observe.patch.edited_tensor import find_main_input, misfit, shape_of, site_text
 from hookline.sites.tree import main_tensor
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class _Recorded(Edit):
         number = 0 if len(values) == 1 else self.calls.number(site, len(values))
         value = self.converted(values[number], x, site)
         if self.index is not None and value.dim() == x.dim() and self.fits(value, x):
-            value = self.index.part(value.expand(x.shape), place_of(site))
+            value = self.index.part(value.expand(x.shape), site_text(site))
         if not self.fits(value, part):
             remedy = (
                 "Patch a run with inputs of the same shape, or give the part that fits to hookline.edits.replace()."
@@ -263,17 +263,17 @@ class SwapCalls:
         """Return the number of this call of its module, of `num_calls` recorded ones; raise if it is none of them."""
         recorded = f"swap() has {num_calls} calls from the other run"
         if torch.compiler.is_compiling():
-            misfit(recorded, place_of(site), "is in compiled code, which does not know its call", _ONE_CALL)
+            misfit(recorded, site_text(site), "is in compiled code, which does not know its call", _ONE_CALL)
         if site.recompute:
-            misfit(recorded, place_of(site), "is repeated by activation checkpointing, in another order", _ONE_CALL)
+            misfit(recorded, site_text(site), "is repeated by activation checkpointing, in another order", _ONE_CALL)
         is_by_part = self.counter is not None and self.counter.here.by_part
         before, is_clear = self._before(site, num_calls) if is_by_part else (0, True)
         call = before + site.call
         if call >= num_calls or not is_clear:
             which = f"comes from call {call + 1} of its module"
             if before:
-                misfit(recorded, place_of(site), f"{which}, and the model's own forward is not called", _CALL_MODEL)
-            misfit(recorded, place_of(site), f"{which} in this forward", _ONE_CALL)
+                misfit(recorded, site_text(site), f"{which}, and the model's own forward is not called", _CALL_MODEL)
+            misfit(recorded, site_text(site), f"{which} in this forward", _ONE_CALL)
         return call
 
     def _before(self, site: Site, num_calls: int) -> tuple[int, bool]:

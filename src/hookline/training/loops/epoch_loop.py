@@ -115,4 +115,4 @@ def _conclude(run: Run, *, snapshot: bool) -> None:
     run.report_evaluation(HookPoint.POST_EPOCH)
     if snapshot:
         run.fire(HookPoint.SNAPSHOT)
-    run.adapter.end_epoch(run.epoch, run.figures)
+    run.adapter.end_epoch(run.epoch, run.newest_metrics)

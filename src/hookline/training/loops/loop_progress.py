@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoopProgress", "NotebookBar", "shown_progress"]
 
-_MOST_FIGURES: Final = 5
+_MOST_METRICS: Final = 5
 _BETWEEN_DRAWINGS: Final = 0.1
 """Seconds; reading the loss waits for the device, and a step may take less than a millisecond."""
 
@@ -40,7 +40,7 @@ def shown_progress(asked: bool, run: Run, *, epochs: int | None = None, steps: i
     run.progress = progress = LoopProgress(run, _bar(), epochs=epochs, steps=steps)
     try:
         yield
-        progress.note_figures()
+        progress.note_metrics()
     finally:
         run.progress = None
         progress.stop()
@@ -82,17 +82,17 @@ class LoopProgress:
             self._advance()
 
     def end_epoch(self) -> None:
-        """Move on by an epoch, if epochs are counted; show its figures."""
+        """Move on by an epoch, if epochs are counted; show its metrics."""
         if self._by_epoch:
             self._advance()
-        self.note_figures()
+        self.note_metrics()
 
-    def note_figures(self) -> None:
-        """Give the bar the newest figures, to be shown when it is drawn next."""
-        self._bar.note(**self._figures())
+    def note_metrics(self) -> None:
+        """Give the bar the newest metrics, to be shown when it is drawn next."""
+        self._bar.note(**self._metrics())
 
     def stop(self) -> None:
-        """Leave the bar as it is. Reads no figure: after an error of the device that would raise another."""
+        """Leave the bar as it is. Reads no metric: after an error of the device that would raise another."""
         if self._is_started:
             self._bar.stop()
 
@@ -100,12 +100,12 @@ class LoopProgress:
         now = self._clock()
         if now - self._drawn >= _BETWEEN_DRAWINGS:
             self._drawn = now
-            self.note_figures()
+            self.note_metrics()
         self._bar.advance()
 
-    def _figures(self) -> dict[str, float]:
-        found = ((name, _as_number(value)) for name, value in self._run.figures.items())
-        return dict([(name, number) for name, number in found if number is not None][:_MOST_FIGURES])
+    def _metrics(self) -> dict[str, float]:
+        found = ((name, _as_number(value)) for name, value in self._run.newest_metrics.items())
+        return dict([(name, number) for name, number in found if number is not None][:_MOST_METRICS])
 
 
 class NotebookBar:
@@ -121,7 +121,7 @@ class NotebookBar:
         self._handle: Any = None
         self._total = self._done = self._before = 0
         self._unit = "steps"
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._began = self._drawn = 0.0
 
     def start(self, total: int, unit: str = "steps", *, done: int = 0) -> None:
@@ -136,9 +136,9 @@ class NotebookBar:
         if self._clock() - self._drawn >= _BETWEEN_DRAWINGS:
             self._draw()
 
-    def note(self, **figures: float) -> None:
-        """Keep newer figures, to be shown when it is drawn next."""
-        self._figures |= figures
+    def note(self, **metrics: float) -> None:
+        """Keep newer metrics, to be shown when it is drawn next."""
+        self._metrics |= metrics
 
     def stop(self) -> None:
         """Draw where it ended."""
@@ -152,8 +152,8 @@ class NotebookBar:
         """Return the bar as it stands."""
         elapsed, made = self._drawn - self._began, self._done - self._before
         rate = f"{made / elapsed:.1f}/s" if elapsed > 0 and made else ""
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in self._figures.items())
-        words = [f"{self._done}/{self._total} {self._unit}", rate, figures]
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in self._metrics.items())
+        words = [f"{self._done}/{self._total} {self._unit}", rate, metrics]
         text = escape(" · ".join(word for word in words if word))
         return f'<progress value="{self._done}" max="{max(self._total, 1)}"></progress> <code>{text}</code>'
 

@@ -157,7 +157,7 @@ class Run:
         self.take_result(result)
 
     def take_result(self, result: StepResult) -> None:
-        """Take in the outcome of a step: its loss and figures, its gradients if a hook needs them."""
+        """Take in the outcome of a step: its loss and metrics, its gradients if a hook needs them."""
         self.loss, self.accuracy = result.loss, result.metrics.get("train_acc")
         self._losses.add(result.loss)
         self._accuracies.add(self.accuracy)
@@ -168,7 +168,7 @@ class Run:
                 self.manager.take_record(f"train/{name}", value)  # goes out with the step metrics of hooks
 
     def end_epoch(self) -> None:
-        """End the steps of an epoch: write step metrics, average the figures, step the scheduler."""
+        """End the steps of an epoch: write step metrics, average the loss and accuracy, step the scheduler."""
         self.flush()
         self.batch = self.batch_idx = None
         self.loss, self.accuracy = self._losses.take(), self._accuracies.take()
@@ -177,7 +177,7 @@ class Run:
         self.adapter.step_scheduler("epoch", self.loss)
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def newest_metrics(self) -> dict[str, Any]:
         """The loss, and the newest evaluation."""
         return {"loss": self.loss, **self.evaluation}
 
@@ -199,7 +199,7 @@ class Run:
 
     def ask_to_stop(self) -> bool:
         """Ask the experiment whether that was the last epoch, or step, and remember the answer."""
-        self.stopped_early = self.adapter.should_stop(self.position, self.figures)
+        self.stopped_early = self.adapter.should_stop(self.position, self.newest_metrics)
         return self.stopped_early
 
     # -- checkpoints -----------------------------------------------------------------------------------------

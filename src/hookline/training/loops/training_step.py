@@ -151,7 +151,7 @@ def _detached(loss: Any) -> Any:
 
 
 class Mean:
-    """Average a figure over the steps of an epoch, on its device."""
+    """Average a number over the steps of an epoch, on its device."""
 
     def __init__(self) -> None:
         self._total: Any = None
@@ -166,18 +166,18 @@ class Mean:
     def state(self, state: tuple[Any, int]) -> None:
         self._total, self._count = state
 
-    def add(self, figure: Any) -> None:
-        """Add the figure of a step; None does not count."""
-        if figure is None:
+    def add(self, number: Any) -> None:
+        """Add the number of a step; None does not count."""
+        if number is None:
             return
-        if isinstance(figure, Tensor):
+        if isinstance(number, Tensor):
             # Half precision would stop growing after a few hundred steps.
-            figure = figure.detach().to(torch.promote_types(figure.dtype, torch.float32))
-        self._total = figure if self._total is None else self._total + figure
+            number = number.detach().to(torch.promote_types(number.dtype, torch.float32))
+        self._total = number if self._total is None else self._total + number
         self._count += 1
 
     def take(self) -> Any:
-        """Return the mean since the last time, a tensor if one was among the figures; None of nothing."""
+        """Return the mean since the last time, a tensor if one was among the numbers; None of nothing."""
         mean = self._total / self._count if self._count else None
         self._total, self._count = None, 0
         return mean
