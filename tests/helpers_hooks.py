@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.training.manager import HookManager
 from hookline.training.training_hook import InterventionHook, TrainingHook
 
-__all__ = ["context", "fire", "intervention", "observer"]
+__all__ = ["PathLength", "context", "fire", "intervention", "observer"]
+
+
+class PathLength(TrainingHook):
+    """Keeps state: how far it has come, and where it was."""
+
+    name = "path"
+    hook_points = {HookPoint.POST_STEP}
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+        self.reset()
+
+    def reset(self):
+        self.length = torch.zeros(())
+        self.window = deque(maxlen=3)
+
+    def compute(self, ctx):
+        self.length = self.length + self.scale
+        self.window.append(self.length)
+        return {"length": self.length, "mean": sum(self.window) / len(self.window)}
+
+    def get_state_tensors(self):
+        return {"length": self.length, "window": self.window}
+
+    def set_state_tensors(self, tensors):
+        self.length, self.window = tensors["length"], tensors["window"]
 
 
 def observer(name: str, *points: HookPoint, returns: Any = None, do: Callable[[Any], Any] | None = None, **attributes):

@@ -5,6 +5,7 @@ Nothing is downloaded, and transformers is imported by the models that need it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "Scale",
     "assert_same_grads",
     "batch_for",
+    "build",
     "leaf",
     "logger",
     "loss_of",
@@ -28,114 +30,85 @@ __all__ = [
     "twin_of",
 ]
 
-_TINY_BERT = {
-    "vocab_size": 31,
+_TEXT: dict[str, Any] = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}
+_LAYERS: dict[str, Any] = {
     "hidden_size": 16,
+    "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 16,
-    "num_labels": 3,
 }
-
-
-def _gpt2() -> nn.Module:
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=31, n_positions=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _llama() -> nn.Module:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def _bert_classifier() -> nn.Module:
-    import transformers
-
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**_TINY_BERT))
-
-
-def _bert() -> nn.Module:
-    import transformers
-
-    return transformers.BertModel(transformers.BertConfig(**_TINY_BERT))
-
-
-def _vit() -> nn.Module:
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        image_size=8,
-        patch_size=4,
-        num_labels=3,
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-def _t5() -> nn.Module:
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=31,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=2,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=16,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def _mamba() -> nn.Module:
-    import transformers
-
-    config = transformers.MambaConfig(
-        vocab_size=31, hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=4, pad_token_id=0
-    )
-    return transformers.MambaForCausalLM(config)
-
-
-MODELS = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "bert": _bert,
-    "bert_classifier": _bert_classifier,
-    "vit": _vit,
-    "t5": _t5,
-    "mamba": _mamba,
+_BERT = {**_LAYERS, "vocab_size": 31, "max_position_embeddings": 16, "num_labels": 3}
+_TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_TEXT, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}),
+    "llama": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            **_TEXT,
+            **_LAYERS,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32,
+        },
+    ),
+    "bert": ("BertConfig", "BertModel", _BERT),
+    "bert_classifier": ("BertConfig", "BertForSequenceClassification", _BERT),
+    "bert_language": ("BertConfig", "BertForMaskedLM", _BERT),
+    "vit": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        {**_LAYERS, "image_size": 8, "patch_size": 4, "num_labels": 3},
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 31,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 2,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 16,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+    ),
+    "mamba": (
+        "MambaConfig",
+        "MambaForCausalLM",
+        {
+            "vocab_size": 31,
+            "hidden_size": 16,
+            "state_size": 4,
+            "num_hidden_layers": 2,
+            "time_step_rank": 4,
+            "pad_token_id": 0,
+        },
+    ),
 }
+"""For each tiny model: the class of its configuration, its own, and the options."""
 
 
-def make(name: str) -> nn.Module:
-    """The model of that name, the same weights each time, in evaluation mode."""
+def build(name: str, **changes: Any) -> nn.Module:
+    """The tiny model of that name with random weights; ``changes`` are options that replace the usual ones."""
+    import transformers
+
+    config_class, model_class, options = _TINY[name]
+    return getattr(transformers, model_class)(getattr(transformers, config_class)(**{**options, **changes}))
+
+
+MODELS = {name: functools.partial(build, name) for name in _TINY if name != "bert_language"}
+
+
+def make(name: str, **changes: Any) -> nn.Module:
+    """The model of that name, the same weights each time, in evaluation mode; ``changes`` as for `build`."""
     torch.manual_seed(0)
-    return MODELS[name]().eval()
+    return build(name, **changes).eval()
 
 
 def twin_of(name: str, model: nn.Module) -> nn.Module:

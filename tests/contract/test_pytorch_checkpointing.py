@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers_contract import Cube
 from helpers_models import leaf, logger
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -15,20 +16,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import hookline as hl
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-
-
-class Cube(torch.autograd.Function):
-    """A function of one's own, which keeps its input."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
 
 
 class Block(nn.Module):

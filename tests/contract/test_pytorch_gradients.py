@@ -6,30 +6,13 @@ import copy
 
 import pytest
 import torch
+from helpers_contract import EDITING, gradient_spy
 from helpers_models import Fn, Scale, assert_same_grads, leaf, logger, mlp, twin
 from torch import nn
 
 import hookline as hl
 
 GRADIENT_KINDS = ["backward_pre", "backward"]
-
-
-EDITING = pytest.mark.parametrize("editing", [False, True], ids=["observing", "editing"])
-
-
-def gradient_spy(seen, *, editing=False):
-    """A backward hook that keeps what it is shown; as an editor it returns its gradients unchanged."""
-    if editing:
-
-        def hook(module, grad_input, grad_output):
-            seen.append((grad_input, grad_output))
-            return grad_input
-    else:
-
-        def hook(module, grad_input, grad_output):
-            seen.append((grad_input, grad_output))
-
-    return hook
 
 
 @EDITING

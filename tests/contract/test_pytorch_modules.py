@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers_contract import EDITING, gradient_spy
 from helpers_models import Args, Fn, Scale, assert_same_grads, leaf, logger, mlp, twin
 from helpers_modules import HOOK_DICTS, assert_untouched
 from torch import nn
@@ -22,24 +23,6 @@ RUN_KINDS = [*FORWARD_KINDS, *GRADIENT_KINDS, "full_backward"]
 
 
 STATE_KINDS = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
-
-
-EDITING = pytest.mark.parametrize("editing", [False, True], ids=["observing", "editing"])
-
-
-def gradient_spy(seen, *, editing=False):
-    """A backward hook that keeps what it is shown; as an editor it returns its gradients unchanged."""
-    if editing:
-
-        def hook(module, grad_input, grad_output):
-            seen.append((grad_input, grad_output))
-            return grad_input
-    else:
-
-        def hook(module, grad_input, grad_output):
-            seen.append((grad_input, grad_output))
-
-    return hook
 
 
 # -- order ----------------------------------------------------------------------------------------------------

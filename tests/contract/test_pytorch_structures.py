@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers_contract import EDITING, gradient_spy
 from helpers_models import Fn, leaf
 from transformers.utils import ModelOutput
 
 import hookline as hl
-
-EDITING = pytest.mark.parametrize("editing", [False, True], ids=["observing", "editing"])
 
 
 @dataclasses.dataclass
@@ -36,21 +35,6 @@ class NamedPair(NamedTuple):
 class PairOutput(ModelOutput):
     first: torch.Tensor | None = None
     second: torch.Tensor | None = None
-
-
-def gradient_spy(seen, *, editing=False):
-    """A backward hook that keeps what it is shown; as an editor it returns its gradients unchanged."""
-    if editing:
-
-        def hook(module, grad_input, grad_output):
-            seen.append((grad_input, grad_output))
-            return grad_input
-    else:
-
-        def hook(module, grad_input, grad_output):
-            seen.append((grad_input, grad_output))
-
-    return hook
 
 
 STRUCTURES = {

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers_contract import Cube
 from helpers_models import leaf, logger
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
@@ -18,20 +19,6 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, sa
 import hookline as hl
 
 KINDS = ["grad", "pre", "post", "param_grad"]
-
-
-class Cube(torch.autograd.Function):
-    """A function of one's own, which keeps its input."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
 
 
 def tensor_or_leaf(computed):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,13 +27,7 @@ CALLS = ["forward_pre", "forward", "backward_pre", "backward"]
 STYLES = ["watches", "edits", "observes"]
 
 
-@pytest.fixture(autouse=True)
-def frequent_switches() -> Iterator[None]:
-    """Have Python switch threads as often as it can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
+pytestmark = pytest.mark.usefixtures("frequent_switches")
 
 
 @pytest.fixture(autouse=True)

@@ -15,25 +15,13 @@ from typing import Any
 import pytest
 import torch
 from helpers_models import MODELS, batch_for, loss_of, make, twin_of
+from helpers_modules import HOOK_DICTS
 from torch import Tensor, nn
 
 import hookline as hl
 
 RUN_KINDS = ("forward_pre", "forward", "backward_pre", "backward", "full_backward")
 STATE_KINDS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-HOOK_DICTS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 BLOCKS = {
     "gpt2": "transformer.h.1",
     "llama": "model.layers.1",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,13 +17,7 @@ THREADS = 4
 STEPS = 25
 
 
-@pytest.fixture(autouse=True)
-def frequent_switches() -> Iterator[None]:
-    """Have Python switch threads as often as it can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
+pytestmark = pytest.mark.usefixtures("frequent_switches")
 
 
 def in_threads(work: Callable[[int], object], count: int = THREADS) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 import torch
-from helpers_hooks import fire, observer
+from helpers_hooks import PathLength, fire, observer
 from torch import nn
 
 from hookline.errors import (
@@ -27,32 +25,6 @@ from hookline.training.metric_output import record
 from hookline.training.training_hook import TrainingHook
 
 POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
-
-
-class PathLength(TrainingHook):
-    """Keeps state: how far it has come, and where it was."""
-
-    name = "path"
-    hook_points = {POST_STEP}
-
-    def __init__(self, scale=1.0):
-        self.scale = scale
-        self.reset()
-
-    def reset(self):
-        self.length = torch.zeros(())
-        self.window = deque(maxlen=3)
-
-    def compute(self, ctx):
-        self.length = self.length + self.scale
-        self.window.append(self.length)
-        return {"length": self.length, "mean": sum(self.window) / len(self.window)}
-
-    def get_state_tensors(self):
-        return {"length": self.length, "window": self.window}
-
-    def set_state_tensors(self, tensors):
-        self.length, self.window = tensors["length"], tensors["window"]
 
 
 @pytest.fixture(autouse=True)

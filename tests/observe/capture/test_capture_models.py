@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
+from helpers_models import make
 from torch import Tensor, nn
 
 import hookline as hl
@@ -13,11 +13,7 @@ from hookline.errors import CaptureError
 
 @pytest.fixture
 def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=31, n_positions=32, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
+    return make("gpt2")
 
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from helpers_models import MODELS
-from torch import Tensor, nn
+from helpers_models import MODELS, build
+from torch import Tensor
 
 import hookline as hl
 
 LAST = (slice(None), -1)
 
 
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=31,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
+_BERT = functools.partial(build, "bert_language", num_hidden_layers=3)
 BLOCKS = {
     "gpt2": (MODELS["gpt2"], "transformer.h.#", "transformer.h.1"),
     "llama": (MODELS["llama"], "model.layers.#", "model.layers.1"),
-    "bert": (_bert, "bert.encoder.layer.#", "bert.encoder.layer.1"),
+    "bert": (
+        functools.partial(build, "bert_language", num_hidden_layers=3),
+        "bert.encoder.layer.#",
+        "bert.encoder.layer.1",
+    ),
 }
 
 

@@ -10,15 +10,6 @@ import torch
 from torch._dynamo.utils import counters
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors are not worth a second one, which waits ten times as long as it works on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
     """The compiler starts anew and counts from zero."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers_compiled import (
     KINDS,
     WAYS,
@@ -24,6 +23,7 @@ from helpers_compiled import (
     step,
     tensors_in,
 )
+from helpers_models import build
 from torch import nn
 
 import hookline as hl
@@ -148,64 +148,27 @@ def test_a_model_of_torchs_own_classes_is_refreshed_too() -> None:
 # -- real models -------------------------------------------------------------------------------------------
 
 # transformers leaves masks out in eager code alone where it can, which attention in plain operators keeps it from.
-_ANY: dict[str, Any] = {"attn_implementation": "eager"}
-_TEXT: dict[str, Any] = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0, **_ANY}
+_PLAIN = {"attn_implementation": "eager"}
+_ONE_LAYER: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 1, **_PLAIN},
+    "llama": {"num_hidden_layers": 1, **_PLAIN},
+    "bert_language": {"num_hidden_layers": 1, **_PLAIN},
+    "vit": {"num_hidden_layers": 1, **_PLAIN},
+    "t5": {"num_layers": 1, "num_decoder_layers": 1},
+}
 
 
-def _gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, **_TEXT))
-
-
-def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        hidden_size=16,
-        intermediate_size=24,
-        **_TEXT,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=24, vocab_size=31, **_ANY
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def _vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        hidden_size=16,
-        intermediate_size=24,
-        image_size=8,
-        patch_size=4,
-        **_ANY,
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        num_layers=1, num_heads=2, d_model=16, d_ff=24, d_kv=8, vocab_size=31, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-@pytest.mark.parametrize("make", [_gpt2, _llama, _bert, _vit, _t5], ids=lambda make: make.__name__[1:])
-def test_transformers_report_every_module_as_in_eager_code(make: Any) -> None:
+@pytest.mark.parametrize("name", _ONE_LAYER)
+def test_transformers_report_every_module_as_in_eager_code(name: str) -> None:
     """Hooks of all four kinds on every module: the same moments, and the same values within rounding."""
-    model = make().eval()
+    model = build(name, **_ONE_LAYER[name]).eval()
     ids = torch.randint(0, 31, (2, 6))
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if make is _vit:
+    if name == "vit":
         batch = {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
-    if make in (_gpt2, _llama):
+    if name in ("gpt2", "llama"):
         model.loss_type = "ForCausalLM"  # transformers warns otherwise, which breaks the graph
-    if make in (_gpt2, _llama, _t5):
+    if name in ("gpt2", "llama", "t5"):
         batch["use_cache"] = False
 
     def train(run: Any) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers_compiled import Blocks, Seen, breaks, compiled, graphs, observe_all, same_fires, same_values, step
+from helpers_models import build
 from torch import Tensor, nn
 
 import hookline as hl
@@ -21,20 +21,8 @@ pytestmark = [
 
 def _gpt2() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_head=2,
-        n_embd=32,
-        vocab_size=97,
-        n_positions=32,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    model = transformers.GPT2LMHeadModel(config)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = build("gpt2", n_layer=2, n_embd=32, vocab_size=97, use_cache=False, **no_dropout)
     model.loss_type = "ForCausalLM"  # transformers warns otherwise, which breaks the graph
     return model
 

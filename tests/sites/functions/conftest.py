@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from helpers_functions import modes, overridden_kernels, patched_classes
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors are not worth a second one, which waits ten times as long as it works on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from helpers_functions import KINDS, Pair, Scale, noting, sin_product
+from helpers_models import make
 from helpers_training import differences
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -324,29 +324,6 @@ def test_sparse_nested_and_complex_gradients_pass(kind: str) -> None:
 # -- models as they are ------------------------------------------------------------------------------------
 
 
-def gpt2(attention: str) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    config._attn_implementation = attention
-    return transformers.GPT2LMHeadModel(config).eval()
-
-
-def bert(attention: str) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=31,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-    )
-    config._attn_implementation = attention
-    return transformers.BertModel(config).eval()
-
-
 class Shown(TorchFunctionMode):
     """Counts functions by name, independently of hookline."""
 
@@ -360,17 +337,17 @@ class Shown(TorchFunctionMode):
 
 
 MODELS = {
-    "gpt2": (gpt2, [f"transformer.h.{index}.attn" for index in range(3)]),
-    "bert": (bert, [f"encoder.layer.{index}.attention.self" for index in range(2)]),
+    "gpt2": [f"transformer.h.{index}.attn" for index in range(3)],
+    "bert": [f"encoder.layer.{index}.attention.self" for index in range(2)],
 }
 
 
 @pytest.mark.product(model_name=list(MODELS), implementation=["eager", "sdpa"], kind=KINDS)
 def test_attention_in_every_layer_of_a_real_model(model_name: str, implementation: str, kind: str) -> None:
     """One call per layer, with the path of its module; as many as an independent mode counts."""
-    make, layers = MODELS[model_name]
+    layers = MODELS[model_name]
     name = "softmax" if implementation == "eager" else "scaled_dot_product_attention"
-    model = make(implementation)
+    model = make(model_name, attn_implementation=implementation)
     ids = torch.randint(2, 31, (2, 6), generator=torch.Generator().manual_seed(0))
     with Shown() as shown:
         expected = model(ids)[0]
@@ -389,7 +366,7 @@ def test_attention_in_every_layer_of_a_real_model(model_name: str, implementatio
 
 def test_attention_can_be_cut_in_one_layer_of_a_real_model() -> None:
     """An edit by module path: the pattern of layer 1 made uniform changes the output, and only while it is on."""
-    model = gpt2("eager")
+    model = make("gpt2", attn_implementation="eager")
     ids = torch.randint(2, 31, (2, 6), generator=torch.Generator().manual_seed(0))
     patterns: list[Tensor] = []
 
@@ -409,7 +386,7 @@ def test_attention_can_be_cut_in_one_layer_of_a_real_model() -> None:
 
 def test_generation_with_hooks_gives_the_same_tokens() -> None:
     """A cache, a loop, no_grad: the calls are those of each token's forward."""
-    model, events = gpt2("sdpa"), []
+    model, events = make("gpt2", attn_implementation="sdpa"), []
     ids = torch.randint(2, 31, (1, 3), generator=torch.Generator().manual_seed(0))
 
     def generate() -> Tensor:
