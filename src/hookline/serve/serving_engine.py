@@ -52,7 +52,7 @@ class Engine:
         ticket = engine.submit(GenerationRequest("r1", tuple(tokenizer("Once upon a").input_ids)), on_event=print)
         engine.close()
 
-    New requests join between two steps. The answer of a request does not depend on what runs beside it, but for the
+    New requests join between two rounds. The answer of a request does not depend on what runs beside it, but for the
     rounding of sums that batches of other sizes add up in another order. A prompt is run in one piece, up to 16,384
     tokens of prompts together: for as long as that takes, no request gets a token, and none can be cancelled. A program
     that ends without `close` cancels what runs and has hooks write what they have.
@@ -266,7 +266,7 @@ class Engine:
             self._abandon(None)
         self._enter()
         if self._loop.rows:
-            self._loop.step()
+            self._loop.run_round()
         self._forget()
         return bool(self._loop.rows or self._waiting or self._acts or not self._is_closing)
 

@@ -43,7 +43,7 @@ _NO_NUMBERS: Final = (
 
 
 class CaptureStopped(BaseException):
-    """Ends a forward whose last target is captured; no Exception, since a model may catch those."""
+    """Ends a forward whose last site is captured; no Exception, since a model may catch those."""
 
     def __init__(self, owner: object) -> None:
         super().__init__("hookline.capture(..., stop=True) has captured its last target; this ends its `with` block.")
@@ -77,7 +77,7 @@ class CaptureRecorder:
         self.notes: list[_Note | CapturedCall] = []
         """Calls that were not read yet, oldest first; shared by all threads."""
         self._ahead: set[str] = set()
-        self._targets: set[str] = set()
+        self._sites: set[str] = set()
         self._open = _OpenCalls()
         self._awaiting: dict[_Key, list[CapturedCall]] = {}
         self._without_graph: dict[str, list[CapturedCall]] = defaultdict(list)
@@ -90,9 +90,9 @@ class CaptureRecorder:
         return self.takes_inputs or self.takes_grads
 
     def expect(self, name: str, module: nn.Module) -> None:
-        """Add a target; the last one to be called may stop the forward."""
+        """Add a site; the last one to be called may stop the forward."""
         if not isinstance(module, _NEVER_CALLED):
-            self._targets.add(name)
+            self._sites.add(name)
             self._ahead.add(name)
 
     def clear(self) -> None:
@@ -102,7 +102,7 @@ class CaptureRecorder:
         self._awaiting.clear()
         self._without_graph.clear()
         self._counts.clear()
-        self._ahead = set(self._targets)
+        self._ahead = set(self._sites)
         self.store.clear()
 
     def release(self) -> None:
@@ -179,7 +179,7 @@ class CaptureRecorder:
         self._ahead.discard(name)
         if self._ahead:
             return
-        self._ahead = set(self._targets)
+        self._ahead = set(self._sites)
         if not self.can_stop:
             raise OptionError("stop=True ends the forward by leaving a `with` block: with hl.capture(..., stop=True):")
         raise CaptureStopped(self)

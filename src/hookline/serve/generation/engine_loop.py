@@ -104,7 +104,7 @@ class EngineLoop:
         except Exception as error:  # no memory, most likely; the running rows are unchanged
             self._fail(joining.rows, error)
 
-    def step(self) -> None:
+    def run_round(self) -> None:
         """Run one more token for every row of the batch."""
         try:
             logits = self._batch.decode()

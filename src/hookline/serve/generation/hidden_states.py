@@ -310,7 +310,7 @@ class Gatherer:
         return _Expected(table, columns, self._index(tuple(flat)), slices) if flat else None
 
     def _index(self, flat: tuple[int, ...]) -> Tensor:
-        """Return `flat` as a tensor on the device, cached: all layers, and most steps, ask for the same."""
+        """Return `flat` as a tensor on the device, cached: all layers, and most rounds, ask for the same."""
         if flat not in self._indices:
             if len(self._indices) >= 64:
                 self._indices.clear()

@@ -244,7 +244,7 @@ class Ticket:
         return self._row.finished is not None
 
     def cancel(self) -> None:
-        """Cancel the request at the next step; ``Finished("cancelled")`` follows, unless it has ended meanwhile.
+        """Cancel the request at the next round; ``Finished("cancelled")`` follows, unless it has ended meanwhile.
 
         From any thread, and as often as one likes.
         """

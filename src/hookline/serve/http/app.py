@@ -154,7 +154,7 @@ class _Routes:
     async def metrics(self) -> Any:
         """Give the counts of the engine, its hooks and HTTP, in Prometheus' text format."""
         figures = await self._hooks.figures()
-        # After the figures, which wait for the running step: its tokens are counted by then.
+        # After the counts of hooks, which wait for the running round: its tokens are counted by then.
         counts = {} if self.serving.engine is None else self.serving.engine.counts()
         return Response(self._metrics.page(counts, figures), media_type=self._metrics.content_type)
 
