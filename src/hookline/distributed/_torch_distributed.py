@@ -1,18 +1,20 @@
 """Call what torch.distributed does not document, each with the versions it was checked on.
 
-`channels` alone calls it. Checked on torch 2.11 and 2.13.
+`channels` and `shards` call it. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
-__all__ = ["default_store", "new_gloo_group"]
+__all__ = ["default_store", "fsdp_dimensions", "new_gloo_group"]
 
 
 def default_store() -> Any:
@@ -42,3 +44,28 @@ def new_gloo_group(name: str, timeout: timedelta) -> Any:
     group = dist.ProcessGroup(own, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
+
+
+def fsdp_dimensions(model: nn.Module) -> set[tuple[str | None, tuple[int, ...]]]:
+    """Return the mesh dimensions over which FSDP2 shards or replicates: the name of each, and the ranks of its mesh.
+
+    Without them, every mesh dimension counts as tensor parallel; whether ranks hold the same is then told by their
+    numbers alone.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    found: set[tuple[str | None, tuple[int, ...]]] = set()
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return found
+    for module in model.modules():
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
+        try:
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            meshes = [group.mesh_info.mesh for group in groups if group is not None]
+        except (AttributeError, AssertionError):
+            continue
+        for mesh in meshes:
+            ranks = tuple(mesh.mesh.reshape(-1).tolist())
+            found |= {(name, ranks) for name in mesh.mesh_dim_names or (None,)}
+    return found

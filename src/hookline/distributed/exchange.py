@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -24,12 +24,22 @@ from hookline.errors import RankError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Agreed", "Exchange", "NamedPart", "Reduced"]
+__all__ = ["Agreed", "Exchange", "NamedPart", "Reduced", "SameIfEqual"]
 
 _HEADER: Final = 3
 """Numbers ahead of the MAX buffer: a flag, the digest of what was agreed, and its complement."""
 _STEADY, _NEW_NAMES, _FAILED = 0, 1, 2
 _made: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class SameIfEqual:
+    """A shard that ``ranks`` share if their numbers are equal when names are agreed; else each has a part."""
+
+    ranks: tuple[int, ...]
+    is_known: bool
+    """Whether there were numbers to compare."""
+    digest: bytes = field(compare=False)
 
 
 class NamedPart(NamedTuple):
@@ -214,11 +224,12 @@ def _agree(said: Sequence[Sequence[NamedPart]], rank: int) -> Agreed:
         added = max(part.added for part in by_rank.values())
         kept = max(part.kept for part in by_rank.values())
         _check_widths(name, by_rank)
-        replicas = Counter(_shard_of(each, part) for each, part in by_rank.items())
+        shards = {each: _shard_of(each, by_rank) for each in by_rank}
+        replicas = Counter(shards.values())
         # Not every shard has as many replicas as the next: whole factors keep counts exact, where 1/3 would not.
         multiple = math.lcm(*replicas.values())
         if rank in by_rank:
-            factors[name] = multiple // replicas[_shard_of(rank, by_rank[rank])]
+            factors[name] = multiple // replicas[shards[rank]]
         ends = start_added + added, start_kept + kept
         holdings[name] = Holding(
             slice(start_added, ends[0]), slice(start_kept, ends[1]), tuple(by_rank), len(replicas), multiple
@@ -241,8 +252,14 @@ def _agree(said: Sequence[Sequence[NamedPart]], rank: int) -> Agreed:
     )
 
 
-def _shard_of(rank: int, part: NamedPart) -> Hashable:
-    return ("rank", rank) if part.shard is None else part.shard
+def _shard_of(rank: int, by_rank: dict[int, NamedPart]) -> Hashable:
+    """Return the shard that ``rank`` holds, by what all ranks that hold the name have said."""
+    shard = by_rank[rank].shard
+    if isinstance(shard, SameIfEqual):
+        others = [by_rank[each].shard if each in by_rank else None for each in shard.ranks]
+        digests = {each.digest if isinstance(each, SameIfEqual) else None for each in others}
+        return ("group", shard.ranks) if len(digests) == 1 and shard.is_known else ("rank", rank)
+    return ("rank", rank) if shard is None else shard
 
 
 def _check_widths(name: str, by_rank: dict[int, NamedPart]) -> None:

@@ -7,16 +7,17 @@ device: `cpu_stats` on the CPU; on a GPU `stat_kernel`, for the many tensors tha
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.distributed.shards import Placed, arrived, placed
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel, type_name
 from hookline.observe.host_values import fetch
@@ -33,26 +34,33 @@ if TYPE_CHECKING:
 
     from hookline.observe.watch.stat_columns import Layout
 
-__all__ = ["StatsEngine", "WatchedPlace"]
+__all__ = ["StatsEngine", "StatsSnapshot", "WatchedPlace"]
 
 _CPU: Final = torch.device("cpu")
 _READ_ON_HOST: Final = ("cpu", "mps")
 """Devices whose tensors are reduced on the CPU; Apple's GPU has no float64 to add up in."""
-_AT_ONCE: Final = ("param", "param_grad")
+_AT_ONCE: Final = ("param", "param_grad", "param_grad_local")
 """Kinds that the next step changes in place."""
 _BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind for kind in (AliveUnits, ExponentBins)}
+
+
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+_PARTIAL: Final = (
+    "its DTensor is Partial: each rank has a summand, whose statistics mean nothing. Redistribute it to Replicate() or "
+    "Shard(), or watch what comes after the reduction"
+)
 
 
 class WatchedPlace:
     """One place in a model, and one kind of what flows through it."""
 
-    __slots__ = ("at_once", "beside", "deferred", "kind", "name", "rows", "silent", "unread")
+    __slots__ = ("at_once", "beside", "deferred", "kind", "name", "placed", "rows", "silent", "unread")
 
     def __init__(self, name: str, kind: str, beside: tuple[AliveUnits | ExponentBins, ...] = ()) -> None:
         self.name = name
         """Dotted name in the model."""
         self.kind = kind
-        """``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``, or nothing for a value of the user's own."""
+        """The kind as in ``watch(on=...)``, or nothing for a value of the user's own."""
         self.at_once = kind in _AT_ONCE
         """Whether its tensors have to be reduced at once."""
         self.deferred: PendingTensors | None = None
@@ -60,6 +68,8 @@ class WatchedPlace:
         self.rows: dict[torch.device, StatRow] = {}
         self.beside = beside
         """The statistics that are kept per unit."""
+        self.placed: Placed | None = None
+        """How its tensors lie on a mesh, if they are distributed (DTensor)."""
         self.silent = ""
         """Why something was not measured here, if that is so."""
         self.unread = ""
@@ -85,6 +95,16 @@ class WatchedPlace:
         """Forget what is kept per unit."""
         for statistic in self.beside:
             statistic.kept = None
+
+
+class StatsSnapshot(NamedTuple):
+    """The numbers of all places at one moment."""
+
+    places: list[WatchedPlace]
+    rows: NDArray[np.float64]
+    """One row for each place."""
+    beside: dict[WatchedPlace, list[list[float]]]
+    """What is kept per unit, for each statistic of ``place.beside``."""
 
 
 class StatsEngine:
@@ -128,9 +148,9 @@ class StatsEngine:
         deferred = place.deferred
         if deferred is not None and deferred.note(place, tensor, scale):
             return
-        local = _numbers_of(tensor)
+        local = _numbers_of(tensor, place)
         if local is None:
-            place.unread = f"{type_name(tensor)} on {tensor.device} has no numbers to look at"
+            place.unread = place.silent or f"{type_name(tensor)} on {tensor.device} has no numbers to look at"
             return
         device = local.device
         if device.type in _READ_ON_HOST:
@@ -147,7 +167,7 @@ class StatsEngine:
         """Add the statistics of several tensors, each with its place and scale; those on a GPU in one launch."""
         notes: dict[torch.device, list[Note]] = {}
         for place, tensor, scale in tensors:
-            local = _numbers_of(tensor)
+            local = _numbers_of(tensor, place)
             if local is not None and local.device.type != "cpu" and self._kernel(local.device) is not None:
                 notes.setdefault(local.device, []).append(Note(place, local, scale))
             else:
@@ -182,7 +202,7 @@ class StatsEngine:
 
     def take_beside(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
         """Add a tensor to what is kept per unit."""
-        local = _numbers_of(tensor) if place.beside else None
+        local = _numbers_of(tensor, place) if place.beside else None
         if local is not None:
             with torch.no_grad(), self.lock:
                 numbers = local.detach() if scale is None else local.detach() * _factor(scale)
@@ -250,36 +270,56 @@ class StatsEngine:
 
     def read(self) -> dict[WatchedPlace, dict[str, float]]:
         """Return the columns of every place, by one transfer per device."""
-        self.flush()
-        numbers = {device: rows.read() for device, rows in self.device_rows.items()}
-        return {place: self._joined(place, numbers) for place in self.places.values()}
+        places, rows, _ = self.snapshot()
+        names = self.layout.names
+        return {place: dict(zip(names, row, strict=True)) for place, row in zip(places, rows.tolist(), strict=True)}
 
-    def to_metrics(self) -> dict[str, Any]:
+    def snapshot(self) -> StatsSnapshot:
+        """Return all numbers as they are now."""
+        self.flush()
+        places = list(self.places.values())
+        rows = np.zeros((len(places), self.layout.width))
+        rows[:, len(self.layout.added) :] = -np.inf
+        for device, of_device in self.device_rows.items():
+            self._add_device(rows, of_device.read(), [place.rows.get(device) for place in places])
+        return StatsSnapshot(places, rows, self._read_beside())
+
+    def _add_device(self, rows: NDArray[Any], numbers: NDArray[Any], given: list[StatRow | None]) -> None:
+        """Merge the rows of one device into ``rows``."""
+        index = [position for position, row in enumerate(given) if row is not None]
+        found, added = numbers[[row.number for row in given if row is not None]], len(self.layout.added)
+        rows[index, :added] += found[:, :added]
+        with np.errstate(invalid="ignore"):
+            rows[index, added:] = np.maximum(rows[index, added:], found[:, added:])  # of NaN and a number, NaN
+
+    def to_metrics(self, snapshot: StatsSnapshot | None = None) -> dict[str, Any]:
         """Return every statistic, by ``"name/kind/statistic"``."""
+        places, rows, beside = snapshot or self.snapshot()
         metrics: dict[str, Any] = {}
-        beside = self._read_beside()
-        for place, cells in self.read().items():
-            for name, value in (as_metrics(cells, self.layout) | beside.get(place, {})).items():
+        for place, row in zip(places, rows.tolist(), strict=True):
+            found: dict[str, Any] = as_metrics(dict(zip(self.layout.names, row, strict=True)), self.layout)
+            for one, values in zip(place.beside, beside.get(place, ()), strict=False):
+                if values:
+                    found[one.name] = one.as_metric(values)
+            for name, value in found.items():
                 metrics[place.prefix + name] = value
         return metrics
 
-    def _joined(self, place: WatchedPlace, numbers: dict[torch.device, NDArray[Any]]) -> dict[str, float]:
-        """Merge the rows of a place on all devices."""
-        rows = [numbers[device][row.number].tolist() for device, row in place.rows.items()]
-        if not rows:
-            return dict.fromkeys(self.layout.names, 0.0)
-        added = len(self.layout.added)
-        columns = list(zip(*rows, strict=True))
-        joined = [sum(column) for column in columns[:added]] + [_largest(column) for column in columns[added:]]
-        return dict(zip(self.layout.names, joined, strict=True))
-
-    def _read_beside(self) -> dict[WatchedPlace, dict[str, Any]]:
+    def _read_beside(self) -> dict[WatchedPlace, list[list[float]]]:
+        """Return what is kept per unit: for each place a list for each statistic, empty if there is nothing."""
+        if not self.layout.by_unit:
+            return {}
+        found: dict[WatchedPlace, list[list[float]]] = {
+            place: [[] for _ in place.beside] for place in self.places.values()
+        }
         kept = [
-            (place, one, one.kept) for place in self.places.values() for one in place.beside if one.kept is not None
+            (place, index, one.kept)
+            for place in found
+            for index, one in enumerate(place.beside)
+            if one.kept is not None
         ]
-        found: dict[WatchedPlace, dict[str, Any]] = {}
-        for (place, one, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
-            found.setdefault(place, {})[one.name] = one.as_metric(values)
+        for (place, index, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
+            found[place][index] = values
         return found
 
     def reset(self) -> None:
@@ -319,11 +359,22 @@ class StatsEngine:
                 one.kept = kept
 
 
-def _numbers_of(tensor: Tensor) -> Tensor | None:
-    """Return this process's part of ``tensor``, or the values of a sparse or nested one; None if it has no numbers."""
+def _numbers_of(tensor: Tensor, place: WatchedPlace) -> Tensor | None:
+    """Return this rank's part of ``tensor``, or the values of a sparse or nested one; None if it has no numbers.
+
+    Note at ``place`` how a distributed one lies on its mesh.
+    """
     if tensor.is_nested:
         tensor = tensor.values()
+    if type(tensor) not in _PLAIN:
+        tensor = arrived(tensor)
+        place.placed = placed(tensor, place.placed)
+        if place.placed is not None and place.placed.is_partial and place.kind != "param_grad_local":
+            place.silent = _PARTIAL
+            return None
     local: Tensor | None = _torch.local_tensor(tensor)
+    if local is not None and type(local) not in _PLAIN:
+        local = arrived(local)
     if local is None or local.device.type == "meta" or _torch.is_wrapped(local):
         return None
     if local.layout is torch.strided:
@@ -335,8 +386,3 @@ def _numbers_of(tensor: Tensor) -> Tensor | None:
 def _factor(scale: Any) -> float:
     """Return the factor that divides by ``scale``; 1 for a scale of zero, which has left nothing to see."""
     return 1.0 if scale is None or not float(scale) else 1.0 / float(scale)
-
-
-def _largest(column: Iterable[float]) -> float:
-    values = list(column)
-    return math.nan if any(value != value for value in values) else max(values)

@@ -1,7 +1,7 @@
 """Keep streaming statistics of a model: of what its modules return, of gradients, of parameters.
 
-Users call `watch`. It puts the hooks of `watch_hooks` on modules, counts steps by `watch_steps`, and reads metrics from
-the `StatsEngine`.
+Users call `watch`. It puts hooks on by `WatchSites`, counts steps by `watch_steps`, and reads metrics from the
+`StatsEngine`, in a distributed run by way of `RankStats`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
-from hookline.errors import NoMatchError, OptionError
+from hookline.distributed.ranks import is_distributed
+from hookline.errors import OptionError
 from hookline.lifecycle.run_phase import During, validate_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import type_name
+from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, rank_in_words, same_on_ranks
 from hookline.observe.watch.stat_columns import Layout, table_of
 from hookline.observe.watch.stats_engine import StatsEngine
-from hookline.observe.watch.watch_hooks import MODULE_KINDS, ModuleStatsHook, ParameterReader, checked_kinds
-from hookline.observe.watch.watch_steps import BackwardPasses, CountingRules, ForwardSteps, ManualSteps, OptimizerSteps
-from hookline.sites import _torch
-from hookline.sites.attach import attach_to_modules
-from hookline.sites.handle import HandleSet
-from hookline.sites.kinds import Kind
-from hookline.sites.targets import Named, check_model, select, without_scripted
-from hookline.sites.tensors.parameter_hooks import select_parameters
+from hookline.observe.watch.watch_hooks import checked_kinds
+from hookline.observe.watch.watch_sites import WatchSites
+from hookline.observe.watch.watch_steps import CountingRules, ForwardSteps, ManualSteps, OptimizerSteps
+from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
@@ -52,6 +50,8 @@ def watch(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scaler: Any = None,
     during: str | Iterable[str] = "train",
+    replicated: Target = None,
+    sharded: Target = None,
 ) -> Watch:
     """Keep streaming statistics of a model.
 
@@ -73,8 +73,10 @@ def watch(
             well. All by default.
         on: What to watch: ``"forward"`` the outputs of modules, ``"backward"`` the gradients of these outputs,
             ``"param"`` the parameters as they are when you ask, ``"param_grad"`` their gradients at each step; all
-            four by default. Of an output that is no tensor, its main tensor: the first with more than one real number;
-            of several gradients, that of the main one among those that came.
+            four by default. Also ``"param_grad_local"``: gradients of parameters as each backward pass of this rank
+            makes them, before they are accumulated, and before ranks reduce them. Of an output that is no tensor, its
+            main tensor: the first with more than one real number; of several gradients, that of the main one among
+            those that came.
         stats: Which statistics: ``mean``, ``std``, ``norm`` (of one tensor, root mean square over firings), ``rms``,
             ``min``, ``max``, ``absmax``, ``zero_fraction``, ``nonfinite`` (firings with NaN or Inf in them) are the
             default. Also ``nan`` and ``inf`` (how many), ``finite_min``, ``finite_max`` (all four are reported anyway
@@ -92,10 +94,14 @@ def watch(
             gradients on; every other is an evaluation. Until there was training, forwards that are most like it count
             (a served model has no others), and they are forgotten when training begins. The report says what was left
             out; ``{"train", "eval"}`` counts it too; ``with watch.paused():`` leaves out more.
+        replicated: Modules whose activations are the same on all ranks of a tensor-parallel group. Where neither this
+            nor ``sharded`` names a module, ranks compare their numbers when they first exchange them.
+        sharded: Modules of whose activations each rank of a tensor-parallel group has a part.
 
     Without an optimizer, a step is whatever lies between two calls of ``watch.step()``; if you never call it, one
     outermost forward of the model, and gradients of parameters are read at the end of each backward pass through it.
     Of a model that is not called itself (Lightning calls ``training_step``), a step is one call of its first part.
+    In a distributed run every rank watches and calls ``to_metrics()``, which gives the statistics of all ranks.
     """
     check_model(model, target)
     kinds = checked_kinds(on)
@@ -103,6 +109,7 @@ def watch(
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
     found = Watch(unwrap(model), layout, StepSchedule.of(every), validate_phases(during), scaler)
+    found._declare(same_on_ranks(target, exclude, kinds, layout, every), replicated, sharded)
     try:
         found._begin(target, exclude, kinds, optimizer, lenient=on is None)
     except BaseException:
@@ -128,26 +135,34 @@ class Watch(ShownAsTable):
         self._schedule = schedule
         self._scaler = scaler
         self._engine = StatsEngine(layout)
-        self._chosen: list[Named] = []
-        self._hooks: dict[str, ModuleStatsHook] = {}
-        self._handles = HandleSet()
-        self._parameters: ParameterReader | None = None
-        self._passes: BackwardPasses | None = None
         self._rules = CountingRules(model, During(during, self._forget), ManualSteps(schedule))
-        self._is_on = False
-        self._looks_closer = False
+        self._sites = WatchSites(model, self._engine, self._rules, scaler, self.name)
+        self._ranks = RankStats(self._engine, model)
         self._removed = False
 
-    def to_metrics(self, *, reset: bool = False) -> dict[str, Any]:
-        """Return every statistic since the last reset, by ``"name/kind/statistic"``; one transfer."""
+    def to_metrics(self, *, reset: bool = False, local: bool = False, per_rank: bool = False) -> dict[str, Any]:
+        """Return every statistic since the last reset, by ``"name/kind/statistic"``; one transfer.
+
+        Args:
+            reset: Count from zero afterwards.
+            local: In a distributed run, return the numbers of this rank alone. Otherwise every rank has to call, and
+                receives the numbers of one process that has seen the whole batch; ``nonfinite`` adds up firings of
+                ranks.
+            per_rank: Return also, for each statistic, ``"…/per_rank"`` (a list by rank), and the ranks of its smallest
+                and its largest value: ``"…/min_rank"``, ``"…/max_rank"``. NaN counts as the largest.
+        """
         with self._engine.lock:
-            if self._parameters is not None:
-                self._parameters.read_values()
-            metrics = self._engine.to_metrics()
+            if self._sites.parameters is not None:
+                self._sites.parameters.read_values()
+            snapshot = self._engine.snapshot()
             if reset:
                 self.reset()
-        self._look_closer(metrics)
-        return metrics
+        if local or not is_distributed():
+            metrics = self._engine.to_metrics(snapshot)
+        else:
+            metrics = self._ranks.to_metrics(snapshot)
+        self._sites.look_closer(metrics)
+        return self._ranks.per_rank(metrics, self._engine.to_metrics(snapshot)) if per_rank else metrics
 
     def reset(self) -> None:
         """Forget what was counted so far, and go on."""
@@ -173,23 +188,27 @@ class Watch(ShownAsTable):
         return self._rules.steps.what
 
     def report(self) -> dict[str, Any]:
-        """Return how often each place was looked at, what a step is, what was left out, and why a place is silent."""
+        """Return how often each place was looked at, what a step is, what was left out, and why a place is silent.
+
+        In a distributed run these are the counts of this rank; no other is asked.
+        """
         read = self._engine.read()
+        silent = {
+            place.label: place.silent or place.unread or self._rules.why_silent(place)
+            for place, cells in read.items()
+            if place.silent or not (cells["fires"] or place.kind == "param")
+        }
         return {
             "step": self.step_is,
             "steps": self.steps,
             "left_out": self._rules.during.left_out,
             "fired": {place.label: int(cells["fires"]) for place, cells in read.items()},
-            "silent": {
-                place.label: place.silent or place.unread or self._rules.why_silent(place)
-                for place, cells in read.items()
-                if place.silent or not (cells["fires"] or place.kind == "param")
-            },
+            "silent": silent | self._ranks.left_out,
         }
 
     def _table(self) -> Table:
-        table = table_of(self.to_metrics())
-        return replace(table, foot=(*table.foot, *self._rules.in_words()))
+        table = table_of(self.to_metrics(local=True))
+        return replace(table, foot=(*table.foot, *self._rules.in_words(), *rank_in_words()))
 
     def _state(self) -> str:
         return OFF if self._removed else ON
@@ -204,21 +223,21 @@ class Watch(ShownAsTable):
         if isinstance(steps, ForwardSteps):
             self._count_by_hand()
         self._rules.during.note_step()
-        if self._parameters is not None and self._rules.counts_now():
-            self._parameters.read_gradients(None)
+        if self._sites.parameters is not None and self._rules.counts_now():
+            self._sites.parameters.read_gradients(None)
         self._advance()
 
     def _count_by_hand(self) -> None:
         """Count steps by the user's calls from now on; what was read at the end of backward passes is read anew."""
-        if self._scaler is not None and self._parameters is not None and self._parameters.wants_gradients:
+        if self._scaler is not None and self._sites.parameters is not None and self._sites.parameters.wants_gradients:
             raise OptionError(
                 "watch.step() cannot tell whether the scaler has unscaled the gradients of parameters yet; give "
                 "optimizer= to watch(), or leave 'param_grad' out of on=."
             )
         self._rules.steps.remove()
         self._rules.steps = ManualSteps(self._schedule)
-        if self._parameters is not None:
-            self._parameters.forget_gradients()
+        if self._sites.parameters is not None:
+            self._sites.parameters.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know: all that was counted, and the step it is in."""
@@ -234,7 +253,7 @@ class Watch(ShownAsTable):
         self._rules.steps.load_state_dict(state["steps"])
         if "during" in state:
             self._rules.during.load_state_dict(state["during"])
-        self._switch_hooks(self._rules.needs_hooks())
+        self._sites.switch(self._rules.needs_hooks())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -251,12 +270,10 @@ class Watch(ShownAsTable):
             return
         self._removed = True
         self._rules.steps.remove()
-        if self._passes is not None:
-            self._passes.unhook_parameters()
         # That one module of many was never called is in the report; that none was is worth a warning.
         excused = self._rules.counts_parts() or not self._rules.steps.is_due
-        seen = excused or any(report.fired for report in self._handles.report())
-        self._handles.remove(quiet=quiet or seen)
+        seen = excused or any(report.fired for report in self._sites.handles.report())
+        self._sites.remove(quiet=quiet or seen)
         self._engine.flush()
         if not quiet:
             self._rules.warn_if_nothing_counted()
@@ -273,116 +290,56 @@ class Watch(ShownAsTable):
 
     # -- hooks -------------------------------------------------------------------------------------------
 
+    def _declare(self, same: Mapping[str, Any], replicated: Target, sharded: Target) -> None:
+        """Note what has to be the same on all ranks, and which activations are replicas."""
+        names = [frozenset(name for name, _ in select(self._model, each) if each) for each in (replicated, sharded)]
+        self._ranks = RankStats(self._engine, self._model, same, DeclaredShards(*names))
+
     def _begin(self, target: Target, exclude: Target, kinds: list[str], optimizer: Any, *, lenient: bool) -> None:
-        modules = [kind for kind in kinds if kind in MODULE_KINDS]
-        if modules:
-            self._chosen = self._choose_modules(target, exclude, lenient=lenient)
-            modules = modules if self._chosen else []
-        rules = self._rules
-        for kind in modules:
-            scale, is_due = (self._scale, rules.counts_backward) if kind == "backward" else (None, rules.take_output)
-            self._hooks[kind] = ModuleStatsHook(self._engine, self._chosen, kind, is_due, scale)
-        if set(kinds) - set(MODULE_KINDS):
-            self._choose_parameters(target, exclude, kinds, required=not modules)
+        self._sites.choose(target, exclude, kinds, self._end_pass, lenient=lenient)
+        rules, passes = self._rules, self._sites.passes
         if optimizer is not None:
             rules.steps = OptimizerSteps(self._schedule, optimizer, self._before_step, self._advance)
         else:
             over, started = self._advance, self._start_steps
             rules.steps = ForwardSteps(self._schedule, self._model, rules.counts_forward, over, started)
             rules.find_counter()
-            if self._passes is not None and not self._hooks:
-                self._passes.hook_parameters()  # nothing else would show that the model's own forward is not called
-        self._switch_hooks(rules.needs_hooks())
-
-    def _choose_modules(self, target: Target, exclude: Target, *, lenient: bool) -> list[Named]:
-        try:
-            return without_scripted(select(self._model, target, exclude=exclude), target)
-        except NoMatchError:
-            if not lenient:
-                raise
-            return []  # parameters may answer to it
-
-    def _choose_parameters(self, target: Target, exclude: Target, kinds: list[str], *, required: bool) -> None:
-        try:
-            chosen = select_parameters(self._model, target, exclude=exclude, trained=False)
-        except KeyError:
-            if required:
-                raise
-            return  # modules without parameters are watched all the same
-        values = chosen if "param" in kinds else []
-        gradients = chosen if "param_grad" in kinds else []
-        self._parameters = ParameterReader(self._engine, values, gradients)
-        if gradients:
-            self._passes = BackwardPasses(self._model, gradients, self._end_pass)
-
-    def _switch_hooks(self, on: bool) -> None:
-        """Put the hooks on, or take them off."""
-        if on is self._is_on:
-            return
-        self._is_on = on
-        if not on:
-            self._handles.remove(quiet=True)
-            self._handles = HandleSet()
-            return
-        for kind, hook in self._hooks.items():
-            as_kind, call, beside = MODULE_KINDS[kind]
-            request = self._rules.request(getattr(hook, call), as_kind, self.name)
-            # A graph does not know the scale of the moment, so it could not tell what is over a threshold.
-            if kind == "forward" or self._scaler is None or not self._layout.thresholds:
-                request.summary = hook
-            self._handles.add(attach_to_modules(request, self._model, self._chosen))
-            if self._layout.by_unit:
-                more = self._rules.request(getattr(hook, beside), as_kind, f"{self.name} by unit")
-                self._handles.add(attach_to_modules(more, self._model, self._chosen))
-        self._rules.find_counter()
-        if self._passes is not None and isinstance(self._rules.steps, ForwardSteps):
-            request = self._rules.request(self._passes.begin, Kind.BACKWARD_PRE, self.name)
-            self._handles.add(attach_to_modules(request, self._model, [("", self._model)]))
+            if passes is not None and not self._sites.hooks:
+                passes.hook_parameters()  # nothing else would show that the model's own forward is not called
+        self._sites.switch(rules.needs_hooks())
 
     def _end_pass(self) -> None:
         """Read the gradients of parameters: at the end of a pass they are as final as they get without an optimizer."""
         steps = self._rules.steps
-        if self._parameters is None or self._removed or not isinstance(steps, ForwardSteps):
+        if self._sites.parameters is None or self._removed or not isinstance(steps, ForwardSteps):
             return
         if self._rules.counts_backward():
-            self._parameters.read_gradients(self._scale())
-        if not self._hooks and not steps.has_begun:  # the model itself is not called, and no module is hooked
+            self._sites.parameters.read_gradients(self._sites.scale())
+        if not self._sites.hooks and not steps.has_begun:  # the model itself is not called, and no module is hooked
             steps.what = "one backward pass, since the model's own forward is not called"
             self._advance()
 
     def _start_steps(self) -> None:
         """Begin the first step; it is known by now which module's forwards are the steps."""
-        if self._passes is not None and self._rules.counter.stand_in is None:
-            self._passes.unhook_parameters()
-        elif self._passes is not None:
-            self._passes.hook_parameters()
-        self._switch_hooks(self._rules.needs_hooks())
+        passes = self._sites.passes
+        if passes is not None and self._rules.counter.stand_in is None:
+            passes.unhook_parameters()
+        elif passes is not None:
+            passes.hook_parameters()
+        self._sites.switch(self._rules.needs_hooks())
 
     def _advance(self) -> None:
         """End a step; the hooks are on for the next one if it is due."""
         self._engine.flush()
         self._rules.steps.advance()
         if not self._removed:
-            self._switch_hooks(self._rules.needs_hooks())
+            self._sites.switch(self._rules.needs_hooks())
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self._rules.during.note_step()
-        if self._parameters is not None and self._rules.counts_now():
+        if self._sites.parameters is not None and self._rules.counts_now():
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
-            self._parameters.read_gradients(scale, of=optimizer)
-
-    def _look_closer(self, metrics: dict[str, Any]) -> None:
-        """Count NaN and Inf in compiled code from now on, if it has found something that is not finite."""
-        if self._layout.details or self._looks_closer:
-            return
-        nonfinite = [name for name, value in metrics.items() if name.endswith("/nonfinite") and value]
-        if any(f"{name.rpartition('/')[0]}/nan" not in metrics for name in nonfinite):
-            self._looks_closer = True
-            for hook in self._hooks.values():
-                hook.look_closer()
-            if self._is_on:
-                self._switch_hooks(False)
-                self._switch_hooks(True)
+            self._sites.parameters.read_gradients(scale, of=optimizer)
 
     def _forget(self) -> None:
         """Drop what was counted: training begins, and it was something else."""
@@ -391,9 +348,6 @@ class Watch(ShownAsTable):
             if place.kind not in ("", "param"):
                 place.empty()
         self._rules.steps.restart()
-
-    def _scale(self) -> Tensor | None:
-        return None if self._scaler is None else _torch.scale_of(self._scaler)
 
 
 def _nothing_watched() -> Watch:

@@ -1,7 +1,7 @@
 """Give the tensors of modules and parameters to the statistics engine.
 
-`Watch` puts a `ModuleStatsHook` on modules, one for all modules of a kind, and calls a `ParameterReader` at steps. In
-compiled code a hook leaves a summary of the tensor in the graph instead of being called.
+`WatchSites` puts a `ModuleStatsHook` on modules, one for all modules of a kind; `Watch` calls a `ParameterReader` at
+steps. In compiled code a hook leaves a summary of the tensor in the graph instead of being called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "checked_kinds", "give_up"]
 
-_KINDS: Final = ("forward", "backward", "param", "param_grad")
+_DEFAULT_KINDS: Final = ("forward", "backward", "param", "param_grad")
+_KINDS: Final = (*_DEFAULT_KINDS, "param_grad_local")
 MODULE_KINDS: Final[dict[str, tuple[Kind, str, str]]] = {
     "forward": (Kind.FORWARD, "forward", "beside"),
     "backward": (Kind.BACKWARD_PRE, "backward", "beside_backward"),
@@ -43,8 +44,8 @@ MODULE_KINDS: Final[dict[str, tuple[Kind, str, str]]] = {
 
 
 def checked_kinds(on: str | Iterable[str] | None) -> list[str]:
-    """Return the kinds that `on` names; all of them for None."""
-    kinds = list(dict.fromkeys(_KINDS if on is None else [on] if isinstance(on, str) else on))
+    """Return the kinds that `on` names; for None, those that are watched by default."""
+    kinds = list(dict.fromkeys(_DEFAULT_KINDS if on is None else [on] if isinstance(on, str) else on))
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown or not kinds:
         got = f"unknown kind {unknown[0]!r}{suggest(unknown[0], _KINDS) or '.'}" if unknown else "no kind."
