@@ -19,11 +19,13 @@ from hookline.distributed.shards import Placed, activation_shard, parameter_shar
 from hookline.errors import RankError
 from hookline.observe.watch.stat_columns import as_metrics
 from hookline.observe.watch.stat_rows import AliveUnits, ExponentBins
+from hookline.sites.targets import select
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from hookline.hook_types import Target
     from hookline.observe.watch.stat_columns import Layout
     from hookline.observe.watch.stats_engine import StatsEngine, StatsSnapshot, WatchedPlace
 
@@ -48,6 +50,12 @@ class DeclaredShards(NamedTuple):
     """Names of modules whose activations are the same on all ranks of a tensor-parallel group."""
     sharded: frozenset[str]
     """Names of modules of whose activations each rank has a part."""
+
+    @classmethod
+    def of(cls, model: nn.Module, replicated: Target, sharded: Target) -> DeclaredShards:
+        """Return the names of the modules that the two targets select."""
+        chosen = [[] if target is None else select(model, target) for target in (replicated, sharded)]
+        return cls(*(frozenset(name for name, _ in each) for each in chosen))
 
 
 class RankStats:

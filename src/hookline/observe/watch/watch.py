@@ -7,7 +7,7 @@ Users call `watch`. It puts hooks on by `WatchSites`, counts steps by `watch_ste
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -22,10 +22,9 @@ from hookline.messages import type_name
 from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, rank_in_words, same_on_ranks
 from hookline.observe.watch.stat_columns import Layout, table_of
 from hookline.observe.watch.stats_engine import StatsEngine
-from hookline.observe.watch.watch_hooks import checked_kinds
-from hookline.observe.watch.watch_sites import WatchSites
+from hookline.observe.watch.watch_hooks import WatchSites, checked_kinds
 from hookline.observe.watch.watch_steps import CountingRules, ForwardSteps, ManualSteps, OptimizerSteps
-from hookline.sites.targets import check_model, select
+from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
@@ -109,7 +108,11 @@ def watch(
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
     found = Watch(unwrap(model), layout, StepSchedule.of(every), validate_phases(during), scaler)
-    found._declare(same_on_ranks(target, exclude, kinds, layout, every), replicated, sharded)
+    declares = replicated is not None or sharded is not None
+    declared = DeclaredShards.of(found._model, replicated, sharded) if declares else None
+    found._between_ranks = lambda: RankStats(
+        found._engine, found._model, same_on_ranks(target, exclude, kinds, layout, every), declared
+    )
     try:
         found._begin(target, exclude, kinds, optimizer, lenient=on is None)
     except BaseException:
@@ -137,7 +140,9 @@ class Watch(ShownAsTable):
         self._engine = StatsEngine(layout)
         self._rules = CountingRules(model, During(during, self._forget), ManualSteps(schedule))
         self._sites = WatchSites(model, self._engine, self._rules, scaler, self.name)
-        self._ranks = RankStats(self._engine, model)
+        self._ranks: RankStats | None = None
+        self._between_ranks: Callable[[], RankStats] = lambda: RankStats(self._engine, model)
+        """Makes what reduces statistics over ranks; not before it is needed, since most runs have one rank."""
         self._removed = False
 
     def to_metrics(self, *, reset: bool = False, local: bool = False, per_rank: bool = False) -> dict[str, Any]:
@@ -160,9 +165,16 @@ class Watch(ShownAsTable):
         if local or not is_distributed():
             metrics = self._engine.to_metrics(snapshot)
         else:
-            metrics = self._ranks.to_metrics(snapshot)
+            metrics = self._over_ranks().to_metrics(snapshot)
         self._sites.look_closer(metrics)
-        return self._ranks.per_rank(metrics, self._engine.to_metrics(snapshot)) if per_rank else metrics
+        if per_rank:
+            return self._over_ranks().per_rank(metrics, self._engine.to_metrics(snapshot))
+        return metrics
+
+    def _over_ranks(self) -> RankStats:
+        if self._ranks is None:
+            self._ranks = self._between_ranks()
+        return self._ranks
 
     def reset(self) -> None:
         """Forget what was counted so far, and go on."""
@@ -203,7 +215,7 @@ class Watch(ShownAsTable):
             "steps": self.steps,
             "left_out": self._rules.during.left_out,
             "fired": {place.label: int(cells["fires"]) for place, cells in read.items()},
-            "silent": silent | self._ranks.left_out,
+            "silent": silent | (self._ranks.left_out if self._ranks is not None else {}),
         }
 
     def _table(self) -> Table:
@@ -290,11 +302,6 @@ class Watch(ShownAsTable):
 
     # -- hooks -------------------------------------------------------------------------------------------
 
-    def _declare(self, same: Mapping[str, Any], replicated: Target, sharded: Target) -> None:
-        """Note what has to be the same on all ranks, and which activations are replicas."""
-        names = [frozenset(name for name, _ in select(self._model, each) if each) for each in (replicated, sharded)]
-        self._ranks = RankStats(self._engine, self._model, same, DeclaredShards(*names))
-
     def _begin(self, target: Target, exclude: Target, kinds: list[str], optimizer: Any, *, lenient: bool) -> None:
         self._sites.choose(target, exclude, kinds, self._end_pass, lenient=lenient)
         rules, passes = self._rules, self._sites.passes
@@ -303,7 +310,6 @@ class Watch(ShownAsTable):
         else:
             over, started = self._advance, self._start_steps
             rules.steps = ForwardSteps(self._schedule, self._model, rules.counts_forward, over, started)
-            rules.find_counter()
             if passes is not None and not self._sites.hooks:
                 passes.hook_parameters()  # nothing else would show that the model's own forward is not called
         self._sites.switch(rules.needs_hooks())
