@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -23,9 +23,22 @@ class HeldGradients:
         """Hold the gradients that there are now."""
         self._held = [(parameter, grad) for parameter in model.parameters() if (grad := parameter.grad) is not None]
 
+    def state_dict(self, model: nn.Module) -> dict[int, Tensor]:
+        """Return the gradients that are held, by the place of their parameter in the model."""
+        held = {id(parameter): grad for parameter, grad in self._held}
+        return {place: held[id(p)] for place, p in enumerate(model.parameters()) if id(p) in held}
+
+    def load_state_dict(self, model: nn.Module, state: Mapping[int, Tensor]) -> None:
+        """Hold what ``state_dict`` returned."""
+        parameters = list(model.parameters())
+        self._held = [(parameters[place], grad.to(parameters[place].device)) for place, grad in state.items()]
+
     def release(self) -> None:
         """Let go of them: their memory is the host's again."""
         self._held = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -171,8 +171,9 @@ class Mean:
         if number is None:
             return
         if isinstance(number, Tensor):
-            # Half precision would stop growing after a few hundred steps.
-            number = number.detach().to(torch.promote_types(number.dtype, torch.float32))
+            number = number.detach() if number.requires_grad else number
+            if number.dtype is not torch.float32:  # half precision would stop growing after a few hundred steps
+                number = number.to(torch.promote_types(number.dtype, torch.float32))
         self._total = number if self._total is None else self._total + number
         self._count += 1
 

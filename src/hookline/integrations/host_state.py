@@ -1,0 +1,65 @@
+"""Put the state of hooks, schedules, sinks and sums into a dictionary for a host's checkpoint, and load it again.
+
+`HostRun` calls it. Everything in the dictionary is plain or a tensor, so that any checkpoint can hold it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.errors import HooklineWarning, LifecycleError
+from hookline.messages import caller_stacklevel
+
+if TYPE_CHECKING:
+    from hookline.training.loops.loop_run import Run
+
+__all__ = ["check_state", "load_state", "state_of"]
+
+_FORMAT: Final = 1
+"""A later one that cannot be read by this code has a higher number."""
+_PARTS: Final = ("format", "loop", "run", "manager", "gradients", "held")
+
+
+def state_of(run: Run, *, within: bool) -> dict[str, Any]:
+    """Return the state of ``run``, ``within`` an epoch or between two; ``held`` gradients the caller adds."""
+    assert run.retention is not None
+    assert run.manager is not None
+    return {
+        "format": _FORMAT,
+        "loop": run.adapter.loop,
+        "run": run.state_dict(within=within),
+        "manager": run.manager.state_dict(),
+        "gradients": run.retention.state_dict(),
+    }
+
+
+def check_state(state: Mapping[str, Any], loop: str) -> None:
+    """Raise if ``state`` cannot be loaded into a run that counts ``loop``."""
+    missing = [name for name in _PARTS if name not in state]
+    if missing:
+        raise LifecycleError(f"load_state_dict() takes what state_dict() gave; this has no {', '.join(missing)}.")
+    if state["format"] > _FORMAT or state["loop"] != loop:
+        raise LifecycleError(
+            f"The state is of loop={state['loop']!r} in format {state['format']}, and this run has loop={loop!r} and "
+            f"format {_FORMAT}. Next: make it with the same loop= and version of hookline."
+        )
+
+
+def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> None:
+    """Load ``state``; if the host says that it goes on after another ``step``, schedules follow the host."""
+    manager = run.manager
+    assert run.retention is not None
+    assert manager is not None
+    manager.load_state_dict(state["manager"])
+    run.retention.load_state_dict(state["gradients"])
+    run.load_state_dict(state["run"])
+    if step is not None and manager.global_step != step - 1:
+        warnings.warn(
+            f"The state of the hooks is of {manager.global_step + 1} steps, and the run goes on after {step}; "
+            "schedules follow the run.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+        manager.continue_from(step - 1)

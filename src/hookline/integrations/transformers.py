@@ -1,0 +1,360 @@
+"""`HooklineCallback`: hooks in the Hugging Face ``Trainer``, and so in the trainers of TRL and others built on it.
+
+Users hand it to ``Trainer(callbacks=[...])``; the Trainer calls its events, and it calls `HostRun`. Needs the package
+``transformers``, which ``pip install 'hookline[transformers]'`` brings.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.errors import HooklineWarning, LifecycleError, MissingPackageError, OptionError
+from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.host_run import HostRun
+from hookline.integrations.method_listeners import Listener, listen
+from hookline.messages import caller_stacklevel
+from hookline.sinks.jsonl_sink import JSONLSink
+from hookline.training.checkpoints import checkpoint_file
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise MissingPackageError(
+        "hookline.integrations.transformers needs the package transformers: pip install 'hookline[transformers]'."
+    ) from error
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hookline.training.manager import HookManager
+
+__all__ = ["STATE_FILE", "HooklineCallback"]
+
+STATE_FILE: Final = "hookline.safetensors"
+"""The file in a checkpoint of the Trainer that has the state of the hooks."""
+_REPORT_TO: Final = ("sinks", "trainer")
+_DEEPEST: Final = 12
+"""Frames between an event and the Trainer that calls it; there are three."""
+
+
+class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not look into transformers
+    """Fire hooks in a ``Trainer``.
+
+    Recipe::
+
+        callback = HooklineCallback(["norms", MyHook()])
+        trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[callback])
+        trainer.train()
+
+    The run stays the same, bit for bit. A step is a step of the optimizer, with all batches that are accumulated; its
+    number is the Trainer's ``global_step`` before it. Hooks go on where they were when the Trainer resumes from a
+    checkpoint: their state is a file in it. In hooks, ``ctx.config`` is the Trainer's ``args``.
+
+    Args:
+        hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
+        sinks: Where metrics go. If left out: lines of JSON in ``hookline/`` in the Trainer's output folder.
+        report_to: ``"trainer"`` hands metrics to ``Trainer.log`` as well, and so to its W&B or TensorBoard run, which
+            stays one run; those of steps as their mean since the last time. ``"sinks"`` does not.
+        options: As for `HostRun`: ``run_file``, ``manager``, ``hook_config``, ``loop``, ``snapshot_every``,
+            ``flush_every``, ``on_error``, ``capabilities``.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[Any] | str | None = None,
+        *,
+        sinks: Iterable[Any] | None = None,
+        report_to: str = "sinks",
+        **options: Any,
+    ) -> None:
+        if report_to not in _REPORT_TO:
+            raise OptionError(
+                f"report_to= is 'sinks' or 'trainer'; got {report_to!r}. W&B's own sink goes into sinks=."
+            )
+        own = options.get("run_file"), options.get("manager")
+        if hooks is None and own == (None, None):
+            raise OptionError(
+                "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
+                "class; or run_file=, or manager=."
+            )
+        log = HostLogSink(self._log, per_step=False) if report_to == "trainer" else None
+        if sinks is None and log is None and own == (None, None):
+            sinks = [JSONLSink()]
+        self._host = HostRun(hooks, sinks=sinks, report_to=log, **options)
+        self._tells_context = options.get("manager") is None
+        self._reports = log is not None
+        self._trainer: Any = None
+        self._listening = ExitStack()
+        self._model: Any = None
+        self._loss: Tensor | None = None
+        self._epoch = 0
+        self._awaited = 0
+        """How many evaluations follow before the epoch is over."""
+        self._has_batch = self._is_logging = False
+
+    @property
+    def manager(self) -> HookManager:
+        """The manager of the hooks: their metrics, errors and costs."""
+        return self._host.manager
+
+    def close(self) -> None:
+        """End the run if the Trainer failed without saying so, and close the sinks. May be called again."""
+        self._listening.close()
+        self._host.close()
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Begin a run, or go on with one from a checkpoint."""
+        self._end(None)  # of a run that failed
+        self._trainer, folder = _find_trainer(self)
+        self._check_trainer()
+        step = int(state.global_step)
+        if step:
+            self._load_state(folder or Path(args.output_dir) / f"checkpoint-{step}")
+        self._begin(args, step, given)
+        self._epoch = int(state.epoch or 0)
+        self._awaited = 0
+
+    def _begin(self, args: Any, step: int, given: Mapping[str, Any]) -> None:
+        optimizer = given.get("optimizer")
+        context = {"run_dir": str(Path(args.output_dir) / "hookline"), "strategy": "trainer"}
+        self._host.begin_run(
+            given.get("model"),
+            optimizer,
+            step=step,
+            scheduler=given.get("lr_scheduler"),
+            scheduler_per="step",
+            scaler=getattr(optimizer, "scaler", None),
+            loader=given.get("train_dataloader"),
+            loss_fn=None if self._trainer is None else self._compute_loss,
+            accumulate=int(args.gradient_accumulation_steps),
+            clip_norm=args.max_grad_norm or None,
+            config=args,
+            run_context=context if self._tells_context else None,
+        )
+        self._model = given.get("model")
+        self._listen()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """End the run."""
+        if self._host.is_running and self._awaited:
+            self._host.end_epoch()
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._listening.close()
+        self._host.end_run(error)
+        self._loss = self._model = None
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run as the Trainer does: it tells callbacks nothing when it fails."""
+        if self._host.is_running:
+            self._end(error)
+
+    # -- epochs and steps ----------------------------------------------------------------------------------------
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Begin an epoch."""
+        with _Failing(self):
+            self._follow_model(args, state, given)
+            self._awaited = 0
+            self._host.begin_epoch(self._epoch)
+            self._epoch += 1
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """End an epoch; if the Trainer is going to evaluate, after that."""
+        with _Failing(self):
+            self._host.finish_steps()
+            self._awaited = self._evaluations() if control.should_evaluate else 0
+            if not self._awaited:
+                self._host.end_epoch()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Begin a step; if its batch is going to be told, then."""
+        if given.get("model") is not self._model:
+            self._follow_model(args, state, given)
+        self._loss, self._has_batch = None, False
+        if self._trainer is None:
+            with _Failing(self):
+                self._host.begin_step(int(state.global_step))
+
+    def _take_batch(self, model: Any, inputs: Any, *_: Any, **__: Any) -> None:
+        if self._has_batch:
+            self._host.add_batch(inputs)
+            return
+        self._has_batch = True
+        self._host.begin_step(int(self._trainer.state.global_step), batch=inputs)
+
+    def _take_loss(self, loss: Tensor) -> None:
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Hold the gradients: the Trainer clears them before the step ends."""
+        self._host.hold_gradients()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """End a step."""
+        skipped = getattr(given.get("optimizer"), "step_was_skipped", False)
+        loss, self._loss = self._loss, None
+        with _Failing(self):
+            self._host.end_step(loss=loss, trained=not skipped)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **given: Any) -> None:
+        """Take the metrics of an evaluation: ``eval_loss`` is ``eval/loss`` here."""
+        if not self._host.is_running:
+            return  # an evaluation after or without training
+        with _Failing(self):
+            found = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
+            found.pop("epoch", None)  # the Trainer's position, among its metrics
+            self._host.end_evaluation(found)
+            if self._awaited:
+                self._awaited -= 1
+                if not self._awaited:
+                    self._host.end_epoch()
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Hand step metrics to the Trainer's logger when it logs itself."""
+        if self._reports and not self._is_logging and self._host.is_running:
+            self._host.flush()
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        if self._trainer is None:
+            raise LifecycleError("report_to='trainer' found no Trainer to log with. Next: report_to='sinks'.")
+        self._is_logging = True
+        try:
+            self._trainer.log(metrics)
+        finally:
+            self._is_logging = False
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Write the state of the hooks into the checkpoint that the Trainer has just written."""
+        if not self._host.is_running:
+            return
+        with _Failing(self):
+            tree = self._host.state_dict()
+            folder = _output_folder(self._trainer, args) / f"checkpoint-{state.global_step}"
+            if state.is_world_process_zero and folder.is_dir():
+                checkpoint_file.write(folder / STATE_FILE, tree)
+
+    def _load_state(self, folder: Path) -> None:
+        file = folder / STATE_FILE
+        if file.is_file():
+            self._host.load_state_dict(checkpoint_file.read(file))
+            return
+        warnings.warn(
+            f"There is no {STATE_FILE} in {folder}, so hooks begin anew: the checkpoint was saved without them.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
+    # -- the trainer ---------------------------------------------------------------------------------------------
+
+    def _check_trainer(self) -> None:
+        handler = getattr(self._trainer, "callback_handler", None)
+        if handler is not None and sum(one is self for one in handler.callbacks) > 1:
+            raise OptionError(
+                "The same HooklineCallback is among the callbacks twice, so every event would count twice. Next: leave "
+                "one out; other hooks go into the same callback, or into another one."
+            )
+        if self._reports and self._trainer is None:
+            raise LifecycleError("report_to='trainer' found no Trainer to log with. Next: report_to='sinks'.")
+
+    def _listen(self) -> None:
+        if self._trainer is None:
+            return
+        step = Listener(self._take_batch, self._take_loss, self._fail)
+        evaluation = Listener(self._begin_evaluation, self._leave_evaluation, self._fail)
+        self._listening.callback(listen(self._trainer, "training_step", step))
+        self._listening.callback(listen(self._trainer, "evaluation_loop", evaluation))
+
+    def _begin_evaluation(self, *_: Any, **__: Any) -> None:
+        self._host.begin_evaluation()
+
+    def _leave_evaluation(self, _: Any) -> None:
+        self._host.end_evaluation()
+
+    def _evaluations(self) -> int:
+        data = getattr(self._trainer, "eval_dataset", None)
+        return len(data) if isinstance(data, dict) else 1
+
+    def _compute_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the Trainer's loss of a batch, for interventions; the sums that trainers of TRL keep stay as they are.
+
+        By the wrapped model, which the Trainer trains: its collectives match those of other processes.
+        """
+        trainer = self._trainer
+        sums = copy.deepcopy(getattr(trainer, "_metrics", None))
+        inputs = trainer._prepare_inputs(dict(batch) if isinstance(batch, Mapping) else batch)
+        try:
+            with trainer.compute_loss_context_manager():
+                loss: Tensor = trainer.compute_loss(trainer.model_wrapped, inputs)
+        finally:
+            if sums is not None:
+                trainer._metrics = sums
+        return loss.mean() if loss.ndim else loss
+
+    def _follow_model(self, args: Any, state: Any, given: Mapping[str, Any]) -> None:
+        """Go on with another model, if the Trainer does."""
+        if self._model is None or given.get("model") is self._model:
+            return
+        warnings.warn(
+            f"The Trainer goes on with another model after {state.global_step} steps, and hooks with it.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+        kept = self._host.state_dict()
+        epoch = self._epoch - 1
+        self._end(None)
+        self._host.load_state_dict(kept)
+        self._begin(args, int(state.global_step), given)
+        if kept["run"]["within"]:
+            self._host.begin_epoch(epoch)
+
+
+class _Failing:
+    """End the run when an event raises, and let the error through."""
+
+    __slots__ = ("_callback",)
+
+    def __init__(self, callback: HooklineCallback) -> None:
+        self._callback = callback
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._callback._fail(error)
+
+
+def _find_trainer(callback: HooklineCallback) -> tuple[Any, Path | None]:
+    """Return the Trainer that calls an event of ``callback``, and the checkpoint that it resumes from.
+
+    The Trainer gives callbacks everything but itself, so it is found among the callers of the event, once a run. None
+    if something else calls: then batches and losses of steps are not known.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_DEEPEST):
+        caller = frame.f_locals.get("self")
+        if any(one is callback for one in getattr(getattr(caller, "callback_handler", None), "callbacks", ())):
+            folder = frame.f_locals.get("resume_from_checkpoint")
+            return caller, Path(folder) if isinstance(folder, str | Path) else None
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None, None
+
+
+def _output_folder(trainer: Any, args: Any) -> Path:
+    """Return the folder of the Trainer's checkpoints: another one for each trial of a search."""
+    find: Callable[..., str] | None = getattr(trainer, "_get_output_dir", None)
+    return Path(args.output_dir if find is None else find(trial=getattr(trainer, "_trial", None)))
