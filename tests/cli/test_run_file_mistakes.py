@@ -172,7 +172,7 @@ def test_json_and_toml_have_their_lines_too(language, text, command, capsys):
         ("experiment: nothere\n", "line 1, at $.experiment: Unknown experiment 'nothere'."),
         ("experiment: 3\n", "line 1, at $.experiment: expected a valid string, got 3."),
         (f"experiment: {EXPERIMENTS}:Nothere\n", "line 1, at $.experiment: "),
-        ("", "run.yaml does not say what to run: experiment: NAME, or path/file.py:Class."),
+        ("", "run.yaml does not say what to run: experiment: NAME, or path/file.py:Class; or command: "),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "run"])

@@ -6,6 +6,7 @@ also makes the model.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,7 +99,10 @@ def _check_run(path: str) -> Request:
         request = read_request(*first_look([path]))
         objects = request.hook_objects()
     strategies = request.found.chosen(request.options.training.strategy)
-    tell(f"experiment  {request.found.name}, strategies {', '.join(strategies)}")
+    if request.settings.command:
+        tell(f"command     {shlex.join(request.settings.command)}")
+    else:
+        tell(f"experiment  {request.found.name}, strategies {', '.join(strategies)}")
     if request.config is not None:
         tell(f"config      {', '.join(f'{name}={value!r}' for name, value in vars(request.config).items())}")
     tell(f"hooks       {', '.join(objects.names) or 'none'}")

@@ -27,7 +27,7 @@ WRONG_USE: Final = 2
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "run": ("hookline.cli.run_command", "train an experiment, with hooks"),
+    "run": ("hookline.cli.run_command", "train an experiment, or a script of your own, with hooks"),
     "hooks": ("hookline.cli.hooks_command", "list the hooks there are, or describe some"),
     "find": ("hookline.cli.find_command", "show the modules of a model that a pattern matches"),
     "check": ("hookline.cli.check_command", "check a run file, or a file of hooks"),
@@ -57,6 +57,7 @@ examples:
   hookline run mod_arithmetic --with-hooks observers --hook-csv --hook-jsonl
   hookline run my_file.py:MyExperiment --epochs 20 --hooks norms hessian --hook-config hessian.every_n_steps=50
   hookline run mod_arithmetic --resume
+  hookline run --hooks norms -- python train.py --lr 1e-3
   hookline find my_file.py:make_model 'layers.#.mlp'
 
 exit codes:

@@ -36,6 +36,8 @@ class RunSettings:
     """What is wrong with it; for a run file, one error tells all of it."""
     says_experiment: bool = False
     """Whether the experiment is named here, and not by a flag."""
+    command: list[str] = field(default_factory=list)
+    """The command that starts a script, in place of an experiment."""
 
 
 def settings_of_file(options: RunOptions) -> tuple[RunSettings, str]:
@@ -54,8 +56,10 @@ def settings_of_file(options: RunOptions) -> tuple[RunSettings, str]:
     settings, experiment = _of_run_file(document)
     settings.says_experiment = path is None
     path = path or experiment
-    if path is None and not settings.mistakes.has_any(("experiment",)):
-        settings.mistakes.add_text(f"{file} does not say what to run: experiment: NAME, or path/file.py:Class.")
+    if path is None and not settings.command and not settings.mistakes.has_any(("experiment",), ("command",)):
+        settings.mistakes.add_text(
+            f"{file} does not say what to run: experiment: NAME, or path/file.py:Class; or command: python train.py."
+        )
     return settings, _beside(path or "", Path(file))
 
 
@@ -65,6 +69,7 @@ def _of_run_file(document: Any) -> tuple[RunSettings, str | None]:
     mistakes = Mistakes.of(document)
     run = RunFile.of(document, mistakes)
     settings = RunSettings(run.flags(), dict(run.config), dict(run.hooks.config), mistakes=mistakes)
+    settings.command = run.command_words()
     settings.specs = run.given_specs()
     settings.trackers = [entry.model_dump() for entry in run.trackers]
     settings.schedules = {name: entry.arguments() for name, entry in run.hooks.schedules.items()}

@@ -19,6 +19,7 @@ from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
 from hookline.cli.run_sinks import sink_files, sink_maker
 from hookline.cli.screen import Screen, messages
+from hookline.cli.script_request import command_of_file, split_command
 from hookline.errors import OptionError
 
 __all__ = ["run"]
@@ -27,8 +28,13 @@ _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train, and return the exit code."""
+    """Train, and return the exit code; behind a ``--``, start a script in place of an experiment."""
+    arguments, command = split_command(arguments)
+    if command is not None:
+        return _run_script(arguments, command)
     options, joined = first_look(arguments)
+    if command_of_file(options):
+        return _run_script(arguments, [])
     if options.hook.hooks_list or options.hook.hooks_describe is not None:
         return _show_hooks(options)
     request = read_request(options, joined)
@@ -41,6 +47,13 @@ def run(arguments: Sequence[str]) -> int:
         training = request.options.training
         with process_settings(deterministic=not training.no_determinism, matmul_precision=training.matmul_precision):
             return _run_all(prepared)
+
+
+def _run_script(arguments: Sequence[str], command: Sequence[str]) -> int:
+    from hookline.cli.script_command import run_script
+
+    with messages():
+        return run_script(arguments, command)
 
 
 def _show_hooks(options: Any) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "read_run_json",
     "run_folder",
     "to_plain",
+    "write_run_json",
 ]
 
 LOG: Final = "records.jsonl"
@@ -124,7 +125,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _write_run_json(folder: Path, facts: Mapping[str, Any]) -> None:
+def write_run_json(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write ``run.json`` in one go: a reader finds the old one or the new one, whole."""
     text = json.dumps(to_plain(facts), indent=2, allow_nan=False, ensure_ascii=False)
     part = folder / f".{_FACTS}.{os.getpid()}"
@@ -184,7 +185,7 @@ class RunNotes:
 
     def undo(self) -> None:
         """Write back what was there before: the run was not begun after all."""
-        _write_run_json(self._folder, self._before)
+        write_run_json(self._folder, self._before)
 
     def end(self, status: str, seconds: float, *, result: Any = None, error: BaseException | None = None) -> None:
         """Write how it ended; the seconds of the runs that it resumed count."""
@@ -207,7 +208,7 @@ class RunNotes:
             "sink_errors": {} if manager is None else manager.sink_errors,
             "result": None if result is None else _result(result),
         }
-        _write_run_json(self._folder, found)
+        write_run_json(self._folder, found)
 
 
 def _result(result: Any) -> dict[str, Any]:

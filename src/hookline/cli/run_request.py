@@ -32,9 +32,9 @@ from hookline.cli.run_hooks import (
 from hookline.config.run_options import FILE_KEYS, RunOptions, flat
 from hookline.errors import OptionError
 
-__all__ = ["Request", "first_look", "read_request"]
+__all__ = ["MARKERS", "Request", "first_look", "joined_flags", "merged_options", "read_request"]
 
-_MARKERS: Final = (OmitArgPrefixes, FlagCreatePairsOff)
+MARKERS: Final = (OmitArgPrefixes, FlagCreatePairsOff)
 _SEVERAL: Final = ("--hooks", "--hook-config", "--hook-sink", "--hooks-describe", "--show")
 _NOT_SAVED: Final = frozenset(
     ("experiment", "resume", "force", "dry_run", "config", "hooks_list", "hooks_describe", "hook_config")
@@ -53,6 +53,7 @@ Examples:
   hookline run my_file.py:MyExperiment --epochs 5 --hooks norms hessian --hook-config hessian.every_n_steps=50
   hookline run my_run.yaml --lr 1e-4                      # flags win over the file
   hookline run mod_arithmetic --strategy all --resume
+  hookline run --hooks norms --hook-csv -- torchrun --nproc-per-node 2 train.py   # a script of your own
 """
 
 
@@ -135,14 +136,14 @@ class Request:
 
 def first_look(argv: Sequence[str]) -> tuple[RunOptions, list[str]]:
     """Return the flags that every experiment has, and the arguments with flags of several values joined."""
-    joined = _joined(argv)
+    joined = joined_flags(argv)
     without_help = [one for one in joined if one not in ("-h", "--help")]
     options, _ = tyro.cli(
         RunOptions,
         args=without_help,
         prog="hookline run",
         return_unknown_args=True,
-        config=_MARKERS,
+        config=MARKERS,
         registry=NUMBERS,
     )
     if options.experiment == "[]":  # tyro 1.0, for a positional that is not there beside flags it does not know
@@ -165,7 +166,7 @@ def read_request(options: RunOptions, arguments: Sequence[str]) -> Request:
     if flags is None and settings.config and found is not UNKNOWN:
         mistakes.add(["config"], f"{found.name} takes no options of its own.")
     if len(mistakes):
-        Request(_merged(options, settings), found, None, {}, settings).check()  # raises, with the rest
+        Request(merged_options(options, settings), found, None, {}, settings).check()  # raises, with the rest
     values = _second_look(options, arguments, found, flags, given, settings)
     config = None
     if flags is not None:
@@ -188,7 +189,7 @@ def _find(path: str, settings: RunSettings) -> FoundExperiment:
     return UNKNOWN
 
 
-def _merged(options: RunOptions, settings: RunSettings) -> RunOptions:
+def merged_options(options: RunOptions, settings: RunSettings) -> RunOptions:
     """Return the settings of the file with the flags over them, as far as they are known without the experiment."""
     defaults = flat(RunOptions())
     given = {name: value for name, value in flat(options).items() if value != defaults[name]}
@@ -197,15 +198,16 @@ def _merged(options: RunOptions, settings: RunSettings) -> RunOptions:
 
 def _only_help(arguments: Sequence[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
-        tyro.cli(RunOptions, args=["--help"], prog="hookline run", description=_ABOUT, config=_MARKERS)
+        tyro.cli(RunOptions, args=["--help"], prog="hookline run", description=_ABOUT, config=MARKERS)
     from hookline.experiments import EMBEDDED
 
     raise OptionError(
-        f"hookline run needs an experiment: one of {', '.join(EMBEDDED)}, path/file.py:Class, or a run file."
+        f"hookline run needs an experiment: one of {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "
+        "script, behind --: hookline run --hooks norms -- python train.py."
     )
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
+def joined_flags(argv: Sequence[str]) -> list[str]:
     """Return the arguments; a flag of several values that is given twice has all of them at its first place."""
     rest: list[str] = []
     several: dict[str, list[str]] = {}

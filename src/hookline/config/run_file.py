@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -143,6 +144,9 @@ class RunFile(_RunFlags):
         run.experiment, run.hooks.names, run.config
     """
 
+    command: str | list[str] | None = Field(
+        default=None, description="In place of an experiment, what starts a script: python train.py --lr 1e-3."
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="The experiment's own options.")
     hooks: HookChoice = Field(default_factory=HookChoice, description="Lifecycle hooks.")
     specs: list[dict[str, Any]] = Field(default_factory=list, description="Hooks on modules, see `HookSpec`.")
@@ -191,6 +195,10 @@ class RunFile(_RunFlags):
                 return cls.model_validate(values)
             except ValidationError as error:
                 faults = _faults_of(error, cls)
+
+    def command_words(self) -> list[str]:
+        """Return the command that starts a script, word by word; nothing if the file names none."""
+        return shlex.split(self.command) if isinstance(self.command, str) else list(self.command or ())
 
     def given_specs(self) -> list[dict[str, Any]]:
         """Return the hooks on modules, as the file has them; none if they are switched off."""

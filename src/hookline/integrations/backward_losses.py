@@ -31,6 +31,7 @@ class BackwardLosses:
 
     Args:
         scale: Returns what the loop multiplies its losses by, for a `GradScaler`; None if there is none.
+        most: How many are kept at most; later ones are passed over.
     """
 
     _listening: ClassVar[list[BackwardLosses]] = []
@@ -38,8 +39,9 @@ class BackwardLosses:
     _ours: ClassVar[Any] = None
     _lock = threading.Lock()
 
-    def __init__(self, scale: Callable[[], Tensor | None] = lambda: None) -> None:
+    def __init__(self, scale: Callable[[], Tensor | None] = lambda: None, *, most: int | None = None) -> None:
         self._scale = scale
+        self._most = most
         self._noted: list[tuple[Tensor, Tensor | None]] = []
         with self._lock:
             if not self._listening:
@@ -53,6 +55,11 @@ class BackwardLosses:
             return noted[0][0]
         return _add_up(noted) if noted else None
 
+    def hand_to(self, other: BackwardLosses) -> None:
+        """Let ``other`` have those that were noted here, which began to listen later."""
+        other._noted = [(loss, other._scale()) for loss, _ in self._noted] + other._noted
+        self._noted = []
+
     def remove(self) -> None:
         """Notice nothing more, and give torch its own function back; may be called again."""
         with self._lock:
@@ -65,7 +72,8 @@ class BackwardLosses:
 
     def note(self, loss: Tensor) -> None:
         """Note one, if it is a loss of training: a single real number, outside of interventions and evaluations."""
-        if loss.numel() == 1 and loss.is_floating_point() and phase() == "train":
+        is_loss = loss.numel() == 1 and loss.is_floating_point() and phase() == "train"
+        if is_loss and (self._most is None or len(self._noted) < self._most):
             self._noted.append((loss.detach(), self._scale()))
 
 

@@ -300,11 +300,13 @@ class Follow:
         self._epoch += 1
         self._steps_in_pass = 0
 
-    def follow_pass(self, each: LoaderPass) -> None:
-        """Follow a pass over the loader that began before; the loader is followed already."""
-        if self._passes is not None:
-            each.hand_to(self._passes)
-            self._pass = each
+    def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
+        """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
+        if losses is not None:
+            losses.hand_to(self._losses)
+        if latest is not None and self._passes is not None:
+            latest.hand_to(self._passes)
+            self._pass = latest
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,183 @@
+"""Start a script that hookline does not own, with hooks in it: ``hookline run --hooks norms -- python train.py``.
+
+`run_command` calls `run_script`. The command runs in a process of its own, as it would without hookline: its standard
+output, its signals and its exit code are its own. What hookline has to say goes to the standard error, at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hookline.cli.main import DONE
+from hookline.cli.run_folder import LOG, read_run_json, write_run_json
+from hookline.cli.run_sinks import sink_files
+from hookline.cli.script_request import STRATEGY, ScriptRequest, read_script, write_run_file
+from hookline.errors import OptionError
+
+__all__ = ["run_script"]
+
+_START: Final = Path(__file__).resolve().parent.parent / "integrations" / "script_start"
+"""The folder of the ``sitecustomize`` that every Python of the command reads."""
+_BY_SIGNAL: Final = 128
+"""Exit codes above it are those of signals."""
+_FORWARDED: Final = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
+
+def run_script(arguments: Sequence[str], command: Sequence[str]) -> int:
+    """Run the command with hooks; return its exit code, which is over 128 if a signal has ended it."""
+    request = read_script(arguments, command)
+    with tempfile.TemporaryDirectory(prefix="hookline-") as folder:
+        file = write_run_file(Path(folder), request)  # raises if something is wrong
+        if request.options.output.dry_run:
+            _print_plan(request, json.loads(file.read_text(encoding="utf-8")))
+            return DONE
+        code = _run(request.command, _environment(file, Path(folder), request.name))
+        _Closing(request, Path(folder), code).say()
+    return code
+
+
+def _environment(file: Path, notes: Path, name: str) -> dict[str, str]:
+    paths = [str(_START), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"HOOKLINE_RUN": str(file), "HOOKLINE_RUN_NOTES": str(notes), "HOOKLINE_RUN_NAME": name}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise OptionError(f"The command {shlex.join(command)!r} cannot be started: {error.strerror}.") from None
+    with _signals_to(process):
+        code = process.wait()
+    return _BY_SIGNAL - code if code < 0 else code
+
+
+@contextlib.contextmanager
+def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Hand signals on while the block lasts, and outlive them.
+
+    A terminal sends Ctrl-C to all processes in the foreground, the script among them: sent on, it would come twice.
+    """
+    on_terminal = _is_in_foreground()
+
+    def forward(number: int, frame: Any) -> None:
+        if process.poll() is None and not (number == signal.SIGINT and on_terminal):
+            process.send_signal(number)
+
+    numbers = [signal.SIGINT, *(getattr(signal, name) for name in _FORWARDED if hasattr(signal, name))]
+    before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError, AttributeError):  # no terminal
+        return False
+
+
+# -- what is said at the end -----------------------------------------------------------------------------------
+
+
+class _Closing:
+    """Say where everything is, or why nothing was seen."""
+
+    def __init__(self, request: ScriptRequest, notes: Path, code: int) -> None:
+        self._request = request
+        self._notes = notes
+        self._code = code
+        output = request.options.output
+        self._is_silent = output.no_console_output or output.console == "none"
+
+    def say(self) -> None:
+        """Finish ``run.json``, make the pages, and print a few lines."""
+        followed = [json.loads(text) for text in self._read("followed")]
+        folders = [Path(each["folder"]) for each in followed if each["folder"]]
+        for folder in folders:
+            self._finish(folder)
+        for text in self._read("failed"):
+            self._print(f"not attached: {text}", always=True)
+        if not followed and not self._read("failed"):
+            self._print(f"nothing was seen: {self._why_nothing()}", always=True)
+
+    def _read(self, what: str) -> list[str]:
+        return [path.read_text(encoding="utf-8") for path in sorted(self._notes.glob(f"*.{what}"))]
+
+    def _why_nothing(self) -> str:
+        if not self._read("python"):
+            return (
+                "the command started no Python that reads PYTHONPATH. Is it python -I or -E? Next: leave that out, or "
+                "call hookline.follow(model, optimizer) in the script."
+            )
+        if not self._read("torch"):
+            return "the script has not imported torch.optim."
+        return (
+            "no optimizer of torch made a step. Next: for an optimizer that is no torch.optim.Optimizer, use "
+            "hookline.HookManager in the script."
+        )
+
+    def _finish(self, folder: Path) -> None:
+        facts = read_run_json(folder)
+        if self._code or facts.get("status") == "running":  # the script left without a word, or failed afterwards
+            facts["status"] = self._status(facts.get("status"))
+            if self._code:
+                facts.setdefault("error", f"exit code {self._code}")
+            write_run_json(folder, facts)
+        has_page = not self._request.options.output.no_report and _write_page(folder)
+        steps = (facts.get("result") or {}).get("steps")
+        done = "" if steps is None else f": {steps} steps in {facts.get('seconds') or 0:.1f} s"
+        self._print(f"{self._request.name}/{folder.name} {facts.get('status', 'ended')}{done}")
+        names = {"records": LOG, **sink_files(self._request.options.sink, STRATEGY)}
+        for label, name in ({"report": "report.html", **names} if has_page else names).items():
+            self._print_file(label, folder / name)
+
+    def _status(self, told: str | None) -> str:
+        if self._code == 0:
+            return "finished"
+        by_signal = self._code > _BY_SIGNAL and told != "failed"
+        return "stopped" if by_signal else "failed"
+
+    def _print_file(self, label: str, path: Path) -> None:
+        if path.exists():
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            if not self._is_silent:
+                print(f"  {label:<13}{shown}", file=sys.stderr)
+
+    def _print(self, text: str, *, always: bool = False) -> None:
+        if always or not self._is_silent:
+            print(f"hookline: {text}", file=sys.stderr)
+
+
+def _write_page(folder: Path) -> bool:
+    """Write the page of a run; return whether it is there. The script has ended well or not without it."""
+    try:
+        from hookline.report.report_page import write_report
+
+        write_report([folder], None)
+        return True
+    except Exception as error:
+        print(f"hookline: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
+    return False
+
+
+def _print_plan(request: ScriptRequest, file: dict[str, Any]) -> None:
+    hooks = file["hooks"]
+    print(f"{request.name}: {shlex.join(request.command)}")
+    print(f"hooks: {', '.join(request.request.hook_objects().names) or 'none'}")
+    if hooks.get("config"):
+        print(f"with: {json.dumps(hooks['config'])}")
+    print(f"folder: {Path(file['output_dir']) / request.name / STRATEGY}")

@@ -1,0 +1,265 @@
+"""``hookline run … -- COMMAND``: hooks in a script that hookline does not own; the script stays as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_waiting import PATIENCE
+from torch import nn
+
+from hookline.cli import script_command
+from hookline.cli.main import main
+from hookline.errors import NoMatchError
+from hookline.integrations.model_of_optimizer import find_model
+
+TRAIN = """
+import os, sys, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
+if ranks > 1:
+    torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(28, 6), torch.randint(3, (28,))), 4, shuffle=True)
+layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+model = DistributedDataParallel(layers) if ranks > 1 else layers
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+next(iter(loader))
+os.chdir("elsewhere")
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    print("epoch", epoch, "of", __name__)
+if os.environ.get("RANK", "0") == "0":
+    torch.save([layers.state_dict(), optimizer.state_dict(), torch.get_rng_state()], sys.argv[1])
+if ranks > 1:
+    torch.distributed.destroy_process_group()
+sys.exit(int(sys.argv[2]))
+"""
+
+HOOK = """
+import hookline as hl
+
+class Drawing(hl.TrainingHook):
+    name = "drawing"
+    hook_points = {hl.HookPoint.POST_STEP}
+    step_schedule = hl.StepSchedule("stride", stride=2)
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def compute(self, ctx):
+        import torch
+        if self.size < 0:  # the negative control
+            with torch.no_grad():
+                next(iter(ctx.model.parameters())).add_(1e-6)
+        return {"drawn": torch.rand(abs(self.size)).sum(), "loss": ctx.loss}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script, a hook of its own and a place to go to, as the current one; no terminal."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "own_hook.py").write_text(HOOK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script_command, "_is_in_foreground", lambda: False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def _saved(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _records(folder: Path) -> list[Any]:
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if '"metrics"' in line]
+
+
+def test_a_script_ends_with_the_same_bits_and_its_own_exit_code(folder: Path, capfd: Any) -> None:
+    plain = subprocess.Popen([sys.executable, "train.py", str(folder / "plain.pt"), "0"], stdout=subprocess.DEVNULL)
+    own = folder / "own_start"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import os; os.environ['OWN_START'] = 'ran'; print('own sitecustomize')")
+    os.environ["PYTHONPATH"], before = str(own), os.environ.get("PYTHONPATH")
+    hooks = ["--hooks", "norms", "own_hook.py:Drawing", "--hook-config"]
+    try:
+        code = main(["run", *hooks, "drawing.size=3", "--hook-csv", "--", "train.py", str(folder / "a.pt"), "3"])
+        assert code == 3
+        control = main(["run", *hooks, "drawing.size=-1", "--no-report", "--", "train.py", str(folder / "b.pt"), "0"])
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    assert plain.wait(PATIENCE) == control == 0
+    assert _same(_saved(folder / "a.pt"), _saved(folder / "plain.pt"))
+    assert not _same(_saved(folder / "b.pt"), _saved(folder / "plain.pt"))
+    out, err = capfd.readouterr()
+    assert out.splitlines()[:4] == ["own sitecustomize", *(f"epoch {epoch} of __main__" for epoch in range(3))]
+    assert "train/script failed: 21 steps" in err  # exit code 3
+    assert "train/script_1 finished: 21 steps" in err
+    run = folder / "runs" / "train" / "script"
+    assert {"report.html", "script.csv", "run.json"} <= {path.name for path in run.iterdir()}
+    records = _records(run)
+    assert [one["epoch"] for one in records if one["point"] == "POST_EPOCH"] == [0, 1, 2]
+    drawn = [step for one in records for step in one["metrics"].get("drawing/loss", [])]
+    assert len(drawn) == 11
+    assert all(value > 0 for value in drawn)
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["status"] == "failed"
+    assert facts["hooks"]["drawing"]["fired"] == 11
+    assert facts["model"]["class"] == "Sequential"
+    assert not list((folder / "elsewhere").iterdir())
+
+
+def test_under_torchrun_every_rank_is_followed_and_one_writes(folder: Path, capfd: Any) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code = main(["run", "--hooks", "norms", "--", *launcher, "train.py", str(folder / "a.pt"), "0"])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert out.count("epoch 2 of __main__") == 2
+    assert err.count("train/script finished: 21 steps") == 1
+    run = folder / "runs" / "train" / "script"
+    assert sorted(path.name for path in run.parent.iterdir()) == ["script"]
+    assert [one["epoch"] for one in _records(run) if one["point"] == "POST_EPOCH"] == [0, 1, 2]
+    facts = json.loads((run / "run.json").read_text())
+    assert (facts["ranks"], facts["model"]["class"]) == (2, "DistributedDataParallel")
+
+
+NOTHING = {
+    "no torch": ("print('hello')", [], "has not imported torch.optim"),
+    "no step": ("import torch; print(torch.__file__)", [], "no optimizer of torch made a step"),
+    "alone": ("print('hello')", ["-I"], "no Python that reads PYTHONPATH"),
+    "no module": (
+        "import torch; w = torch.zeros(1, requires_grad=True); torch.optim.SGD([w], 0.1).step(); print('on')",
+        [],
+        "No module has the parameters of this SGD: of 1",
+    ),
+}
+
+
+def _write_small_torch(folder: Path) -> None:
+    """Stand in for torch, whose import takes seconds: only where the wait for a step begins counts here."""
+    texts = {
+        "torch/__init__.py": "",
+        "torch/optim/__init__.py": "",
+        "torch/optim/optimizer.py": "def register_optimizer_step_pre_hook(hook): pass",
+        "torch/utils/__init__.py": "",
+        "torch/utils/data.py": "class DataLoader: pass",
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_where_nothing_can_be_seen_a_line_says_why(case: str, folder: Path, capfd: Any) -> None:
+    text, options, expected = NOTHING[case]
+    if case == "no step":
+        _write_small_torch(folder)
+    (folder / "script.py").write_text(text)
+    assert main(["run", "--hooks", "norms", "--", sys.executable, *options, "script.py"]) == 0
+    assert expected in capfd.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_signals_reach_the_script(name: str, code: int, folder: Path, capfd: Any) -> None:
+    (folder / "script.py").write_text(
+        "import os, signal, time\n"
+        "def end(number, frame):\n"
+        "    print('got it', flush=True)\n"
+        "    signal.signal(number, signal.SIG_DFL)\n"
+        "    os.kill(os.getpid(), number)\n"
+        f"signal.signal(signal.{name}, end)\n"
+        f"os.kill(os.getppid(), signal.{name})\n"
+        "time.sleep(60)\n"
+    )
+    assert main(["run", "--hooks", "norms", "--", "script.py"]) == code
+    assert capfd.readouterr().out == "got it\n"
+
+
+def test_a_run_file_may_name_the_command(folder: Path, capfd: Any) -> None:
+    (folder / "script.py").write_text("import sys; print(sys.argv[1:]); sys.exit(4)")
+    (folder / "run.yaml").write_text("command: [script.py, a b, c]\nhooks: [norms]\n")
+    assert main(["run", "run.yaml", "--output-dir", "there"]) == 4
+    out, err = capfd.readouterr()
+    assert out == "['a b', 'c']\n"
+    assert "nothing was seen" in err
+    assert main(["run", "run.yaml", "--dry-run"]) == 0
+    assert "training_metrics, norms" in capfd.readouterr().out
+
+
+WRONG = {
+    "experiment": (["mod_arithmetic", "--", "train.py"], "Two things were asked to run"),
+    "nothing": (["--hooks", "norms", "--"], "no command behind the --"),
+    "program": (["--", "no_such_program"], "There is no program 'no_such_program'"),
+    "file": (["--", "no_such_file.py"], "There is no file 'no_such_file.py'"),
+    "training": (["--seed", "3", "--resume", "--", "train.py"], "--resume, --seed: that is for experiments"),
+    "screen": (["--console", "tables", "--", "train.py"], "--console: that is for experiments"),
+    "hook": (["--hooks", "norm", "--", "train.py"], "norms"),
+    "config": (["--hooks", "norms", "--hook-config", "hessian.epsilon=1", "--", "train.py"], "hessian"),
+    "group": (["--with-hooks", "observers", "--", "train.py"], "choose hooks with --hooks NAME"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_done_is_said_before_anything_is_started(case: str, folder: Path, capfd: Any) -> None:
+    arguments, expected = WRONG[case]
+    assert main(["run", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert expected in err
+    assert out == ""
+    assert not (folder / "runs").exists()
+
+
+# -- which module it is ----------------------------------------------------------------------------------------
+
+
+def _sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], 0.1)
+
+
+def test_the_model_is_the_outermost_that_has_the_parameters_and_no_others() -> None:
+    first, second = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    both = nn.ModuleList([first, second])
+    assert find_model(_sgd(first)).model is first
+    assert find_model(_sgd(first, second), [second, first, both]).model is both
+    head = nn.Linear(2, 2)
+    tuned = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), head)
+    assert find_model(_sgd(head), [head, tuned]).model is tuned
+    wrapped = nn.DataParallel(first)
+    assert find_model(_sgd(first), [first, wrapped]).model is wrapped
+
+
+def test_most_of_the_parameters_are_enough_and_half_are_not() -> None:
+    model, scale = nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, requires_grad=True)
+    optimizer = _sgd(model)
+    optimizer.add_param_group({"params": [scale]})
+    found = find_model(optimizer)
+    assert (found.model, found.owned, found.of) == (model, 2, 3)
+    with pytest.raises(NoMatchError, match="of 2, the best"):
+        find_model(torch.optim.SGD([model[0].weight, scale], 0.1), [model[0]])
