@@ -43,6 +43,13 @@ class PreparedExperiment:
         return f"{self.loop}s"
 
     @property
+    def bare_model(self) -> Any:
+        """The model without what averages gradients over ranks."""
+        from hookline.training.ranks.rank_model import bare_model
+
+        return bare_model(self.experiment.model)
+
+    @property
     def device(self) -> Any:
         """The device of the model."""
         return next((one.device for one in self.experiment.model.parameters()), "cpu")

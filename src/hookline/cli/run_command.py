@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from hookline.cli.main import DONE
 from hookline.cli.process_settings import device_of, dtype_of, process_settings
+from hookline.cli.rank_process import is_first_rank, local_device, rank_group, rank_prefix
 from hookline.cli.run_folder import LOG
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
@@ -38,14 +39,17 @@ def run(arguments: Sequence[str]) -> int:
     if options.hook.hooks_list or options.hook.hooks_describe is not None:
         return _show_hooks(options)
     request = read_request(options, joined)
-    with messages():
+    with messages(prefix=rank_prefix()):
         prepared = _prepare(request, arguments)
         if request.options.output.dry_run:
             from hookline.cli.dry_run import dry_run
 
-            return dry_run(prepared)
+            return dry_run(prepared) if is_first_rank() else DONE
         training = request.options.training
-        with process_settings(deterministic=not training.no_determinism, matmul_precision=training.matmul_precision):
+        with (
+            process_settings(deterministic=not training.no_determinism, matmul_precision=training.matmul_precision),
+            rank_group(prepared.device),
+        ):
             return _run_all(prepared)
 
 
@@ -78,9 +82,9 @@ def _prepare(request: Request, arguments: Sequence[str]) -> Prepared:
         hook_objects=request.hook_objects(),
         make_sinks=sink_maker(options.sink, settings.sinks),
         specs=request.module_specs(),
-        device=device_of(options.training.device),
+        device=device_of(local_device(options.training.device)),
         dtype=dtype_of(options.training.dtype),
-        screen=Screen(options.output, found.live_metrics),
+        screen=Screen(options.output, found.live_metrics, quiet=not is_first_rank()),
         run_group=settings.flags.get("run_group") or f"{found.name}_{time.strftime('%Y%m%d-%H%M%S')}",
         command=["hookline", "run", *arguments],
     )
@@ -136,7 +140,7 @@ def _compare(prepared: Prepared, ended: Sequence[Ended]) -> None:
 
 def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None) -> bool:
     """Write the page; return whether it is there. The run does not fail if it cannot be made."""
-    if prepared.request.options.output.no_report or not prepared.hooks:
+    if prepared.request.options.output.no_report or not prepared.hooks or not is_first_rank():
         return False
     try:
         from hookline.report.report_page import write_report

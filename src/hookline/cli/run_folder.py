@@ -161,7 +161,8 @@ class RunNotes:
     Recipe: ``notes.begin({"experiment": "parity"})``, then ``notes.end("finished", seconds=3.0, result=result)``.
     """
 
-    def __init__(self, folder: Path, manager: Any, sinks: list[Any]) -> None:
+    def __init__(self, folder: Path, manager: Any, sinks: list[Any], *, is_written: bool = True) -> None:
+        self._is_written = is_written
         self._folder = folder
         self._manager = manager
         self._sinks = [type(sink).__name__ for sink in sinks]
@@ -185,7 +186,8 @@ class RunNotes:
 
     def undo(self) -> None:
         """Write back what was there before: the run was not begun after all."""
-        write_run_json(self._folder, self._before)
+        if self._is_written:
+            write_run_json(self._folder, self._before)
 
     def end(self, status: str, seconds: float, *, result: Any = None, error: BaseException | None = None) -> None:
         """Write how it ended; the seconds of the runs that it resumed count."""
@@ -198,6 +200,8 @@ class RunNotes:
 
     def _write(self, status: str, seconds: float | None, result: Any) -> None:
         manager = self._manager
+        if not self._is_written:
+            return
         found = {
             **self._facts,
             "finished": None if seconds is None else _now(),

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hookline.cli.main import RunFailed
 from hookline.cli.prepared_experiment import PreparedExperiment, make_experiment
 from hookline.cli.process_settings import choose_threads, seed_everything
+from hookline.cli.rank_process import from_rank_zero, is_first_rank, launched_ranks
 from hookline.cli.run_folder import LOG, RunNotes, model_facts, new_folder, newest_run, read_run_json, to_plain
 from hookline.cli.run_hooks import HookObjects
 from hookline.cli.run_request import Request
@@ -24,6 +25,9 @@ from hookline.cli.screen import Screen
 from hookline.errors import HooklineWarning, OptionError, ResumeError
 
 __all__ = ["Ended", "Prepared", "Session"]
+
+_SEEDS_APART: Final = 1_000_003
+"""What the seeds of two ranks differ by; a prime that is no usual distance of the seeds of two runs."""
 
 
 @dataclass
@@ -82,13 +86,14 @@ class Session:
         self._bar_metrics = BarMetricsSink()
         with ExitStack() as stack:
             stack.enter_context(made.hooks_on_modules(self.prepared.specs))  # first: a factory may raise
-            folder, resume = self._folder()
+            folder, resume = from_rank_zero(self._folder, "choosing the folder of the run")
             self._set_threads(made, folder)
-            stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
+            if is_first_rank():
+                stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             manager = self._manager(made, folder)
             if manager is not None:
                 stack.callback(manager.close)
-            notes = RunNotes(folder, manager, self._sinks)
+            notes = RunNotes(folder, manager, self._sinks, is_written=is_first_rank())
             notes.begin(self._facts(made))
             return self._train(made, folder, manager, notes, resume=resume)
 
@@ -102,6 +107,13 @@ class Session:
         made.move(self.prepared.device, self.prepared.dtype)
         if request.options.training.with_compile:
             made.experiment.model.compile()
+        rank, ranks = launched_ranks()
+        if ranks > 1:
+            from hookline.training.ranks.rank_experiment import share_experiment
+
+            share_experiment(made.experiment, rank=rank, ranks=ranks, seed=request.options.training.seed)
+            if rank > 0:  # the ranks began alike, so that they have the same data; they drop out different units
+                seed_everything(request.options.training.seed + _SEEDS_APART * rank)
         return made
 
     # -- before ----------------------------------------------------------------------------------------------
@@ -124,7 +136,7 @@ class Session:
     def _set_threads(self, made: PreparedExperiment, folder: Path) -> None:
         """Set the number of torch threads, and say what was chosen and why."""
         recorded = read_run_json(folder).get("threads")
-        count = model_facts(made.experiment.model)["parameters"]
+        count = model_facts(made.bare_model)["parameters"]
         self._threads, reason = choose_threads(
             self.request.options.training.threads, count, on_cpu=str(made.device) == "cpu", recorded=recorded
         )
@@ -142,7 +154,8 @@ class Session:
         from hookline.sinks.fan_out import FanOut
         from hookline.training.manager import HookManager
 
-        self._sinks = [*prepared.screen.sinks(made.epochs_to_snapshot), *prepared.make_sinks()]
+        if is_first_rank():  # some sinks begin a run somewhere when they are made
+            self._sinks = [*prepared.screen.sinks(made.epochs_to_snapshot), *prepared.make_sinks()]
         sinks = FanOut([*self._sinks, self._bar_metrics], log=folder / LOG)
         manager = HookManager(
             (),
@@ -194,9 +207,10 @@ class Session:
             "options": request.saved(self.prepared.hook_objects.config) | {"run_group": self.prepared.run_group},
             "seed": request.options.training.seed,
             "threads": self._threads,
+            "ranks": launched_ranks()[1],
             "device": str(made.device),
             "dtype": str(made.dtype).removeprefix("torch."),
-            "model": model_facts(made.experiment.model),
+            "model": model_facts(made.bare_model),
         }
 
     # -- training --------------------------------------------------------------------------------------------
@@ -247,7 +261,7 @@ class Session:
             self.prepared.screen.say(f"The hook {name} raised {times} and {became}: its metrics are incomplete.")
 
     def _loop(self, made: PreparedExperiment, folder: Path, manager: Any, *, resume: bool) -> Any:
-        checkpoints = self._checkpoints(made, folder / "checkpoints")
+        checkpoints = None if launched_ranks()[1] > 1 else self._checkpoints(made, folder / "checkpoints")
         return made.train(manager, self._context(folder), checkpoints, resume=resume)
 
     def _checkpoints(self, made: PreparedExperiment, folder: Path) -> Any:

@@ -76,9 +76,12 @@ def size(nbytes: int) -> str:
 class Screen:
     """Show a run: its metrics, its progress bar, its lines."""
 
-    def __init__(self, options: OutputOptions, live_metrics: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(
+        self, options: OutputOptions, live_metrics: Mapping[str, Mapping[str, str]], *, quiet: bool = False
+    ) -> None:
         self._console = _console()
-        self.mode = mode_of(options, can_redraw=self._console.is_terminal and not self._console.is_dumb_terminal)
+        can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
+        self.mode = "none" if quiet else mode_of(options, can_redraw=can_redraw)
         """``"live"``, ``"lines"``, ``"tables"``, ``"silent"`` or ``"none"``."""
         self._asked_live = options.live or options.console == "live"
         self._live_metrics = live_metrics
@@ -179,20 +182,20 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def messages() -> Iterator[None]:
+def messages(prefix: str = "hookline: ") -> Iterator[None]:
     """Show warnings and log messages of hookline as lines on the standard error, while the block lasts."""
     from hookline.errors import HooklineWarning
 
     logger = logging.getLogger("hookline")
     handler = _Lines()
-    handler.setFormatter(_Format("hookline: %(message)s"))
+    handler.setFormatter(_Format(f"{prefix}%(message)s"))
     handler.addFilter(_is_news)
     level = logger.level
     shown = warnings.showwarning
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if issubclass(category, HooklineWarning):
-            print(f"hookline: warning: {_by_flags(str(message))}", file=sys.stderr)
+            print(f"{prefix}warning: {_by_flags(str(message))}", file=sys.stderr)
         else:
             shown(message, category, filename, lineno, file, line)
 

@@ -118,7 +118,8 @@ class ModelDataContext:
         """The gradients of the run as they were when the firing began, also where the scope has them parked."""
         saved = self.guard.gradients
         named = self._model.named_parameters(remove_duplicate=False)
-        parked = {id(p): saved[f"model.{name}"] for name, p in named if f"model.{name}" in saved}
+        both = ((id(p), saved.get(f"model.{name}", saved.get(f"model.module.{name}"))) for name, p in named)  # in DDP
+        parked = {number: grad for number, grad in both if grad is not None}
         found = {name: parked.get(id(p)) if p.grad is None else p.grad for name, p in self._named.items()}
         return {name: grad for name, grad in found.items() if grad is not None}
 

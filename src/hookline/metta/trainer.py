@@ -26,7 +26,7 @@ from hookline.training.loops.experiment import Experiment
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from hookline.training.loops.loop_run import LoopResult
+    from hookline.training.loops.loop_result import LoopResult
     from hookline.training.manager import HookManager
 
 __all__ = ["Trainer", "example_data", "example_policy"]

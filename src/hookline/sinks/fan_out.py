@@ -18,7 +18,8 @@ from hookline.messages import type_name
 from hookline.sinks.helper_process import HelperProcess, sink_recipe
 from hookline.sinks.record_log import RecordLog
 from hookline.sinks.resilient_log import BackOff, ResilientLog
-from hookline.sinks.sink import Record, check_sink, hand, own_rank
+from hookline.sinks.sink import Record, check_sink, hand
+from hookline.sinks.writing_rank import has_ranks, own_rank
 
 __all__ = ["FanOut"]
 
@@ -39,9 +40,13 @@ class FanOut:
     Args:
         sinks: Where records go; anything with ``emit(metrics, epoch, hook_point)``. Those that are ``slow`` run in a
             helper process, which begins with the first record and reads the log.
-        log: The record log, or its path; None for none (with slow sinks, one in a temporary folder).
+        log: The record log, or its path; None for none (with slow sinks, one in a temporary folder). In a process
+            group only rank 0 has a log and sinks; processes that are in none have each their own log.
         patience: Seconds that ``flush`` and ``close`` wait for slow sinks.
     """
+
+    is_silent = False
+    """Whether it writes nothing: this is a process of a distributed run, and not the first."""
 
     def __init__(
         self, sinks: Iterable[Any] = (), log: str | Path | RecordLog | None = None, *, patience: float = 30.0
@@ -51,6 +56,8 @@ class FanOut:
             raise OptionError(f"sinks= takes a list of sinks; put {one} into one.")
         self._errors = ErrorPolicy()
         self._patience = patience
+        if has_ranks() and own_rank() > 0:  # rank 0 writes what all ranks have to say
+            self.is_silent, log = True, None
         self._log = None if log is None else ResilientLog(_log_of_rank(log), self._errors)
         self._helper: HelperProcess | None = None
         self.sinks: list[Any] = []
@@ -81,6 +88,8 @@ class FanOut:
         self._names[cls] += 1
         name = cls if self._names[cls] == 1 else f"{cls} {self._names[cls]}"
         self.sinks.append(sink)
+        if self.is_silent:
+            return
         self.is_empty = False
         recipe = sink_recipe(sink, name) if getattr(sink, "slow", False) else None
         if isinstance(recipe, dict):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,14 +24,8 @@ from hookline.tables import Table, number_text
 
 __all__ = [
     "MetricSink", "Record", "RowSink", "RunContext", "RunSink", "StepSeries",
-    "check_sink", "file_name", "free_paths", "hand", "own_rank",
+    "check_sink", "file_name", "free_paths", "hand",
 ]  # fmt: skip
-
-
-def own_rank() -> int:
-    """Return which process of a distributed run this is, as ``torchrun`` says; 0 without one."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else 0
 
 
 class StepSeries(list[Any]):

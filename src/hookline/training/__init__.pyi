@@ -6,7 +6,7 @@ from hookline.training.choose_hooks import TrackerHook as TrackerHook
 from hookline.training.firing import FiringReceipt as FiringReceipt
 from hookline.training.loops.epoch_loop import epoch_loop as epoch_loop
 from hookline.training.loops.experiment import Experiment as Experiment
-from hookline.training.loops.loop_run import LoopResult as LoopResult
+from hookline.training.loops.loop_result import LoopResult as LoopResult
 from hookline.training.loops.step_loop import step_loop as step_loop
 from hookline.training.loops.training_step import StepResult as StepResult
 from hookline.training.manager import HookManager as HookManager

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext
     from hookline.training.checkpoint_profiler import CheckpointProfiler
     from hookline.training.plan import PlannedHook, PointHooks
+    from hookline.training.ranks.rank_sync import RankSync
 
 __all__ = [
     "Done",
@@ -86,6 +87,7 @@ class Firing:
         "_check",
         "_errors",
         "_profiler",
+        "_ranks",
         "ctx",
         "current",
         "done",
@@ -104,6 +106,7 @@ class Firing:
         profiler: CheckpointProfiler,
         errors: ErrorPolicy,
         check: ObserverCheck | None,
+        ranks: RankSync | None = None,
     ) -> None:
         self.point = hooks.point
         self.is_step = hooks.is_step
@@ -117,6 +120,7 @@ class Firing:
         self._profiler = profiler
         self._errors = errors
         self._check = check
+        self._ranks = ranks
         self.done: list[Done] = []
         """The hooks that were called, in order."""
 
@@ -129,7 +133,10 @@ class Firing:
                 self._observe_all(observers, model_ctx)
                 return
             with hook_rng(undone=bool(interventions), generators=generators_of_loader(self.ctx.loader)):
-                self._observe_all(observers, model_ctx)
+                if not interventions or self._ranks is None:
+                    self._observe_all(observers, model_ctx)
+                else:
+                    self._observe_together(observers, model_ctx, self._ranks)
                 if interventions:
                     self._intervene_all(interventions, model_ctx)
 
@@ -154,6 +161,17 @@ class Firing:
             else:
                 self.done.append((planned, time.perf_counter() - start, None, ""))
             self.current = None
+
+    def _observe_together(self, hooks: Sequence[PlannedHook], model_ctx: Any, ranks: RankSync) -> None:
+        """Call observers, and wait until no rank's has raised: interventions wait for each other, in collectives."""
+        error: BaseException | None = None
+        try:
+            self._observe_all(hooks, model_ctx)
+        except Exception as raised:
+            error = raised
+        error = ranks.meet(error, f"observers at {self.point.name}, step {self.step}")
+        if error is not None:
+            raise error
 
     def _take(self, planned: PlannedHook, found: Any) -> None:
         """Add what a hook returned, with its name in front, unless a metric begins with one of the hook's roots."""
@@ -184,7 +202,7 @@ class Firing:
     def _intervene(self, planned: PlannedHook, model_ctx: Any, guard: Any) -> None:
         hook: Any = planned.hook
         self.current = planned
-        receipt, seconds = None, 0.0
+        receipt, seconds, error = None, 0.0, None
         try:
             with guard.protecting(planned.name, hook.scope) as receipt:
                 start = time.perf_counter()
@@ -194,11 +212,15 @@ class Firing:
                         self._take(planned, hook.intervene(self.ctx, model_ctx))
                 finally:
                     seconds = time.perf_counter() - start
-        except BaseException as error:
-            if not self._handle_error(error, planned, seconds, receipt):
-                raise
-        else:
+        except BaseException as raised:
+            error = raised
+        if self._ranks is not None and (error is None or isinstance(error, Exception)):
+            what = f"intervention {planned.name!r} at {self.point.name}, step {self.step}"
+            error = self._ranks.meet(error, what)
+        if error is None:
             self.done.append((planned, seconds, receipt, ""))
+        elif not self._handle_error(error, planned, seconds, receipt):
+            raise error
         self.current = None
 
     def _handle_error(self, error: BaseException, planned: PlannedHook, seconds: float, receipt: Any = None) -> bool:

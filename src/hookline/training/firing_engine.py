@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.error_policy import ErrorPolicy
-from hookline.errors import GuardError, LifecycleError, OptionError
+from hookline.errors import GuardError, LifecycleError, OptionError, RankError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hookline.training.hook_state import Offload
     from hookline.training.metric_output import MetricOutput
     from hookline.training.plan import PlannedHook, PointHooks
+    from hookline.training.ranks.rank_sync import RankSync
 
 __all__ = ["FiringEngine", "parse_moment"]
 
@@ -73,6 +74,8 @@ class FiringEngine:
         self._check = ObserverCheck() if strict else None
         self._has_reference: set[str] = set()
         self._warned: set[str] = set()
+        self.ranks: RankSync | None = None
+        """Keeps this rank together with the others; None in one process."""
 
     def reset(self) -> None:
         """Forget the last run."""
@@ -95,24 +98,62 @@ class FiringEngine:
             return {}
         ctx = self._make_context(hooks, run_ctx)
         step = global_step if global_step >= 0 else (ctx.step or 0)
-        firing = Firing(hooks, ctx, step, self._profiler, self.errors, self._check)
+        firing = Firing(hooks, ctx, step, self._profiler, self.errors, self._check, self.ranks)
         outer = self.current
         if outer is not None:
             _check_nested(outer, firing, due)
         self.current = firing
         recorder = set_recorder(self._recorder)
+        raised: Exception | None = None
         try:
             self._run(firing, hooks, due, model_ctx)
-        except BaseException:
-            self._finish(firing, outer, global_step)
-            raise
+        except BaseException as error:
+            if self.ranks is None or not isinstance(error, Exception):
+                self._finish(firing, outer, global_step)
+                raise
+            raised = error
         finally:
             set_recorder(recorder)
+        if self.ranks is not None:
+            self._hold(firing, raised, self.ranks)
         metrics = self._finish(firing, outer, global_step)
+        if self.ranks is not None:
+            self.settle(raised)
+            # At a step the other ranks are training: an error of a hook waits until the ranks meet.
+            if raised is not None and not (firing.is_step and any(text for *_, text in firing.done)):
+                raise raised
         if self.errors.pending:
             self.errors.warn_pending()
         self._output.fan_out.warn_pending()
         return dict(metrics)
+
+    # -- with several ranks -------------------------------------------------------------------------------
+
+    def _hold(self, firing: Firing, raised: Exception | None, ranks: RankSync) -> None:
+        """Keep what hooks raised for the next exchange, where all ranks learn of it."""
+        names = [planned.name for planned, _, _, text in firing.done if text]
+        for planned, _, _, text in firing.done:
+            if text:
+                is_last = raised is not None and planned.name == names[-1]
+                where = f"at {firing.point.name}, step {firing.step}"
+                ranks.hold(planned.name, f"{text.rstrip('.')} {where}", raised if is_last else None)
+
+    def settle(self, raised: Exception | None = None) -> None:
+        """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
+        failed = {} if self.ranks is None else self.ranks.take_failures()
+        for hook, failure in failed.items():
+            if failure.ends:
+                assert self.ranks is not None
+                error = raised or failure.error or RankError(failure.sentence(hook), ranks=failure.ranks)
+                self.ranks.agreed_error = error
+                raise error
+            if self.errors.on_error == "disable":
+                self.errors.disabled.add(hook)
+            elif failure.error is None:
+                self.errors.counts[hook] += 1
+            self.errors.warn_later(f"{hook} on other ranks", failure.sentence(hook))
+        if failed and self.errors.pending:
+            self.errors.warn_pending()
 
     def _make_context(self, hooks: PointHooks, run_ctx: Any) -> RunDataContext:
         ctx = _call_if_function(run_ctx)

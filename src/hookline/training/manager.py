@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from hookline.errors import HooklineWarning, HookNameError, LifecycleError, OptionError
@@ -25,6 +26,8 @@ from hookline.training.hook_state import ManagedHooks
 from hookline.training.metric_output import MetricOutput, make_fan_out, set_recorder
 from hookline.training.plan import PointHooks, make_plan
 from hookline.training.plan_queries import PlanQueries
+from hookline.training.ranks.rank_member import RankMember
+from hookline.training.ranks.rank_sync import together
 from hookline.training.registry import HookRegistry
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["HookManager"]
 
 
-class HookManager(PlanQueries):
+class HookManager(PlanQueries, RankMember):
     """Run hooks at the points of a run, and hand their metrics to sinks.
 
     Recipe::
@@ -159,12 +162,16 @@ class HookManager(PlanQueries):
                 out, to the epoch of the last firing.
         """
         self._global_step += 1
-        if self._flush_every is not None and self._global_step % self._flush_every == 0 and self._output.steps:
+        if not self._has_met:
+            self.meet_ranks()
+        if self._flush_every is not None and self._global_step % self._flush_every == 0 and self._output.has_steps:
             before = self._global_step - 1
             if self.loop_type == "step":
                 epoch = before
             self._flush(self._output.position or 0 if epoch is None else epoch, before)
         set_recorder(self._self)
+        if self._engine.ranks is not None:
+            self._check_ranks(self._engine.ranks)
         return self._global_step
 
     def fire(
@@ -201,12 +208,12 @@ class HookManager(PlanQueries):
             hooks = self._find_point(HookPoint.of(point))
         if hooks is None or self._global_step < hooks.next_due:
             return {}
+        if not self._has_met:
+            self.meet_ranks()
         try:
             return self._engine.fire(hooks, run_ctx, model_ctx, epoch, self._global_step)
         finally:
-            off = self._engine.errors.disabled
-            if off and not off <= self._plan.left_out.keys():
-                self._make_plan()
+            self._drop_disabled()
 
     def _find_point(self, point: HookPoint) -> PointHooks | None:
         if self._plan.undecided:
@@ -233,7 +240,7 @@ class HookManager(PlanQueries):
 
     def start(self, model: nn.Module) -> None:
         """Tell every hook that training begins, or goes on; the loops of hookline do."""
-        self._managed.start(model)
+        together(self.meet_ranks(), "starting the hooks", partial(self._managed.start, model))
 
     def finish(self) -> None:
         """Tell every hook that training is over; the loops of hookline do, however it ended."""
@@ -302,11 +309,12 @@ class HookManager(PlanQueries):
     def _flush(self, position: int, step: int) -> dict[str, Any]:
         flushed = self._output.flush_steps(position, step)
         self.fan_out.warn_pending()
+        self._settle()
         return flushed
 
-    def emit_metrics(self, metrics: Mapping[str, Any], step: int, point: HookPoint) -> None:
-        """Hand metrics of the loop's own to the sinks."""
-        self._output.emit(metrics, step, HookPoint.of(point), self._global_step)
+    def emit_metrics(self, metrics: Mapping[str, Any], step: int, point: HookPoint, *, reduced: bool = False) -> None:
+        """Hand metrics of the loop's own to the sinks; of several ranks their mean, unless they are ``reduced``."""
+        self._output.emit(metrics, step, HookPoint.of(point), self._global_step, reduced=reduced)
 
     def get_last_metrics(self, point: HookPoint | None = None) -> dict[str, Any]:
         """Return what the hooks at a point returned last; during a firing there, what they returned so far.
@@ -367,8 +375,10 @@ class HookManager(PlanQueries):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
+            if error is not None:
+                self.leave_ranks(error)
             self.close()
         except HooklineWarning:  # where warnings are errors; what ended the block is what the user has to see
             if kind is None:

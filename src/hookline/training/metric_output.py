@@ -9,20 +9,26 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import LifecycleError, MetricError, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.fan_out import FanOut
 from hookline.sinks.metric_values import JsonCleaner, dumps
 from hookline.sinks.record_log import LineFile, size_of
-from hookline.sinks.sink import MetricSink, Record, StepSeries, own_rank
+from hookline.sinks.sink import MetricSink, Record, StepSeries
+from hookline.sinks.writing_rank import own_rank
 from hookline.training.hook_metrics import PLAIN, copy_metric, to_host
 
 if TYPE_CHECKING:
     from hookline.training.firing import Firing
+    from hookline.training.ranks.rank_sync import RankSync
 
 __all__ = ["MetricOutput", "StepLog", "make_fan_out", "record", "set_recorder"]
+
+
+_LAST: Final = HookPoint.POST_STEP
+"""The point of a record about the end of a run."""
 
 
 class _Current:
@@ -71,14 +77,19 @@ class MetricOutput:
         """The epoch, or step, of the last firing: buffered metrics belong there if no loop flushes them."""
         self._last: dict[HookPoint, dict[str, Any]] = {}
         self._last_point: HookPoint | None = None
+        self.ranks: RankSync | None = None
+        """Makes one record of those of all ranks; None in one process."""
+        self._flushed_to = -1
 
     def take(self, firing: Firing, position: int, step: int) -> dict[str, Any]:
         """Buffer the metrics of a firing at a step, or write those of another point; return them."""
         metrics = firing.metrics
         if metrics and firing.is_step:
             self.steps.add(firing.point, firing.step, metrics)
-        elif metrics:
+        elif metrics or self.ranks is not None:
             metrics = to_host(metrics)
+            if self.ranks is not None:
+                metrics = self.ranks.reduce(metrics, f"metrics at {firing.point.name}")
             # A user's own loop that does not count steps may say in the context which one it is.
             self._write(metrics, position, firing.point, step if step >= 0 else firing.ctx.step)
         self._last[firing.point] = metrics
@@ -89,22 +100,40 @@ class MetricOutput:
     def flush_steps(self, position: int, step: int) -> dict[str, Any]:
         """Write the buffered metrics of all steps, as lists; return them."""
         flushed: dict[str, Any] = {}
-        for point, metrics in self.steps.take().items():
+        taken: Mapping[HookPoint, Mapping[str, StepSeries]] = self.steps.take()
+        if self.ranks is not None:
+            first, self._flushed_to = self._flushed_to + 1, step
+            taken = self.ranks.reduce_steps(taken, first)
+        for point, metrics in taken.items():
             self._write(metrics, position, point, step)
             flushed |= metrics
         return flushed
 
+    @property
+    def has_steps(self) -> bool:
+        """True if there is something to flush; with several ranks it is asked of all of them, by the flush itself."""
+        return bool(self.steps) or self.ranks is not None
+
     def flush_rest(self, step: int) -> None:
         """Write what is buffered when no loop says where it belongs: at the position of the last firing."""
-        if self.steps:
+        if self.has_steps:
             self.flush_steps(max(step, 0) if self.position is None else self.position, step)
 
-    def emit(self, metrics: Mapping[str, Any], position: int, point: HookPoint, step: int) -> None:
+    def emit(
+        self, metrics: Mapping[str, Any], position: int, point: HookPoint, step: int, *, reduced: bool = False
+    ) -> None:
         """Write metrics that are no hook's at once."""
         if not PLAIN.issuperset(map(type, metrics.values())):
             metrics = {name: copy_metric(value, "emit_metrics()", name) for name, value in metrics.items()}
-        self._write(to_host(metrics), position, point, step)
+        metrics = to_host(metrics)
+        if self.ranks is not None and not reduced:
+            metrics = self.ranks.reduce(metrics, f"metrics of the loop at {point.name}")
+        self._write(metrics, position, point, step)
         self.fan_out.warn_pending()
+
+    def note(self, text: str, step: int) -> None:
+        """Write at once, without the other ranks, that something ended the run: ``run/error``."""
+        self._write({"run/error": text}, max(step, 0) if self.position is None else self.position, _LAST, step)
 
     def set_run_context(self, context: Mapping[str, Any]) -> None:
         """Tell the sinks which run follows."""

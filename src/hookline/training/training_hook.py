@@ -92,6 +92,10 @@ class TrainingHook:
     several hooks contribute to, such as ``("activations/",)``."""
     pure: bool = False
     """Promises that it draws no random number, so that firing it need not put random streams back."""
+    reduce: str | Mapping[str, str] = "mean"
+    """How its metrics of several ranks become one: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"l2"`` (root of the
+    sum of squares), ``"concat"`` (a list) or ``"none"`` (that of rank 0); or rules by pattern of metrics, the first
+    that matches: ``{"count": "sum", "*/max": "max"}``, and ``"mean"`` for the rest."""
     debug: bool = False
     """Left out of ``"all"`` and ``"observers"``; selected by its name, or by ``"with_debug"``."""
     before: Iterable[str] = ()

@@ -53,11 +53,15 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    while type(model).__name__ in _AROUND and (key := inner_key(model)) is not None:
+    while _is_around(model) and (key := inner_key(model)) is not None:
         inner = model._modules[key]
         assert inner is not None
         model = inner
     return model
+
+
+def _is_around(model: nn.Module) -> bool:
+    return any(base.__name__ in _AROUND for base in type(model).__mro__)
 
 
 class ModelState:

@@ -12,7 +12,8 @@ from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.training.loops.experiment_adapter import ExperimentAdapter, whole_number
 from hookline.training.loops.loop_progress import shown_progress
-from hookline.training.loops.loop_run import LoopResult, Run, start_run
+from hookline.training.loops.loop_result import LoopResult
+from hookline.training.loops.loop_run import Run, start_run
 
 if TYPE_CHECKING:
     from hookline.training.checkpoints.checkpoints import Checkpoints

@@ -74,6 +74,9 @@ class Experiment:
     live_metrics: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """What ``--live`` shows: ``{group: {label: metric}}``."""
 
+    shares_data: bool = False
+    """Whether it gives each rank its part of the data itself; if not, ``hookline run`` does so under torchrun."""
+
     def __init__(
         self,
         model: nn.Module,

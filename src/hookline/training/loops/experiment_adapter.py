@@ -27,6 +27,7 @@ from hookline.training.loops.training_step import (
     optimizer_step,
     usual_loss,
 )
+from hookline.training.ranks.rank_model import RankModel, bare_model
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -88,6 +89,11 @@ class ExperimentAdapter:
         """The model that is trained."""
         model: nn.Module = self.experiment.model
         return model
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without what averages gradients over ranks: as hooks see it, and may differentiate it."""
+        return bare_model(self.model)
 
     @property
     def lr(self) -> Any:
@@ -190,7 +196,8 @@ class ExperimentAdapter:
         try:
             with in_phase("eval"), torch.no_grad():
                 self.model.eval()
-                found = self._evaluate(self.model)
+                # What we have wrapped, the experiment does not know as wrapped; and an evaluation needs no collectives.
+                found = self._evaluate(self.bare_model if isinstance(self.model, RankModel) else self.model)
         finally:
             random.restore()
             for module, mode in modes:
@@ -198,6 +205,11 @@ class ExperimentAdapter:
         if found is not None and not isinstance(found, Mapping):
             raise OptionError(f"evaluate() returns a dictionary of metrics, or None; got {type_name(found)}.")
         return dict(found or {})
+
+    @property
+    def may_stop(self) -> bool:
+        """True if the experiment decides when to stop."""
+        return self._should_stop is not None
 
     def should_stop(self, position: int, metrics: Mapping[str, Any]) -> bool:
         """Return whether the experiment asks to stop."""

@@ -75,7 +75,7 @@ class _LoopModelContext(ModelDataContext):
     """Train as the loop does: as many batches to a step."""
 
     def __init__(self, adapter: ExperimentAdapter, **given: Any) -> None:
-        super().__init__(adapter.model, adapter.optimizer, **given)
+        super().__init__(adapter.bare_model, adapter.optimizer, **given)
         self._adapter = adapter
 
     def run_training_epoch(self, loader: Iterable[Any] | None = None, step: bool = True) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class Contexts:
             hook_point=point,
             epoch=run.epoch,
             step=run.step if run.step >= 0 else None,
-            model=adapter.model,
+            model=adapter.bare_model,
             config=adapter.config,
             loader=adapter.current_loader,
             batch_idx=run.batch_idx,
@@ -177,7 +177,7 @@ def _target_finder(extra_state: ExtraState, run: Run) -> Callable[[], Mapping[st
         saved = (adapter.model, extra_state.optimizer, extra_state.scheduler, adapter.scaler)
         try:
             with in_phase("intervention"), rollback(*saved, loader=loader, scope="grads"):
-                gradient: Mapping[str, Tensor] | None = find(adapter.model, step)
+                gradient: Mapping[str, Tensor] | None = find(adapter.bare_model, step)
                 return gradient
         finally:
             attributes.put_back()

@@ -10,7 +10,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
@@ -19,59 +18,36 @@ from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import caller_stacklevel, type_name
-from hookline.tables import Table, number_text
 from hookline.training.checkpoints.saving import Saving
+from hookline.training.hook_metrics import to_host
 from hookline.training.loops.gradient_retention import GradientRetention
 from hookline.training.loops.loop_contexts import Contexts
+from hookline.training.loops.loop_result import LoopResult
 from hookline.training.loops.training_step import Mean, StepResult
 from hookline.training.manager import HookManager
+from hookline.training.ranks.rank_sync import join_ranks
 
 if TYPE_CHECKING:
     from hookline.training.checkpoints.checkpoints import Checkpoints
     from hookline.training.loops.experiment_adapter import ExperimentAdapter
     from hookline.training.loops.loop_progress import LoopProgress
+    from hookline.training.ranks.rank_sync import RankSync
 
-__all__ = ["LoopResult", "Run", "start_run"]
+__all__ = ["Run", "start_run"]
 
 _TRAINING: Final = in_phase("train")
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LoopResult:
-    """The outcome of a loop.
-
-    Recipe: ``result = hookline.epoch_loop(experiment, epochs=10)``; then ``result.loss``, ``result.metrics``.
-    """
-
-    epochs: int
-    """How many epochs (in the step loop: passes over the data) were begun, those before a resumption included."""
-    steps: int
-    """How many steps were made, likewise."""
-    stopped_early: bool
-    """Whether the experiment had enough before the end."""
-    loss: float | None
-    """The training loss: the mean of the last epoch, or that of the last step."""
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    """The newest evaluation."""
-    interrupted: str | None = None
-    """The signal, ``"SIGINT"`` or ``"SIGTERM"``, that asked a run with checkpoints to stop; it was saved then."""
-
-    def _repr_html_(self) -> str:
-        ended = f"interrupted by {self.interrupted}" if self.interrupted else "early" if self.stopped_early else "done"
-        rows = [("epochs", f"{self.epochs:,}"), ("steps", f"{self.steps:,}"), ("ended", ended)]
-        rows += [] if self.loss is None else [("loss", number_text(self.loss))]
-        rows += [(name, number_text(value)) for name, value in self.metrics.items()]
-        return Table(("LoopResult", ""), rows, numbers=(1,)).html()
-
-
 class Run:
     """One training run; a loop calls its methods in order."""
 
-    def __init__(self, adapter: ExperimentAdapter, manager: HookManager | None) -> None:
+    def __init__(self, adapter: ExperimentAdapter, manager: HookManager | None, ranks: RankSync | None = None) -> None:
         self.adapter = adapter
         self.manager = manager
+        self.ranks = ranks
+        """What keeps this rank together with the others; None in one process."""
         self.in_epochs = adapter.loop == "epoch"
         """Whether it is counted in epochs; in steps if not."""
         self.retention = None if manager is None else GradientRetention(adapter, manager)
@@ -145,6 +121,8 @@ class Run:
         self.evaluated = False
         if self.manager is None or self.retention is None:
             self.step += 1
+            if self.ranks is not None:
+                self.ranks.check(self.step)
             return
         self.manager.advance_step(self.epoch if self.in_epochs else None)
         self.step = self.manager.global_step
@@ -172,6 +150,9 @@ class Run:
         self.flush()
         self.batch = self.batch_idx = None
         self.loss, self.accuracy = self._losses.take(), self._accuracies.take()
+        if self.ranks is not None:
+            found = self.ranks.reduce(to_host({"loss": self.loss, "accuracy": self.accuracy}), "loss of the epoch")
+            self.loss, self.accuracy = found["loss"], found["accuracy"]
         if self.retention is not None:
             self.retention.end()
         self.adapter.step_scheduler("epoch", self.loss)
@@ -196,11 +177,16 @@ class Run:
         """Evaluate the model, if the experiment can."""
         if self.adapter.evaluates:
             self.evaluation, self.evaluated = self.adapter.evaluate(), True
+            if self.ranks is not None:
+                self.evaluation = self.ranks.reduce(to_host(self.evaluation), "evaluation")
 
     def ask_to_stop(self) -> bool:
         """Ask the experiment whether that was the last epoch, or step, and remember the answer."""
-        self.stopped_early = self.adapter.should_stop(self.position, self.newest_metrics)
-        return self.stopped_early
+        enough = self.adapter.should_stop(self.position, self.newest_metrics)
+        if self.ranks is not None and self.adapter.may_stop:
+            enough = any(self.ranks.gather(enough, "asking whether to stop"))
+        self.stopped_early = enough
+        return enough
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
@@ -287,7 +273,7 @@ class Run:
         """Hand the evaluation to the sinks, if it was made just now."""
         if self.manager is not None and self.evaluated:
             metrics = {f"{group}/{name}": value for name, value in self.evaluation.items()}
-            self.manager.emit_metrics(metrics, self.position, point)
+            self.manager.emit_metrics(metrics, self.position, point, reduced=True)
 
     def flush(self) -> None:
         """Hand the metrics of single steps to the sinks."""
@@ -299,6 +285,8 @@ class Run:
     def result(self) -> LoopResult:
         """Return the outcome."""
         loss = None if self.loss is None else float(self.loss)
+        if self.ranks is not None:
+            loss = self.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
         metrics = {name: _plain(value) for name, value in self.evaluation.items()}
         return LoopResult(
             self.num_epochs, self.num_steps, self.stopped_early, loss, metrics, interrupted=self.interrupted
@@ -312,15 +300,24 @@ class Run:
                 self.manager.start(self.adapter.model)
             yield
         except BaseException as error:
+            lost = self._leave_ranks(error)
             self._release()
             try:
                 self._write()
             except Exception:
                 # What ended the run is what the user has to see.
                 logger.exception("Not all metrics could be written when the run ended by %s", type(error).__name__)
+            if lost is not None:
+                raise lost from error
             raise
         self._release()
         self._write()
+
+    def _leave_ranks(self, error: BaseException) -> Exception | None:
+        """Tell the other ranks that this one ends; return an error that says more, if another one ended first."""
+        if self.manager is not None:
+            return self.manager.leave_ranks(error)
+        return None if self.ranks is None else self.ranks.leave(error)
 
     def _release(self) -> None:
         self.batch = None
@@ -366,7 +363,7 @@ def start_run(
         _prepare(manager, adapter.loop, anew=first == 0, run_context=run_context or {})
         for sentence in manager.will_fire(points):
             warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
-    run = Run(adapter, manager)
+    run = Run(adapter, manager, join_ranks({}) if manager is None else manager.meet_ranks())
     run.next_epoch = first
     if adapter.loop == "step":
         _check_step(run, first)

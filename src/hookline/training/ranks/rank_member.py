@@ -1,0 +1,75 @@
+"""Let a manager be one of several ranks: find the others, do what all have to do, leave when the run ends by an error.
+
+`HookManager` derives from `RankMember`, which calls `RankSync`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hookline.error_policy import error_text
+from hookline.training.ranks.rank_sync import RankSync, join_ranks
+
+if TYPE_CHECKING:
+    from hookline.training.firing_engine import FiringEngine
+    from hookline.training.metric_output import MetricOutput
+    from hookline.training.plan import Plan
+    from hookline.training.training_hook import TrainingHook
+
+__all__ = ["RankMember"]
+
+
+class RankMember:
+    """What a manager does where there are several ranks; nothing in one process."""
+
+    _engine: FiringEngine
+    _output: MetricOutput
+    _flush_every: int | None
+    _global_step: int
+    _plan: Plan
+    _has_met = False
+
+    if TYPE_CHECKING:
+        hooks: dict[str, TrainingHook]
+
+        def _make_plan(self) -> None: ...
+
+    @property
+    def ranks(self) -> RankSync | None:
+        """What keeps this rank together with the others; None in one process, and before the run has begun."""
+        return self._engine.ranks
+
+    def meet_ranks(self) -> RankSync | None:
+        """Find out whether there are other ranks, and check that they have the same hooks; the loops call it."""
+        if not self._has_met:
+            self._has_met = True
+            self._engine.ranks = self._output.ranks = join_ranks(self.hooks, flush_every=self._flush_every)
+        return self._engine.ranks
+
+    def _check_ranks(self, ranks: RankSync) -> None:
+        ranks.check(self._global_step)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Do what all ranks have to do about hooks that failed on any of them."""
+        if self._engine.ranks is not None:
+            self._engine.settle()
+            self._drop_disabled()
+
+    def _drop_disabled(self) -> None:
+        """Plan anew without hooks that were switched off since."""
+        off = self._engine.errors.disabled
+        if off and not off <= self._plan.left_out.keys():
+            self._make_plan()
+
+    def leave_ranks(self, error: BaseException) -> Exception | None:
+        """Exchange nothing more, since the run ends here by `error`; the loops of hookline call it.
+
+        If all ranks end by it together, what they hold is still exchanged. The record log says what happened. Returns
+        an error that names the rank that ended first, where this one only lost it.
+        """
+        if self._engine.ranks is None:
+            return None
+        found = self._engine.ranks.leave(error)
+        self._output.note(error_text(found or error), self._global_step)
+        return found

@@ -1,0 +1,254 @@
+"""Keep the ranks of a run together: one record of all ranks, one answer to what failed, one moment to stop.
+
+`HookManager` and the loops own a `RankSync` where there are several ranks. Its calls are collectives: every rank makes
+them in the same order, since points, schedules and flushes are the same on every rank. ``hookline.distributed`` does
+the communication, with its time-out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.distributed.exchange import Exchange
+from hookline.distributed.metric_rules import reduce_metrics
+from hookline.distributed.ranks import gather_objects, is_distributed, rank_count, rank_names, this_rank
+from hookline.error_policy import error_text
+from hookline.errors import RankError
+from hookline.lifecycle.points import HookPoint
+from hookline.training.ranks.packed_metrics import pack, pack_series, unpack, unpack_series
+from hookline.training.ranks.rank_notes import is_lost_connection, leave_note, read_notes
+from hookline.training.ranks.reduce_rules import ReduceRules
+
+if TYPE_CHECKING:
+    from hookline.sinks.sink import StepSeries
+    from hookline.training.training_hook import TrainingHook
+
+__all__ = ["RankFailure", "RankSync", "join_ranks", "together"]
+
+_SECONDS_BETWEEN: Final = 2.0
+"""About how long ranks train before they ask each other whether one of them has to stop; the answer takes 0.3 ms."""
+_FAILED: Final = "\x1ffailed"
+"""The number, beside the metrics, of failures since the last exchange."""
+_STOP: Final = "\x1fstop"
+_SECONDS: Final = "\x1fseconds"
+_SIGNALS: Final = ("", "SIGINT", "SIGTERM")
+
+
+def join_ranks(hooks: Mapping[str, TrainingHook], **options: Any) -> RankSync | None:
+    """Return what keeps this rank together with the others; None where there is one process.
+
+    Hooks, their schedules and the ``options`` have to be the same on every rank: a difference is a `RankError` on all.
+    """
+    if not is_distributed():
+        return None
+    described = [f"{name} ({hook.step_schedule})" if hook.step_schedule else name for name, hook in hooks.items()]
+    said = {"hooks": ", ".join(described) or "none"} | {key: str(value) for key, value in options.items()}
+    _check_same(gather_objects(said, what="comparing the hooks of the ranks"))
+    return RankSync(ReduceRules(hooks))
+
+
+def together(ranks: RankSync | None, what: str, act: Callable[[], None]) -> None:
+    """Do something that may fail on one rank alone, and raise on all if it does."""
+    if ranks is None:
+        act()
+        return
+    raised: BaseException | None = None
+    try:
+        act()
+    except Exception as error:
+        raised = error
+    agreed = ranks.meet(raised, what)
+    if agreed is not None:
+        ranks.agreed_error = agreed
+        raise agreed
+
+
+def _check_same(said: list[dict[str, Any]]) -> None:
+    if all(one == said[0] for one in said):
+        return
+    lines = []
+    for key in dict.fromkeys(key for one in said for key in one):
+        values = [str(one.get(key, "none")) for one in said]
+        if len(set(values)) > 1:
+            lines.append(f"{key}: " + "; ".join(f"rank {rank} has {value}" for rank, value in enumerate(values)))
+    others = tuple(rank for rank, one in enumerate(said) if one != said[0])
+    raise RankError(
+        f"The ranks do not have the same hooks, so they would wait for each other. {' | '.join(lines)}. Next: make the "
+        "manager with the same hooks, in the same order, on every rank.",
+        ranks=others,
+    )
+
+
+@dataclass
+class RankFailure:
+    """What a hook raised, on which ranks."""
+
+    ranks: tuple[int, ...]
+    text: str
+    ends: bool
+    """Whether it ends the run."""
+    error: Exception | None = None
+    """The error itself, on the rank where it was raised."""
+
+    def sentence(self, hook: str) -> str:
+        """Return it in words."""
+        return f"Hook {hook!r} raised {self.text.rstrip('.')} on {rank_names(self.ranks)}."
+
+
+class RankSync:
+    """Exchange what ranks have to agree on."""
+
+    def __init__(self, rules: ReduceRules) -> None:
+        self.rank, self.ranks = this_rank(), rank_count()
+        self._rules = rules
+        self._exchanges: dict[str, Exchange] = {}
+        self._held: dict[str, RankFailure] = {}
+        """What hooks raised here, and the other ranks do not know of yet."""
+        self.signal: str | None = None
+        """The signal that came to this rank."""
+        self.agreed_signal: str | None = None
+        """The signal that came to any rank, once all know of it: then all stop at the same step."""
+        self._next_check: int | None = None
+        self._interval = 1
+        self._checked_at: tuple[int, float] = (0, 0.0)
+        self.is_lost = False
+        """Whether ranks cannot reach each other any more; then nothing is exchanged, and this rank ends alone."""
+        self._failed: dict[str, RankFailure] = {}
+        """What hooks raised on any rank, once all know of it."""
+        self.agreed_error: BaseException | None = None
+        """The error that ends the run on all ranks at the same place, if one does."""
+
+    # -- metrics ---------------------------------------------------------------------------------------------------
+
+    def reduce(self, metrics: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """Return the metrics of all ranks at one moment; the same on every rank but for those of rule ``none``."""
+        packed = pack(metrics, self._rules.of)
+        return unpack(self._call(what, packed.values, packed.rules), metrics)
+
+    def reduce_steps(
+        self, series: Mapping[HookPoint, Mapping[str, StepSeries]], first: int
+    ) -> dict[HookPoint, dict[str, StepSeries]]:
+        """Return the step metrics of all ranks, with one exchange for all points; ``first`` begins what is flushed."""
+        joined = {f"{point.name} {name}": one for point, found in series.items() for name, one in found.items()}
+        packed = pack_series(joined, first, lambda name: self._rules.of(name.partition(" ")[2]))
+        reduced = self._call("metrics of steps", packed.values, packed.rules)
+        found: dict[HookPoint, dict[str, StepSeries]] = {}
+        for key, one in unpack_series(reduced, packed.rules, joined, first).items():
+            point, _, name = key.partition(" ")
+            found.setdefault(HookPoint[point], {})[name] = one
+        return {point: found[point] for point in HookPoint if point in found}
+
+    def _call(self, what: str, values: dict[str, Any], rules: dict[str, str]) -> dict[str, Any]:
+        if self.is_lost:
+            return {name: [value] if rules[name] == "concat" else value for name, value in values.items()}
+        exchange = self._exchanges.get(what)
+        if exchange is None:
+            exchange = self._exchanges[what] = Exchange(what)
+        own = {_FAILED: float(len(self._held)), _STOP: float(_SIGNALS.index(self.signal or ""))}
+        try:
+            found = reduce_metrics(exchange, values | own, rules | {_FAILED: "sum", _STOP: "max"})
+        except RankError:
+            self.is_lost = True
+            raise
+        self._take_signal(found.pop(_STOP))
+        if found.pop(_FAILED):
+            self._learn_failures(what)
+        return found
+
+    def _take_signal(self, number: float) -> None:
+        if number and self.agreed_signal is None:
+            self.agreed_signal = _SIGNALS[int(number)]
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
+    def hold(self, hook: str, text: str, error: Exception | None) -> None:
+        """Keep what a hook raised until the ranks meet next: a rank that left alone would leave the others waiting.
+
+        Args:
+            hook: Its name.
+            text: The error in words.
+            error: The error, if it is to end the run.
+        """
+        before = self._held.get(hook)
+        if before is None or (error is not None and not before.ends):
+            self._held[hook] = RankFailure((self.rank,), text, error is not None, error)
+
+    def _learn_failures(self, what: str) -> None:
+        said = self.gather({hook: (one.text, one.ends) for hook, one in self._held.items()}, f"{what}, what failed")
+        for rank, failures in enumerate(said):
+            for hook, (text, ends) in failures.items():
+                known = self._failed.get(hook)
+                ranks = (rank,) if known is None else (*known.ranks, rank)
+                own = self._held[hook].error if rank == self.rank else None if known is None else known.error
+                self._failed[hook] = RankFailure(ranks, text, ends or (known is not None and known.ends), own)
+        self._held = {}
+
+    def take_failures(self) -> dict[str, RankFailure]:
+        """Return what hooks raised on any rank since the last time."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def meet(self, error: BaseException | None, what: str) -> BaseException | None:
+        """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
+        if self.is_lost:
+            return error
+        said = self.gather(None if error is None else error_text(error), what)
+        failed = {rank: text for rank, text in enumerate(said) if text is not None}
+        if not failed or error is not None:
+            return error
+        return RankError(f"{what}: {_told(failed)}", ranks=tuple(failed))
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return the value of every rank."""
+        if self.is_lost:
+            return [value]
+        try:
+            return gather_objects(value, what=what)
+        except RankError:
+            self.is_lost = True
+            raise
+
+    def leave(self, error: BaseException) -> RankError | None:
+        """Exchange nothing more, unless all ranks end by `error`; return one that says more, if others ended first."""
+        if error is self.agreed_error:
+            return None
+        was_lost, self.is_lost = self.is_lost, True
+        leave_note(f"rank {self.rank}: {error_text(error)}")
+        if not was_lost and not is_lost_connection(error):
+            return None
+        notes, silent = read_notes()
+        told = [text for _, text in sorted(notes.items())]
+        if silent:
+            told.append(f"{rank_names(silent)} left no word: killed, or waiting for a collective")
+        return RankError(
+            f"The ranks have lost each other; {'; '.join(told)}. Rank {self.rank} noticed it by {_short(error)}. Next: "
+            "look at the output of the rank that ended first; with checkpoints the run can be resumed.",
+            ranks=(*silent, *notes),
+        )
+
+    # -- from step to step -----------------------------------------------------------------------------------------
+
+    def check(self, step: int) -> None:
+        """Ask the other ranks every few seconds whether a hook failed or a signal came; call at each step."""
+        if self._next_check is None:
+            self._next_check, self._checked_at = step + 1, (step, time.perf_counter())
+        if step < self._next_check or self.is_lost:
+            return
+        before, began = self._checked_at
+        seconds = (time.perf_counter() - began) / max(1, step - before)
+        found = self._call("state of the run", {_SECONDS: seconds}, {_SECONDS: "max"})
+        # The slowest rank decides. The first steps are slow, so the distance grows by doubling at most.
+        wanted = int(_SECONDS_BETWEEN / max(found[_SECONDS], 1e-6))
+        self._interval = max(1, min(wanted, 2 * self._interval))
+        self._next_check, self._checked_at = step + self._interval, (step, time.perf_counter())
+
+
+def _told(failed: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank} failed with {text}" for rank, text in failed.items())
+
+
+def _short(error: BaseException) -> str:
+    return error_text(error).partition("\n")[0][:160]

@@ -1,0 +1,364 @@
+"""What ranks do in the tests of runs with several ranks; called in processes by `helpers_ranks`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers_ranks import run_cases
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import hookline as hl
+from hookline.errors import HooklineWarning, OptionError
+from hookline.training.ranks.rank_data import share_loader
+from hookline.training.ranks.rank_experiment import share_experiment
+
+STEPS = 24
+"""Steps of a run that is compared bit for bit."""
+
+
+class Net(nn.Module):
+    """A small model with everything that a rank could get wrong: dropout, BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3))
+        self.head = nn.Linear(16, 3)
+        self.width = 16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x))
+        return out
+
+
+def data(number: int = 192) -> TensorDataset:
+    """Return samples whose first feature is their number."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(number, 6, generator=generator)
+    x[:, 0] = torch.arange(number) / number
+    return TensorDataset(x, torch.randint(0, 3, (number,), generator=generator))
+
+
+def experiment(*, shared: bool = True, **options: Any) -> hl.Experiment:
+    """Return an experiment of this rank: same data and weights everywhere, other dropout."""
+    torch.manual_seed(3)
+    model = Net()
+    loader = DataLoader(data(), batch_size=8, shuffle=True)
+    made = hl.Experiment(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader, **options)
+    if shared:
+        share_experiment(made, rank=dist.get_rank(), ranks=dist.get_world_size(), seed=3)
+        torch.manual_seed(3 + 1000 * dist.get_rank())
+    return made
+
+
+class Records(hl.MetricSink):
+    """Keeps every record."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+
+    def write(self, record: Any) -> None:
+        self.records.append((record.point, record.step, dict(record.metrics)))
+
+    def metrics(self, point: str) -> dict[str, Any]:
+        return {name: value for where, _, found in self.records if where == point for name, value in found.items()}
+
+
+class Local(hl.TrainingHook):
+    """Returns what differs by rank, under every rule."""
+
+    name = "local"
+    hook_points = frozenset({hl.HookPoint.POST_EPOCH, hl.HookPoint.POST_STEP})
+    reduce = {"count": "sum", "*/max": "max", "low": "min", "root": "l2", "all": "concat", "own": "none"}
+
+    def compute(self, ctx: Any) -> dict[str, Any]:
+        rank = dist.get_rank()
+        numbers = {"count": 3 + rank, "a/max": float(rank), "low": 7 - rank, "root": 3.0 + rank, "own": rank}
+        found = {**numbers, "all": f"r{rank}", "plain": 1.0 + rank, "text": f"r{rank}", "by": {0: rank, 1: 2.0}}
+        if rank == 1:
+            found["second"] = 5
+        return found
+
+
+class Broken(hl.TrainingHook):
+    """Raises on rank 1 when it is time to."""
+
+    name = "broken"
+
+    def __init__(self, point: hl.HookPoint, step: int = 3) -> None:
+        self.hook_points = {point}
+        self.step = step
+
+    def compute(self, ctx: Any) -> dict[str, Any]:
+        if dist.get_rank() == 1 and (ctx.step or 0) >= self.step:
+            raise ValueError("the second rank has a bad day")
+        return {"fine": 1.0}
+
+
+def weights(made: hl.Experiment) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in made.model.state_dict().items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+def parts_of_data() -> dict[str, Any]:
+    """Share out several kinds of loaders; return the samples of this rank, by kind, for two epochs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    where = {"rank": rank, "ranks": ranks, "seed": 11}
+    weighted = WeightedRandomSampler(torch.ones(10), 6, generator=torch.Generator().manual_seed(2))
+    loaders = {
+        "shuffled": DataLoader(data(10), batch_size=2, shuffle=True),
+        "in order": DataLoader(data(10), batch_size=3),
+        "weighted": DataLoader(data(10), batch_size=2, sampler=weighted),
+        "batches": DataLoader(data(10), batch_sampler=[[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]),
+        "list": [torch.tensor([number]) for number in range(5)],
+    }
+    torch.manual_seed(rank)  # the ranks' own streams differ, and have no say
+    found: dict[str, Any] = {}
+    for kind, loader in loaders.items():
+        part = share_loader(loader, **where)
+        epochs = []
+        for epoch in range(2):
+            for sampler in (getattr(part, "sampler", None), getattr(part, "batch_sampler", None)):
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+            batches = [one if kind == "list" else one[0][:, 0] * 10 for one in part]
+            epochs.append([round(float(value)) for batch in batches for value in batch])
+        found[kind] = epochs
+        found[f"{kind} again"] = share_loader(part, **where) is part if kind != "list" else True
+    return found
+
+
+class Stream(IterableDataset[Any]):
+    """Data that can only be iterated."""
+
+    def __iter__(self) -> Any:
+        yield from data(4)
+
+
+def unshareable() -> str:
+    try:
+        share_loader(DataLoader(Stream()), rank=0, ranks=2, seed=0)
+    except OptionError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def left_alone() -> list[bool]:
+    """Experiments that have done it themselves keep their model and loader."""
+    made = experiment(shared=False)
+    made.model = own = DistributedDataParallel(made.model)
+    sampler = torch.utils.data.DistributedSampler(data())
+    made.loader = loader = DataLoader(data(), batch_size=8, sampler=sampler)
+    share_experiment(made, rank=dist.get_rank(), ranks=2, seed=3)
+    return [made.model is own, made.loader is loader, experiment().model.width == 16]
+
+
+# -- a run ---------------------------------------------------------------------------------------------------
+
+
+def reductions() -> dict[str, Any]:
+    """Train, and return what rank 0's sink received and what each rank's result is."""
+    sink, seen = Records(), []
+
+    def evaluate(model: nn.Module) -> dict[str, Any]:
+        seen.append(type(model).__name__)
+        return {"val_acc": 0.25 + 0.5 * dist.get_rank(), "name": "own"}
+
+    made = experiment(evaluate=evaluate)
+    manager = hl.HookManager(hooks=[Local()], sinks=[sink])
+    result = hl.epoch_loop(made, epochs=2, manager=manager)
+    steps = sink.metrics("POST_STEP")
+    return {
+        "records": [(point, step, sorted(found)) for point, step, found in sink.records],
+        "epoch": sink.metrics("POST_EPOCH"),
+        "steps": {name: (list(value), value.steps) for name, value in steps.items()},
+        "result": (result.steps, result.loss, result.metrics),
+        "seen": seen,
+        "names": sorted(manager.get_last_metrics()),
+        "synced": [float(value.detach().double().sum()) for value in made.model.module.parameters()],
+    }
+
+
+def one_exchange_per_record() -> list[list[str]]:
+    """Return the collectives of our own channels, firing by firing, once names are agreed on."""
+    manager = hl.HookManager(hooks=[Local()], sinks=[Records()])
+    manager.meet_ranks()
+    counts: list[list[str]] = []
+    for epoch in range(3):
+        with _Counted() as counted:
+            for _ in range(4):
+                manager.advance_step(epoch)
+                manager.fire(hl.HookPoint.POST_STEP, epoch=epoch)
+        counts.append([f"{len([one for one in counted.made if 'gather' in one])} gathers in steps"])
+        with _Counted() as counted:
+            manager.flush_step_metrics(epoch)
+        counts.append(counted.made)
+        with _Counted() as counted:
+            manager.fire(hl.HookPoint.POST_EPOCH, epoch=epoch)
+        counts.append(counted.made)
+    return counts[-3:]
+
+
+class _Counted:
+    def __enter__(self) -> _Counted:
+        self.made: list[str] = []
+        self._real = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_object")}
+        for name, real in self._real.items():
+            setattr(dist, name, self._counting(name, real))
+        return self
+
+    def _counting(self, name: str, real: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self.made.append(f"{name} {str(kwargs.get('op', '')).rpartition('.')[2]}".strip())
+            return real(*args, **kwargs)
+
+        return count
+
+    def __exit__(self, *exc_info: object) -> None:
+        for name, real in self._real.items():
+            setattr(dist, name, real)
+
+
+def stops_together() -> tuple[int, bool]:
+    """One rank has enough; both stop after the same step."""
+    made = experiment(should_stop=lambda step, metrics: dist.get_rank() == 1 and step == 4)
+    result = hl.step_loop(made, steps=STEPS)
+    return result.steps, result.stopped_early
+
+
+def inert() -> dict[str, bool]:
+    """Train with and without observers; a hook that draws from the run's own stream is the negative control."""
+
+    class Careless(hl.TrainingHook):
+        hook_points = frozenset({hl.HookPoint.POST_STEP})
+        pure = True
+
+        def compute(self, ctx: Any) -> None:
+            torch.rand(1)
+
+    found: dict[str, Any] = {}
+    for name, hooks in {
+        "without": None,
+        "with": ["norms", "stats", "training_metrics"],
+        "careless": [Careless()],
+    }.items():
+        made = experiment()
+        manager = None
+        if hooks is not None:
+            names = [hook for hook in hooks if isinstance(hook, str)]
+            manager = hl.HookManager(names, [h for h in hooks if not isinstance(h, str)], sinks=[Records()])
+        hl.step_loop(made, steps=STEPS, manager=manager, snapshot_every=5)
+        found[name] = weights(made)
+    return {name: same(found[name], found["without"]) for name in ("with", "careless")}
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+def _ended(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def raises_everywhere() -> dict[str, Any]:
+    """A hook raises on rank 1, at a step and at the end of an epoch, under each policy."""
+    found: dict[str, Any] = {}
+    for point in (hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH):
+        for policy in ("raise", "warn", "disable"):
+            sink = Records()
+            manager = hl.HookManager(hooks=[Local(), Broken(point)], sinks=[sink], on_error=policy)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", HooklineWarning)
+                ended = _ended(lambda manager=manager: hl.epoch_loop(experiment(), epochs=2, manager=manager))
+            found[f"{point.name} {policy}"] = {
+                "ended": ended,
+                "off": "broken" in manager.plan().left_out,
+                "step": manager.global_step,
+                "warned": [str(one.message) for one in caught if "bad day" in str(one.message)],
+                "log": [one for one in sink.records if "run/error" in one[2]],
+                "kept": "local/plain" in sink.metrics("POST_EPOCH") or "local/plain" in sink.metrics("POST_STEP"),
+            }
+    return found
+
+
+def other_hooks() -> str:
+    """Rank 1 has one hook more."""
+    hooks: list[Any] = [Local()]
+    if dist.get_rank() == 1:
+        hooks.append(Broken(hl.HookPoint.POST_STEP, step=99))
+    return _ended(lambda: hl.step_loop(experiment(), steps=4, manager=hl.HookManager(hooks=hooks)))
+
+
+def all_together() -> dict[str, Any]:
+    """Run every case that all ranks come back from."""
+    cases = [
+        parts_of_data, unshareable, left_alone, reductions, one_exchange_per_record, stops_together, inert,
+        raises_everywhere, other_hooks,
+    ]  # fmt: skip
+    return run_cases(cases)
+
+
+# -- a rank that is gone -------------------------------------------------------------------------------------
+
+
+def killed(folder: str) -> dict[str, Any]:
+    """Rank 1 is killed in the middle of a step; rank 0 says so, and its log is whole."""
+
+    class Killer(hl.TrainingHook):
+        hook_points = frozenset({hl.HookPoint.POST_STEP})
+
+        def compute(self, ctx: Any) -> dict[str, Any]:
+            if ctx.step == 10 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return {"step": float(ctx.step)}
+
+    log = Path(folder, "records.jsonl")
+    manager = hl.HookManager(hooks=[Killer()], log=log, flush_every=4)
+    began = time.monotonic()
+    ended = _ended(lambda: hl.step_loop(experiment(), steps=STEPS, manager=manager))
+    seconds = time.monotonic() - began
+    manager.close()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return {"ended": ended, "seconds": seconds, "lines": lines, "files": sorted(os.listdir(folder))}
+
+
+def raises_in_the_data() -> str:
+    """A loader raises on rank 1 alone: rank 0 learns which rank, and why."""
+
+    class Batches(list[Any]):
+        def __iter__(self) -> Any:
+            for number, batch in enumerate(super().__iter__()):
+                if number == 5 and dist.get_rank() == 1:
+                    raise OSError("disk on fire")
+                yield batch
+
+    made = experiment()
+    made.loader = Batches(made.loader)
+    manager = hl.HookManager(hooks=[Local()], sinks=[Records()])
+    try:
+        hl.step_loop(made, steps=STEPS, manager=manager)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+        if dist.get_rank() == 1:
+            sys.stdout.flush()
+        return text
+    return "went on"

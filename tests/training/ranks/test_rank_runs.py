@@ -1,0 +1,196 @@
+"""Runs of two ranks: data, reductions, inertness, errors on one rank, a rank that is killed. Real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_ranks import run_ranks
+
+from hookline.errors import OptionError
+from hookline.training.ranks.rank_data import share_loader
+from hookline.training.ranks.reduce_rules import ReduceRules, checked_reduce
+from hookline.training.training_hook import TrainingHook
+
+SCENARIOS = Path(__file__).with_name("rank_run_scenarios.py")
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    """What each of two ranks found in every case."""
+    return run_ranks(f"{SCENARIOS}:all_together")
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "in order", "weighted", "batches", "list"])
+def test_ranks_get_parts_of_one_length_that_make_the_whole(both, kind):
+    """Every sample goes to a rank; another order in another epoch only where the loader shuffles."""
+    first, second = (found["parts_of_data"][kind] for found in both)
+    number = 6 if kind == "weighted" else 5 if kind == "list" else 10
+    for one, other in zip(first, second, strict=True):
+        if kind not in ("batches", "list"):
+            assert len(one) == len(other)
+        if kind != "weighted":
+            assert set(one) | set(other) == set(range(number))
+    assert (first[0] != first[1]) is (kind in ("shuffled", "weighted"))
+    assert all(found["parts_of_data"][f"{kind} again"] for found in both)
+
+
+def test_data_that_can_only_be_iterated_are_refused_with_what_to_do(both):
+    """An IterableDataset cannot be shared out; a list can, and an empty one is an error."""
+    assert all("shares_data = True" in found["unshareable"] for found in both)
+    with pytest.raises(OptionError, match="empty list"):
+        share_loader([], rank=0, ranks=2, seed=0)
+    assert share_loader([1, 2, 3], rank=1, ranks=2, seed=0) == [2, 1]
+
+
+def test_an_experiment_that_shares_itself_is_left_alone(both):
+    """A model in DDP and a DistributedSampler stay; our wrapper shows the attributes of the model."""
+    assert [found["left_alone"] for found in both] == [[True] * 3] * 2
+
+
+def test_records_are_of_all_ranks_and_go_to_the_sinks_of_rank_zero(both):
+    """Every rule, for a moment and for steps; what only rank 1 has arrives too."""
+    first, second = (found["reductions"] for found in both)
+    epoch = first["epoch"]
+    expected = {
+        **{"count": 7, "a/max": 1.0, "low": 6, "root": 5.0, "all": ["r0", "r1"], "own": 0, "plain": 1.5},
+        **{"text": "r0", "by": {0: 0.5, 1: 2.0}, "second": 5},
+    }
+    assert {name: epoch[f"local/{name}"] for name in expected} == expected
+    for name, value in expected.items():
+        values, steps = first["steps"][f"local/{name}"]
+        assert (values, steps) == ([value] * 12, list(range(12, 24)))
+    assert type(first["steps"]["local/count"][0][0]) is int
+    assert second["records"] == []
+    assert first["names"] == second["names"]
+
+
+def test_loss_and_evaluation_are_of_all_ranks(both):
+    """The result is the same on both, and the evaluation saw the model without its wrapper."""
+    first, second = (found["reductions"] for found in both)
+    assert first["result"] == second["result"]
+    assert first["result"][2]["val_acc"] == 0.5
+    assert first["epoch"]["eval/val_acc"] == 0.5
+    assert set(first["seen"] + second["seen"]) == {"Net"}
+    assert first["synced"] == second["synced"]
+
+
+def test_a_record_costs_one_exchange_and_a_step_none(both):
+    """Two collectives for each record that goes out, however many metrics it has; concatenating takes one more."""
+    for found in both:
+        steps, flush, epoch = found["one_exchange_per_record"]
+        assert steps == ["0 gathers in steps"]
+        assert flush == epoch == ["all_reduce MAX", "all_reduce SUM", "all_gather_object"]
+
+
+def test_a_rank_that_has_enough_stops_all(both):
+    """Both stop after the same step."""
+    assert [found["stops_together"] for found in both] == [(5, True)] * 2
+
+
+def test_observers_change_no_bit_of_a_run_of_two_ranks(both):
+    """Dropout, BatchNorm, AdamW, 24 steps; a hook that draws from the run's stream is found out."""
+    assert [found["inert"] for found in both] == [{"with": True, "careless": False}] * 2
+
+
+@pytest.mark.parametrize("point", ["POST_STEP", "POST_EPOCH"])
+def test_a_hook_that_raises_on_one_rank_ends_the_run_on_all(both, point):
+    """At the same step, with the rank named, the other hooks' records written, and a word in the log."""
+    first, second = (found["raises_everywhere"][f"{point} raise"] for found in both)
+    assert first["ended"].startswith("RankError: Hook 'broken' raised ValueError: the second rank has a bad day at")
+    assert first["ended"].endswith("on rank 1.")
+    assert second["ended"] == "ValueError: the second rank has a bad day"
+    assert first["step"] == second["step"] < 20
+    assert first["kept"]
+    assert [found["run/error"] for _, _, found in first["log"]] == [first["ended"]]
+
+
+@pytest.mark.parametrize("point", ["POST_STEP", "POST_EPOCH"])
+@pytest.mark.parametrize("policy", ["warn", "disable"])
+def test_the_policy_holds_on_all_ranks(both, point, policy):
+    """The run goes on to its end; under disable the hook is off everywhere; both ranks are told which rank it was."""
+    found = [one["raises_everywhere"][f"{point} {policy}"] for one in both]
+    assert [one["ended"] for one in found] == ["went on"] * 2
+    assert [one["off"] for one in found] == [policy == "disable"] * 2
+    assert all(any("on rank 1" in text for text in one["warned"]) for one in found)
+
+
+def test_other_hooks_on_one_rank_are_an_error_on_every_rank(both):
+    """At the start, with the difference."""
+    assert both[0]["other_hooks"] == both[1]["other_hooks"]
+    assert "rank 0 has local; rank 1 has local, broken" in both[0]["other_hooks"]
+
+
+def test_a_killed_rank_is_named_and_the_log_is_whole(tmp_path):
+    """kill -9 in the middle of a step: rank 0 ends within the time-out, and has written all it had."""
+    first, _ = run_ranks(
+        f"{SCENARIOS}:killed", str(tmp_path), may_fail=[1], environment={"HOOKLINE_RANK_TIMEOUT": "20"}
+    )
+    assert first["ended"].startswith("RankError: The ranks have lost each other; rank 1 left no word")
+    assert first["seconds"] < 20
+    assert first["files"] == ["records.jsonl"]
+    steps = [step for line in first["lines"] for step in line.get("steps", {}).get("Killer/step", [])]
+    assert steps == list(range(11))
+    assert any("rank 1" in line["metrics"].get("run/error", "") for line in first["lines"] if "metrics" in line)
+
+
+def test_an_error_outside_of_hooks_is_told_to_the_other_rank():
+    """A loader raises on rank 1: rank 0 says which rank, and what it raised."""
+    first, second = run_ranks(f"{SCENARIOS}:raises_in_the_data", may_fail=[1])
+    assert "rank 1: OSError: disk on fire" in first
+    assert second is None or second.startswith("OSError")
+
+
+# -- rules, without processes --------------------------------------------------------------------------------
+
+
+def test_rules_are_found_by_pattern_prefix_and_root():
+    """The first pattern that matches; mean for all else."""
+
+    class Counting(TrainingHook):
+        reduce = {"count": "sum", "*/max": "max"}
+        roots = ("activations/",)
+
+    rules = ReduceRules({"a": Counting(), "a/b": TrainingHook()})
+    names = ["a/count", "a/x/max", "a/other", "a/b/count", "activations/1/max", "train/loss"]
+    assert [rules.of(name) for name in names] == ["sum", "max", "mean", "mean", "max", "mean"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("men", "did you mean 'mean'"), ({"*": "avg"}, "avg"), (3, "declares reduce")]
+)
+def test_a_wrong_declaration_is_refused(given, said):
+    """The error names the hook."""
+    with pytest.raises(OptionError, match=said):
+        checked_reduce("mine", given)
+
+
+# -- the command line ----------------------------------------------------------------------------------------
+
+
+def test_torchrun_hookline_run_writes_one_log_and_one_page(tmp_path):
+    """The embedded experiment under torchrun: rank 0 prints and writes, and nothing is written twice."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hookline"]
+    options = ["--with-hooks", "minimal", "--epochs", "2", "--output-dir", str(tmp_path), "--console", "lines"]
+    done = subprocess.run(
+        [*command, "run", "mod_arithmetic", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("mod_arithmetic/random finished: 10 steps") == 1
+    folder = tmp_path / "mod_arithmetic" / "random"
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    assert {"records.jsonl", "run.json", "report.html"} <= files
+    assert not [name for name in files if "rank1" in name]
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["status"] == "finished"
+    assert facts["ranks"] == 2
