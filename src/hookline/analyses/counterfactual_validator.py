@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class CounterfactualValidatorHook(ReferenceIntervention, DebugInterventionHook):
 
     name = "counterfactual_validator"
     description = "whether k shuffled epochs are enough for counterfactual"
+    reduce = MappingProxyType({"*_max": "max", "*_min": "min", "kp1_norm_strictly_lower": "min"})
     hook_points = frozenset({HookPoint.POST_EPOCH})
     loop_points = COUNTERFACTUAL_POINTS
     needs_grads = True

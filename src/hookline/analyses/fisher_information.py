@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -32,6 +33,7 @@ class FisherInformationHook(TrackedAnalysis):
 
     name = "fisher_information"
     description = "running mean of squared gradients, parameter by parameter"
+    reduce = MappingProxyType({"max": "max", "*/max": "max", "*dead*": "min"})
     roots = ("fisher_info/",)
     kind = "backward"
     looks_for = "layers with parameters to train"

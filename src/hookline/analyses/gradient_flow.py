@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -32,6 +33,7 @@ class GradientFlowHook(TrackedAnalysis):
 
     name = "gradient_flow"
     description = "size of the gradient that arrives at each unit of each layer"
+    reduce = MappingProxyType({"smallest": "min", "largest": "max", "*blocked_fraction": "min"})
     kind = "backward"
     looks_for = "linear layers and convolutions"
     # With n = √mean g² over the batch, G = beta·G + (1 − beta)·n, from zero.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from hookline.analyses._analysis import Analysis
@@ -19,6 +20,7 @@ class NormsHook(Analysis):
 
     name = "norms"
     description = "norm of the mean gradient, as a whole and by parameter"
+    reduce = MappingProxyType({"max_component": "max"})
     needs_grads = True
     metrics = (
         ("total_norm", "norm of the whole gradient", "‖g‖", "falls as training settles", "‖g‖"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
@@ -34,6 +35,7 @@ class PhasesHook(Analysis):
 
     name = "phases"
     description = "speed of change of gradient and embedding, and the phase of learning"
+    reduce = MappingProxyType({"phase_code": "none"})  # a code, of which there is no mean
     hook_points = frozenset({HookPoint.SNAPSHOT})
     loop_points = {"epoch": {HookPoint.SNAPSHOT}, "step": {HookPoint.SNAPSHOT}}  # noqa: RUF012
     needs_grads = True

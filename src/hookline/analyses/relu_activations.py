@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from hookline.analyses._tracked import TRAINING, ReLUAnalysis
 from hookline.metta.feeders import ActivationFeeder
 from hookline.metta.trackers import ReLUActivationState
@@ -24,6 +26,7 @@ class ReLUActivationsHook(ReLUAnalysis):
 
     name = "relu_activations"
     description = "how often units behind ReLUs are on, and which never are"
+    reduce = MappingProxyType({"dead_*": "min"})  # a unit that is dead is so on every rank
     roots = ("activations/relu/",)
     event = "active"
     no_event = "dead"

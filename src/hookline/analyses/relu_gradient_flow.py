@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class ReLUGradientFlowHook(ReLUAnalysis):
 
     name = "relu_gradient_flow"
     description = "how often gradients come through the units of ReLUs"
+    reduce = MappingProxyType({"blocked_*": "min"})  # a unit that is blocked is so on every rank
     roots = ("gradient_flow/relu/",)
     kind = "backward"
     event = "passed"

@@ -4,6 +4,7 @@ passes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -29,6 +30,7 @@ class SaturatedActivationsHook(TrackedAnalysis):
 
     name = "saturated_activations"
     description = "how often units behind a tanh or a sigmoid are saturated"
+    reduce = MappingProxyType({"always_saturated": "min", "*/total_neurons": "sum", "*/saturated_neurons": "sum"})
 
     def __init__(
         self,

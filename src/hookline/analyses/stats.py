@@ -7,6 +7,7 @@ step loop, and removes it when training ends.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -42,6 +43,7 @@ class StatsHook(Analysis):
 
     name = "stats"
     description = "statistics of activations, gradients and parameters, layer by layer"
+    reduce = MappingProxyType({"*absmax": "max", "max_*": "max", "*nonfinite": "max"})
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ class TrainingDiagnosticsHook(StepAnalysis):
 
     name = "training_diagnostics"
     description = "volatility of the loss, noise of the gradient norm, size of updates"
+    reduce = MappingProxyType({"grad_norm_max": "max"})
     kept = ("losses", "grads", "weights", "rates")
 
     metrics = (

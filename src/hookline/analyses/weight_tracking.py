@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,7 @@ class WeightTrackingHook(Analysis):
 
     name = "weight_tracking"
     description = "size, spectrum and alignment with the gradient of every weight matrix"
+    reduce = MappingProxyType({"max_top_sv": "max"})
     needs_grads = True
 
     metrics = (

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hookline.cli.process_settings import launched_ranks
 from hookline.cli.run_request import Request
 from hookline.errors import OptionError
 
@@ -45,9 +46,12 @@ class PreparedExperiment:
     @property
     def bare_model(self) -> Any:
         """The model without what averages gradients over ranks."""
+        model = self.experiment.model
+        if launched_ranks()[1] == 1:
+            return model
         from hookline.training.ranks.rank_model import bare_model
 
-        return bare_model(self.experiment.model)
+        return bare_model(model)
 
     @property
     def device(self) -> Any:

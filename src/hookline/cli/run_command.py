@@ -13,8 +13,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.cli.main import DONE
-from hookline.cli.process_settings import device_of, dtype_of, process_settings
-from hookline.cli.rank_process import is_first_rank, local_device, rank_group, rank_prefix
+from hookline.cli.process_settings import (
+    device_of,
+    dtype_of,
+    is_first_rank,
+    local_device,
+    process_settings,
+    rank_group,
+    rank_prefix,
+)
 from hookline.cli.run_folder import LOG
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session

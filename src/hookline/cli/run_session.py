@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from hookline.cli.main import RunFailed
 from hookline.cli.prepared_experiment import PreparedExperiment, make_experiment
-from hookline.cli.process_settings import choose_threads, seed_everything
-from hookline.cli.rank_process import from_rank_zero, is_first_rank, launched_ranks
+from hookline.cli.process_settings import choose_threads, from_rank_zero, is_first_rank, launched_ranks, seed_everything
 from hookline.cli.run_folder import LOG, RunNotes, model_facts, new_folder, newest_run, read_run_json, to_plain
 from hookline.cli.run_hooks import HookObjects
 from hookline.cli.run_request import Request

@@ -7,6 +7,8 @@ a `RetryingSink`. A sink that fails is warned of once and counted; the run and t
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,9 +21,8 @@ from hookline.sinks.helper_process import HelperProcess, sink_recipe
 from hookline.sinks.record_log import RecordLog
 from hookline.sinks.resilient_log import BackOff, ResilientLog
 from hookline.sinks.sink import Record, check_sink, hand
-from hookline.sinks.writing_rank import has_ranks, own_rank
 
-__all__ = ["FanOut"]
+__all__ = ["FanOut", "has_ranks", "own_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -295,3 +296,21 @@ def _log_of_rank(log: str | Path | RecordLog) -> Path | RecordLog:
         return log
     path, rank = Path(log), own_rank()
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+
+
+def own_rank() -> int:
+    """Return which process of a distributed run this is, as torch or ``torchrun`` says; 0 without either."""
+    if has_ranks():
+        return int(sys.modules["torch.distributed"].get_rank())
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def has_ranks() -> bool:
+    """Return whether this is one of several processes that can reach each other, so that one writes for all.
+
+    torch is not imported for it: a process that has not imported torch is in no group.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    is_in_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return bool(is_in_group and distributed.get_world_size() > 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +18,10 @@ from hookline.guard.rng import kept_rng
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.messages import nearest_names, type_name
+from hookline.sinks.fan_out import has_ranks
 from hookline.training.firing import Done, Firing, ObserverCheck, handle_hook_error
 from hookline.training.metric_output import set_recorder
+from hookline.training.ranks.rank_sync import join_ranks
 from hookline.training.reference_weights import ReferenceWeights
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from hookline.training.metric_output import MetricOutput
     from hookline.training.plan import PlannedHook, PointHooks
     from hookline.training.ranks.rank_sync import RankSync
+    from hookline.training.training_hook import TrainingHook
 
 __all__ = ["FiringEngine", "parse_moment"]
 
@@ -74,6 +77,8 @@ class FiringEngine:
         self._check = ObserverCheck() if strict else None
         self._has_reference: set[str] = set()
         self._warned: set[str] = set()
+        self.has_met = False
+        """Whether it is known if there are other ranks."""
         self.ranks: RankSync | None = None
         """Keeps this rank together with the others; None in one process."""
 
@@ -82,6 +87,14 @@ class FiringEngine:
         self.done = ()
         self.reference.reset()
         self._has_reference.clear()
+
+    def costs(self) -> dict[str, dict[str, float]]:
+        """Return how often each hook was called and how long that took."""
+        total = {name: self.seconds[name] * 1e3 for name in self.calls}
+        return {
+            name: {"count": count, "total_ms": total[name], "mean_ms": total[name] / count}
+            for name, count in self.calls.items()
+        }
 
     def fire(
         self, hooks: PointHooks, run_ctx: Any, model_ctx: Any, epoch: int | None, global_step: int
@@ -128,6 +141,20 @@ class FiringEngine:
         return dict(metrics)
 
     # -- with several ranks -------------------------------------------------------------------------------
+
+    def meet_ranks(self, hooks: Mapping[str, TrainingHook], flush_every: int | None) -> RankSync | None:
+        """Find out, once, whether there are other ranks; check then that they have the same hooks."""
+        if not self.has_met:
+            self.has_met = True
+            self.ranks = join_ranks(hooks, flush_every) if has_ranks() else None
+        return self.ranks
+
+    def together(self, what: str, act: Callable[[], None]) -> None:
+        """Do something that may fail on one rank alone; raise on all if it does."""
+        if self.ranks is None:
+            act()
+        else:
+            self.ranks.together(what, act)
 
     def _hold(self, firing: Firing, raised: Exception | None, ranks: RankSync) -> None:
         """Keep what hooks raised for the next exchange, where all ranks learn of it."""

@@ -27,7 +27,6 @@ from hookline.training.metric_output import MetricOutput, make_fan_out, set_reco
 from hookline.training.plan import PointHooks, make_plan
 from hookline.training.plan_queries import PlanQueries
 from hookline.training.ranks.rank_member import RankMember
-from hookline.training.ranks.rank_sync import together
 from hookline.training.registry import HookRegistry
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from hookline.sinks.fan_out import FanOut
     from hookline.sinks.record_log import RecordLog
+    from hookline.training.ranks.rank_sync import RankSync
     from hookline.training.training_hook import TrainingHook
 
 __all__ = ["HookManager"]
@@ -162,7 +162,7 @@ class HookManager(PlanQueries, RankMember):
                 out, to the epoch of the last firing.
         """
         self._global_step += 1
-        if not self._has_met:
+        if not self._engine.has_met:
             self.meet_ranks()
         if self._flush_every is not None and self._global_step % self._flush_every == 0 and self._output.has_steps:
             before = self._global_step - 1
@@ -208,12 +208,13 @@ class HookManager(PlanQueries, RankMember):
             hooks = self._find_point(HookPoint.of(point))
         if hooks is None or self._global_step < hooks.next_due:
             return {}
-        if not self._has_met:
+        if not self._engine.has_met:
             self.meet_ranks()
         try:
             return self._engine.fire(hooks, run_ctx, model_ctx, epoch, self._global_step)
         finally:
-            self._drop_disabled()
+            if self._engine.errors.disabled:
+                self._drop_disabled()
 
     def _find_point(self, point: HookPoint) -> PointHooks | None:
         if self._plan.undecided:
@@ -240,7 +241,13 @@ class HookManager(PlanQueries, RankMember):
 
     def start(self, model: nn.Module) -> None:
         """Tell every hook that training begins, or goes on; the loops of hookline do."""
-        together(self.meet_ranks(), "starting the hooks", partial(self._managed.start, model))
+        self.meet_ranks()
+        self._engine.together("starting the hooks", partial(self._managed.start, model))
+
+    def meet_ranks(self) -> RankSync | None:
+        """Find out whether there are other ranks, and check that they have the same hooks; the loops call it."""
+        self._output.ranks = self._engine.meet_ranks(self.hooks, self._flush_every)
+        return self._output.ranks
 
     def finish(self) -> None:
         """Tell every hook that training is over; the loops of hookline do, however it ended."""
@@ -309,7 +316,8 @@ class HookManager(PlanQueries, RankMember):
     def _flush(self, position: int, step: int) -> dict[str, Any]:
         flushed = self._output.flush_steps(position, step)
         self.fan_out.warn_pending()
-        self._settle()
+        if self._engine.ranks is not None:
+            self._settle()
         return flushed
 
     def emit_metrics(self, metrics: Mapping[str, Any], step: int, point: HookPoint, *, reduced: bool = False) -> None:
@@ -350,15 +358,8 @@ class HookManager(PlanQueries, RankMember):
         return self._output.fan_out
 
     def costs(self) -> dict[str, dict[str, float]]:
-        """Return how often each hook was called and how long that took: ``count``, ``total_ms``, ``mean_ms``.
-
-        By the clock of the host: work that a hook has left to a device is in ``manager.profiler`` alone.
-        """
-        total = {name: self._engine.seconds[name] * 1e3 for name in self.fired}
-        return {
-            name: {"count": count, "total_ms": total[name], "mean_ms": total[name] / count}
-            for name, count in self.fired.items()
-        }
+        """Return ``count``, ``total_ms`` and ``mean_ms`` of each hook's calls, by the clock of the host."""
+        return self._engine.costs()
 
     def flush_sinks(self) -> None:
         """Write what is buffered, and have every sink write what it holds back: the run is over."""

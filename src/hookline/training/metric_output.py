@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import LifecycleError, MetricError, OptionError
 from hookline.lifecycle.points import HookPoint
-from hookline.sinks.fan_out import FanOut
+from hookline.sinks.fan_out import FanOut, own_rank
 from hookline.sinks.metric_values import JsonCleaner, dumps
 from hookline.sinks.record_log import LineFile, size_of
 from hookline.sinks.sink import MetricSink, Record, StepSeries
-from hookline.sinks.writing_rank import own_rank
 from hookline.training.hook_metrics import PLAIN, copy_metric, to_host
 
 if TYPE_CHECKING:

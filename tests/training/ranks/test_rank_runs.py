@@ -1,4 +1,4 @@
-"""Runs of two ranks: data, reductions, inertness, errors on one rank, a rank that is killed. Real processes over gloo."""
+"""Runs of two ranks: data, reductions, inertness, errors on one rank, a rank that is killed. Real gloo processes."""
 
 from __future__ import annotations
 

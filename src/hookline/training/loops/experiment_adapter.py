@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from hookline.errors import OptionError
@@ -93,7 +94,8 @@ class ExperimentAdapter:
     @property
     def bare_model(self) -> nn.Module:
         """The model without what averages gradients over ranks: as hooks see it, and may differentiate it."""
-        return bare_model(self.model)
+        model: nn.Module = self.experiment.model
+        return bare_model(model) if isinstance(model, DistributedDataParallel) else model
 
     @property
     def lr(self) -> Any:

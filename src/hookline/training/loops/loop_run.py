@@ -18,6 +18,7 @@ from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import caller_stacklevel, type_name
+from hookline.sinks.fan_out import has_ranks
 from hookline.training.checkpoints.saving import Saving
 from hookline.training.hook_metrics import to_host
 from hookline.training.loops.gradient_retention import GradientRetention
@@ -363,7 +364,8 @@ def start_run(
         _prepare(manager, adapter.loop, anew=first == 0, run_context=run_context or {})
         for sentence in manager.will_fire(points):
             warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
-    run = Run(adapter, manager, join_ranks({}) if manager is None else manager.meet_ranks())
+    alone = join_ranks({}) if manager is None and has_ranks() else None
+    run = Run(adapter, manager, alone if manager is None else manager.meet_ranks())
     run.next_epoch = first
     if adapter.loop == "step":
         _check_step(run, first)

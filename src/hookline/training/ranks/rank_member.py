@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hookline.error_policy import error_text
-from hookline.training.ranks.rank_sync import RankSync, join_ranks
+from hookline.training.ranks.rank_sync import RankSync
 
 if TYPE_CHECKING:
     from hookline.training.firing_engine import FiringEngine
     from hookline.training.metric_output import MetricOutput
     from hookline.training.plan import Plan
-    from hookline.training.training_hook import TrainingHook
 
 __all__ = ["RankMember"]
 
@@ -24,26 +23,16 @@ class RankMember:
 
     _engine: FiringEngine
     _output: MetricOutput
-    _flush_every: int | None
     _global_step: int
     _plan: Plan
-    _has_met = False
 
     if TYPE_CHECKING:
-        hooks: dict[str, TrainingHook]
 
         def _make_plan(self) -> None: ...
 
     @property
     def ranks(self) -> RankSync | None:
         """What keeps this rank together with the others; None in one process, and before the run has begun."""
-        return self._engine.ranks
-
-    def meet_ranks(self) -> RankSync | None:
-        """Find out whether there are other ranks, and check that they have the same hooks; the loops call it."""
-        if not self._has_met:
-            self._has_met = True
-            self._engine.ranks = self._output.ranks = join_ranks(self.hooks, flush_every=self._flush_every)
         return self._engine.ranks
 
     def _check_ranks(self, ranks: RankSync) -> None:

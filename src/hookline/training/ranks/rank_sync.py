@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.distributed.exchange import Exchange
 from hookline.distributed.metric_rules import reduce_metrics
-from hookline.distributed.ranks import gather_objects, is_distributed, rank_count, rank_names, this_rank
+from hookline.distributed.ranks import gather_objects, rank_count, rank_names, this_rank
 from hookline.error_policy import error_text
 from hookline.errors import RankError
 from hookline.lifecycle.points import HookPoint
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hookline.sinks.sink import StepSeries
     from hookline.training.training_hook import TrainingHook
 
-__all__ = ["RankFailure", "RankSync", "join_ranks", "together"]
+__all__ = ["RankFailure", "RankSync", "join_ranks"]
 
 _SECONDS_BETWEEN: Final = 2.0
 """About how long ranks train before they ask each other whether one of them has to stop; the answer takes 0.3 ms."""
@@ -37,33 +37,15 @@ _SECONDS: Final = "\x1fseconds"
 _SIGNALS: Final = ("", "SIGINT", "SIGTERM")
 
 
-def join_ranks(hooks: Mapping[str, TrainingHook], **options: Any) -> RankSync | None:
-    """Return what keeps this rank together with the others; None where there is one process.
+def join_ranks(hooks: Mapping[str, TrainingHook], flush_every: int | None = None) -> RankSync:
+    """Return what keeps this rank together with the others.
 
-    Hooks, their schedules and the ``options`` have to be the same on every rank: a difference is a `RankError` on all.
+    Hooks, their schedules and the flushes have to be the same on every rank: a difference is a `RankError` on all.
     """
-    if not is_distributed():
-        return None
     described = [f"{name} ({hook.step_schedule})" if hook.step_schedule else name for name, hook in hooks.items()]
-    said = {"hooks": ", ".join(described) or "none"} | {key: str(value) for key, value in options.items()}
+    said = {"hooks": ", ".join(described) or "none", "flush_every": str(flush_every)}
     _check_same(gather_objects(said, what="comparing the hooks of the ranks"))
     return RankSync(ReduceRules(hooks))
-
-
-def together(ranks: RankSync | None, what: str, act: Callable[[], None]) -> None:
-    """Do something that may fail on one rank alone, and raise on all if it does."""
-    if ranks is None:
-        act()
-        return
-    raised: BaseException | None = None
-    try:
-        act()
-    except Exception as error:
-        raised = error
-    agreed = ranks.meet(raised, what)
-    if agreed is not None:
-        ranks.agreed_error = agreed
-        raise agreed
 
 
 def _check_same(said: list[dict[str, Any]]) -> None:
@@ -190,6 +172,18 @@ class RankSync:
         """Return what hooks raised on any rank since the last time."""
         failed, self._failed = self._failed, {}
         return failed
+
+    def together(self, what: str, act: Callable[[], None]) -> None:
+        """Do something that may fail on one rank alone, and raise on all if it does."""
+        raised: BaseException | None = None
+        try:
+            act()
+        except Exception as error:
+            raised = error
+        agreed = self.meet(raised, what)
+        if agreed is not None:
+            self.agreed_error = agreed
+            raise agreed
 
     def meet(self, error: BaseException | None, what: str) -> BaseException | None:
         """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
