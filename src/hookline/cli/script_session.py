@@ -23,7 +23,7 @@ from hookline.errors import HooklineError
 from hookline.integrations.follow import follow
 from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
-from hookline.training.loops.loop_run import LoopResult
+from hookline.training.loops.loop_result import LoopResult
 from hookline.training.manager import HookManager
 
 if TYPE_CHECKING:
