@@ -41,6 +41,9 @@ FUNCTIONS = _named(
         attach_relu_gradient_flow_hooks attach_saturated_activation_hooks build_extractor
         compute_dead_neuron_stats compute_saturated_activation_stats
     """,
+        "observe": """
+        alarm
+    """,
         "report": """
         load_run load_runs write_report
     """,
@@ -92,7 +95,7 @@ CLASSES = _named(
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
     """,
         "observe": """
-        Cache Captured Patch Profile ProfileRow Watch
+        Cache Captured Patch Profile ProfileRow StepAlarm Trouble Watch
     """,
         "report": """
         LoadedRun

@@ -94,6 +94,13 @@ class DeviceRows:
         numbers: NDArray[np.float64] = rows[: self._count].to("cpu", copy=True).numpy()
         return numbers
 
+    def copy(self) -> Tensor:
+        """Return the columns of all rows that are added up, as they are now, on their device; nothing waits."""
+        width = len(self._layout.added)
+        parts = [block[:, :width] for block in self._blocks]
+        rows = torch.cat(parts) if len(parts) > 1 else parts[0].clone() if parts else self._initial[None, :width][:0]
+        return rows[: self._count]
+
     def _add_block(self) -> None:
         # Not in inference mode: what is made there could not be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():

@@ -143,6 +143,8 @@ class Watch(ShownAsTable):
         self._ranks: RankStats | None = None
         self._between_ranks: Callable[[], RankStats] = lambda: RankStats(self._engine, model)
         """Makes what reduces statistics over ranks; not before it is needed, since most runs have one rank."""
+        self.times_forgotten = 0
+        """How often what was counted turned out to be no training, and was dropped."""
         self._removed = False
 
     def to_metrics(self, *, reset: bool = False, local: bool = False, per_rank: bool = False) -> dict[str, Any]:
@@ -349,6 +351,7 @@ class Watch(ShownAsTable):
 
     def _forget(self) -> None:
         """Drop what was counted: training begins, and it was something else."""
+        self.times_forgotten += 1
         self._engine.flush()
         for place in list(self._engine.places.values()):
             if place.kind not in ("", "param"):

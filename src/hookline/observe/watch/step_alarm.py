@@ -1,0 +1,302 @@
+"""Say which rank, micro-batch and layer was the first with NaN, infinity or a spike.
+
+Users call `alarm`. It keeps a `Watch`, copies its rows at the beginning of each forward, and compares the copies when
+the step is over; on a GPU that is one transfer per step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+import torch
+
+from hookline.distributed.ranks import gather_objects, this_rank
+from hookline.errors import OptionError
+from hookline.messages import short_repr
+from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
+from hookline.observe.watch.watch import Watch, watch
+from hookline.sites import _torch
+from hookline.sites.attach import attach
+from hookline.sites.handle import HandleSet
+from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
+from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.tables import OFF, ON, ShownAsTable, Table
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from hookline.hook_types import Target
+    from hookline.observe.watch.stats_engine import WatchedPlace
+
+__all__ = ["StepAlarm", "Trouble", "alarm"]
+
+logger = logging.getLogger("hookline.observe.alarm")
+
+_KINDS: Final = ("forward", "backward", LOCAL_GRADIENT)
+_KEPT: Final = 1000
+"""How many troubles are kept: after the first NaN in a weight, every step has some."""
+_LOGGED: Final = 10
+_HISTORY: Final = 5
+"""Micro-batches that a place is seen in before one can be a spike."""
+_SMOOTHING: Final = 0.9
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that was not as it should be, in one micro-batch on one rank."""
+
+    step: int
+    """The step of the optimizer, from 0."""
+    micro_batch: int
+    """Which forward of the step, from 0."""
+    rank: int
+    place: str
+    """The first place where it was seen: ``"layers.3/forward"``."""
+    what: str
+    """``"NaN"``, ``"Inf"`` or ``"spike"``."""
+    value: float
+    """How many NaN or infinities; of a spike, the norm."""
+    usual: float
+    """Of a spike, the usual norm; else 0."""
+    places: int
+    """At how many places it was seen in this micro-batch."""
+    order: int
+    """The position of the place in the order in which places first had a tensor."""
+    batch: Any = None
+    """What ``note_batch`` was given."""
+
+    def __str__(self) -> str:
+        where = f"step {self.step}, rank {self.rank}, micro-batch {self.micro_batch}"
+        batch = "" if self.batch is None else f", batch {short_repr(self.batch, 80)}"
+        more = "" if self.places == 1 else f", and {self.places - 1} places after it"
+        told = f"norm {self.value:.4g}, usually {self.usual:.4g}" if self.what == "spike" else f"{int(self.value)}"
+        return f"{where}{batch}: {self.what} ({told}) at {self.place!r}{more}"
+
+
+def alarm(
+    model: nn.Module,
+    target: Target = "*",
+    *,
+    optimizer: Optimizer | None = None,
+    on: str | Sequence[str] = _KINDS,
+    spike: float | None = None,
+    exclude: Target = None,
+    scaler: Any = None,
+) -> StepAlarm:
+    """Find which rank, micro-batch and layer was the first with NaN, infinity or a spike.
+
+    Recipe::
+
+        alarm = hookline.observe.alarm(model, optimizer=optimizer, spike=10)
+        for ids, batch in data:
+            alarm.note_batch(ids)
+            train_step(batch)
+        print(alarm)
+        first = alarm.gather()[:1]  # of all ranks; every rank has to call it
+
+    Each trouble is logged when its step is over (logger ``hookline.observe.alarm``), by the rank that has it; ranks ask
+    each other nothing before `gather`. The run stays the run it would have been, bit for bit.
+
+    Args:
+        model: The model; after DDP, FSDP2 or ``parallelize_module`` has wrapped it.
+        target: Which modules, and with them the parameters below; all by default.
+        optimizer: Its steps are the steps; without one, call ``alarm.step()`` after each.
+        on: Where to look: ``"forward"``, ``"backward"``, and ``"param_grad_local"``, the gradients of parameters before
+            ranks reduce them; after that every rank has the NaN of one.
+        spike: How many times its usual norm makes a spike; None looks for NaN and infinity alone. The usual norm is a
+            running mean, known after five micro-batches.
+        exclude: Modules and parameters to leave out.
+        scaler: The ``GradScaler`` in use.
+    """
+    if spike is not None and not spike > 1:
+        raise OptionError(f"spike= is how many times its usual norm makes a spike, 10 for instance; got {spike!r}.")
+    watched = watch(
+        model, target, on=on, stats=["norm", "nonfinite"], exclude=exclude, optimizer=optimizer, scaler=scaler
+    )
+    try:
+        return StepAlarm(model, watched, optimizer, spike)
+    except BaseException:
+        watched.remove(quiet=True)
+        raise
+
+
+class StepAlarm(ShownAsTable):
+    """The troubles that one `alarm` has found; prints as a table.
+
+    Recipe: ``alarm = hookline.observe.alarm(model, optimizer=optimizer)``; then ``print(alarm)``, ``alarm.troubles``.
+    Comes off by ``alarm.remove()``, or at the end of a ``with`` block.
+    """
+
+    def __init__(self, model: nn.Module, watched: Watch, optimizer: Optimizer | None, spike: float | None) -> None:
+        self.troubles: list[Trouble] = []
+        """What this rank has found, the first first; at most 1,000."""
+        self._watch = watched
+        self._engine = watched._engine
+        self._spike = spike
+        self._usual: dict[WatchedPlace, tuple[int, float]] = {}
+        self._batch: Any = None
+        self._steps = 0
+        self._marks = [self._mark()]
+        self._removed = False
+        self._handles = HandleSet([attach(model, self._begin_forward, on="forward_pre", observe=True, name="alarm")])
+        self._by_optimizer = optimizer is not None
+        if optimizer is not None:
+            inner = unwrap_optimizer(optimizer)
+            self._handles.add(attach_optimizer(inner, self._end_step, on="step_post", name="alarm"))
+
+    def note_batch(self, ids: Any) -> None:
+        """Name the batch of the forwards that follow, until the next call: ``alarm.note_batch(batch["ids"])``."""
+        self._batch = ids
+
+    def step(self) -> None:
+        """End a step; only where no optimizer was given."""
+        if self._by_optimizer:
+            raise OptionError("The optimizer makes the steps of this alarm; call step(), or give optimizer=, not both.")
+        self._watch.step()
+        self._end_step()
+
+    def gather(self) -> list[Trouble]:
+        """Return the troubles of all ranks, the first first; every rank has to call it."""
+        said = gather_objects(self.troubles, what="troubles of an alarm")
+        every = [trouble for of_rank in said for trouble in of_rank]
+        return sorted(every, key=lambda each: (each.step, each.micro_batch, each.order, each.rank))
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return how many troubles this rank has found, by what they were."""
+        return {f"alarm/{what}": float(sum(each.what == what for each in self.troubles)) for what in _WORDS}
+
+    def reset(self) -> None:
+        """Forget the troubles."""
+        self.troubles = []
+
+    def remove(self, *, quiet: bool = False) -> None:
+        """Take all hooks off; what was found stays."""
+        if not self._removed:
+            self._removed = True
+            self._handles.remove(quiet=True)
+            self._watch.remove(quiet=quiet)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove(quiet=exc_info[0] is not None)
+
+    def _table(self) -> Table:
+        if not self.troubles:
+            return Table(title=f"rank {this_rank()}: no trouble in {self._steps} steps")
+        names = ("step", "micro_batch", "rank", "place", "what", "value", "usual", "places", "batch")
+        rows = [[_cell(asdict(each)[name]) for name in names] for each in self.troubles]
+        return Table(list(names), rows, rule=False)
+
+    def _state(self) -> str:
+        return OFF if self._removed else ON
+
+    # -- at forwards and steps -------------------------------------------------------------------------------
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        # What activation checkpointing repeats was counted the first time.
+        if not _torch.in_recomputation() and _torch.graph_task_id() == -1:
+            self._marks.append(self._mark())
+
+    def _end_step(self, *args: Any) -> None:
+        """Compare the copies of the step that is over."""
+        marks = [*self._marks, self._mark()]
+        rows = [mark.on_host() for mark in marks]
+        for index, mark in enumerate(marks[:-1]):
+            if mark.forgotten != marks[index + 1].forgotten:  # until then it was an evaluation, and rows began anew
+                rows[: index + 1] = [{}] * (index + 1)
+        micro_batch = 0
+        for mark, before, after in zip(marks, rows, rows[1:], strict=False):
+            change = _difference(before, after)
+            if any(found[:, _FIRES].any() for found in change.values()):
+                self._find(change, micro_batch, mark.batch)
+                micro_batch += 1
+        self._steps += 1
+        self._watch.reset()  # or one NaN would stay in the sums of its place
+        self._marks = [self._mark()]
+
+    def _mark(self) -> _Mark:
+        self._engine.flush()
+        rows = {device: rows.copy() for device, rows in self._engine.device_rows.items()}
+        return _Mark(rows, self._batch, self._watch.times_forgotten)
+
+    def _find(self, change: dict[torch.device, NDArray[np.float64]], micro_batch: int, batch: Any) -> None:
+        """Note the first place of each kind of trouble in one micro-batch."""
+        found: dict[str, list[tuple[int, str, float, float]]] = {}
+        for place in self._engine.places.values():
+            for device, row in place.rows.items():
+                if device in change and row.number < len(change[device]) and change[device][row.number, _FIRES]:
+                    for what, value, usual in self._judge(place, change[device][row.number]):
+                        found.setdefault(what, []).append((row.number, place.label, value, usual))
+        for what, places in found.items():
+            order, label, value, usual = min(places)
+            trouble = Trouble(
+                self._steps, micro_batch, this_rank(), label, what, value, usual, len(places), order, batch
+            )
+            self._note(trouble)
+
+    def _judge(self, place: WatchedPlace, row: NDArray[np.float64]) -> list[tuple[str, float, float]]:
+        """Return what is wrong with one place in one micro-batch: what, its value, its usual value."""
+        fires, squares, bad, nan, inf = row[[_FIRES, _SQUARES, _BAD, _NAN, _INF]].tolist()
+        if bad:
+            # Compiled code has not counted them before its graph is made anew; there is at least one.
+            return [("NaN", nan or 1.0, 0.0)] if nan or not inf else [("Inf", inf, 0.0)]
+        if not squares >= 0:  # NaN was here earlier in this step, and is in the sum
+            return []
+        norm = math.sqrt(squares / fires)
+        seen, usual = self._usual.get(place, (0, norm))
+        is_spike = self._spike is not None and seen >= _HISTORY and norm > self._spike * usual
+        if not is_spike:
+            self._usual[place] = seen + 1, usual + (norm - usual) * max(1 - _SMOOTHING, 1 / (seen + 1))
+        return [("spike", norm, usual)] if is_spike else []
+
+    def _note(self, trouble: Trouble) -> None:
+        if len(self.troubles) < _KEPT:
+            self.troubles.append(trouble)
+        if len(self.troubles) <= _LOGGED:
+            logger.warning("%s", trouble)
+        elif len(self.troubles) == _LOGGED + 1:
+            logger.warning("rank %d: more follow, which are in alarm.troubles and not logged", this_rank())
+
+
+_WORDS: Final = ("NaN", "Inf", "spike")
+_FIRES, _SQUARES, _BAD, _NAN, _INF = 0, 3, 5, 6, 7
+"""Columns of a row, among those that are added up."""
+
+
+class _Mark:
+    """The rows of all devices when a forward began, and the batch that it was given."""
+
+    def __init__(self, rows: dict[torch.device, Tensor], batch: Any, forgotten: int) -> None:
+        self.rows = rows
+        self.batch = batch
+        self.forgotten = forgotten
+
+    def on_host(self) -> dict[torch.device, NDArray[np.float64]]:
+        return {device: rows.cpu().numpy() for device, rows in self.rows.items()}
+
+
+def _difference(
+    before: dict[torch.device, NDArray[np.float64]], after: dict[torch.device, NDArray[np.float64]]
+) -> dict[torch.device, NDArray[np.float64]]:
+    """Return by how much rows have grown; a row that is new began at zero."""
+    found = {}
+    for device, rows in after.items():
+        change = rows.copy()
+        old = before.get(device)
+        if old is not None:
+            change[: len(old)] -= old
+        found[device] = change
+    return found
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else short_repr(value, 40).strip("'")
