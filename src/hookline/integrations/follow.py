@@ -144,6 +144,8 @@ class Follow:
         self._error: BaseException | None = None
         self._handles: list[RemovableHandle] = []
         self._passes: LoaderPasses | None = None
+        self._other_passes: list[LoaderPasses] = []
+        self._at_close: list[Callable[[], None]] = []
         host.begin_run(model, self._optimizers[0], run_context=run_context, **parts)
         self._losses = BackwardLosses(partial(_scale_of, parts.get("scaler")))
         try:
@@ -185,6 +187,14 @@ class Follow:
     def epoch(self) -> int:
         """The epoch, counted from 0."""
         return self._epoch
+
+    def follow_loader(self, loader: Any) -> None:
+        """Follow another loader of the training data too: the one that skips what a resumed run has seen, say."""
+        self._other_passes.append(LoaderPasses(loader, self._take_batch, self._end_pass))
+
+    def when_closed(self, act: Callable[[], None]) -> None:
+        """Call ``act`` when this is closed: what was attached elsewhere for its sake comes off with it."""
+        self._at_close.append(act)
 
     def loss(self, value: Tensor | float) -> None:
         """Say what the loss of the step is that is being made, where ``backward()`` does not tell."""
@@ -314,8 +324,11 @@ class Follow:
         for handle in self._handles:
             handle.remove()
         self._losses.remove()
-        if self._passes is not None:
-            self._passes.remove()
+        for passes in (self._passes, *self._other_passes):
+            if passes is not None:
+                passes.remove()
+        for act in self._at_close:
+            act()
         self._pass = None
 
     def _close_at_exit(self) -> None:

@@ -1,0 +1,163 @@
+"""Hooks in a loop that uses Hugging Face Accelerate: `follow` for the hooks, `HooklineTracker` for what the loop logs.
+
+Users call `follow` after ``accelerator.prepare``; it calls `hookline.follow` with what Accelerate keeps. Needs the
+package ``accelerate``, which ``pip install 'hookline[accelerate]'`` brings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.errors import MissingPackageError, OptionError
+from hookline.integrations.follow import Follow
+from hookline.integrations.follow import follow as follow_loop
+from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.method_listeners import Listener, listen
+from hookline.lifecycle.points import HookPoint
+from hookline.messages import type_name
+from hookline.sinks.fan_out import FanOut, own_rank
+from hookline.sinks.jsonl_sink import JSONLSink
+from hookline.sinks.sink import Record
+from hookline.sites.wrappers import unwrap
+
+try:
+    from accelerate.tracking import GeneralTracker
+except ImportError as error:
+    raise MissingPackageError(
+        "hookline.integrations.accelerate needs the package accelerate: pip install 'hookline[accelerate]'."
+    ) from error
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["HooklineTracker", "follow"]
+
+_REPORT_TO: Final = (None, "sinks", "trackers")
+
+
+def follow(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    hooks: Iterable[Any] | str | None = None,
+    *,
+    scheduler: Any = None,
+    sinks: Any = None,
+    report_to: str | None = None,
+    **options: Any,
+) -> Follow:
+    """Fire hooks in a loop that Accelerate has prepared; return what follows it.
+
+    Recipe::
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        run = hookline.integrations.accelerate.follow(accelerator, model, optimizer, ["norms"], loader=loader)
+        for batch in loader:  # your loop, as it is
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        run.close()
+
+    A step that Accelerate leaves out, because gradients are accumulated or have overflowed, is none. The state of the
+    hooks is saved and loaded with ``accelerator.save_state`` and ``load_state``: call this before ``load_state``.
+
+    Args:
+        accelerator: The ``Accelerator``.
+        model: The model that it has prepared; hooks see the one inside, with plain names.
+        optimizer: The optimizer that it has prepared.
+        hooks: Hooks as objects, classes or names; trackers and watches as well.
+        scheduler: Of the learning rate, prepared or not; interventions put it back.
+        sinks: Where metrics go. If left out: the sinks of a `HooklineTracker` of the accelerator, or else as
+            ``report_to="trackers"`` if it has trackers, or else lines of JSON in ``hookline/`` in its project folder.
+        report_to: ``"trackers"`` hands metrics to ``accelerator.log`` as well, and so to the W&B or TensorBoard run
+            that is open. ``"sinks"`` does not.
+        options: As for `hookline.follow`: ``loader=``, ``loss_fn=``, ``run_file=``, ``on_error=``, …
+    """
+    if not hasattr(accelerator, "register_for_checkpointing"):
+        raise OptionError(f"follow(accelerator, model, optimizer) takes an Accelerator; got {type_name(accelerator)}.")
+    if report_to not in _REPORT_TO:
+        raise OptionError(f"report_to= is 'sinks' or 'trackers'; got {report_to!r}.")
+    given = sinks is not None or options.get("manager") is not None or options.get("run_file") is not None
+    if not given and report_to is None:
+        sinks, report_to = _usual_sinks(accelerator)
+    log = HostLogSink(lambda metrics, step: accelerator.log(metrics, step=step)) if report_to == "trackers" else None
+    folder = Path(accelerator.project_dir or ".") / "hookline"
+    run = follow_loop(
+        unwrap(model),
+        optimizer,
+        hooks,
+        sinks=sinks,
+        scheduler=getattr(scheduler, "scheduler", scheduler),
+        scaler=getattr(accelerator, "scaler", None),
+        report_to=log,
+        **{"run_context": {"run_dir": str(folder), "strategy": "accelerate"}, **options},
+    )
+    accelerator.register_for_checkpointing(run)
+    if options.get("loader") is not None:
+        # The rest of a resumed epoch comes from a loader that Accelerate makes.
+        run.when_closed(listen(accelerator, "skip_first_batches", Listener(_ignore, run.follow_loader, _ignore)))
+    return run
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _usual_sinks(accelerator: Any) -> tuple[Any, str | None]:
+    """Return where metrics go if nobody has said it: sinks, and what to report to."""
+    ours = [tracker for tracker in accelerator.log_with if isinstance(tracker, HooklineTracker)]
+    if ours:
+        return ours[0].fan_out, None
+    return (None, "trackers") if accelerator.log_with else ([JSONLSink()], None)
+
+
+class HooklineTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not look into accelerate
+    """Write what a loop logs with ``accelerator.log`` to sinks of hookline.
+
+    Recipe::
+
+        tracker = HooklineTracker([hookline.sinks.CSVSink("metrics.csv")])
+        accelerator = Accelerator(log_with=tracker)
+        accelerator.init_trackers("project", config={"lr": 1e-3})
+        accelerator.log({"loss": 0.5}, step=0)
+        accelerator.end_training()
+
+    Args:
+        sinks: Where metrics go.
+        log: A file that gets every record before the sinks do.
+    """
+
+    name = "hookline"
+    requires_logging_directory = False
+    main_process_only = True
+
+    def __init__(self, sinks: Iterable[Any] = (), *, log: str | Path | None = None) -> None:
+        super().__init__()
+        self.fan_out = FanOut(sinks, log)
+        """The sinks; `follow` of this module gives them the metrics of hooks too."""
+        self._step = -1
+
+    @property
+    def tracker(self) -> FanOut:
+        """The sinks, as ``accelerator.get_tracker("hookline", unwrap=True)`` returns them."""
+        return self.fan_out
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Tell the sinks the configuration of the run."""
+        self.fan_out.set_run_context({"config": dict(values)})
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        """Write numbers of one step; without a ``step``, of the next."""
+        self._step = self._step + 1 if step is None else int(step)
+        record = Record(dict(values), self._step, HookPoint.POST_STEP, self._step, None, own_rank(), time.time())
+        self.fan_out.write(record)
+        self.fan_out.warn_pending()
+
+    def finish(self) -> None:
+        """Close the sinks."""
+        self.fan_out.close()
