@@ -1,0 +1,198 @@
+"""A hook written once: its metrics, a watch's and a built-in analysis's are equal in every host, to the last bit.
+
+One model, one dataset, one seed; each host trains it in its own way. A host is a function in `HOSTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers_hosts import metrics_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SequentialSampler
+
+import hookline as hl
+from hookline.integrations.accelerate import follow
+from hookline.integrations.transformers import HooklineCallback
+from hookline.sinks import MemorySink
+
+POINTS = hl.HookPoint
+EPOCHS, STEPS = 3, 6
+Found = tuple[dict[Any, Any], dict[str, Tensor]]
+
+
+class Network(nn.Module):
+    """What every host can train: keywords in, a dictionary with the loss out. No dropout: hosts draw differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class EveryPoint(hl.TrainingHook):
+    """Reports at every point: losses, gradients of the step, of the step before, their mean; a sum over all steps."""
+
+    hook_points = set(POINTS)
+    needs_grads = needs_prev_step_grads = True
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        found: dict[str, Any] = {"step": ctx.step, "epoch": ctx.epoch, "weight": ctx.model.layers[0].weight.norm()}
+        if ctx.hook_point is POINTS.PRE_STEP:
+            found |= {"previous": _length(ctx.prev_step_grads), "batch": ctx.batch_data["x"].sum()}
+        elif ctx.hook_point is POINTS.POST_STEP:
+            self.total += ctx.loss
+            gradients = {name: p.grad for name, p in ctx.model.named_parameters()}
+            found |= {"loss": ctx.loss, "total": self.total, "gradient": _length(gradients), "index": ctx.batch_idx}
+        elif ctx.hook_point is not POINTS.PRE_EPOCH:
+            found |= {"loss": ctx.loss, "mean": _length(ctx.accumulated_grads)}
+        return found
+
+
+class Ahead(hl.InterventionHook):
+    """Perturbs the weights along the gradient of the batch, and trains an epoch: numbers of a run that never was."""
+
+    hook_points = {POINTS.POST_STEP, POINTS.SNAPSHOT}
+    step_schedule = hl.StepSchedule("stride", stride=4)
+
+    def intervene(self, run_ctx: Any, model_ctx: Any) -> dict[str, Any]:
+        if run_ctx.hook_point is POINTS.SNAPSHOT:
+            model_ctx.run_training_epoch()
+            return {"weight": model_ctx.model.layers[0].weight.norm()}
+        gradient = model_ctx.compute_batch_gradients()
+        model_ctx.apply_perturbation(gradient, -0.1)
+        return {"loss": model_ctx.batch_loss()}
+
+
+def _length(gradients: Any) -> Tensor:
+    squares = (grad.double().square().sum() for grad in gradients.values() if grad is not None)
+    return sum(squares, torch.zeros((), dtype=torch.float64)).sqrt()
+
+
+class Parts:
+    """The same model, optimizer, data and hooks for each host."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Network()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        data = torch.Generator().manual_seed(1)
+        x, y = torch.randn(8 * STEPS, 6, generator=data), torch.randint(3, (8 * STEPS,), generator=data)
+        self.data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+        self.sink = MemorySink()
+        self.watch = hl.watch(self.model, optimizer=self.optimizer, every=2)
+        self.hooks = [EveryPoint(), Ahead(), "norms", self.watch]
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """Batches of eight, in order."""
+        return DataLoader(self.data, batch_size=8)
+
+    @contextmanager
+    def found(self) -> Iterator[list[Found]]:
+        """Return metrics and weights in a list, when the block is over."""
+        result: list[Found] = []
+        yield result
+        self.watch.remove()
+        result.append((metrics_of(self.sink), {name: v.clone() for name, v in self.model.state_dict().items()}))
+
+
+def by_epoch_loop(parts: Parts, folder: Path) -> None:
+    """The loop of hookline."""
+    names = [hook for hook in parts.hooks if isinstance(hook, str)]
+    objects = [hook for hook in parts.hooks if not isinstance(hook, str)]
+    experiment = hl.Experiment(parts.model, parts.optimizer, parts.loader)
+    hl.epoch_loop(experiment, epochs=EPOCHS, manager=hl.HookManager(names, objects, [parts.sink]))
+
+
+def by_trainer(parts: Parts, folder: Path) -> None:
+    """The Trainer of Hugging Face."""
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(parts.data)
+
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=8, num_train_epochs=EPOCHS, max_grad_norm=0.0, report_to="none",
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    constant = torch.optim.lr_scheduler.ConstantLR(parts.optimizer, factor=1.0)
+    callback = HooklineCallback(parts.hooks, sinks=[parts.sink])
+    InOrder(
+        parts.model, args, train_dataset=parts.data, optimizers=(parts.optimizer, constant), callbacks=[callback]
+    ).train()
+
+
+def by_accelerate(parts: Parts, folder: Path) -> None:
+    """A loop that Accelerate has prepared."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(parts.model, parts.optimizer, parts.loader)
+    with follow(
+        accelerator, model, optimizer, parts.hooks, loader=loader, sinks=[parts.sink],
+        loss_fn=lambda model, batch: model(**batch)["loss"],
+    ):  # fmt: skip
+        for _ in range(EPOCHS):
+            for batch in loader:
+                accelerator.backward(model(**batch)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+HOSTS: dict[str, Callable[[Parts, Path], None]] = {"trainer": by_trainer, "accelerate": by_accelerate}
+
+
+def _run(host: Callable[[Parts, Path], None], folder: Path) -> Found:
+    parts = Parts()
+    with parts.found() as found:
+        host(parts, folder)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The metrics and weights of the epoch loop."""
+    return _run(by_epoch_loop, tmp_path_factory.mktemp("loop"))
+
+
+def test_the_reference_has_every_kind_of_metric(expected: Found) -> None:
+    """The comparison is of something: all five points, every step, a watch, an analysis, an intervention."""
+    metrics, _ = expected
+    assert {point for _, point, _ in metrics} == {point.name for point in POINTS}
+    assert [step for name, _, step in metrics if name == "EveryPoint/total"] == list(range(EPOCHS * STEPS))
+    kinds = {name.split("/")[0] for name, _, _ in metrics}
+    assert kinds == {"EveryPoint", "Ahead", "norms", "watch"}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_metrics_and_weights_are_equal_in_every_host(host: str, expected: Found, tmp_path: Path) -> None:
+    """Every metric of every hook at every step, and every weight at the end, bit for bit."""
+    metrics, weights = _run(HOSTS[host], tmp_path)
+    wanted, wanted_weights = expected
+    assert metrics.keys() == wanted.keys()
+    assert {key: value for key, value in metrics.items() if value != wanted[key]} == {}
+    assert all(torch.equal(weights[name], wanted_weights[name]) for name in wanted_weights)
+
+
+def test_another_run_differs(expected: Found, tmp_path: Path) -> None:
+    """The negative control: another learning rate, and metrics and weights are not equal."""
+    parts = Parts()
+    parts.optimizer.param_groups[0]["lr"] *= 1.0001
+    with parts.found() as found:
+        by_epoch_loop(parts, tmp_path)
+    metrics, weights = found[0]
+    assert metrics["EveryPoint/loss", "POST_STEP", STEPS] != expected[0]["EveryPoint/loss", "POST_STEP", STEPS]
+    assert not torch.equal(weights["layers.0.weight"], expected[1]["layers.0.weight"])
