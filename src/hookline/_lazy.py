@@ -6,16 +6,13 @@ names; type checkers and editors read it too. So ``import hookline`` costs next 
 
 from __future__ import annotations
 
-import importlib
-import re
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+# Nothing else at the top: `re`, `pathlib` and `typing` would double the time of ``import hookline``.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_EXPORT = re.compile(r"^from (\S+) import (\w+) as \2$", re.MULTILINE)
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -23,10 +20,12 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
     A line ``from hookline import sinks as sinks`` in the stub makes a subpackage reachable; it is not in ``__all__``.
     """
-    exports = {name: home for home, name in _EXPORT.findall(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))}
+    exports = dict(_exports(file))
     names = [name for name, home in exports.items() if home != package]
 
     def __getattr__(name: str) -> Any:
+        import importlib
+
         home = exports.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -40,3 +39,12 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return sorted({*vars(sys.modules[package]), *exports})
 
     return __getattr__, __dir__, names
+
+
+def _exports(file: str) -> Iterator[tuple[str, str]]:
+    """Yield name and home of each line ``from HOME import NAME as NAME`` of the stub beside ``file``."""
+    with open(f"{file.removesuffix('.py')}.pyi", encoding="utf-8") as stub:
+        for line in stub:
+            words = line.split()
+            if len(words) == 6 and (words[0], words[2], words[4]) == ("from", "import", "as") and words[3] == words[5]:
+                yield words[3], words[1]

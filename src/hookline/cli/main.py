@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from hookline.messages import did_you_mean
-
 __all__ = ["COMMANDS", "DONE", "FAILED", "RunFailed", "main", "own_text"]
 
 DONE: Final = 0
@@ -118,6 +116,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         return print_candidates(rest)
     if name not in COMMANDS:
+        from hookline.messages import did_you_mean  # not for every --help
+
         meant = did_you_mean(name, COMMANDS)
         print(f"hookline: Unknown command {name!r}.{meant} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return WRONG_USE
