@@ -1,6 +1,6 @@
-"""Read the options of a run that flags win over: those of a run file, or of the run that is resumed.
+"""Collect the options of a run that do not come from flags: those of a run file, or of the run that is resumed.
 
-`run_request` calls it and gets `RunSettings`.
+`run_request` calls `settings_of_file` and `settings_of_run`; both return `RunSettings`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ __all__ = ["RunSettings", "settings_of_file", "settings_of_run"]
 
 @dataclass
 class RunSettings:
-    """Hold the options that do not come from flags; flags win over them."""
+    """Hold the options that do not come from flags; a flag takes precedence over them."""
 
     flags: dict[str, Any] = field(default_factory=dict)
+    """The values for fields of `RunOptions`, by their names."""
     config: dict[str, Any] = field(default_factory=dict)
+    """The values for fields of the experiment's configuration."""
     hook_config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By hook, its arguments."""
     specs: list[dict[str, Any]] = field(default_factory=list)
+    """Hooks on modules, as data."""
     sinks: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """Sinks without a flag: name or path, and arguments."""
     trackers: list[dict[str, Any]] = field(default_factory=list)
     schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By hook, the arguments of its `StepSchedule`."""
     mistakes: Mistakes = field(default_factory=Mistakes)
-    """What is wrong with it; for a run file, one error tells all of it."""
+    """What is wrong with the values, with lines; raised as one error."""
     says_experiment: bool = False
-    """Whether the experiment is named here, and not by a flag."""
+    """Whether the run file names the experiment, and not the command line."""
     command: list[str] = field(default_factory=list)
     """The command that starts a script, in place of an experiment."""
 
@@ -79,7 +84,7 @@ def _of_run_file(document: Any) -> tuple[RunSettings, str | None]:
 
 
 def _beside(path: str, file: Path) -> str:
-    """Return the path of an experiment; its file may lie beside the run file."""
+    """Return ``path``, or the path of the same file beside the run file ``file``, if only that exists."""
     where, colon, name = path.rpartition(":")
     where = where if colon else path
     if where.endswith(".py") and not Path(where).exists() and (file.parent / where).exists():
@@ -88,7 +93,7 @@ def _beside(path: str, file: Path) -> str:
 
 
 def settings_of_run(options: RunOptions, found: FoundExperiment) -> RunSettings | None:
-    """Return the options of the newest run that can be resumed."""
+    """Return the options of the newest run of ``found``, from its run.json; None if there is no run to resume."""
     strategies = found.chosen(options.training.strategy)
     for strategy in strategies:
         folder = newest_run(Path(options.output.output_dir), found.name, strategy)
@@ -97,7 +102,7 @@ def settings_of_run(options: RunOptions, found: FoundExperiment) -> RunSettings 
             saved = facts.get("options", {})
             flags = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.get("flags", {}).items()}
             if not facts.get("hooks") and flags.get("with_hooks") is None and flags.get("hooks") is None:
-                flags["with_hooks"] = "none"  # of a version in which no flag meant no hooks
+                flags["with_hooks"] = "none"  # written by a version in which a run without these flags had no hooks
             flags |= {"strategy": options.training.strategy, "output_dir": options.output.output_dir}
             return RunSettings(
                 flags | {"loop": saved.get("loop", {}), "run_group": saved.get("run_group")},

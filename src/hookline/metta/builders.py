@@ -68,11 +68,11 @@ TRACKERS: Final[dict[str, type]] = {
 }
 """The class of each tracker by its key in ``context.model_metrics``, in the order of reports."""
 
-Phases: TypeAlias = str | Iterable[str]
+PhaseNames: TypeAlias = str | Iterable[str]
 
 
 def attach_relu_activation_hooks(
-    *, extractor: Any = "actor_hidden", unit_dim: int | None = None, during: Phases = "train"
+    *, extractor: Any = "actor_hidden", unit_dim: int | None = None, during: PhaseNames = "train"
 ) -> HookBuilder:
     """Make a builder of forward hooks that count how often each unit of a component is above zero.
 
@@ -97,7 +97,7 @@ def attach_saturated_activation_hooks(
     saturation_threshold: float = 0.95,
     extractor: Any = "critic_1",
     unit_dim: int | None = None,
-    during: Phases = "train",
+    during: PhaseNames = "train",
 ) -> HookBuilder:
     """Make a builder of forward hooks that count how often each unit of a component is saturated.
 
@@ -125,7 +125,7 @@ def attach_saturated_activation_hooks(
     )
 
 
-def attach_fisher_information_hooks(*, beta: float = 0.95, during: Phases = "train") -> BackwardHookBuilder:
+def attach_fisher_information_hooks(*, beta: float = 0.95, during: PhaseNames = "train") -> BackwardHookBuilder:
     """Make a builder of backward hooks that keep a running mean of the squared gradients of a component's parameters.
 
     Recipe::
@@ -151,7 +151,7 @@ def attach_fisher_information_hooks(*, beta: float = 0.95, during: Phases = "tra
 
 
 def attach_gradient_flow_hooks(
-    *, beta: float = 0.95, unit_dim: int | None = None, during: Phases = "train"
+    *, beta: float = 0.95, unit_dim: int | None = None, during: PhaseNames = "train"
 ) -> BackwardHookBuilder:
     """Make a builder of backward hooks that keep a running mean of the size of the gradient at each unit.
 
@@ -179,7 +179,9 @@ def attach_gradient_flow_hooks(
     )
 
 
-def attach_relu_gradient_flow_hooks(*, unit_dim: int | None = None, during: Phases = "train") -> BackwardHookBuilder:
+def attach_relu_gradient_flow_hooks(
+    *, unit_dim: int | None = None, during: PhaseNames = "train"
+) -> BackwardHookBuilder:
     """Make a builder of backward hooks that count how often a gradient leaves each unit of a ReLU.
 
     Recipe::
@@ -200,7 +202,7 @@ def attach_relu_gradient_flow_hooks(*, unit_dim: int | None = None, during: Phas
     return _backward_builder("relu_gradient_flow_state", ReLUGradientFlowState, feeder, during, unit_dim=unit_dim)
 
 
-def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: Phases, **options: Any) -> HookBuilder:
+def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: PhaseNames, **options: Any) -> HookBuilder:
     phases = validate_phases(during)
 
     def builder(component: str, context: ComponentContext) -> ActivationFeeder | None:
@@ -221,7 +223,7 @@ def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: Phase
 
 
 def _backward_builder(
-    key: str, make: Callable[[], Any], feeder: Callable[..., TrackerFeeder], during: Phases, **options: Any
+    key: str, make: Callable[[], Any], feeder: Callable[..., TrackerFeeder], during: PhaseNames, **options: Any
 ) -> BackwardHookBuilder:
     phases = validate_phases(during)
 

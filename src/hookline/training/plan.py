@@ -293,12 +293,12 @@ def _predecessors(hooks: Sequence[PlannedHook]) -> dict[int, set[int]]:
         later = [(number, numbers[name]) for name in _as_names(planned.hook.before) if name in numbers]
         earlier = [(numbers[name], number) for name in _as_names(planned.hook.after) if name in numbers]
         for first, second in later + earlier:
-            _check_kinds(hooks[first], hooks[second])
+            _check_roles(hooks[first], hooks[second])
             found[second].add(first)
     return found
 
 
-def _check_kinds(first: PlannedHook, second: PlannedHook) -> None:
+def _check_roles(first: PlannedHook, second: PlannedHook) -> None:
     if first.intervenes and not second.intervenes:
         raise HookOrderError(
             f"Hook {first.name!r} intervenes at {first.point.name} and {second.name!r} observes there, so it cannot "

@@ -148,7 +148,7 @@ def test_a_tensor_that_several_places_saw_is_read_once(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("count", [3, 700])
-@pytest.mark.parametrize("name", sorted(name for name, layout in LAYOUTS.items() if layout.by_row))
+@pytest.mark.parametrize("name", sorted(name for name, layout in LAYOUTS.items() if layout.fits_one_read))
 def test_rows_of_compiled_code_add_up_as_by_torch(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """fold_parts finds what as_columns does, with and without a scale, by one program and by several."""
     monkeypatch.setattr(kernels, "_FOLDED", 256)

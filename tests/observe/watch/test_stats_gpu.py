@@ -90,7 +90,7 @@ def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> N
         kernel.take([KernelInput(readable(x), ours, divisor)])
         by_torch.take(as_columns(summarize(x, layout), layout, divisor))
         parts, each = find_in(x.view(-1, 8 if size == 1000 else 64), layout)
-        assert each == (64 if layout.by_row and size > 1000 else 1)
+        assert each == (64 if layout.fits_one_read and size > 1000 else 1)
         if each == 1:
             kernel.take([KernelInput(readable(parts[0]), by_row, divisor)])
         else:

@@ -146,7 +146,7 @@ def find_in(tensor: Tensor, layout: Layout) -> tuple[list[Tensor], int]:
 
 def _row_length(numbers: Tensor, layout: Layout) -> int:
     """Return how long a row is; 1 if statistics are not to be found by row."""
-    if not layout.by_row or numbers.dtype not in _IN_ROWS or numbers.dim() == 0:
+    if not layout.fits_one_read or numbers.dtype not in _IN_ROWS or numbers.dim() == 0:
         return 1
     length = numbers.shape[-1]
     return _divisor(length) if _torch.is_known_to_be_at_most(length, _MOST) else 1

@@ -1,6 +1,6 @@
 """Say which statistics a watch keeps, and turn the columns of its rows into metrics and a table.
 
-`Watch`, the engine and the reducers ask a `Layout` for the columns; ``activation_stats`` and ``nan_alarm`` do, too.
+`Watch`, `StatsEngine` and the reducers ask a `Layout` for the columns; ``activation_stats`` and ``nan_alarm`` do, too.
 
 A row holds one float64 number per column. The first columns are added up, the others keep the largest number (so a
 minimum is kept negated). Both rules are the same for a CPU loop, a kernel and a compiled graph, and rows of several
@@ -47,7 +47,9 @@ class Layout:
     moments: bool = True
     """Whether sums and sums of squares are needed."""
     extremes: bool = True
+    """Whether minima and maxima are needed."""
     zeros: bool = True
+    """Whether zeros are counted."""
     details: bool = False
     """Whether NaN, Inf and finite-only extremes are counted from the start; else from the first that is seen."""
 
@@ -100,8 +102,8 @@ class Layout:
         )
 
     @property
-    def by_row(self) -> bool:
-        """Whether a compiled graph on a GPU can find everything by row, without reading the tensor again."""
+    def fits_one_read(self) -> bool:
+        """Whether a compiled graph on a GPU can reduce rows of the tensor to all columns in one read."""
         return (self.moments or self.extremes) and not self.details and not self.thresholds
 
     @property
