@@ -11,7 +11,7 @@ from helpers_ranks import run_cases
 
 import hookline
 from hookline.distributed import Exchange, gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
-from hookline.distributed.exchange import NamedPart
+from hookline.distributed.agreement import NamedPart
 from hookline.errors import RankError
 
 
@@ -29,7 +29,9 @@ class CountCollectives:
 
     def __enter__(self) -> CountCollectives:
         self.made: list[str] = []
-        self._real = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_object")}
+        self._real = {
+            name: getattr(dist, name) for name in ("all_reduce", "all_gather_object", "broadcast_object_list")
+        }
         for name, real in self._real.items():
             setattr(dist, name, self._counting(name, real))
         return self

@@ -1,22 +1,20 @@
 """Reduce numbers of all ranks by name: one SUM and one MAX, whatever the number of names.
 
 `Watch` and `metric_rules` call it. Ranks agree once which names there are, how many numbers each has, and which ranks
-hold the same shard; `channels` does the communication.
+hold the same shard, by `agreement`; `channels` does the communication.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 import hookline
+from hookline.distributed.agreement import Agreed, Declaration, NamedPart, agree
 from hookline.distributed.channels import Channel, channel
 from hookline.distributed.ranks import gather_objects, in_words, is_distributed, rank_names, this_rank
 from hookline.errors import RankError
@@ -24,63 +22,12 @@ from hookline.errors import RankError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Agreed", "Exchange", "NamedPart", "Reduced", "SameIfEqual"]
+__all__ = ["Exchange", "Reduced"]
 
 _HEADER: Final = 3
 """Numbers ahead of the MAX buffer: a flag, the digest of what was agreed, and its complement."""
 _STEADY, _NEW_NAMES, _FAILED = 0, 1, 2
 _made: Counter[str] = Counter()
-
-
-@dataclass(frozen=True)
-class SameIfEqual:
-    """A shard that ``ranks`` share if their numbers are equal when names are agreed; else each has a part."""
-
-    ranks: tuple[int, ...]
-    is_known: bool
-    """Whether there were numbers to compare."""
-    digest: bytes = field(compare=False)
-
-
-class NamedPart(NamedTuple):
-    """The numbers of one name on this rank: how many there are, and which shard they are of."""
-
-    name: str
-    added: int
-    """How many of the numbers that are added."""
-    kept: int
-    """How many of the numbers of which the largest is kept."""
-    shard: Hashable = None
-    """Ranks with the same shard hold the same numbers, which count once. None: every rank has numbers of its own."""
-
-
-class Holding(NamedTuple):
-    """One name, as all ranks agreed on it."""
-
-    added: slice
-    kept: slice
-    ranks: tuple[int, ...]
-    """The ranks that hold it."""
-    shards: int
-    """How many different shards there are."""
-    multiple: int
-    """How often each shard is in the sum."""
-
-
-@dataclass
-class Agreed:
-    """What all ranks agreed on: every name of any rank, and where its numbers are in the buffers."""
-
-    holdings: dict[str, Holding]
-    added: int
-    kept: int
-    digest: int
-    mine: tuple[NamedPart, ...]
-    """The parts that this rank declared."""
-    added_index: NDArray[np.int64]
-    added_factor: NDArray[np.float64]
-    kept_index: NDArray[np.int64]
-    divisor: NDArray[np.float64]
 
 
 class Reduced(NamedTuple):
@@ -135,21 +82,22 @@ class Exchange:
         if not is_distributed():
             if failure:
                 raise RankError(f"{self.what}: {failure}", ranks=(0,))
-            return Reduced(_agree([mine], 0), added, kept)
+            own = Declaration.of(mine)
+            return Reduced(agree(mine, [(own.names, own.shards)], 0), added, kept)
         if self._world is not torch.distributed.group.WORLD:
             self._agreed, self._world = None, torch.distributed.group.WORLD
         if self._agreed is None:
             self._agreed = self._new_agreement(mine, failure)
         flag = _FAILED if failure else _NEW_NAMES if mine != self._agreed.mine else _STEADY
-        own = channel(f"reduce/{self.what}", self.what)
-        largest = self._keep_largest(own, self._agreed, kept, flag)
+        connected = channel(f"reduce/{self.what}", self.what)
+        largest = self._keep_largest(connected, self._agreed, kept, flag)
         if largest is None:
             self._agreed = self._new_agreement(mine, failure)
-            largest = self._keep_largest(own, self._agreed, kept, _STEADY)
+            largest = self._keep_largest(connected, self._agreed, kept, _STEADY)
             assert largest is not None
         total = torch.zeros(self._agreed.added, dtype=torch.float64)
         total.numpy()[self._agreed.added_index] = added * self._agreed.added_factor
-        own.add(total, self.what)
+        connected.add(total, self.what)
         return Reduced(self._agreed, total.numpy() / self._agreed.divisor, largest)
 
     def _keep_largest(
@@ -168,14 +116,23 @@ class Exchange:
 
     def _new_agreement(self, mine: tuple[NamedPart, ...], failure: str | None) -> Agreed:
         """Tell all ranks the names of this one; raise on every rank if one failed, or if they cannot go together."""
-        said = gather_objects((hookline.__version__, self._options, mine, failure), what=self.what)
-        _check_failures(self.what, [each[3] for each in said])
+        own = Declaration.of(mine)
+        # Names are the same on most ranks: a digest of them travels, and the shards, of which there are few.
+        said = gather_objects((hookline.__version__, self._options, failure, own.digest, own.shards), what=self.what)
         _check_versions([each[0] for each in said])
+        _check_failures(self.what, [each[2] for each in said])
         _check_options(self.what, [each[1] for each in said])
-        return _agree([each[2] for each in said], this_rank())
+        digests = [each[3] for each in said]
+        different = {digest: digests.index(digest) for digest in dict.fromkeys(digests)}
+        if len(different) == 1:
+            names = {own.digest: own.names}
+        else:
+            gather = channel("gather")
+            names = {digest: gather.broadcast(own.names, rank, self.what) for digest, rank in different.items()}
+        return agree(mine, [(names[digest], each[4]) for digest, each in zip(digests, said, strict=True)], this_rank())
 
 
-# -- agreeing ------------------------------------------------------------------------------------------------
+# -- what ranks must have in common ------------------------------------------------------------------------------------
 
 
 def _check_failures(what: str, failures: list[str | None]) -> None:
@@ -209,75 +166,6 @@ def _minority(values: list[str]) -> tuple[int, ...]:
     """Return the ranks whose value is not the most frequent one."""
     most = Counter(values).most_common(1)[0][0]
     return tuple(rank for rank, value in enumerate(values) if value != most)
-
-
-def _agree(said: Sequence[Sequence[NamedPart]], rank: int) -> Agreed:
-    """Return where each name of any rank is in the buffers, and how the numbers of this ``rank`` get there."""
-    declared: dict[str, dict[int, NamedPart]] = {}
-    for each, parts in enumerate(said):
-        for part in parts:
-            declared.setdefault(part.name, {})[each] = part
-    holdings: dict[str, Holding] = {}
-    factors: dict[str, int] = {}
-    start_added = start_kept = 0
-    for name, by_rank in declared.items():
-        added = max(part.added for part in by_rank.values())
-        kept = max(part.kept for part in by_rank.values())
-        _check_widths(name, by_rank)
-        shards = {each: _shard_of(each, by_rank) for each in by_rank}
-        replicas = Counter(shards.values())
-        # Not every shard has as many replicas as the next: whole factors keep counts exact, where 1/3 would not.
-        multiple = math.lcm(*replicas.values())
-        if rank in by_rank:
-            factors[name] = multiple // replicas[shards[rank]]
-        ends = start_added + added, start_kept + kept
-        holdings[name] = Holding(
-            slice(start_added, ends[0]), slice(start_kept, ends[1]), tuple(by_rank), len(replicas), multiple
-        )
-        start_added, start_kept = ends
-    mine = tuple(said[rank])
-    divisor = np.ones(start_added)
-    for holding in holdings.values():
-        divisor[holding.added] = holding.multiple
-    return Agreed(
-        holdings,
-        start_added,
-        start_kept,
-        _digest(holdings),
-        mine,
-        _index(holdings[part.name].added for part in mine),
-        np.repeat([float(factors[part.name]) for part in mine], [part.added for part in mine]),
-        _index(holdings[part.name].kept for part in mine),
-        divisor,
-    )
-
-
-def _shard_of(rank: int, by_rank: dict[int, NamedPart]) -> Hashable:
-    """Return the shard that ``rank`` holds, by what all ranks that hold the name have said."""
-    shard = by_rank[rank].shard
-    if isinstance(shard, SameIfEqual):
-        others = [by_rank[each].shard if each in by_rank else None for each in shard.ranks]
-        digests = {each.digest if isinstance(each, SameIfEqual) else None for each in others}
-        return ("group", shard.ranks) if len(digests) == 1 and shard.is_known else ("rank", rank)
-    return ("rank", rank) if shard is None else shard
-
-
-def _check_widths(name: str, by_rank: dict[int, NamedPart]) -> None:
-    widths = {(part.added, part.kept) for part in by_rank.values()}
-    if len(widths) > 1:
-        told = {rank: f"{part.added} + {part.kept} numbers" for rank, part in by_rank.items()}
-        words = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
-        raise RankError(f"{name!r} has not the same size on all ranks: {words}. Give every rank the same options.")
-
-
-def _index(slices: Any) -> NDArray[np.int64]:
-    parts = [np.arange(each.start, each.stop) for each in slices]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _digest(holdings: dict[str, Holding]) -> int:
-    text = repr([(name, held.added.stop, held.kept.stop) for name, held in holdings.items()])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 # -- the order of numbers ------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from hookline.distributed.exchange import Exchange, NamedPart, Reduced
+from hookline.distributed.agreement import NamedPart
+from hookline.distributed.exchange import Exchange, Reduced
 from hookline.distributed.ranks import gather_objects, is_distributed
 from hookline.errors import OptionError
 from hookline.messages import suggest, type_name

@@ -23,7 +23,6 @@ class Placed(NamedTuple):
 
     mesh: Any
     placements: tuple[Any, ...]
-    shape: tuple[int, ...]
 
     @property
     def is_partial(self) -> bool:
@@ -39,7 +38,7 @@ def placed(tensor: Tensor, before: Placed | None = None) -> Placed | None:
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     if before is not None and before.placements == placements and before.mesh is mesh:
         return before
-    return Placed(mesh, tuple(placements), tuple(tensor.shape))
+    return Placed(mesh, tuple(placements))
 
 
 def arrived(tensor: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ def arrived(tensor: Tensor) -> Tensor:
 
 def parameter_shard(where: Placed) -> Hashable:
     """Return the shard of a parameter or its gradient; ranks outside of its mesh hold replicas."""
-    return ("shard", where.shape, _coordinates(where))
+    return ("shard", _coordinates(where))
 
 
 def activation_shard(where: Placed) -> Hashable:

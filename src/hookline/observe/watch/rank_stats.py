@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from hookline.distributed.exchange import Agreed, Exchange, NamedPart, Reduced, SameIfEqual
+from hookline.distributed.agreement import Agreed, NamedPart, SameIfEqual
+from hookline.distributed.exchange import Exchange, Reduced
 from hookline.distributed.ranks import gather_objects, is_distributed, rank_count, rank_names, this_rank
 from hookline.distributed.shards import Placed, activation_shard, parameter_shard, tensor_parallel_ranks
 from hookline.errors import RankError
-from hookline.observe.watch.stat_columns import as_metrics
+from hookline.observe.watch.stat_columns import MetricTable
 from hookline.observe.watch.stat_rows import AliveUnits, ExponentBins
 from hookline.sites.targets import select
 
@@ -83,6 +84,7 @@ class RankStats:
         self._parts: dict[WatchedPlace, _CachedPart] = {}
         self._widths: dict[str, int] = {}
         self._checked: Agreed | None = None
+        self._rows: _ReducedRows | None = None
         self.left_out: dict[str, str] = {}
         """Why the statistics of a place are not reduced over ranks, by its label."""
 
@@ -149,7 +151,7 @@ class RankStats:
             return ("group", group or tuple(range(rank_count())))
         if place.placed is not None:
             return activation_shard(place.placed)
-        return SameIfEqual(group, bool(row[0]), hashlib.sha256(row.tobytes()).digest()) if group else None
+        return SameIfEqual(group, bool(row[0]), hashlib.sha256(row.tobytes()).digest()[:8]) if group else None
 
     def _tensor_parallel(self) -> tuple[int, ...]:
         if self._group is None:
@@ -185,37 +187,27 @@ class RankStats:
     def _check(self, agreed: Agreed) -> None:
         """Raise if a rank lacks modules that the others have; note the places that cannot be reduced."""
         self.left_out = {}
-        by_rank: dict[int, set[str]] = {rank: set() for rank in range(rank_count())}
-        for label, held in agreed.holdings.items():
-            for rank in held.ranks:
-                by_rank[rank].add(label)
         inner = _without_containers({label for label in agreed.holdings if _kind(label) and _BY_UNIT not in label})
-        stages = {frozenset(names & inner): rank for rank, names in sorted(by_rank.items(), reverse=True)}
-        _check_stages(stages)
+        labels: dict[tuple[int, ...], set[str]] = {}
+        for label, held in agreed.holdings.items():
+            if label in inner:
+                labels.setdefault(held.ranks, set()).add(label)
+        stage_of = {rank: frozenset(each for each in labels if rank in each) for rank in range(rank_count())}
+        first = {stage: rank for rank, stage in sorted(stage_of.items(), reverse=True)}
+        _check_stages({frozenset().union(*(labels[each] for each in stage)): rank for stage, rank in first.items()})
         outer = [label for label in agreed.holdings if _kind(label) in ("forward", "backward") and label not in inner]
         for label in outer:
-            if len({frozenset(by_rank[rank] & inner) for rank in agreed.holdings[label].ranks}) > 1:
+            if len({stage_of[rank] for rank in agreed.holdings[label].ranks}) > 1:
                 self.left_out[label] = _SEVERAL_STAGES
         self._checked = agreed
 
     def _metrics(self, reduced: Reduced) -> dict[str, Any]:
-        layout = self._engine.layout
-        added, kept = reduced.added.tolist(), reduced.kept.tolist()
-        metrics: dict[str, Any] = {}
-        for label, held in reduced.agreed.holdings.items():
+        if self._rows is None or self._rows.agreed is not reduced.agreed:
+            self._rows = _ReducedRows(reduced.agreed, self._engine.layout, self.left_out)
+        metrics = self._rows.metrics(reduced)
+        for label in self._rows.by_unit:
             place, _, statistic = label.partition(_BY_UNIT)
-            if place in self.left_out:
-                continue
-            prefix = f"{place}/" if place else ""
-            if statistic:
-                self._add_beside(metrics, prefix, statistic, reduced, label)
-                continue
-            numbers = added[held.added] + kept[held.kept]
-            cells = dict(zip((*layout.names, "firings"), numbers, strict=True))
-            if _kind(label) != _LOCAL:
-                cells["fires"] = cells["firings"]
-            for name, value in as_metrics(cells, layout).items():
-                metrics[prefix + name] = value
+            self._add_beside(metrics, f"{place}/" if place else "", statistic, reduced, label)
         return metrics
 
     def _add_beside(self, metrics: dict[str, Any], prefix: str, statistic: str, reduced: Reduced, label: str) -> None:
@@ -257,6 +249,33 @@ def _comparable(target: Any) -> Any:
     if isinstance(target, list | tuple):
         return [_comparable(each) for each in target]
     return type(target).__name__
+
+
+class _ReducedRows:
+    """Finds the rows of places in the buffers that all ranks agreed on."""
+
+    def __init__(self, agreed: Agreed, layout: Layout, left_out: Mapping[str, str]) -> None:
+        self.agreed = agreed
+        labels = [label for label in agreed.holdings if label.partition(_BY_UNIT)[0] not in left_out]
+        self.by_unit = [label for label in labels if _BY_UNIT in label]
+        """What is kept per unit."""
+        places = [label for label in labels if _BY_UNIT not in label]
+        held = [agreed.holdings[label] for label in places]
+        self._added = _positions([each.added.start for each in held], len(layout.added))
+        self._kept = _positions([each.kept.start for each in held], len(layout.kept) + 1)
+        # Each rank's own gradient is a firing; of anything else, one process would have fired once on the whole batch.
+        self._by_rank = np.array([_kind(label) == _LOCAL for label in places], dtype=bool)
+        self._table = MetricTable(layout, [f"{label}/" if label else "" for label in places])
+
+    def metrics(self, reduced: Reduced) -> dict[str, Any]:
+        """Return the metrics of all places."""
+        rows = np.concatenate([reduced.added[self._added], reduced.kept[self._kept]], axis=1)
+        rows[:, 0] = np.where(self._by_rank, rows[:, 0], rows[:, -1])
+        return self._table.metrics(rows[:, :-1])
+
+
+def _positions(starts: list[int], width: int) -> NDArray[np.int64]:
+    return np.array(starts, dtype=np.int64).reshape(-1, 1) + np.arange(width)
 
 
 class _CachedPart(NamedTuple):

@@ -24,7 +24,7 @@ from hookline.observe.host_values import fetch
 from hookline.observe.watch.cpu_stats import add, measure
 from hookline.observe.watch.graph_stats import add_up, as_columns, as_numbers, summarize
 from hookline.observe.watch.pending_tensors import Note, PendingTensors
-from hookline.observe.watch.stat_columns import as_metrics
+from hookline.observe.watch.stat_columns import MetricTable
 from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, is_available, readable
 from hookline.observe.watch.stat_rows import AliveUnits, DeviceRows, ExponentBins, StatRow
 from hookline.sites import _torch
@@ -118,6 +118,7 @@ class StatsEngine:
         self.device_rows: dict[torch.device, DeviceRows] = {}
         self._kernels: dict[torch.device, Kernel | None] = {}
         self._pending: dict[torch.device, PendingTensors] = {}
+        self._table: tuple[list[WatchedPlace], MetricTable] | None = None
         self.lock = threading.RLock()
         """Held while rows and places are handed out, and while what is kept per unit changes."""
 
@@ -295,14 +296,13 @@ class StatsEngine:
     def to_metrics(self, snapshot: StatsSnapshot | None = None) -> dict[str, Any]:
         """Return every statistic, by ``"name/kind/statistic"``."""
         places, rows, beside = snapshot or self.snapshot()
-        metrics: dict[str, Any] = {}
-        for place, row in zip(places, rows.tolist(), strict=True):
-            found: dict[str, Any] = as_metrics(dict(zip(self.layout.names, row, strict=True)), self.layout)
-            for one, values in zip(place.beside, beside.get(place, ()), strict=False):
+        if self._table is None or self._table[0] != places:
+            self._table = places, MetricTable(self.layout, [place.prefix for place in places])
+        metrics = self._table[1].metrics(rows)
+        for place, found in beside.items():
+            for one, values in zip(place.beside, found, strict=True):
                 if values:
-                    found[one.name] = one.as_metric(values)
-            for name, value in found.items():
-                metrics[place.prefix + name] = value
+                    metrics[place.prefix + one.name] = one.as_metric(values)
         return metrics
 
     def _read_beside(self) -> dict[WatchedPlace, list[list[float]]]:

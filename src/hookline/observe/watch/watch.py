@@ -168,7 +168,7 @@ class Watch(ShownAsTable):
             metrics = self._engine.to_metrics(snapshot)
         else:
             metrics = self._over_ranks().to_metrics(snapshot)
-        self._sites.look_closer(metrics)
+        self._sites.look_closer(snapshot.rows)
         if per_rank:
             return self._over_ranks().per_rank(metrics, self._engine.to_metrics(snapshot))
         return metrics

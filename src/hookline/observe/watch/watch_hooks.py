@@ -32,6 +32,8 @@ from hookline.sites.tensors.parameter_hooks import select_parameters
 from hookline.sites.tree import main_of, main_tensor
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch.optim import Optimizer
 
     from hookline.hook_types import Target
@@ -343,12 +345,13 @@ class WatchSites:
             more = self._rules.request(getattr(hook, beside), as_kind, f"{self._name} by unit")
             self.handles.add(attach_to_modules(more, self._model, self._chosen))
 
-    def look_closer(self, metrics: dict[str, Any]) -> None:
+    def look_closer(self, rows: NDArray[np.float64]) -> None:
         """Count NaN and Inf in compiled code from now on, if it has found something that is not finite."""
-        if self._engine.layout.details or self._looks_closer:
+        layout = self._engine.layout
+        if layout.details or self._looks_closer:
             return
-        nonfinite = [name for name, value in metrics.items() if name.endswith("/nonfinite") and value]
-        if any(f"{name.rpartition('/')[0]}/nan" not in metrics for name in nonfinite):
+        bad, nan, inf = (rows[:, layout.names.index(name)] for name in ("bad", "nan", "inf"))
+        if ((bad > 0) & (nan + inf == 0)).any():
             self._looks_closer = True
             for hook in self.hooks.values():
                 hook.look_closer()
