@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from adapters import adapters
 from analyses import analyses, hessian_products
 from attaching import attaching, importing, twelve
 from capturing import capturing
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "watching": watching,
     "capturing": capturing,
     "managing": managing,
+    "adapters": adapters,
     "emitting": emitting,
     "emitting_five": emitting_five,
     "csv_columns": csv_columns,

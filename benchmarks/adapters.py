@@ -1,0 +1,124 @@
+"""Rows about adapters for other people's trainers: what a step costs more when no hook is due.
+
+Takes hosts that do nothing but tell their events, hands `Row`s to ``rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from measure import Row, Samples, interleave, ratios, spread, trial, typical
+from subject import Setting
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline import HookPoint
+from hookline.integrations import HostRun
+from hookline.integrations.transformers import HooklineCallback
+
+__all__ = ["adapters"]
+
+BATCH = 200
+
+
+class Seldom(hl.TrainingHook):
+    """At both points of a step, with a schedule that never comes."""
+
+    hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
+    step_schedule = hl.StepSchedule("stride", stride=10**9, warmup=1)
+
+    def compute(self, ctx: hl.RunDataContext) -> None:
+        return None
+
+
+def adapters(setting: Setting) -> Iterator[Row]:
+    """Each host with its adapter, and the same host without."""
+    followed, bare_optimizer = _optimizer_steps(with_hooks=True), _optimizer_steps(with_hooks=False)
+    callback = HooklineCallback([Seldom()], sinks=[])
+    calls: dict[str, Callable[[], object]] = {
+        "bridge": _bridge(),
+        "nothing": lambda: None,
+        "trainer": TrainerEvents(callback).step,
+        "trainer without": TrainerEvents().step,
+        "follow": followed,
+        "follow without": bare_optimizer,
+        "follow without again": bare_optimizer,
+    }
+    samples = interleave([trial(name, call, inner=5, batch=BATCH) for name, call in calls.items()], setting.rounds(40))
+    yield _row(samples, "HostRun", "bridge", "nothing", "`begin_step` and `end_step` with a loss")
+    yield _row(samples, "Trainer", "trainer", "trainer without", "the events of a step, with `HooklineCallback`")
+    yield _row(samples, "follow", "follow", "follow without", "a step of the optimizer, with `hl.follow`")
+    callback.close()
+
+
+def _row(samples: Samples, host: str, name: str, bare: str, words: str) -> Row:
+    return Row(
+        f"adapter with no due hook, {host} (µs a step)",
+        f"what {words}, adds to a step",
+        "1 µs",
+        "a host that trains nothing",
+        spread([(with_it - without) * 1e6 for with_it, without in zip(samples[name], samples[bare], strict=True)]),
+        spread(ratios(samples, "follow without again", "follow without")),
+        f"{typical(samples, name) * 1e6:.2f}, bare {typical(samples, bare) * 1e6:.2f} µs",
+        at_most=20.0,
+    )
+
+
+def _bridge() -> Callable[[], None]:
+    model, loss = nn.Linear(2, 1), torch.zeros(())
+    run = HostRun([Seldom()])
+    run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.begin_epoch(0)
+
+    def step() -> None:
+        run.begin_step()
+        run.hold_gradients()
+        run.end_step(loss=loss)
+
+    return step
+
+
+class TrainerEvents:
+    """Tell a callback what the Trainer tells it in a step, in the same order."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        self.model = nn.Linear(2, 1)
+        self.loss = torch.zeros(())
+        self.state = SimpleNamespace(global_step=0, epoch=0.0)
+        self.args = SimpleNamespace(output_dir="runs", gradient_accumulation_steps=1, max_grad_norm=1.0)
+        self.callback_handler = SimpleNamespace(callbacks=list(callbacks))
+        self.given = {"model": self.model, "optimizer": torch.optim.SGD(self.model.parameters(), lr=0.1)}
+        self._tell("on_train_begin")
+        self._tell("on_epoch_begin")
+
+    def training_step(self, model: nn.Module, inputs: Any) -> Tensor:
+        """Train nothing."""
+        return self.loss
+
+    def evaluation_loop(self) -> None:
+        """Evaluate nothing."""
+
+    def step(self) -> None:
+        """Make a step."""
+        self._tell("on_step_begin")
+        self.training_step(self.model, None)
+        self._tell("on_pre_optimizer_step")
+        self._tell("on_optimizer_step")
+        self.state.global_step += 1
+        self._tell("on_step_end")
+
+    def _tell(self, event: str) -> None:
+        for callback in self.callback_handler.callbacks:
+            getattr(callback, event)(self.args, self.state, None, **self.given)
+
+
+def _optimizer_steps(*, with_hooks: bool) -> Callable[[], object]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if with_hooks:
+        run = hl.follow(model, optimizer, [Seldom()])
+        return lambda: optimizer.step() or run  # holds what follows
+    return optimizer.step
