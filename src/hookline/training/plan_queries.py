@@ -46,6 +46,11 @@ class PlanQueries:
             for name, names in self._plan.silent_without(there).items()
         )
 
+    def may_fire(self, point: HookPoint) -> bool:
+        """Return whether a hook may be due at ``point`` now; its window is not looked at."""
+        hooks = self._plan.points.get(point)
+        return hooks is not None and self._global_step >= hooks.next_due
+
     def has_hooks_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether any hook fires at one of these points."""
         return any(True for _ in self._plan.hooks_at(points, epoch))
