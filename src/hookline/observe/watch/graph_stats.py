@@ -41,11 +41,11 @@ _IN_ROWS: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def summarize(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return what is found in a tensor, in the order of ``layout.found``, as float64. Can be traced."""
+    """Return what is found in a tensor, in the order of ``layout.graph_outputs``, as float64. Can be traced."""
     numbers = _as_float(tensor.detach())
     count = numbers.numel()
     if count == 0:
-        return torch.zeros(len(layout.found), dtype=_WIDE, device=tensor.device)
+        return torch.zeros(len(layout.graph_outputs), dtype=_WIDE, device=tensor.device)
     found = [torch.full((), count, dtype=_WIDE, device=tensor.device)]
     if layout.moments:
         norm = torch.linalg.vector_norm(numbers, dtype=_WIDE)
@@ -65,8 +65,8 @@ def summarize(tensor: Tensor, layout: Layout) -> Tensor:
 def add_up(parts: list[Tensor], each: int, layout: Layout) -> Tensor:
     """Return what `summarize` would have found, from ``parts`` found in rows of ``each`` numbers."""
     if not parts[0].numel():
-        return torch.zeros(len(layout.found), dtype=_WIDE, device=parts[0].device)
-    kinds = [name for name in layout.found if name != "size"]
+        return torch.zeros(len(layout.graph_outputs), dtype=_WIDE, device=parts[0].device)
+    kinds = [name for name in layout.graph_outputs if name != "size"]
     ends = {"low": torch.amin, "high": torch.amax}
     size = torch.full((), parts[0].numel() * each, dtype=_WIDE, device=parts[0].device)
     return torch.stack(
@@ -84,7 +84,7 @@ def _as_float(tensor: Tensor) -> Tensor:
 
 def as_numbers(vector: Tensor, layout: Layout) -> Numbers:
     """Return the vector of `summarize` as plain numbers; for the CPU, where that is no transfer."""
-    cells = dict(zip(layout.found, vector.tolist(), strict=True))
+    cells = dict(zip(layout.graph_outputs, vector.tolist(), strict=True))
     size = int(cells["size"])
     if not size:
         return Numbers()
@@ -105,7 +105,7 @@ def as_numbers(vector: Tensor, layout: Layout) -> Numbers:
 
 def as_columns(vector: Tensor, layout: Layout, scale: Any = None) -> Tensor:
     """Return what one firing adds to a row, on its device; numbers are divided by ``scale``, not thresholds."""
-    cells = dict(zip(layout.found, vector, strict=True))
+    cells = dict(zip(layout.graph_outputs, vector, strict=True))
     size = cells["size"]
     nothing, some = torch.zeros_like(size), size > 0
     total, squares = cells.get("sum", nothing), cells.get("squares", nothing)

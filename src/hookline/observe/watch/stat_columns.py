@@ -80,7 +80,7 @@ class Layout:
         )
 
     @cached_property
-    def closer(self) -> Layout:
+    def with_details(self) -> Layout:
         """The same layout, with NaN and Inf counted from the start."""
         return dataclasses.replace(self, details=True, extremes=True)
 
@@ -95,7 +95,7 @@ class Layout:
         return tuple(map(_over_name, self.thresholds))
 
     @cached_property
-    def found(self) -> tuple[str, ...]:
+    def graph_outputs(self) -> tuple[str, ...]:
         """The numbers that `graph_stats` finds in a tensor; the columns follow from them."""
         return (
             "size",

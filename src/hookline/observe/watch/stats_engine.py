@@ -194,7 +194,7 @@ class StatsEngine:
     def take_vector(self, place: WatchedPlace, vector: Tensor, scale: Any = None) -> None:
         """Add what `summarize` has found; thresholds were then not divided by the scale."""
         row = self.row(place, vector.device)
-        layout = self.layout if vector.numel() == len(self.layout.found) else self.layout.closer
+        layout = self.layout if vector.numel() == len(self.layout.graph_outputs) else self.layout.with_details
         if vector.device.type == "cpu":
             add(as_numbers(vector, layout), row, layout, _factor(scale))
             return

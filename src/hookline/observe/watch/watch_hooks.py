@@ -90,7 +90,7 @@ class ModuleStatsHook(Summary):
 
     def look_closer(self) -> None:
         """Count NaN and Inf in compiled code as well, once it is compiled anew."""
-        self._use(self._engine.layout.closer)
+        self._use(self._engine.layout.with_details)
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Take the output of a module."""
@@ -330,19 +330,19 @@ class WatchSites:
             self._hook_modules(kind, hook)
         self._rules.find_counter()
         if self.passes is not None and isinstance(self._rules.steps, ForwardSteps):
-            request = self._rules.request(self.passes.begin, Kind.BACKWARD_PRE, self._name)
-            self.handles.add(attach_to_modules(request, self._model, [("", self._model)]))
+            attachment = self._rules.new_attachment(self.passes.begin, Kind.BACKWARD_PRE, self._name)
+            self.handles.add(attach_to_modules(attachment, self._model, [("", self._model)]))
 
     def _hook_modules(self, kind: str, hook: ModuleStatsHook) -> None:
         layout = self._engine.layout
         as_kind, call, beside = MODULE_KINDS[kind]
-        request = self._rules.request(getattr(hook, call), as_kind, self._name)
+        attachment = self._rules.new_attachment(getattr(hook, call), as_kind, self._name)
         # A graph does not know the scale of the moment, so it could not tell what is over a threshold.
         if kind == "forward" or self._scaler is None or not layout.thresholds:
-            request.summary = hook
-        self.handles.add(attach_to_modules(request, self._model, self._chosen))
+            attachment.summary = hook
+        self.handles.add(attach_to_modules(attachment, self._model, self._chosen))
         if layout.by_unit:
-            more = self._rules.request(getattr(hook, beside), as_kind, f"{self._name} by unit")
+            more = self._rules.new_attachment(getattr(hook, beside), as_kind, f"{self._name} by unit")
             self.handles.add(attach_to_modules(more, self._model, self._chosen))
 
     def look_closer(self, rows: NDArray[np.float64]) -> None:

@@ -231,16 +231,16 @@ class CountingRules:
         hooks = existing_hooks(self._model)
         self.counter = NO_MODEL if hooks is None or hooks.counter is None else hooks.counter
 
-    def request(self, hook: Any, kind: Kind, name: str) -> Attachment:
-        """Return the request for an observer; where it comes on because a step begins, it is as old as the step.
+    def new_attachment(self, hook: Any, kind: Kind, name: str) -> Attachment:
+        """Return the attachment of an observer; where it comes on because a step begins, it is as old as the step.
 
         A gradient hook that comes on in the middle of a forward waits for the next one, and a step begins in the
         pre-hooks of the forward that is due.
         """
-        request = new_attachment(hook, kind, AttachOptions(observe=True, name=name))
+        attachment = new_attachment(hook, kind, AttachOptions(observe=True, name=name))
         if isinstance(self.steps, ForwardSteps) and self.steps.is_beginning:
-            request.order = self.counter.here.order
-        return request
+            attachment.order = self.counter.here.order
+        return attachment
 
     def needs_hooks(self) -> bool:
         """Return whether the hooks of the watch have to be on now."""
@@ -326,8 +326,8 @@ class BackwardPasses:
     def hook_parameters(self) -> None:
         """Notice passes at the parameters from now on; the compiled code of modules stays as it is."""
         if self._handle is None and self._parameters:
-            request = new_attachment(self._take_gradient, Kind.PARAM_GRAD, AttachOptions(name="watch"))
-            self._handle = attach_to_parameters(request, self._model, self._parameters)
+            attachment = new_attachment(self._take_gradient, Kind.PARAM_GRAD, AttachOptions(name="watch"))
+            self._handle = attach_to_parameters(attachment, self._model, self._parameters)
 
     def unhook_parameters(self) -> None:
         """Notice passes at the parameters no more."""
