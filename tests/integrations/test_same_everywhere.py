@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import lightning
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 import hookline as hl
 from hookline.integrations.accelerate import follow
+from hookline.integrations.lightning import HooklineCallback as LightningCallback
 from hookline.integrations.transformers import HooklineCallback
 from hookline.sinks import MemorySink
 
@@ -152,7 +154,49 @@ def by_accelerate(parts: Parts, folder: Path) -> None:
                 optimizer.zero_grad()
 
 
-HOSTS: dict[str, Callable[[Parts, Path], None]] = {"trainer": by_trainer, "accelerate": by_accelerate}
+def by_bare_loop(parts: Parts, folder: Path) -> None:
+    """A loop of one's own, followed by one line before it."""
+    loader = parts.loader
+    with hl.follow(
+        parts.model, parts.optimizer, parts.hooks, loader=loader, sinks=[parts.sink],
+        loss_fn=lambda model, batch: model(**batch)["loss"],
+    ):  # fmt: skip
+        for _ in range(EPOCHS):
+            for batch in loader:
+                parts.model(**batch)["loss"].backward()
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+
+
+def by_lightning(parts: Parts, folder: Path) -> None:
+    """The Trainer of Lightning."""
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = parts.model.layers
+
+        def training_step(self, batch: Any) -> Tensor:
+            loss: Tensor = parts.model(**batch)["loss"]
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return parts.optimizer
+
+    callback = LightningCallback(parts.hooks, sinks=[parts.sink])
+    trainer = lightning.Trainer(
+        default_root_dir=folder, max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
+    )  # fmt: skip
+    trainer.fit(Module(), parts.loader)
+
+
+HOSTS: dict[str, Callable[[Parts, Path], None]] = {
+    "bare loop": by_bare_loop,
+    "trainer": by_trainer,
+    "accelerate": by_accelerate,
+    "lightning": by_lightning,
+}
 
 
 def _run(host: Callable[[Parts, Path], None], folder: Path) -> Found:
@@ -177,6 +221,8 @@ def test_the_reference_has_every_kind_of_metric(expected: Found) -> None:
     assert kinds == {"EveryPoint", "Ahead", "norms", "watch"}
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning with a new torch
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 @pytest.mark.parametrize("host", HOSTS)
 def test_metrics_and_weights_are_equal_in_every_host(host: str, expected: Found, tmp_path: Path) -> None:
     """Every metric of every hook at every step, and every weight at the end, bit for bit."""

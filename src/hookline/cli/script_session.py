@@ -1,7 +1,8 @@
 """Follow a script from inside: make the hooks of its run file, its folder and its log, at the first step.
 
-``sitecustomize`` of ``hookline.integrations.script_start`` calls `begin_script` in the script's process. Whatever goes
-wrong before hooks are attached is written down for `script_command`, and the script runs on as if nothing were there.
+``sitecustomize`` of ``hookline.integrations.script_start`` calls `begin_script` in the script's process, and
+`script_lightning` makes a `ScriptSession` of its own. Whatever goes wrong before hooks are attached is written down for
+`script_command`, and the script runs on as if nothing were there.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hookline.cli.run_folder import LOG, RunNotes, model_facts, new_folder
 from hookline.cli.run_observers import BarMetricsSink
 from hookline.cli.script_request import STRATEGY
+from hookline.config.read_settings import read_document
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import HooklineError
 from hookline.integrations.follow import follow
@@ -27,11 +28,10 @@ from hookline.training.loops.loop_result import LoopResult
 from hookline.training.manager import HookManager
 
 if TYPE_CHECKING:
-    from hookline.integrations.backward_losses import BackwardLosses
+    from hookline.integrations.first_step import FirstStep
     from hookline.integrations.follow import Follow
-    from hookline.integrations.loader_passes import LoaderPass
 
-__all__ = ["ScriptSession", "begin_script", "note"]
+__all__ = ["ScriptSession", "begin_script", "note", "wait_for_script"]
 
 RUN_FILE: Final = "HOOKLINE_RUN"
 """The environment variable that names the run file; nothing is followed without it."""
@@ -43,39 +43,43 @@ _FLUSH_EVERY: Final = 50
 """Steps: what a script loses at most when it is killed."""
 
 
-def begin_script(
-    optimizer: Any, latest: LoaderPass | None, losses: BackwardLosses | None, done: Callable[[], None]
-) -> None:
+class _Followed:
+    """Whether this process is followed already: one run is enough."""
+
+    yet = False
+
+
+def wait_for_script() -> None:
+    """Follow the script of this process from its first step on; once."""
+    from hookline.integrations.first_step import FirstStep
+
+    if not _Followed.yet:
+        _Followed.yet = True
+        FirstStep(_begin)
+
+
+def _begin(optimizer: Any, first: FirstStep) -> bool:
+    begin_script(optimizer, first)
+    return True
+
+
+def begin_script(optimizer: Any, first: FirstStep) -> None:
     """Follow the script of this process from the step that ``optimizer`` makes now.
 
     Args:
         optimizer: The first that makes a step.
-        latest: The pass over a ``DataLoader`` that gave a batch last.
-        losses: What ``backward()`` was called on so far.
-        done: Takes off what waited for the first step; called when the step is over.
+        first: Knows what came before it.
     """
-    optimizer.register_step_post_hook(_Once(done))
     try:
+        if ScriptSession.of_lightning is not None:
+            return
         found = find_model(optimizer)
         session = ScriptSession(Path(os.environ[RUN_FILE]))
-        loader = None if latest is None or latest.is_over else latest.loader
-        session.follow(found, optimizer, loader).take_over(latest, losses)
+        first.hand_over(session.follow(found, optimizer, first.loader))
     except HooklineError as error:
         note("failed", str(error))
     except Exception as error:
         note("failed", f"{type(error).__name__}: {error}")
-
-
-class _Once:
-    """Call a function at the first step; torch is going through its hooks, so this one stays, and does nothing."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
-
-    def __call__(self, *_: Any) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()
 
 
 def note(what: str, text: str = "") -> None:
@@ -88,15 +92,23 @@ def note(what: str, text: str = "") -> None:
 class ScriptSession:
     """The run of a script, in one of its processes: hooks, folder, log and ``run.json``."""
 
+    of_lightning: ClassVar[ScriptSession | None] = None
+    """The one that a callback of Lightning drives; then the script is not followed by its optimizer as well."""
+
     def __init__(self, run_file: Path) -> None:
         self._file = HooksOfFile(run_file)
-        self._asked = json.loads(run_file.read_text(encoding="utf-8"))
+        self._asked: dict[str, Any] = read_document(run_file).values
+        self._name = os.environ.get(NAME) or Path(sys.argv[0]).stem or "run"
+        self._output_dir = str(self._asked.get("output_dir", "runs"))
         self._newest = BarMetricsSink()
         self._notes: RunNotes | None = None
         self._began = time.perf_counter()
         self.folder: Path | None = None
         """Where records go; None on ranks over 0, which write nothing."""
+        self.specs = self._file.specs
+        """Hooks on modules."""
         self.manager = self._make_manager()
+        atexit.register(self.end)
 
     def _make_manager(self) -> HookManager:
         from hookline.sinks.fan_out import FanOut
@@ -104,8 +116,7 @@ class ScriptSession:
         sinks: list[Any] = []
         fan_out = None
         if this_rank() == 0:
-            name = os.environ.get(NAME, "run")
-            self.folder = new_folder(Path(self._asked["output_dir"]), name, STRATEGY)
+            self.folder = new_folder(Path(self._output_dir), self._name, STRATEGY)
             sinks = self._file.make_sinks()
             fan_out = FanOut([*sinks, self._newest], log=self.folder / LOG)
         manager = HookManager(
@@ -123,36 +134,32 @@ class ScriptSession:
     @property
     def context(self) -> dict[str, Any]:
         """What hooks and sinks are told of the run."""
-        name = os.environ.get(NAME, "run")
-        told = {"strategy": STRATEGY, "experiment_name": name, "output_dir": self._asked["output_dir"]}
+        told = {"strategy": STRATEGY, "experiment_name": self._name, "output_dir": self._output_dir}
         return told if self.folder is None else {**told, "run_dir": str(self.folder)}
 
     def follow(self, found: FoundModel, optimizer: Any, loader: Any) -> Follow:
         """Follow the loop, in the middle of its first step."""
-        model = found.model
-        self.begin(model, optimizer)
-        atexit.register(self.end)  # before the one of `follow`, so that it is called after it
+        self.begin(found.model, optimizer)
         run = follow(
-            model, optimizer, manager=self.manager, loader=loader, scaler=find_scaler(), run_context=self.context
+            found.model, optimizer, manager=self.manager, loader=loader, scaler=find_scaler(), run_context=self.context
         )
-        if self._file.specs:
+        if self.specs:
             from hookline.specs.hook_spec import register_hooks
 
-            register_hooks(model, self._file.specs)
-        part = "" if found.owned == found.of else f", which has {found.owned} of the {found.of} parameters"
-        note("followed", json.dumps({"folder": str(self.folder or ""), "rank": this_rank(), "part": part}))
+            register_hooks(found.model, self.specs)
         return run
 
     def begin(self, model: Any, optimizer: Any) -> None:
         """Write what is known of the run when it begins."""
         import torch
 
+        note("followed", json.dumps({"folder": str(self.folder or ""), "rank": this_rank()}))
         if self._notes is None:
             return
         first = next(model.parameters())
         self._notes.begin(
             {
-                "experiment": os.environ.get(NAME, "run"),
+                "experiment": self._name,
                 "path": sys.argv[0],
                 "strategy": STRATEGY,
                 "command": self._asked.get("command", [sys.executable, *sys.argv]),

@@ -1,8 +1,8 @@
 """Begin to follow a script that knows nothing of hookline: Python imports this file when it starts.
 
 ``hookline run -- COMMAND`` puts its folder first on PYTHONPATH, so every Python that the command starts reads it, the
-workers of torchrun too. It imports nothing of its own accord: when the script has imported torch, it has torch call it
-before the first step of any optimizer, and hands over to ``hookline.cli.script_session`` there.
+workers of torchrun too. It imports nothing of its own accord: when the script has imported torch, `FirstStep` waits for
+a step of an optimizer, and hands over to ``hookline.cli.script_session`` there.
 """
 
 from __future__ import annotations
@@ -70,56 +70,25 @@ class _AfterTorch:
         loader.exec_module = exec_module
 
 
-class _FirstStep:
-    """Wait for the first step of an optimizer; remember what comes before it: losses, and a pass over the data."""
-
-    def __init__(self) -> None:
-        self.has_come = False
-        self.latest_pass: Any = None
-        self._handle: Any = None
-        self._passes: Any = None
-        self._losses: Any = None
-
-    def wait(self) -> None:
-        """Have torch call this before the first step, and follow every ``DataLoader`` and ``backward()`` until then."""
-        _note("torch")
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-        from torch.utils.data import DataLoader
-
-        self._handle = register_optimizer_step_pre_hook(self)
-        try:
-            from hookline.integrations.backward_losses import BackwardLosses
-            from hookline.integrations.loader_passes import LoaderPasses
-        except ImportError:  # said when the first step comes
-            return
-        self._passes = LoaderPasses(DataLoader, self._remember)
-        self._losses = BackwardLosses(most=_MOST_LOSSES)
-
-    def _remember(self, latest: Any) -> None:
-        self.latest_pass = latest
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.has_come:
-            return
-        self.has_come = True  # torch is going through its hooks: this one is taken off when the step is over
-        try:
-            from hookline.cli.script_session import begin_script
-        except ImportError as error:
-            _note("failed", f"{sys.executable} cannot import hookline: {error}. Next: install it there.")
-            return
-        begin_script(optimizer, self.latest_pass, self._losses, self.remove)
-
-    def remove(self) -> None:
-        """Take everything off: the script is followed, or cannot be."""
-        for each in (self._handle, self._passes, self._losses):
-            if each is not None:
-                each.remove()
-        self.latest_pass = None
+def _wait_for_a_step() -> None:
+    """Follow the script from its first step on."""
+    _note("torch")
+    try:
+        from hookline.integrations.first_step import FirstStep
+    except ImportError as error:
+        _note("failed", f"{sys.executable} cannot import hookline: {error}. Next: install it there.")
+        return
+    FirstStep(_begin)
 
 
-_MOST_LOSSES = 1000
-"""How many are kept until the first step: in a process that makes none, they would be kept for ever."""
+def _begin(optimizer: Any, first: Any) -> bool:
+    from hookline.cli.script_session import begin_script
+
+    begin_script(optimizer, first)
+    return True
+
+
 _run_own_sitecustomize()
 if os.environ.get("HOOKLINE_RUN"):
     _note("python")
-    sys.meta_path.insert(0, _AfterTorch(_FirstStep().wait))
+    sys.meta_path.insert(0, _AfterTorch(_wait_for_a_step))

@@ -1,0 +1,122 @@
+"""`FabricCallback`: hooks in a loop that is written with Lightning Fabric.
+
+Users hand it to ``Fabric(callbacks=[...])``. Fabric announces what was set up, and no more; steps, epochs and losses
+are told as `follow` learns them, so the loop needs no ``fabric.call(...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hookline.errors import LifecycleError, NoMatchError, OptionError
+from hookline.integrations.first_step import FirstStep
+from hookline.integrations.follow import Follow, follow
+from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.model_of_optimizer import find_model
+
+if TYPE_CHECKING:
+    from hookline.training.manager import HookManager
+
+__all__ = ["FabricCallback"]
+
+
+class FabricCallback:
+    """Fire hooks in a loop that uses Lightning Fabric.
+
+    Recipe::
+
+        callback = FabricCallback(["norms"], sinks=[hookline.sinks.CSVSink("run.csv")])
+        fabric = lightning.Fabric(callbacks=[callback])
+        model, optimizer = fabric.setup(model, optimizer)
+        ...  # your loop
+        fabric.save("checkpoint", {"model": model, "optimizer": optimizer, "hooks": callback})
+        callback.close()
+
+    Hooks begin with the first step of an optimizer of a model that Fabric has set up, and see that model as it was
+    before. Points, epochs and losses are those of `hookline.follow`; the ``DataLoader`` of the loop is found.
+
+    Args:
+        hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
+        sinks: Where metrics go.
+        report_to: ``"fabric"`` hands metrics to ``fabric.log_dict`` as well, and so to its loggers.
+        options: As for `hookline.follow`: ``loss_fn``, ``scheduler``, ``run_file``, ``hook_config``, ``on_error``, …
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[Any] | str | None = None,
+        *,
+        sinks: Iterable[Any] | None = None,
+        report_to: str = "sinks",
+        **options: Any,
+    ) -> None:
+        if report_to not in ("sinks", "fabric"):
+            raise OptionError(f"report_to= is 'sinks' or 'fabric'; got {report_to!r}.")
+        self._given = hooks, sinks, options
+        self._reports = report_to == "fabric"
+        self._fabric: Any = None
+        self._modules: list[Any] = []
+        self._first: FirstStep | None = None
+        self._run: Follow | None = None
+        self._pending: Mapping[str, Any] | None = None
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Remember a model that Fabric has set up, and wait for the first step."""
+        self._fabric = fabric
+        self._modules.append(getattr(module, "module", module))  # the model itself, inside of Fabric's wrappers
+        if self._first is None and self._run is None:
+            self._first = FirstStep(self._begin)
+
+    def _begin(self, optimizer: Any, first: FirstStep) -> bool:
+        try:
+            model = find_model(optimizer, self._modules).model
+        except NoMatchError:
+            return False  # of something else
+        hooks, sinks, options = self._given
+        own = [*(sinks or ()), *([HostLogSink(self._log)] if self._reports else [])]
+        loader = options.get("loader", first.loader)
+        scaler = getattr(getattr(self._fabric.strategy, "precision", None), "scaler", None)
+        given = {"scaler": scaler, **options, "loader": loader}
+        self._run = follow(model, optimizer, hooks, sinks=own or None, **given)
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._run.load_state_dict(pending)
+        first.hand_over(self._run)
+        return True
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        self._fabric.log_dict(metrics, step=step)
+
+    @property
+    def run(self) -> Follow:
+        """What follows the loop, once the first step has come."""
+        if self._run is None:
+            raise LifecycleError(
+                "No optimizer of a model that Fabric has set up has made a step yet. Next: call fabric.setup(model, "
+                "optimizer) with this callback among Fabric(callbacks=[...])."
+            )
+        return self._run
+
+    @property
+    def manager(self) -> HookManager:
+        """The manager of the hooks: their metrics, errors and costs."""
+        return self.run.manager
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the hooks, for ``fabric.save``; nothing before the first step."""
+        return {} if self._run is None else self._run.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have hooks go on where they were, from the first step on."""
+        if self._run is not None:
+            self._run.load_state_dict(state)
+        elif state:
+            self._pending = dict(state)
+
+    def close(self) -> None:
+        """End the last epoch, write all metrics and close the sinks; may be called again."""
+        if self._first is not None:
+            self._first.remove()
+        if self._run is not None:
+            self._run.close()

@@ -1,0 +1,281 @@
+"""`HooklineCallback`: hooks in Lightning's ``Trainer``, with automatic and with manual optimization.
+
+Users hand it to ``Trainer(callbacks=[...])``; the Trainer calls its events, and it calls `HostRun`. Needs the package
+``lightning`` (or ``pytorch_lightning``), which ``pip install 'hookline[lightning]'`` brings.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hookline.errors import MissingPackageError, OptionError
+from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.host_run import HostRun
+from hookline.lifecycle.run_phase import phase
+from hookline.sinks.jsonl_sink import JSONLSink
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise MissingPackageError(
+            "hookline.integrations.lightning needs the package lightning: pip install 'hookline[lightning]'."
+        ) from error
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from hookline.training.manager import HookManager
+
+__all__ = ["HooklineCallback"]
+
+_REPORT_TO = ("sinks", "trainer")
+
+
+class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look into lightning
+    """Fire hooks in a Lightning ``Trainer``.
+
+    Recipe::
+
+        callback = HooklineCallback(["norms", MyHook()])
+        trainer = lightning.Trainer(max_epochs=3, callbacks=[callback])
+        trainer.fit(module, loader)
+
+    The run stays the same, bit for bit. Hooks see the ``LightningModule`` as the model. A step is a batch in which an
+    optimizer made a step, with the batches before it that were accumulated; with manual optimization, however many
+    optimizers stepped. POST_EPOCH comes after the validation of the epoch. The state of the hooks is in Lightning's own
+    checkpoints. In hooks, ``ctx.config`` is ``module.hparams``.
+
+    Interventions train by ``training_step``; what it logs then is dropped. With manual optimization it makes steps
+    itself, so hooks that need a loss are left out.
+
+    Args:
+        hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
+        sinks: Where metrics go. If left out: lines of JSON in ``hookline/`` in the folder of the run.
+        report_to: ``"trainer"`` hands metrics to the Trainer's loggers as well, and so to its W&B or TensorBoard run,
+            which stays one run. ``"sinks"`` does not.
+        options: As for `HostRun`: ``run_file``, ``manager``, ``hook_config``, ``loop``, ``snapshot_every``,
+            ``flush_every``, ``on_error``, ``capabilities``.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[Any] | str | None = None,
+        *,
+        sinks: Iterable[Any] | None = None,
+        report_to: str = "sinks",
+        **options: Any,
+    ) -> None:
+        if report_to not in _REPORT_TO:
+            raise OptionError(
+                f"report_to= is 'sinks' or 'trainer'; got {report_to!r}. W&B's own sink goes into sinks=."
+            )
+        if hooks is None and options.get("run_file") is None and options.get("manager") is None:
+            raise OptionError(
+                "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
+                "class; or run_file=, or manager=."
+            )
+        self._log = HostLogSink(self._log_metrics) if report_to == "trainer" else None
+        self._given = hooks, sinks, options
+        self._made: HostRun | None = None
+        self._trainer: Any = None
+        self._handles: list[RemovableHandle] = []
+        self._losses: list[Tensor] = []
+        self._steps_seen = 0
+        self._global_step = 0
+        self._has_begun_epoch = self._has_begun_step = False
+        self._steps_before: int | None = None
+        """How many steps were made, by our count, when the checkpoint was written that is being loaded."""
+        self._logged: Mapping[str, Any] = {}
+
+    @property
+    def _host(self) -> HostRun:
+        """The run, made when it is first asked for: then ranks are known, and only rank 0 opens sinks."""
+        if self._made is None:
+            self._made = self._make_host()
+        return self._made
+
+    def _make_host(self) -> HostRun:
+        hooks, sinks, options = self._given
+        own = options.get("run_file"), options.get("manager")
+        if sinks is None and self._log is None and own == (None, None):
+            sinks = [JSONLSink()]
+        return HostRun(hooks, sinks=sinks, report_to=self._log, **options)
+
+    @property
+    def manager(self) -> HookManager:
+        """The manager of the hooks: their metrics, errors and costs."""
+        return self._host.manager
+
+    def close(self) -> None:
+        """Close the sinks. May be called again."""
+        self._end(None)
+        if self._made is not None:
+            self._made.close()
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin a run, or go on with one from a checkpoint."""
+        self._end(None)  # of a run that failed
+        self._trainer = trainer
+        schedulers = trainer.lr_scheduler_configs
+        is_automatic = bool(pl_module.automatic_optimization)
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        self._host.begin_run(
+            pl_module,
+            trainer.optimizers[0] if trainer.optimizers else None,
+            step=self._steps_before if self._steps_before is not None else trainer.global_step,
+            scheduler=schedulers[0].scheduler if schedulers else None,
+            scheduler_per=schedulers[0].interval if schedulers else None,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            loader=trainer.train_dataloader,
+            loss_fn=self._compute_loss if is_automatic else None,
+            accumulate=int(trainer.accumulate_grad_batches),
+            clip_norm=(trainer.gradient_clip_val or None) if by_norm and is_automatic else None,
+            config=getattr(pl_module, "hparams", None),
+            run_context=self._run_context(trainer),
+        )
+        self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in trainer.optimizers]
+        self._has_begun_epoch = self._has_begun_step = False
+        self._steps_before = None
+
+    def _run_context(self, trainer: Any) -> dict[str, Any] | None:
+        if self._given[2].get("manager") is not None:
+            return None
+        return {"run_dir": str(Path(trainer.log_dir or trainer.default_root_dir) / "hookline"), "strategy": "trainer"}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the run."""
+        self._end(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the run as the Trainer does; what was recorded until then is written."""
+        self._end(exception)
+
+    def _end(self, error: BaseException | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._losses, self._trainer = [], [], None
+        if self._made is not None:
+            self._made.end_run(error)
+
+    # -- epochs and steps ----------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin an epoch."""
+        self._has_begun_epoch = True
+        self._host.begin_epoch(trainer.current_epoch, loader=trainer.train_dataloader)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """End an epoch, which has been validated by now."""
+        self._has_begun_epoch = False
+        if self._is_training():
+            self._host.end_epoch()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin a step, or add a batch to the one that is being accumulated."""
+        host = self._host
+        if not self._has_begun_epoch:  # one that goes on in the middle, from a checkpoint, is not announced
+            self.on_train_epoch_start(trainer, pl_module)
+        self._steps_seen, self._global_step = 0, trainer.global_step
+        if self._has_begun_step:
+            host.add_batch(batch)
+            return
+        self._has_begun_step = True
+        host.begin_step(batch=batch, batch_idx=batch_idx)
+
+    def _note_step(self, *_: Any) -> None:
+        if phase() != "intervention":
+            self._steps_seen += 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End a step, if the optimizer made one in this batch, or if a scaler has skipped it."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())  # with automatic optimization, divided by the number of batches
+        if not self._steps_seen and trainer.global_step == self._global_step:
+            return  # gradients are accumulated
+        losses, self._losses = self._losses, []
+        self._has_begun_step = False
+        self._host.hold_gradients()
+        self._host.end_step(loss=sum(losses[1:], start=losses[0]) if losses else None, trained=self._steps_seen > 0)
+
+    # -- validation ------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin an evaluation; at the end of an epoch, after its steps."""
+        if not self._is_training():
+            return  # the check before training, or validation without it
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not self._has_begun_step:
+            self._host.finish_steps()
+        self._logged = dict(trainer.callback_metrics)
+        self._host.begin_evaluation()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take the metrics that the validation has logged."""
+        if self._is_training():
+            before, self._logged = self._logged, {}
+            new = {name: value for name, value in trainer.callback_metrics.items() if before.get(name) is not value}
+            self._host.end_evaluation(new)
+
+    def _is_training(self) -> bool:
+        return self._made is not None and self._made.is_running
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the hooks, for Lightning's checkpoint; nothing outside of training."""
+        return self._host.state_dict() if self._is_training() else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have hooks go on where they were, once training begins."""
+        if state_dict:
+            self._steps_before = state_dict["run"]["step"] + 1
+            self._host.load_state_dict(state_dict)
+
+    # -- for interventions and loggers -----------------------------------------------------------------------------
+
+    def _compute_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of ``training_step``, by the wrapped model: its collectives match those of other ranks."""
+        trainer = self._trainer
+        module = trainer.lightning_module
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        taken = inspect.signature(module.training_step).parameters
+        given = {"batch_idx": 0, "dataloader_idx": 0}
+        with _logging_nothing(module):
+            output = trainer.strategy.training_step(batch, *[given[name] for name in list(taken)[1:] if name in given])
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        return loss
+
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        for logger in self._trainer.loggers if self._trainer is not None else ():
+            logger.log_metrics(metrics, step=step)
+
+
+@contextmanager
+def _logging_nothing(module: Any) -> Iterator[None]:
+    """Drop what the module logs while the block lasts: an intervention is no step of the run."""
+
+    def drop(*_: Any, **__: Any) -> None:
+        pass
+
+    names = ("log", "log_dict")
+    own = {name: vars(module)[name] for name in names if name in vars(module)}
+    replaced: dict[str, Callable[..., None]] = dict.fromkeys(names, drop)
+    vars(module).update(replaced)
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]
+        vars(module).update(own)

@@ -1,0 +1,416 @@
+"""`HooklineCallback` for Lightning's Trainer, `FabricCallback`, and the entry points that give them to every script."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_ranks import run_ranks
+from helpers_training import nested_differences
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline as hl
+from hookline.errors import LifecycleError, OptionError
+
+L = pytest.importorskip("lightning")
+
+from lightning.fabric.utilities import registry  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+
+from hookline.integrations.fabric import FabricCallback  # noqa: E402
+from hookline.integrations.lightning import HooklineCallback  # noqa: E402
+
+POINTS = hl.HookPoint
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def lightning_is_quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning.*")
+        warnings.filterwarnings("ignore", message=".*(isinstance|LeafSpec|litlogger).*")
+        yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+class Net(L.LightningModule):
+    """Dropout, BatchNorm, AdamW and a scheduler; logs in training and in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)]
+        self.net = nn.Sequential(*layers)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Manual(Net):
+    """Steps two optimizers itself."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.net[0].parameters()), torch.optim.SGD(self.net[4].parameters(), lr=0.1)]
+
+
+class Seen(hl.TrainingHook):
+    name = "seen"
+    hook_points = set(POINTS)
+
+    def __init__(self) -> None:
+        self.contexts: list[hl.RunDataContext] = []
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        torch.randn(2)
+        self.contexts.append(ctx)
+        return {"norm": ctx.model.net[0].weight.detach().norm()}
+
+    def places(self) -> list[tuple[str, int, int | None]]:
+        return [(ctx.hook_point.name, ctx.epoch, ctx.step) for ctx in self.contexts]
+
+
+class Nudge(Seen):
+    """The negative control: an observer that writes to the model."""
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        with torch.no_grad():
+            ctx.model.net[0].weight[0, 0] += 1e-7
+        return super().compute(ctx)
+
+
+class TrainsAnEpoch(hl.InterventionHook):
+    name = "trains"
+    hook_points = set(POINTS)
+    step_schedule = hl.StepSchedule("stride", stride=3)
+
+    def intervene(self, run_ctx: Any, model_ctx: Any) -> dict[str, float]:
+        model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+        return {"loss": float(model_ctx.batch_loss(next(iter(model_ctx.get_shuffled_loader()))))}
+
+
+def _data() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    data = TensorDataset(torch.randn(28, 6), torch.randint(3, (28,)))
+    return DataLoader(data, 4, shuffle=True), DataLoader(data, 14)
+
+
+def fit(
+    folder: Path, hooks: Any = (), *, module: type = Net, checkpoint: Any = None, sinks: Any = None, **options: Any
+) -> tuple[dict[str, Any], Any]:
+    """Fit, with a callback if there are hooks; return everything that is left, and the callback."""
+    torch.manual_seed(0)
+    net, loaders = module(), _data()
+    callback = HooklineCallback(list(hooks), sinks=[] if sinks is None else sinks) if hooks else None
+    own = options.pop("callbacks", [])
+    trainer = L.Trainer(
+        default_root_dir=folder, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*([] if callback is None else [callback]), *own],
+        **{"max_epochs": 3, "logger": False, "enable_checkpointing": False, **options},
+    )  # fmt: skip
+    trainer.fit(net, *loaders, ckpt_path=checkpoint)
+    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    left = {"net": net.state_dict(), "optimizers": optimizers, "random": torch.get_rng_state()}
+    left["logged"] = dict(trainer.callback_metrics)
+    return left, callback
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
+    "validated within": {"val_check_interval": 3},
+    "manual": {"module": Manual},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_run_is_the_same_to_the_last_bit(case: str, tmp_path: Path) -> None:
+    options = RUNS[case]
+    plain, _ = fit(tmp_path, **options)
+    hooks = [Seen(), "norms", *([] if case == "manual" else [TrainsAnEpoch()])]
+    hooked, callback = fit(tmp_path, hooks, **options)
+    assert nested_differences(hooked, plain) == []
+    assert callback.manager.fired["seen"] >= 27
+    assert case == "manual" or callback.manager.fired["trains"] > 8
+    nudged, _ = fit(tmp_path, [Nudge()], **options)
+    assert nested_differences(nudged, plain) != []
+
+
+@pytest.mark.parametrize(("case", "steps"), [("plain", 7), ("accumulated", 3), ("manual", 7)])
+def test_the_points_come_in_order_with_batch_loss_and_evaluation(case: str, steps: int, tmp_path: Path) -> None:
+    seen = Seen()
+    fit(tmp_path, [seen], max_epochs=2, **RUNS[case])
+    expected: list[tuple[str, int, int | None]] = []
+    for epoch in range(2):
+        first = epoch * steps
+        expected.append(("PRE_EPOCH", epoch, first - 1 if first else None))
+        for step in range(first, first + steps):
+            expected += [("PRE_STEP", epoch, step), ("POST_STEP", epoch, step)]
+        expected += [("POST_EPOCH", epoch, first + steps - 1), ("SNAPSHOT", epoch, first + steps - 1)]
+    assert seen.places() == expected
+    for ctx in seen.contexts:
+        if ctx.hook_point is POINTS.POST_STEP:
+            assert ctx.loss > 0
+            assert ctx.batch_data is not None
+        if ctx.hook_point is POINTS.POST_EPOCH:
+            assert ctx.loss > 0
+            assert ctx.eval_metrics["val_loss"] > 0
+    rates = [ctx.lr for ctx in seen.contexts if ctx.hook_point is POINTS.POST_EPOCH]
+    assert case == "manual" or rates == [5e-3, 2.5e-3]
+
+
+def test_a_watch_counts_training_and_not_validation(tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    class WithWatch(Net):
+        def on_train_start(self) -> None:
+            self.watch = hl.watch(self.net, "0", optimizer=self.optimizers().optimizer)
+
+        def on_train_end(self) -> None:
+            counts.append(self.watch.steps)
+            self.watch.remove()
+
+    fit(tmp_path, [Seen()], module=WithWatch, max_epochs=1)
+    assert counts == [7]
+
+
+@pytest.mark.parametrize("every", [5, 7], ids=["within an epoch", "after an epoch"])
+def test_hooks_go_on_from_lightnings_own_checkpoint(every: int, tmp_path: Path) -> None:
+    _, callback = fit(tmp_path, _stateful(), max_epochs=2)
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=every, save_top_k=-1, filename="{step}")
+    short = {"max_epochs": 2, "max_steps": every, "enable_checkpointing": True, "callbacks": [saving]}
+    fit(tmp_path, _stateful(), **short)
+    (file,) = (tmp_path / "saved").glob("*.ckpt")
+    _, resumed = fit(tmp_path, _stateful(), max_epochs=2, checkpoint=str(file))
+    ours, theirs = resumed.manager.get_hook("remembers"), callback.manager.get_hook("remembers")
+    assert (ours.count, resumed.manager.global_step) == (theirs.count, callback.manager.global_step) == (16, 13)
+
+
+class RemembersSteps(hl.TrainingHook):
+    name = "remembers"
+    hook_points = {POINTS.PRE_EPOCH, POINTS.POST_STEP}
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, int]:
+        self.count += 1
+        return {"count": self.count}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def _stateful() -> list[Any]:
+    return [RemembersSteps(), "norms"]
+
+
+def test_metrics_go_to_the_loggers_of_the_trainer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    callback = HooklineCallback([Seen()], report_to="trainer")
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=logger, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[callback],
+    )  # fmt: skip
+    trainer.fit(Net(), *_data())
+    text = Path(logger.log_dir, "metrics.csv").read_text()
+    assert "seen/norm" in text.splitlines()[0]
+    assert "val_loss" in text.splitlines()[0]
+
+
+def test_without_sinks_metrics_are_lines_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    callback = HooklineCallback(["norms"])
+    trainer = L.Trainer(
+        default_root_dir=tmp_path, max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[callback],
+    )  # fmt: skip
+    trainer.fit(Net(), *_data())
+    callback.close()
+    assert "norms/total_norm" in (tmp_path / "hookline" / "trainer.jsonl").read_text()
+
+
+def test_an_error_in_the_module_ends_the_run_and_comes_through(tmp_path: Path) -> None:
+    class Fails(Net):
+        def on_train_epoch_end(self) -> None:
+            raise ZeroDivisionError
+
+    torch.manual_seed(0)
+    seen = Seen()
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, [seen], module=Fails)
+    assert seen.places()[-1][0] == "SNAPSHOT"
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(OptionError, match="no hooks"):
+        HooklineCallback()
+    with pytest.raises(OptionError, match="report_to="):
+        HooklineCallback(["norms"], report_to="wandb")
+    with pytest.raises(LifecycleError, match="has made a step yet"):
+        FabricCallback(["norms"]).manager
+
+
+# -- Fabric ----------------------------------------------------------------------------------------------------
+
+
+def _fabric_loop(folder: Path, callbacks: Any, *, epochs: int = 3, state: Any = None, save: bool = False) -> Any:
+    torch.manual_seed(0)
+    fabric = L.Fabric(accelerator="cpu", devices=1, callbacks=callbacks)
+    layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)]
+    model = nn.Sequential(*layers)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    loader = fabric.setup_dataloaders(_data()[0])
+    everything = {"model": model, "optimizer": optimizer}
+    if callbacks:
+        everything["hooks"] = callbacks[0]
+    if state is not None:
+        fabric.load(state, everything)
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            fabric.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+    if save:
+        fabric.save(folder / "state.ckpt", everything)
+    return [model.module.state_dict(), optimizer.state_dict(), torch.get_rng_state()]
+
+
+class SeenInFabric(Seen):
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        torch.randn(2)
+        self.contexts.append(ctx)
+        return {"loss": ctx.loss}
+
+
+class NudgeInFabric(SeenInFabric):
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
+        with torch.no_grad():
+            ctx.model[0].weight[0, 0] += 1e-7
+        return super().compute(ctx)
+
+
+def test_a_loop_with_fabric_is_the_same_and_its_epochs_are_seen(tmp_path: Path) -> None:
+    plain = _fabric_loop(tmp_path, [])
+    seen, memory = SeenInFabric(), hl.sinks.MemorySink()
+    callback = FabricCallback([seen, "norms"], sinks=[memory])
+    hooked = _fabric_loop(tmp_path, [callback])
+    callback.close()
+    assert nested_differences(hooked, plain) == []
+    ends = [place for place in seen.places() if place[0] == "POST_EPOCH"]
+    assert ends == [("POST_EPOCH", epoch, epoch * 7 + 6) for epoch in range(3)]
+    assert all(ctx.loss > 0 for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP)
+    control = FabricCallback([NudgeInFabric()])
+    assert nested_differences(_fabric_loop(tmp_path, [control]), plain) != []
+    control.close()
+
+
+def test_hooks_go_on_from_a_checkpoint_of_fabric(tmp_path: Path) -> None:
+    first = FabricCallback([RemembersSteps()])
+    _fabric_loop(tmp_path, [first], epochs=2, save=True)
+    first.close()
+    second = FabricCallback([RemembersSteps()])
+    _fabric_loop(tmp_path, [second], epochs=1, state=tmp_path / "state.ckpt")
+    second.close()
+    assert second.manager.get_hook("remembers").count == 24
+    assert (second.run.epoch, second.run.step) == (3, 20)
+
+
+# -- entry points ------------------------------------------------------------------------------------------------
+
+
+def _declared(group: str) -> list[EntryPoint]:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"].get(group, {})
+    return [EntryPoint(name, value, group) for name, value in declared.items()]
+
+
+def test_the_entry_points_give_nothing_unless_a_run_file_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", lambda group: _declared(group))
+    monkeypatch.delenv("HOOKLINE_RUN", raising=False)
+    for group in ("lightning.pytorch.callbacks_factory", "lightning.fabric.callbacks_factory"):
+        assert len(_declared(group)) == 1
+        assert registry._load_external_callbacks(group) == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("hooks: [norms]\noutput_dir: there\nsinks: {csv: true}\n")
+    monkeypatch.setenv("HOOKLINE_RUN", str(tmp_path / "run.yaml"))
+    monkeypatch.setenv("HOOKLINE_RUN_NAME", "net")
+    plain, _ = fit(tmp_path, max_epochs=1, callbacks=[])
+    from hookline.cli.script_session import ScriptSession
+
+    session = ScriptSession.of_lightning
+    assert session is not None
+    session.end()
+    ScriptSession.of_lightning = None
+    names = {path.name for path in (tmp_path / "there" / "net" / "script").iterdir()}
+    assert {"records.jsonl", "run.json", "script.csv"} <= names
+    monkeypatch.delenv("HOOKLINE_RUN")
+    again, _ = fit(tmp_path, max_epochs=1)
+    assert nested_differences(plain, again) == []
+
+
+# -- two processes -------------------------------------------------------------------------------------------------
+
+
+def _fit_by_ranks(folder: str) -> dict[str, Any]:
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    options = {"strategy": "ddp", "devices": 2, "plugins": [LightningEnvironment()], "max_epochs": 2}
+    plain, _ = fit(Path(folder), **options)
+    memory = hl.sinks.MemorySink()
+    hooked, callback = fit(Path(folder), [Seen(), "norms"], sinks=[memory], **options)
+    records = len(memory.records)
+    fired = dict(callback.manager.fired)
+    return {"differences": nested_differences(hooked, plain), "records": records, "fired": fired}
+
+
+def test_two_processes_under_ddp_stay_the_same_and_one_writes(tmp_path: Path) -> None:
+    first, second = run_ranks(_fit_by_ranks, str(tmp_path), ranks=2)
+    assert first["differences"] == second["differences"] == []
+    assert first["fired"] == second["fired"]
+    assert first["fired"]["seen"] == 2 * (3 + 2 * 4)
+    assert first["records"] > 0
+    assert second["records"] == 0
