@@ -7,7 +7,7 @@ Nothing here draws from the random streams of the run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -45,7 +45,13 @@ def weight_names(*vectors: Mapping[str, Any]) -> list[str]:
 
 def dense_float(tensor: Tensor) -> Tensor:
     """Return the values of ``tensor`` as a dense real tensor of float32 or float64."""
-    return _dense_float(tensor.detach())
+    return _dense_float(whole_tensor(tensor).detach())
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that ranks hold in parts (FSDP2), on every rank: a collective, for all of them."""
+    gathered: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gathered is None else gathered()
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -65,7 +71,7 @@ def _dense_float(tensor: Tensor) -> Tensor:
 
 def flat_vector_or_none(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return the entries of ``tensors`` as one vector with memory of its own; None without tensors."""
-    given = list(tensors)
+    given = [whole_tensor(tensor) for tensor in tensors]
     with torch.no_grad():
         if any(tensor.dtype not in _FLOATS or tensor.layout is not torch.strided for tensor in given):
             given = [_dense_float(tensor) for tensor in given]
@@ -163,7 +169,7 @@ def singular_values_of(matrices: Mapping[str, Tensor]) -> dict[str, NDArray[Any]
     found: dict[str, NDArray[Any]] = {}
     grams: dict[tuple[int, torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in matrices.items():
-        matrix = tensor.detach().flatten(1)
+        matrix = whole_tensor(tensor).detach().flatten(1)
         smaller = min(matrix.shape)
         if smaller == 0:
             found[name] = np.zeros(0)

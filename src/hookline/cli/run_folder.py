@@ -26,6 +26,7 @@ from hookline.messages import did_you_mean
 __all__ = [
     "LOG",
     "RunNotes",
+    "checkpoints_in",
     "model_facts",
     "new_folder",
     "newest_run",
@@ -79,12 +80,17 @@ def newest_run(output_dir: Path, experiment: str, strategy: str) -> Path | None:
 def _runs(parent: Path, strategy: str) -> Iterator[Path]:
     name = re.compile(rf"{re.escape(strategy)}(_\d+)?$")
     for folder in sorted(parent.glob("*")) if parent.is_dir() else ():
-        if name.match(folder.name) and any((folder / "checkpoints").glob("step_*.safetensors")):
+        if name.match(folder.name) and checkpoints_in(folder):
             yield folder
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run: files of one process, folders of several ranks."""
+    return [one for one in (folder / "checkpoints").glob("step_*") if one.suffix in (".safetensors", ".ranks")]
+
+
 def _age(folder: Path) -> tuple[float, int]:
-    newest = max(one.stat().st_mtime for one in (folder / "checkpoints").glob("step_*.safetensors"))
+    newest = max(one.stat().st_mtime for one in checkpoints_in(folder))
     number = re.search(r"_(\d+)$", folder.name)
     return newest, int(number[1]) if number else 0
 

@@ -17,7 +17,16 @@ from typing import Any, Final
 from hookline.cli.main import RunFailed
 from hookline.cli.prepared_experiment import PreparedExperiment, make_experiment
 from hookline.cli.process_settings import choose_threads, from_rank_zero, is_first_rank, launched_ranks, seed_everything
-from hookline.cli.run_folder import LOG, RunNotes, model_facts, new_folder, newest_run, read_run_json, to_plain
+from hookline.cli.run_folder import (
+    LOG,
+    RunNotes,
+    checkpoints_in,
+    model_facts,
+    new_folder,
+    newest_run,
+    read_run_json,
+    to_plain,
+)
 from hookline.cli.run_hooks import HookObjects
 from hookline.cli.run_request import Request
 from hookline.cli.screen import Screen
@@ -260,7 +269,7 @@ class Session:
             self.prepared.screen.say(f"The hook {name} raised {times} and {became}: its metrics are incomplete.")
 
     def _loop(self, made: PreparedExperiment, folder: Path, manager: Any, *, resume: bool) -> Any:
-        checkpoints = None if launched_ranks()[1] > 1 else self._checkpoints(made, folder / "checkpoints")
+        checkpoints = self._checkpoints(made, folder / "checkpoints")
         return made.train(manager, self._context(folder), checkpoints, resume=resume)
 
     def _checkpoints(self, made: PreparedExperiment, folder: Path) -> Any:
@@ -269,6 +278,8 @@ class Session:
             "config": self._config() | {made.unit: made.length, "seed": self.request.options.training.seed},
             "force": asked.force,
         }
+        if asked.validate_checkpoints is not None and launched_ranks()[1] > 1:
+            raise OptionError("--validate-checkpoints is for one process; with several, use --save-checkpoints.")
         if asked.validate_checkpoints is not None:
             from hookline.cli.run_observers import ValidatedCheckpoints
 
@@ -320,7 +331,7 @@ def _steps_done(folder: Path | None) -> int:
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
-    return max((folder / "checkpoints").glob("step_*.safetensors"), default=None)
+    return max(checkpoints_in(folder), default=None)
 
 
 def _left_at_once(folder: Path) -> str:

@@ -149,6 +149,7 @@ class Firing:
 
     def _observe_all(self, hooks: Sequence[PlannedHook], model_ctx: Any) -> None:
         is_plain = self._check is None and not self._profiler.enabled
+        first: Exception | None = None
         for planned in hooks:
             self.current = planned
             start = time.perf_counter()
@@ -157,10 +158,14 @@ class Firing:
                 self._take(planned, found)
             except BaseException as error:
                 if not self._handle_error(error, planned, time.perf_counter() - start):
-                    raise
+                    if self._ranks is None or not isinstance(error, Exception):
+                        raise
+                    first = first or error  # the others run first: one may wait for the same hook of other ranks
             else:
                 self.done.append((planned, time.perf_counter() - start, None, ""))
             self.current = None
+        if first is not None:
+            raise first
 
     def _observe_together(self, hooks: Sequence[PlannedHook], model_ctx: Any, ranks: RankSync) -> None:
         """Call observers, and wait until no rank's has raised: interventions wait for each other, in collectives."""

@@ -51,6 +51,8 @@ def copy_metric(value: Any, hook: str, name: str) -> Any:
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
+        if hasattr(value, "full_tensor"):  # ranks hold it in parts, or have not added it up
+            value = value.full_tensor()
         # A copy: it may be a parameter, a buffer, or a view of one, which the run goes on to change.
         return _checked_tensor(value, hook, name).detach().clone()
     if isinstance(value, Mapping):

@@ -21,7 +21,7 @@ from helpers_waiting import PATIENCE
 import hookline as hl
 from hookline.errors import ResumeError
 from hookline.training.checkpoints.checkpoints import Checkpoints
-from hookline.training.checkpoints.saving import StopSignals
+from hookline.training.checkpoints.stop_signals import StopSignals
 
 
 class Presses(hl.TrainingHook):

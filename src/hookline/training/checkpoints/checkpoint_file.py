@@ -26,7 +26,7 @@ from hookline.errors import CheckpointError
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import type_name
 
-__all__ = ["Tensors", "read", "tree_as_json", "write"]
+__all__ = ["Tensors", "digest", "read", "tree_as_json", "write"]
 
 _KEY: Final = "hookline.checkpoint"
 _VERSION: Final = 1
@@ -112,6 +112,13 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> int:
         if tensor.numel():
             found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, found)
     return found
+
+
+def digest(tree: Any) -> int:
+    """Return a number that two trees have in common only if they hold the same."""
+    tensors = Tensors()
+    text = json.dumps(tree_as_json(tree, tensors, ""), allow_nan=False)
+    return _checksum(text, tensors.numbered)
 
 
 # -- to JSON ---------------------------------------------------------------------------------------------------

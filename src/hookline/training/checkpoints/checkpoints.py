@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 import re
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,16 +17,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hookline.error_policy import error_text
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.file_lock import FileLock, lock_holder, take_lock
 from hookline.messages import caller_stacklevel
-from hookline.training.checkpoints.checkpoint_file import read, write
+from hookline.training.checkpoints.checkpoint_file import write
+from hookline.training.checkpoints.rank_checkpoint import SUFFIX, write_ranks
 from hookline.training.loops.experiment_adapter import whole_number
 
 if TYPE_CHECKING:
     import os
 
-    import torch
+    from torch import nn
+
+    from hookline.training.ranks.rank_sync import RankSync
 
 __all__ = ["Checkpoints", "differences", "lock_folder", "to_plain"]
 
@@ -35,7 +40,7 @@ _MAY_GROW: Final = ("epochs", "steps")
 """A run may be asked to go on for longer."""
 _DEEPEST: Final = 20
 _NOT_THERE: Final = "(not there)"
-_NAME: Final = re.compile(r"step_(\d+)\.safetensors")
+_NAME: Final = re.compile(r"step_(\d+)\.(safetensors|ranks)")
 
 
 class Checkpoints:
@@ -104,20 +109,41 @@ class Checkpoints:
         began = time.perf_counter()
         path = self.folder / f"step_{steps:08d}.safetensors"
         self.nbytes = write(path, tree)
-        self.seconds = time.perf_counter() - began
-        self.count += 1
-        for old in self.paths()[: -self.keep]:
-            with suppress(OSError):
-                old.unlink()
-        logger.debug("Saved %s: %.1f MB in %.2f s", path, self.nbytes / 1e6, self.seconds)
+        self._count_and_prune(path, began)
         return path
 
-    def read(self, home: Callable[[torch.device], torch.device]) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest that is whole, and rename damaged ones with a warning; None if there is none at all."""
+    def write_ranks(self, tree: Mapping[str, Any], steps: int, model: nn.Module, ranks: RankSync) -> Path:
+        """Write one more with the other ranks, as a folder, and have rank 0 remove the oldest; all ranks call it."""
+        began = time.perf_counter()
+        path = self.folder / f"step_{steps:08d}{SUFFIX}"
+        try:
+            write_ranks(path, tree, model, ranks)
+        except Exception as error:
+            if ranks.is_lost or isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(error_text(error)) from error  # one class on all ranks, so that all do the same
+        self.nbytes = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+        self._count_and_prune(path, began, removes=ranks.rank == 0)
+        return path
+
+    def _count_and_prune(self, path: Path, began: float, *, removes: bool = True) -> None:
+        self.seconds = time.perf_counter() - began
+        self.count += 1
+        for old in self.paths()[: -self.keep] if removes else ():
+            with suppress(OSError):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        logger.debug("Saved %s: %.1f MB in %.2f s", path, self.nbytes / 1e6, self.seconds)
+
+    def read(self, load: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest that is whole, and rename damaged ones with a warning; None if there is none at all.
+
+        Args:
+            load: Reads one; raises `CheckpointError` if it is damaged, with several ranks on all of them.
+        """
         failed: list[tuple[Path, CheckpointError]] = []
         for path in reversed(self.paths()):
             try:
-                tree = read(path, home)
+                tree = load(path)
             except CheckpointError as error:
                 failed.append((path, error))
                 continue
@@ -148,7 +174,7 @@ class Checkpoints:
             ) from error
         for part in self.folder.glob("step_*.part"):
             with suppress(OSError):
-                part.unlink()
+                shutil.rmtree(part) if part.is_dir() else part.unlink()
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"

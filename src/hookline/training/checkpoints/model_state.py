@@ -41,6 +41,7 @@ __all__ = [
     "set_streams",
     "state_of",
     "streams",
+    "unwrapped",
 ]
 
 _AROUND = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
@@ -52,7 +53,8 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """What every module has."""
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside wrappers that add nothing of their own."""
     while _is_around(model) and (key := inner_key(model)) is not None:
         inner = model._modules[key]
         assert inner is not None
@@ -68,7 +70,7 @@ class ModelState:
     """Save and load a module."""
 
     def __init__(self, module: nn.Module, name: str = "model") -> None:
-        self._module = _unwrapped(module)
+        self._module = unwrapped(module)
         self._name = name
 
     def save(self, *, gradients: bool = False, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def scalars_of(module: nn.Module) -> dict[str, Any]:
     """Return numbers and texts that modules keep as attributes, by place: a counter of calls is in no state dict."""
     return {
         f"{path}.{name}": value
-        for path, part in _unwrapped(module).named_modules()
+        for path, part in unwrapped(module).named_modules()
         for name, value in vars(part).items()
         if type(value) in _SCALARS and name not in _OF_TORCH
     }

@@ -6,34 +6,33 @@ loader, hooks and streams in one tree, which `Checkpoints` writes.
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hookline.errors import CheckpointError, HooklineWarning, OptionError, ResumeError
+from hookline.errors import CheckpointError, HooklineWarning, OptionError, RankError, ResumeError
 from hookline.messages import caller_stacklevel, type_name
+from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.training.checkpoints.checkpoint_file import read
 from hookline.training.checkpoints.checkpoints import Checkpoints, differences, lock_folder, to_plain
 from hookline.training.checkpoints.loader_position import LoaderPosition
-from hookline.training.checkpoints.model_state import CoreState, set_streams
+from hookline.training.checkpoints.model_state import CoreState, set_streams, streams, unwrapped
+from hookline.training.checkpoints.rank_changes import adapt_to_ranks
+from hookline.training.checkpoints.rank_checkpoint import SUFFIX, read_ranks, saved_ranks
+from hookline.training.checkpoints.stop_signals import StopSignals
 from hookline.training.checkpoints.user_state import UserState
 
 if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run
     from hookline.training.manager import HookManager
 
-__all__ = ["Saving", "StopSignals"]
+__all__ = ["Saving"]
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler)
 _PARTS: Final = ("made", "loop", "settings", "run", "core", "before_epoch", "loader", "manager", "demand")
 """What a checkpoint of a run has."""
 
@@ -44,6 +43,7 @@ class Saving:
     def __init__(self, run: Run, checkpoints: Checkpoints, settings: Mapping[str, Any]) -> None:
         _check(checkpoints)
         self._run = run
+        self._ranks = run.ranks
         self._adapter = adapter = run.adapter
         self._checkpoints = checkpoints
         self._own = UserState(adapter)
@@ -65,8 +65,13 @@ class Saving:
     @contextmanager
     def active(self, *, resume: bool) -> Iterator[None]:
         """Lock the folder and hold signals back for as long as the block lasts; load the model before."""
-        self._checkpoints.begin()
-        with lock_folder(self._checkpoints.folder), self._signals:
+        with ExitStack() as stack:
+            if self._ranks is None:
+                self._lock(stack)
+            else:
+                first = self._ranks.rank == 0
+                self._ranks.together("locking the checkpoints", lambda: self._lock(stack) if first else None)
+            stack.enter_context(self._signals)
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
                 raise ResumeError(
@@ -77,17 +82,53 @@ class Saving:
                 self._read()
             yield
 
+    def _lock(self, stack: ExitStack) -> None:
+        self._checkpoints.begin()
+        stack.enter_context(lock_folder(self._checkpoints.folder))
+
     def _read(self) -> None:
-        found = self._checkpoints.read(self._home)
+        found = self._checkpoints.read(self._load)
         if found is None:
             return
         path, saved = found
         self._check(path, saved)
+        lost = self._carry_over(path, saved)
+        if lost:
+            self._warn(lost)
         if saved["before_epoch"] is not None and self._run.retention is not None:
             self._core.load(saved["before_epoch"])
             self._run.retention.take_pre_epoch()
         self._core.load(saved["core"])
         self._loaded = saved
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Return the tree of a checkpoint for this rank; of one that another number of ranks wrote, that of rank 0."""
+        ranks = self._ranks
+        before, _ = saved_ranks(path)
+        rank = ranks.rank if ranks is not None and before == ranks.ranks else 0
+        tree: dict[str, Any] = {}
+
+        def load() -> None:
+            if path.suffix == SUFFIX:
+                model, optimizer = unwrapped(self._adapter.model), unwrap_optimizer(self._adapter.optimizer)
+                tree.update(read_ranks(path, model, optimizer, rank, self._home))
+            else:
+                tree.update(read(path, self._home))
+
+        if ranks is None:
+            load()
+        else:
+            try:
+                ranks.together(f"reading {path.name}", load)
+            except RankError as error:
+                raise CheckpointError(str(error)) from error
+        return tree
+
+    def _carry_over(self, path: Path, saved: dict[str, Any]) -> str:
+        """Drop what another number of ranks cannot use; return what that is, in a sentence."""
+        before, differing = saved_ranks(path)
+        now = 1 if self._ranks is None else self._ranks.ranks
+        return "" if before == now else adapt_to_ranks(saved, before, now, differing, streams(self._adapter.model))
 
     def _home(self, device: torch.device) -> torch.device:
         """Return the device for tensors that were on `device`; a run may go on on another kind of device."""
@@ -164,7 +205,7 @@ class Saving:
             except StopIteration:
                 return
             except Exception:
-                if self._signals.came is None:
+                if self._signals.came is None or self._ranks is not None:
                     raise
                 # Ctrl-C goes to the workers of the loader as well, and those that were not forked end by it.
                 self._stop(within=True)
@@ -173,12 +214,19 @@ class Saving:
 
     def save_after_step(self) -> bool:
         """Save after a step if one is due; return whether the run stops here."""
-        if self._signals.came is not None:
+        if self._signal() is not None:
             self._stop(within=self._is_within())
             return True
         if self._every_steps is not None and self._run.num_steps % self._every_steps == 0:
             self._save_within()
         return False
+
+    def _signal(self) -> str | None:
+        """Return the signal that came; with several ranks, once all know that it came to one of them."""
+        if self._ranks is None:
+            return self._signals.came
+        self._ranks.signal = self._signals.came
+        return self._ranks.agreed_signal
 
     def _is_within(self) -> bool:
         return not self._adapter.has_no_data
@@ -190,7 +238,7 @@ class Saving:
 
     def save_after_epoch(self) -> bool:
         """Save after an epoch if one is due; return whether the run stops here."""
-        if self._signals.came is not None:
+        if self._signal() is not None:
             self._stop(within=False)
             return True
         every = self._checkpoints.every
@@ -210,10 +258,10 @@ class Saving:
             else:
                 self._flush()
                 self._save(within=not run.in_epochs and run.done > 0 and self._position.can_go_on)
-            run.interrupted = self._signals.came  # too late to stop anything, but it is not swallowed
+            run.interrupted = self._signal()  # too late to stop anything, but it is not swallowed
 
     def _stop(self, *, within: bool) -> None:
-        self._run.interrupted = self._signals.came
+        self._run.interrupted = self._signal()
         self._flush()
         if within:
             self._save_within()
@@ -245,8 +293,14 @@ class Saving:
         if self._saved_at == (run.num_steps, within):
             return
         try:
-            self._checkpoints.write(self._state(within=within), run.step + 1)
+            state = self._state(within=within)
+            if self._ranks is None:
+                self._checkpoints.write(state, run.step + 1)
+            else:
+                self._checkpoints.write_ranks(state, run.step + 1, unwrapped(self._adapter.model), self._ranks)
         except Exception as error:
+            if self._ranks is not None and self._ranks.is_lost:
+                raise
             if self._checkpoints.count == 0 and isinstance(error, CheckpointError):
                 raise  # at the start, where it costs nothing to mend
             newest = self._checkpoints.newest()
@@ -287,13 +341,6 @@ class Saving:
 def _check(checkpoints: Any) -> None:
     if not isinstance(checkpoints, Checkpoints):
         raise OptionError(f"checkpoints= is Checkpoints(folder, every=...), got {type_name(checkpoints)}.")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        several = torch.distributed.get_world_size()
-        if several > 1:
-            raise OptionError(
-                f"checkpoints= saves a run of one process, and this is one of {several}. Use "
-                "torch.distributed.checkpoint, and manager.state_dict() for the hooks."
-            )
 
 
 def _unsaved_trackers(manager: HookManager | None, experiment: Any) -> list[str]:
@@ -305,59 +352,3 @@ def _unsaved_trackers(manager: HookManager | None, experiment: Any) -> list[str]
     if isinstance(metrics, Mapping):
         trackers |= metrics
     return [name for name, tracker in trackers.items() if tracker is not None and not hasattr(tracker, "state_dict")]
-
-
-class StopSignals:
-    """Note the first SIGINT or SIGTERM; the second does what it would have done without.
-
-    Only the main thread may set handlers, so in others nothing is noted. A signal that is ignored (``nohup``) stays
-    ignored. A handler of the user's own is called as well, at once.
-    """
-
-    def __init__(self) -> None:
-        self.came: str | None = None
-        """The name of the signal that came."""
-        self._before: dict[int, Any] = {}
-        self._process = os.getpid()
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                before = signal.getsignal(number)
-                if before is not None and before is not signal.SIG_IGN:  # None: set by another language
-                    self._before[number] = before
-                    signal.signal(number, self._take)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._put_back()
-
-    def _put_back(self) -> None:
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._take:  # else someone has set another one meanwhile
-                signal.signal(number, before)
-        self._before = {}
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number, signal.SIG_DFL)
-        if os.getpid() != self._process:
-            self._in_worker(number)
-            return
-        if self.came is not None:  # pressed again
-            self._put_back()
-            if callable(before):
-                before(number, frame)
-            else:
-                signal.signal(number, before)
-                signal.raise_signal(number)
-            return
-        self.came = signal.Signals(number).name
-        if before not in _DEFAULTS and callable(before):
-            before(number, frame)
-
-    @staticmethod
-    def _in_worker(number: int) -> None:
-        """Ignore Ctrl-C in a process that a loader has forked: the run decides when to stop."""
-        if number != signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)

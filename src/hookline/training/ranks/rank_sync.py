@@ -182,14 +182,20 @@ class RankSync:
             raised = error
         agreed = self.meet(raised, what)
         if agreed is not None:
-            self.agreed_error = agreed
+            if not self.is_lost:
+                self.agreed_error = agreed
             raise agreed
 
     def meet(self, error: BaseException | None, what: str) -> BaseException | None:
         """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
         if self.is_lost:
             return error
-        said = self.gather(None if error is None else error_text(error), what)
+        try:
+            said = self.gather(None if error is None else error_text(error), what)
+        except RankError:
+            if error is None:
+                raise
+            return error  # others wait somewhere else, and learn of it when this rank ends
         failed = {rank: text for rank, text in enumerate(said) if text is not None}
         if not failed or error is not None:
             return error
@@ -209,9 +215,9 @@ class RankSync:
         """Exchange nothing more, unless all ranks end by `error`; return one that says more, if others ended first."""
         if error is self.agreed_error:
             return None
-        was_lost, self.is_lost = self.is_lost, True
+        self.is_lost = True
         leave_note(f"rank {self.rank}: {error_text(error)}")
-        if not was_lost and not is_lost_connection(error):
+        if not is_lost_connection(error):
             return None
         notes, silent = read_notes()
         told = [text for _, text in sorted(notes.items())]
