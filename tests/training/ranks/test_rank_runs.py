@@ -173,6 +173,14 @@ def test_a_wrong_declaration_is_refused(given, said):
 # -- the command line ----------------------------------------------------------------------------------------
 
 
+def test_the_example_ends_alike_on_both_ranks():
+    """`examples/torchrun_hooks.py`, with two processes."""
+    example = Path(__file__).parents[3] / "examples" / "torchrun_hooks.py"
+    first, second = run_ranks(f"{example}:main", initialize=False)
+    assert first == second
+    assert first.steps == 32
+
+
 def test_torchrun_hookline_run_writes_one_log_and_one_page(tmp_path):
     """The embedded experiment under torchrun: rank 0 prints and writes, and nothing is written twice."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hookline"]
