@@ -1,6 +1,7 @@
 """Train with two processes, and see one record of both.
 
-Start it by ``torchrun --standalone --nproc-per-node 2 examples/torchrun_hooks.py``. The hooks are the same as in one process. `reduce` says how the metrics of the ranks become one; rank 0 prints.
+Start it by ``torchrun --standalone --nproc-per-node 2 examples/torchrun_hooks.py``. The hooks are the same as in
+one process. `reduce` says how the metrics of the ranks become one; rank 0 prints.
 """
 
 from __future__ import annotations
