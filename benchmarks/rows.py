@@ -21,6 +21,7 @@ from guarding import guarding, guarding_large
 from managing import managing
 from measure import Row
 from peers import peers
+from rank_rows import ranks
 from serving import serving
 from subject import Setting
 from threads import threads
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "functions": functions,
     "operators": operators,
     "watching": watching,
+    "ranks": ranks,
     "capturing": capturing,
     "managing": managing,
     "adapters": adapters,

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from helpers_ranks import run_cases
 
@@ -159,16 +160,20 @@ def all_together() -> dict[str, Any]:
 
 
 def one_stays_away() -> Any:
-    """Rank 1 never calls; it waits until rank 0 has said so."""
+    """Rank 1 reads its watch once less than rank 0; it waits until rank 0 has said so."""
     os.environ["HOOKLINE_RANK_TIMEOUT"] = "2"
-    gather_objects(0, what="the beginning")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    watch = hookline.watch(model, on="forward")
+    model(torch.ones(1, 2))
+    for _ in range(2):
+        watch.to_metrics()
     if this_rank():
-        dist.recv(torch_number(), src=0)
-        return refused(lambda: gather_objects(1, what="too late"))
-    first = refused(lambda: gather_objects(0, what="statistics of the watch"))
+        dist.recv(torch.zeros(1), src=0)
+        return refused(watch.to_metrics)
+    first = refused(watch.to_metrics)
     again = refused(lambda: gather_objects(0, what="more"))
-    dist.send(torch_number(), dst=1)
-    return first, again
+    dist.send(torch.zeros(1), dst=1)
+    return first, again, len(watch.to_metrics(local=True))
 
 
 def crossed() -> Any:
@@ -179,9 +184,3 @@ def crossed() -> Any:
         exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0))
     exchange, count = (one, 3) if this_rank() else (two, 500)
     return refused(lambda: exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0)))
-
-
-def torch_number() -> Any:
-    import torch
-
-    return torch.zeros(1)

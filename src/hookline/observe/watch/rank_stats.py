@@ -82,6 +82,7 @@ class RankStats:
         self._declared = declared or DeclaredShards(frozenset(), frozenset())
         self._group: tuple[int, ...] | None = None
         self._parts: dict[WatchedPlace, _CachedPart] = {}
+        self._last: _LastParts | None = None
         self._widths: dict[str, int] = {}
         self._checked: Agreed | None = None
         self._rows: _ReducedRows | None = None
@@ -97,7 +98,7 @@ class RankStats:
         """Return every statistic of all ranks; every rank has to call it."""
         layout = self._engine.layout
         num_added = len(layout.added)
-        parts = [self._part(place, row) for place, row in zip(snapshot.places, snapshot.rows, strict=True)]
+        parts = self._parts_of(snapshot)
         added, kept = snapshot.rows[:, :num_added], snapshot.rows[:, num_added:]
         # Firings are not added: one process would have fired once, on the whole batch.
         kept = np.concatenate([kept, snapshot.rows[:, :1]], axis=1)
@@ -127,6 +128,16 @@ class RankStats:
         return found
 
     # -- what this rank holds --------------------------------------------------------------------------------
+
+    def _parts_of(self, snapshot: StatsSnapshot) -> list[NamedPart]:
+        """Return the part of each place; the same list as long as nothing has changed, which takes 40 µs to see."""
+        places, state = snapshot.places, [place.placed for place in snapshot.places]
+        if self._last is None or self._last.places != places or self._last.state != state:
+            parts = [self._part(place, row) for place, row in zip(places, snapshot.rows, strict=True)]
+            is_final = all(cached.is_final for cached in self._parts.values())
+            self._last = _LastParts(places, state, parts) if is_final else None
+            return parts
+        return self._last.parts
 
     def _part(self, place: WatchedPlace, row: NDArray[np.float64]) -> NamedPart:
         cached = self._parts.get(place)
@@ -276,6 +287,12 @@ class _ReducedRows:
 
 def _positions(starts: list[int], width: int) -> NDArray[np.int64]:
     return np.array(starts, dtype=np.int64).reshape(-1, 1) + np.arange(width)
+
+
+class _LastParts(NamedTuple):
+    places: list[WatchedPlace]
+    state: list[Placed | None]
+    parts: list[NamedPart]
 
 
 class _CachedPart(NamedTuple):

@@ -118,6 +118,7 @@ class StatsEngine:
         self.device_rows: dict[torch.device, DeviceRows] = {}
         self._kernels: dict[torch.device, Kernel | None] = {}
         self._pending: dict[torch.device, PendingTensors] = {}
+        self._numbers: dict[torch.device, tuple[int, int, NDArray[np.int64], NDArray[np.int64]]] = {}
         self._table: tuple[list[WatchedPlace], MetricTable] | None = None
         self.lock = threading.RLock()
         """Held while rows and places are handed out, and while what is kept per unit changes."""
@@ -282,16 +283,29 @@ class StatsEngine:
         rows = np.zeros((len(places), self.layout.width))
         rows[:, len(self.layout.added) :] = -np.inf
         for device, of_device in self.device_rows.items():
-            self._add_device(rows, of_device.read(), [place.rows.get(device) for place in places])
+            self._add_device(rows, of_device.read(), places, device)
         return StatsSnapshot(places, rows, self._read_beside())
 
-    def _add_device(self, rows: NDArray[Any], numbers: NDArray[Any], given: list[StatRow | None]) -> None:
+    def _add_device(
+        self, rows: NDArray[Any], numbers: NDArray[Any], places: list[WatchedPlace], device: torch.device
+    ) -> None:
         """Merge the rows of one device into ``rows``."""
-        index = [position for position, row in enumerate(given) if row is not None]
-        found, added = numbers[[row.number for row in given if row is not None]], len(self.layout.added)
+        index, numbered = self._row_numbers(places, device, len(numbers))
+        found, added = numbers[numbered], len(self.layout.added)
         rows[index, :added] += found[:, :added]
         with np.errstate(invalid="ignore"):
             rows[index, added:] = np.maximum(rows[index, added:], found[:, added:])  # of NaN and a number, NaN
+
+    def _row_numbers(
+        self, places: list[WatchedPlace], device: torch.device, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return which places have a row on ``device``, and its number there; known while there are no new ones."""
+        known = self._numbers.get(device)
+        if known is None or known[:2] != (len(places), count):
+            given = [(index, place.rows[device].number) for index, place in enumerate(places) if device in place.rows]
+            found = np.array(given, dtype=np.int64).reshape(-1, 2)
+            known = self._numbers[device] = (len(places), count, found[:, 0], found[:, 1])
+        return known[2], known[3]
 
     def to_metrics(self, snapshot: StatsSnapshot | None = None) -> dict[str, Any]:
         """Return every statistic, by ``"name/kind/statistic"``."""
@@ -312,14 +326,9 @@ class StatsEngine:
         found: dict[WatchedPlace, list[list[float]]] = {
             place: [[] for _ in place.beside] for place in self.places.values()
         }
-        kept = [
-            (place, index, one.kept)
-            for place in found
-            for index, one in enumerate(place.beside)
-            if one.kept is not None
-        ]
-        for (place, index, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
-            found[place][index] = values
+        kept = [(place, at, one.kept) for place in found for at, one in enumerate(place.beside) if one.kept is not None]
+        for (place, at, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
+            found[place][at] = values
         return found
 
     def reset(self) -> None:

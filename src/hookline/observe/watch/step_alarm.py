@@ -75,7 +75,8 @@ class Trouble:
     def __str__(self) -> str:
         where = f"step {self.step}, rank {self.rank}, micro-batch {self.micro_batch}"
         batch = "" if self.batch is None else f", batch {short_repr(self.batch, 80)}"
-        more = "" if self.places == 1 else f", and {self.places - 1} places after it"
+        others = self.places - 1
+        more = f", and {'one place' if others == 1 else f'{others} places'} after it" if others else ""
         told = f"norm {self.value:.4g}, usually {self.usual:.4g}" if self.what == "spike" else f"{int(self.value)}"
         return f"{where}{batch}: {self.what} ({told}) at {self.place!r}{more}"
 
@@ -236,7 +237,7 @@ class StepAlarm(ShownAsTable):
                 if device in change and row.number < len(change[device]) and change[device][row.number, _FIRES]:
                     for what, value, usual in self._judge(place, change[device][row.number]):
                         found.setdefault(what, []).append((row.number, place.label, value, usual))
-        for what, places in found.items():
+        for what, places in sorted(found.items(), key=lambda item: min(item[1])):
             order, label, value, usual = min(places)
             trouble = Trouble(
                 self._steps, micro_batch, this_rank(), label, what, value, usual, len(places), order, batch
