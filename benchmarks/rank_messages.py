@@ -3,14 +3,14 @@
     python benchmarks/rank_messages.py          prints the table of docs/scaling.md
 
 Runs in one process: torch's ``fake`` process group stands in for the other ranks. It sends nothing, so that bytes and
-messages can be counted, and the work of one rank be timed, for more ranks than there are machines.
+messages can be counted, and the work of one rank be timed (CPU time), for more ranks than there are machines.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from hookline.distributed.channels import Channel
 
 RANKS = (2, 64, 1024)
 LAYERS = (10, 100, 1000)
-"""Linear layers: each is four sites (output, its gradient) and parameters with their gradients; see `sites_of`."""
+"""Linear layers: each is six sites (output, weight, bias, and their gradients); the model itself is two more."""
 
 
 class Counted:
@@ -42,23 +42,21 @@ class Counted:
 def counting() -> Iterator[Counted]:
     """Count every collective of hookline, and what this rank hands to it."""
     counted = Counted()
-    real = {name: getattr(Channel, name) for name in ("gather", "add", "keep_largest")}
+    real = {"gather": Channel.gather, "reduce": Channel.reduce}
 
-    def wrapped(name: str) -> Callable[..., Any]:
-        def call(self: Channel, value: Any, what: str) -> Any:
-            size = len(pickle.dumps(value)) if name == "gather" else value.nbytes
-            counted.messages.append((name, size))
-            return real[name](self, value, what)
+    def gather(self: Channel, value: Any, what: str) -> list[Any]:
+        counted.messages.append(("gather", len(pickle.dumps(value))))
+        return real["gather"](self, value, what)
 
-        return call
+    def reduce(self: Channel, added: torch.Tensor, kept: torch.Tensor, what: str) -> None:
+        counted.messages += [("sum", added.nbytes), ("max", kept.nbytes)]
+        real["reduce"](self, added, kept, what)
 
-    for name in real:
-        setattr(Channel, name, wrapped(name))
+    Channel.gather, Channel.reduce = gather, reduce
     try:
         yield counted
     finally:
-        for name, method in real.items():
-            setattr(Channel, name, method)
+        Channel.gather, Channel.reduce = real["gather"], real["reduce"]
 
 
 def measure(ranks: int, layers: int, sharded: bool) -> list[str]:
@@ -73,18 +71,18 @@ def measure(ranks: int, layers: int, sharded: bool) -> list[str]:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         with counting() as first:
-            start = time.perf_counter()
+            start = time.thread_time()
             watch.to_metrics()
-            agreement = time.perf_counter() - start
+            agreement = time.thread_time() - start
         with counting() as later:
-            start = time.perf_counter()
+            start = time.thread_time()
             watch.to_metrics()
-            flush = time.perf_counter() - start
+            flush = time.thread_time() - start
         sites = len(watch.report()["fired"])
         watch.remove()
     finally:
         dist.destroy_process_group()
-    assert [kind for kind, _ in later.messages] == ["keep_largest", "add"]
+    assert [kind for kind, _ in later.messages] == ["sum", "max"]
     names = first.bytes("gather")
     return [
         *(
@@ -94,7 +92,7 @@ def measure(ranks: int, layers: int, sharded: bool) -> list[str]:
             f"{names / 1e3:.1f}",
             f"{names * ranks / 1e6:.2f}",
         ),
-        *(f"{len(later.messages)}", f"{later.bytes('add', 'keep_largest') / 1e3:.1f}"),
+        *(f"{len(later.messages)}", f"{later.bytes('sum', 'max') / 1e3:.1f}"),
         *(f"{agreement * 1e3:.0f}", f"{flush * 1e3:.0f}"),
     ]
 

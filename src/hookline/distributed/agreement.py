@@ -115,18 +115,18 @@ class _Sharing(NamedTuple):
 def agree(mine: tuple[NamedPart, ...], said: Sequence[tuple[_Names, tuple[Hashable, ...]]], rank: int) -> Agreed:
     """Return where each name of any rank is in the buffers, and how the numbers of this ``rank`` get there.
 
-    ``said`` has the names and the shards of each rank. Ranks with equal names are taken together, and names that are
-    shared in the same way are worked out once: with 1,024 ranks and 1,000 names that is 60 ms instead of seconds.
+    ``said`` has the names and the shards of each rank. Ranks with the same tuple of names are taken together, and names
+    that are shared in the same way are worked out once; one by one, 1,024 ranks with 1,000 names would take seconds.
     """
-    together: dict[_Names, list[int]] = {}
+    together: dict[int, tuple[_Names, list[int]]] = {}
     for each, (names, _) in enumerate(said):
-        together.setdefault(names, []).append(each)
+        together.setdefault(id(names), (names, []))[1].append(each)
     holders: dict[str, list[tuple[list[int], int]]] = {}
-    sizes: dict[str, dict[tuple[int, int], list[int]]] = {}
-    for names, ranks in together.items():
+    sizes: dict[str, dict[tuple[int, int], int]] = {}
+    for names, ranks in together.values():
         for name, added, kept, position in names:
             holders.setdefault(name, []).append((ranks, position))
-            sizes.setdefault(name, {}).setdefault((added, kept), []).extend(ranks)
+            sizes.setdefault(name, {}).setdefault((added, kept), ranks[0])
     worked_out: dict[tuple[tuple[int, int], ...], _Sharing] = {}
     holdings: dict[str, Holding] = {}
     factors: dict[str, int] = {}
@@ -180,10 +180,10 @@ def _resolve(rank: int, declared: dict[int, Hashable]) -> Hashable:
     return ("rank", rank) if shard is None else shard
 
 
-def _size(name: str, sizes: dict[tuple[int, int], list[int]]) -> tuple[int, int]:
+def _size(name: str, sizes: dict[tuple[int, int], int]) -> tuple[int, int]:
     """Return how many numbers a name has; raise if ranks differ in that."""
     if len(sizes) > 1:
-        words = "; ".join(f"rank {ranks[0]}: {added} + {kept} numbers" for (added, kept), ranks in sizes.items())
+        words = "; ".join(f"rank {rank}: {added} + {kept} numbers" for (added, kept), rank in sizes.items())
         raise RankError(f"{name!r} has not the same size on all ranks: {words}. Give every rank the same options.")
     return next(iter(sizes))
 

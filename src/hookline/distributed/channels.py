@@ -58,17 +58,17 @@ class Channel:
             raise _missing(what, error) from error
         return box[0]
 
-    def add(self, numbers: Tensor, what: str) -> None:
-        """Put the sums over ranks in the place of ``numbers``."""
-        self._reduce(numbers, dist.ReduceOp.SUM, what)
-
-    def keep_largest(self, numbers: Tensor, what: str) -> None:
-        """Put the largest over ranks in the place of ``numbers``."""
-        self._reduce(numbers, dist.ReduceOp.MAX, what)
-
-    def _reduce(self, numbers: Tensor, op: Any, what: str) -> None:
+    def reduce(self, added: Tensor, kept: Tensor, what: str) -> None:
+        """Put the sums over ranks in the place of ``added``, and the largest in the place of ``kept``."""
         try:
-            dist.all_reduce(numbers, op=op, group=self._group)
+            # Both are under way at once: the second waits for no answer to the first.
+            works = [
+                dist.all_reduce(numbers, op=op, group=self._group, async_op=True)
+                for numbers, op in ((kept, dist.ReduceOp.MAX), (added, dist.ReduceOp.SUM))
+            ]
+            for work in works:
+                if work is not None:  # the fake process group returns none
+                    work.wait()
         except _FAILURES as error:
             raise _missing(what, error) from error
 

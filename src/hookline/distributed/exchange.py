@@ -15,7 +15,7 @@ import torch
 
 import hookline
 from hookline.distributed.agreement import Agreed, Declaration, NamedPart, agree
-from hookline.distributed.channels import Channel, channel
+from hookline.distributed.channels import channel
 from hookline.distributed.ranks import gather_objects, in_words, is_distributed, rank_names, this_rank
 from hookline.errors import RankError
 
@@ -89,30 +89,28 @@ class Exchange:
         if self._agreed is None:
             self._agreed = self._new_agreement(mine, failure)
         flag = _FAILED if failure else _NEW_NAMES if mine != self._agreed.mine else _STEADY
-        connected = channel(f"reduce/{self.what}", self.what)
-        largest = self._keep_largest(connected, self._agreed, kept, flag)
-        if largest is None:
+        found = self._reduce(self._agreed, added, kept, flag)
+        if found is None:
             self._agreed = self._new_agreement(mine, failure)
-            largest = self._keep_largest(connected, self._agreed, kept, _STEADY)
-            assert largest is not None
-        total = torch.zeros(self._agreed.added, dtype=torch.float64)
-        total.numpy()[self._agreed.added_index] = added * self._agreed.added_factor
-        connected.add(total, self.what)
-        return Reduced(self._agreed, total.numpy() / self._agreed.divisor, largest)
+            found = self._reduce(self._agreed, added, kept, _STEADY)
+            assert found is not None
+        return found
 
-    def _keep_largest(
-        self, own: Channel, agreed: Agreed, kept: NDArray[np.float64], flag: int
-    ) -> NDArray[np.float64] | None:
-        """Return the largest numbers; None if some rank has new names, or has failed."""
-        numbers = torch.full((_HEADER + agreed.kept,), _LEAST, dtype=torch.int64)
-        view: NDArray[np.int64] = numbers.numpy()
+    def _reduce(
+        self, agreed: Agreed, added: NDArray[np.float64], kept: NDArray[np.float64], flag: int
+    ) -> Reduced | None:
+        """Return the numbers of all ranks; None if some rank has new names, or has failed."""
+        largest = torch.full((_HEADER + agreed.kept,), _LEAST, dtype=torch.int64)
+        view: NDArray[np.int64] = largest.numpy()
         view[:_HEADER] = flag, agreed.digest, -agreed.digest
+        total = torch.zeros(agreed.added, dtype=torch.float64)
         if flag == _STEADY:
             view[_HEADER + agreed.kept_index] = _as_ordered(kept)
-        own.keep_largest(numbers, self.what)
+            total.numpy()[agreed.added_index] = added * agreed.added_factor
+        channel(f"reduce/{self.what}", self.what).reduce(total, largest, self.what)
         if view[1] != -view[2]:
             raise RankError(f"{self.what}: ranks do not have the same names at this call. Every rank has to make it.")
-        return None if view[0] else _from_ordered(view[_HEADER:])
+        return None if view[0] else Reduced(agreed, total.numpy() / agreed.divisor, _from_ordered(view[_HEADER:]))
 
     def _new_agreement(self, mine: tuple[NamedPart, ...], failure: str | None) -> Agreed:
         """Tell all ranks the names of this one; raise on every rank if one failed, or if they cannot go together."""
