@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import LifecycleError, MetricError, OptionError
+from hookline.errors import LifecycleError, MetricError, OptionError, RankError
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.fan_out import FanOut, own_rank
 from hookline.sinks.metric_values import JsonCleaner, dumps
@@ -88,13 +88,23 @@ class MetricOutput:
         elif metrics or self.ranks is not None:
             metrics = to_host(metrics)
             if self.ranks is not None:
-                metrics = self.ranks.reduce(metrics, f"metrics at {firing.point.name}")
+                metrics = self._of_all_ranks(metrics, firing, self.ranks)
             # A user's own loop that does not count steps may say in the context which one it is.
             self._write(metrics, position, firing.point, step if step >= 0 else firing.ctx.step)
         self._last[firing.point] = metrics
         self._last_point = firing.point
         self.position = position
         return metrics
+
+    @staticmethod
+    def _of_all_ranks(metrics: dict[str, Any], firing: Firing, ranks: RankSync) -> dict[str, Any]:
+        """Return the metrics of all ranks; an error names the hooks, one of which may have kept a rank from coming."""
+        try:
+            return ranks.reduce(metrics, f"metrics at {firing.point.name}")
+        except RankError as error:
+            names = ", ".join(planned.name for planned, *_ in firing.done)
+            text = f"{error} The hooks at {firing.point.name}, step {firing.step}: {names}."
+            raise RankError(text, ranks=error.ranks) from error
 
     def flush_steps(self, position: int, step: int) -> dict[str, Any]:
         """Write the buffered metrics of all steps, as lists; return them."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -82,19 +84,21 @@ def local(made: hl.Experiment) -> dict[str, Any]:
     return {name.removeprefix("module."): value.detach().numpy().tobytes() for name, value in parts.items()}
 
 
-def train(made: hl.Experiment, folder: str, *, stop: Any = None, resume: bool = False, epochs: int = EPOCHS) -> Any:
+def train(
+    made: hl.Experiment, folder: str, *, stop: Any = None, resume: bool = False, epochs: int = EPOCHS, **options: Any
+) -> Any:
     """Train with hooks and checkpoints; return weights, records and result."""
     sink = Records()
     hooks: list[Any] = [Draws(), Stop(STOPS_AT if stop is not None else None, stop), "norms"]
     names = [hook for hook in hooks if isinstance(hook, str)]
-    manager = hl.HookManager(names, hooks[:2], sinks=[sink])
+    manager = hl.HookManager(names, hooks[:2], sinks=[sink], **options)
     checkpoints = hl.Checkpoints(folder, every_steps=8)
     try:
         result = hl.epoch_loop(made, epochs=epochs, manager=manager, checkpoints=checkpoints, resume=resume)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        manager.finish()
+        manager.close()
     hooks_now = manager.state_dict()["hooks"]
     return {"weights": local(made), "records": sink.records, "steps": result.steps, "hooks": hooks_now}
 
@@ -176,20 +180,23 @@ def all_resumed(folder: str) -> dict[str, Any]:
 
 
 def begin_and_die(folder: str) -> Any:
-    """Train whole in one folder; in another one, rank 1 is killed in the middle."""
+    """Train whole in one folder; in another one, rank 1 is killed in the middle. Return also the log, and how long."""
     whole = train(experiment(), f"{folder}/whole")
 
     def kill() -> None:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ended = train(experiment(), f"{folder}/killed", stop=kill)
-    return whole, ended
+    log, began = Path(folder, "records.jsonl"), time.monotonic()
+    ended = train(experiment(), f"{folder}/killed", stop=kill, log=log, flush_every=4)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return whole, ended, lines, time.monotonic() - began
 
 
-def begin_alone(folder: str) -> Any:
-    """Train some epochs in one process."""
-    return train(experiment(), f"{folder}/alone", epochs=1)["steps"]
+def in_one_process(folder: str) -> Any:
+    """Go on alone with what two ranks have saved; and begin something else alone."""
+    train(experiment(), f"{folder}/alone", epochs=1)
+    return go_on(folder, "copy", EPOCHS + 1)
 
 
 def go_on(folder: str, where: str, epochs: int = EPOCHS) -> Any:

@@ -53,27 +53,28 @@ def test_what_one_rank_cannot_save_is_told_on_all(both):
         assert "could not be saved" in warned
 
 
-def test_a_run_whose_rank_was_killed_is_resumed_to_the_same_bits(killed):
-    """kill -9 of rank 1 in the middle of an epoch."""
-    folder, (whole, ended) = killed
+def test_a_killed_rank_is_named_and_the_log_is_whole(killed):
+    """kill -9 in the middle of an epoch: rank 0 ends within the time-out, and has written all it had."""
+    folder, (_, ended, lines, seconds) = killed
     assert ended.startswith("RankError: The ranks have lost each other; rank 1 left no word")
+    assert seconds < 60
+    steps = [step for line in lines for step in line.get("steps", {}).get("draws/total", [])]
+    assert steps == list(range(18))
+    assert any("rank 1" in line["metrics"].get("run/error", "") for line in lines if "metrics" in line)
+    assert not list(folder.glob("*rank1*"))
+
+
+def test_a_run_whose_rank_was_killed_is_resumed_to_the_same_bits(killed):
+    """The second rank is there again."""
+    folder, (whole, *_) = killed
     first, second = run_ranks(f"{SCENARIOS}:go_on", str(folder), "killed")
     assert first[0]["weights"] == whole["weights"]
     assert repr(first[0]["records"][-2:]) == repr(whole["records"][-2:])
     assert second[0]["steps"] == STEPS
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_another_number_of_ranks_goes_on_and_says_what_is_lost(killed, ranks, tmp_path):
-    """Model, optimizer and the common state of hooks carry over; one sentence says what does not."""
-    folder, _ = killed
-    shutil.copytree(folder / "whole", tmp_path / "copy")
-    found = run_ranks(f"{SCENARIOS}:go_on", str(tmp_path), "copy", 4, ranks=ranks)
-    (result, warned) = found[0]
-    parameters = [
-        {name: one[0]["weights"][name] for name in one[0]["weights"] if "running" not in name} for one in found
-    ]
-    assert all(one == parameters[0] for one in parameters)
+def _check_carried_over(found: Any, ranks: int) -> None:
+    result, warned = found
     assert result["steps"] > STEPS
     (lost,) = [text for text in warned if "carry over" in text]
     assert f"saved by 2 processes and goes on with {ranks} process" in lost
@@ -81,9 +82,21 @@ def test_another_number_of_ranks_goes_on_and_says_what_is_lost(killed, ranks, tm
     assert "the state of draws" in lost
 
 
-def test_several_ranks_go_on_from_a_checkpoint_of_one_process(tmp_path):
-    """The file of one process is read by every rank."""
-    run_ranks(f"{SCENARIOS}:begin_alone", str(tmp_path), ranks=1)
+def test_more_ranks_go_on_and_say_what_is_lost(killed, tmp_path):
+    """Model, optimizer and the common state of hooks carry over to three ranks; one sentence says what does not."""
+    shutil.copytree(killed[0] / "whole", tmp_path / "copy")
+    found = run_ranks(f"{SCENARIOS}:go_on", str(tmp_path), "copy", 4, ranks=3)
+    _check_carried_over(found[0], 3)
+    weights = [one[0]["weights"] for one in found]
+    parameters = [{name: value for name, value in one.items() if "running" not in name} for one in weights]
+    assert all(one == parameters[0] for one in parameters)
+
+
+def test_one_process_goes_on_with_what_two_have_saved_and_the_other_way_round(killed, tmp_path):
+    """A folder of two ranks is read by one process, and the file of one process by two ranks."""
+    shutil.copytree(killed[0] / "whole", tmp_path / "copy")
+    (alone,) = run_ranks(f"{SCENARIOS}:in_one_process", str(tmp_path), ranks=1)
+    _check_carried_over(alone, 1)
     found = run_ranks(f"{SCENARIOS}:go_on", str(tmp_path), "alone", 2)
     assert [one[0]["steps"] for one in found] == [36, 36]
     assert any("saved by 1 process and goes on with 2 processes" in text for text in found[0][1])
