@@ -77,6 +77,9 @@ class Local(hl.TrainingHook):
     hook_points = frozenset({hl.HookPoint.POST_EPOCH, hl.HookPoint.POST_STEP})
     reduce = {"count": "sum", "*/max": "max", "low": "min", "root": "l2", "all": "concat", "own": "none"}
 
+    def start(self, model: nn.Module) -> None:
+        self.seen = [name for name, _ in model.named_parameters()]
+
     def compute(self, ctx: Any) -> dict[str, Any]:
         rank = dist.get_rank()
         numbers = {"count": 3 + rank, "a/max": float(rank), "low": 7 - rank, "root": 3.0 + rank, "own": rank}
@@ -177,7 +180,8 @@ def reductions() -> dict[str, Any]:
         return {"val_acc": 0.25 + 0.5 * dist.get_rank(), "name": "own"}
 
     made = experiment(evaluate=evaluate)
-    manager = hl.HookManager(hooks=[Local()], sinks=[sink])
+    hook = Local()
+    manager = hl.HookManager(hooks=[hook], sinks=[sink])
     result = hl.epoch_loop(made, epochs=2, manager=manager)
     steps = sink.metrics("POST_STEP")
     return {
@@ -186,6 +190,7 @@ def reductions() -> dict[str, Any]:
         "steps": {name: (list(value), value.steps) for name, value in steps.items()},
         "result": (result.steps, result.loss, result.metrics),
         "seen": seen,
+        "parameters": hook.seen,
         "names": sorted(manager.get_last_metrics()),
         "synced": [float(value.detach().double().sum()) for value in made.model.module.parameters()],
     }
@@ -264,6 +269,22 @@ def inert() -> dict[str, bool]:
     return {name: same(found[name], found["without"]) for name in ("with", "careless")}
 
 
+def trains_another_name() -> str:
+    """An experiment that trains the model that it made, and not the one that was wrapped, is told so."""
+    made = experiment()
+    inner = made.model.module
+
+    def train_step(batch: Any) -> Any:
+        made.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(inner(batch[0]), batch[1])
+        loss.backward()
+        made.optimizer.step()
+        return loss
+
+    made.train_step = train_step
+    return _ended(lambda: hl.step_loop(made, steps=4))
+
+
 # -- errors --------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +329,7 @@ def all_together() -> dict[str, Any]:
     """Run every case that all ranks come back from."""
     cases = [
         parts_of_data, unshareable, left_alone, reductions, one_exchange_per_record, stops_together, inert,
-        raises_everywhere, other_hooks,
+        trains_another_name, raises_everywhere, other_hooks,
     ]  # fmt: skip
     return run_cases(cases)
 

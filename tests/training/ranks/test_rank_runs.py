@@ -77,6 +77,7 @@ def test_loss_and_evaluation_are_of_all_ranks(both):
     assert first["result"][2]["val_acc"] == 0.5
     assert first["epoch"]["eval/val_acc"] == 0.5
     assert set(first["seen"] + second["seen"]) == {"Net"}
+    assert first["parameters"][0] == "body.0.weight"
     assert first["synced"] == second["synced"]
 
 
@@ -96,6 +97,12 @@ def test_a_rank_that_has_enough_stops_all(both):
 def test_observers_change_no_bit_of_a_run_of_two_ranks(both):
     """Dropout, BatchNorm, AdamW, 24 steps; a hook that draws from the run's stream is found out."""
     assert [found["inert"] for found in both] == [{"with": True, "careless": False}] * 2
+
+
+def test_an_experiment_that_trains_past_the_wrapper_is_refused_after_one_step(both):
+    """Its gradients would not be averaged, and nobody would notice."""
+    for found in both:
+        assert found["trains_another_name"].startswith("RankError: After the first step rank 1 had other weights")
 
 
 @pytest.mark.parametrize("point", ["POST_STEP", "POST_EPOCH"])

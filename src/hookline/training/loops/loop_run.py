@@ -26,6 +26,7 @@ from hookline.training.loops.loop_contexts import Contexts
 from hookline.training.loops.loop_result import LoopResult
 from hookline.training.loops.training_step import Mean, StepResult
 from hookline.training.manager import HookManager
+from hookline.training.ranks.rank_model import check_alike
 from hookline.training.ranks.rank_sync import join_ranks
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class Run:
         """Train on the batch."""
         with _TRAINING:
             result = self.adapter.train_and_schedule(self.batch)
+        if self.ranks is not None and self.num_steps == 1:
+            check_alike(self.adapter.model, self.ranks)
         self.take_result(result)
 
     def take_result(self, result: StepResult) -> None:
@@ -298,7 +301,7 @@ class Run:
         """Start hooks, and at the end finish them and write everything that they returned, however the block ends."""
         try:
             if self.manager is not None:
-                self.manager.start(self.adapter.model)
+                self.manager.start(self.adapter.bare_model)
             yield
         except BaseException as error:
             lost = self._leave_ranks(error)

@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["RankModel", "bare_model"]
+from hookline.distributed.ranks import rank_names
+from hookline.errors import RankError
+
+if TYPE_CHECKING:
+    from hookline.training.ranks.rank_sync import RankSync
+
+__all__ = ["RankModel", "bare_model", "check_alike"]
 
 
 class RankModel(DistributedDataParallel):
@@ -35,3 +42,25 @@ def bare_model(model: nn.Module) -> nn.Module:
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
+
+
+def check_alike(model: nn.Module, ranks: RankSync) -> None:
+    """Raise on every rank if the ranks have different weights after a step, though their gradients are averaged.
+
+    The loops call it after the first step. It happens where an experiment trains the model that it made, and not
+    ``experiment.model``, which `hookline run` has wrapped.
+    """
+    if not isinstance(model, RankModel):
+        return
+    with torch.no_grad():
+        sums = torch.stack([parameter.double().sum() for parameter in model.parameters()]).cpu()
+    said = ranks.gather([value.hex() for value in sums.tolist()], "comparing weights after the first step")
+    different = [rank for rank, one in enumerate(said) if one != said[0]]
+    if different:
+        ranks.agreed_error = error = RankError(
+            f"After the first step {rank_names(different)} had other weights than rank 0: the gradients were not "
+            "averaged. Next: have the experiment train by self.model, and not by another name of the model that it "
+            "made; or wrap that in DistributedDataParallel itself.",
+            ranks=tuple(different),
+        )
+        raise error
