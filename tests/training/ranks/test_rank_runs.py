@@ -70,6 +70,16 @@ def test_records_are_of_all_ranks_and_go_to_the_sinks_of_rank_zero(both):
     assert first["names"] == second["names"]
 
 
+def test_four_ranks_make_one_record():
+    """Sum, maximum, mean and list of four; all end with the same weights."""
+    found = run_ranks(f"{SCENARIOS}:reductions", ranks=4)
+    epoch = found[0]["epoch"]
+    assert (epoch["local/count"], epoch["local/a/max"], epoch["local/plain"]) == (18, 3.0, 2.5)
+    assert epoch["local/all"] == ["r0", "r1", "r2", "r3"]
+    assert [one["result"] for one in found] == [found[0]["result"]] * 4
+    assert [one["synced"] for one in found] == [found[0]["synced"]] * 4
+
+
 def test_loss_and_evaluation_are_of_all_ranks(both):
     """The result is the same on both, and the evaluation saw the model without its wrapper."""
     first, second = (found["reductions"] for found in both)
