@@ -287,6 +287,26 @@ def test_a_failing_trainer_ends_the_run(tmp_path: Path) -> None:
     assert known_phase() is None
 
 
+def test_an_intervention_leaves_the_sums_of_the_trainer_alone(tmp_path: Path) -> None:
+    """A Trainer that counts while it computes a loss, as those of TRL do, logs the same with interventions."""
+
+    class Counts(transformers.Trainer):
+        tokens = 0
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._metrics = getattr(self, "_metrics", {"train": []})
+            self._metrics["train"].append(int(inputs["input_ids"].sum()))
+            self.tokens += inputs["input_ids"].numel()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    counted = []
+    for callbacks in ([], [HooklineCallback([Ahead()], sinks=[])]):
+        trainer = make_trainer(tmp_path, *callbacks, cls=Counts, num_train_epochs=1)
+        trainer.train()
+        counted.append((trainer.tokens, trainer._metrics))
+    assert counted[0] == counted[1]
+
+
 def test_another_model_in_the_middle_is_followed(tmp_path: Path) -> None:
     """A host that replaces its model after some steps: hooks go on with the new one, and say so."""
     seen: list[int] = []

@@ -292,14 +292,13 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         By the wrapped model, which the Trainer trains: its collectives match those of other processes.
         """
         trainer = self._trainer
-        sums = copy.deepcopy(getattr(trainer, "_metrics", None))
+        sums = _sums_of(trainer)
         inputs = trainer._prepare_inputs(dict(batch) if isinstance(batch, Mapping) else batch)
         try:
             with trainer.compute_loss_context_manager():
                 loss: Tensor = trainer.compute_loss(trainer.model_wrapped, inputs)
         finally:
-            if sums is not None:
-                trainer._metrics = sums
+            vars(trainer).update(sums)
         return loss.mean() if loss.ndim else loss
 
     def _follow_model(self, args: Any, state: Any, given: Mapping[str, Any]) -> None:
@@ -352,6 +351,13 @@ def _find_trainer(callback: HooklineCallback) -> tuple[Any, Path | None]:
             break
         frame = frame.f_back
     return None, None
+
+
+def _sums_of(trainer: Any) -> dict[str, Any]:
+    """Return copies of what a Trainer may count while it computes a loss: its numbers, and the metrics of TRL's."""
+    numbers = {name: value for name, value in vars(trainer).items() if type(value) in (int, float)}
+    metrics = vars(trainer).get("_metrics")
+    return numbers if metrics is None else {**numbers, "_metrics": copy.deepcopy(metrics)}
 
 
 def _output_folder(trainer: Any, args: Any) -> Path:
