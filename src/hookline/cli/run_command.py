@@ -27,7 +27,6 @@ from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
 from hookline.cli.run_sinks import sink_files, sink_maker
 from hookline.cli.screen import Screen, messages
-from hookline.cli.script_request import command_of_file, split_command
 from hookline.errors import OptionError
 
 __all__ = ["run"]
@@ -37,15 +36,14 @@ _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 
 def run(arguments: Sequence[str]) -> int:
     """Train, and return the exit code; behind a ``--``, start a script in place of an experiment."""
-    arguments, command = split_command(arguments)
-    if command is not None:
-        return _run_script(arguments, command)
+    if "--" in arguments:
+        return _run_script(arguments)
     options, joined = first_look(arguments)
-    if command_of_file(options):
-        return _run_script(arguments, [])
     if options.hook.hooks_list or options.hook.hooks_describe is not None:
         return _show_hooks(options)
     request = read_request(options, joined)
+    if request.settings.command:
+        return _run_script(arguments)
     with messages(prefix=rank_prefix()):
         prepared = _prepare(request, arguments)
         if request.options.output.dry_run:
@@ -60,11 +58,11 @@ def run(arguments: Sequence[str]) -> int:
             return _run_all(prepared)
 
 
-def _run_script(arguments: Sequence[str], command: Sequence[str]) -> int:
+def _run_script(arguments: Sequence[str]) -> int:
     from hookline.cli.script_command import run_script
 
     with messages():
-        return run_script(arguments, command)
+        return run_script(arguments)
 
 
 def _show_hooks(options: Any) -> int:

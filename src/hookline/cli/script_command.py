@@ -21,7 +21,7 @@ from typing import Any, Final
 from hookline.cli.main import DONE
 from hookline.cli.run_folder import LOG, read_run_json, write_run_json
 from hookline.cli.run_sinks import sink_files
-from hookline.cli.script_request import STRATEGY, ScriptRequest, read_script, write_run_file
+from hookline.cli.script_request import STRATEGY, ScriptRequest, read_script, split_command, write_run_file
 from hookline.errors import OptionError
 
 __all__ = ["run_script"]
@@ -33,9 +33,13 @@ _BY_SIGNAL: Final = 128
 _FORWARDED: Final = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
-def run_script(arguments: Sequence[str], command: Sequence[str]) -> int:
-    """Run the command with hooks; return its exit code, which is over 128 if a signal has ended it."""
-    request = read_script(arguments, command)
+def run_script(arguments: Sequence[str]) -> int:
+    """Run a command with hooks; return its exit code, which is over 128 if a signal has ended it.
+
+    Args:
+        arguments: Flags, ``--`` and the command; or a run file that names the command, and flags.
+    """
+    request = read_script(*split_command(arguments))
     with tempfile.TemporaryDirectory(prefix="hookline-") as folder:
         file = write_run_file(Path(folder), request)  # raises if something is wrong
         if request.options.output.dry_run:

@@ -33,7 +33,7 @@ from hookline.config.run_options import (
 )
 from hookline.errors import OptionError
 
-__all__ = ["STRATEGY", "ScriptRequest", "command_of_file", "read_script", "split_command", "write_run_file"]
+__all__ = ["STRATEGY", "ScriptRequest", "read_script", "split_command", "write_run_file"]
 
 STRATEGY: Final = "script"
 """What the folder of a script's run is called, where that of an experiment has its strategy."""
@@ -94,23 +94,11 @@ class ScriptRequest:
         return plain
 
 
-def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return the arguments before the first ``--``, and the command behind it; None if there is no ``--``."""
+def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before the first ``--``, and the command behind it; nothing for what there is not."""
     given = list(arguments)
-    if "--" not in given:
-        return given, None
-    place = given.index("--")
+    place = given.index("--") if "--" in given else len(given)
     return given[:place], given[place + 1 :]
-
-
-def command_of_file(options: RunOptions) -> list[str]:
-    """Return the command that the run file of ``options`` names; nothing if it is an experiment that is run."""
-    from hookline.config.read_settings import ENDINGS
-
-    path = options.checkpoint.config or options.experiment
-    if path is None or Path(path).suffix.lower() not in ENDINGS or not Path(path).is_file():
-        return []
-    return settings_of_file(options)[0].command
 
 
 def read_script(arguments: Sequence[str], command: Sequence[str]) -> ScriptRequest:

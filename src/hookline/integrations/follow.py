@@ -252,7 +252,8 @@ class Follow:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if phase() == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
             return
-        self._has_closure = any(callable(each) for each in (*args, *kwargs.values()))
+        # The optimizer itself is the first argument; the rest is asked only where there is one, which is rare.
+        self._has_closure = (len(args) > 1 or bool(kwargs)) and any(map(callable, (*args, *kwargs.values())))
         if not self._has_begun_step:
             self._begin_step(self._pass)
 
