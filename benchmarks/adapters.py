@@ -6,6 +6,7 @@ Takes hosts that do nothing but tell their events, hands `Row`s to ``rows``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline import HookPoint
-from hookline.integrations import HostRun
+from hookline.integrations import Follow, HostRun
 from hookline.integrations.transformers import HooklineCallback
 
 __all__ = ["adapters"]
@@ -36,21 +37,27 @@ class Seldom(hl.TrainingHook):
 
 def adapters(setting: Setting) -> Iterator[Row]:
     """Each host with its adapter, and the same host without."""
-    followed, bare_optimizer = _optimizer_steps(with_hooks=True), _optimizer_steps(with_hooks=False)
+    optimizer = OptimizerSteps()
     callback = HooklineCallback([Seldom()], sinks=[])
     calls: dict[str, Callable[[], object]] = {
         "bridge": _bridge(),
         "nothing": lambda: None,
         "trainer": TrainerEvents(callback).step,
         "trainer without": TrainerEvents().step,
-        "follow": followed,
-        "follow without": bare_optimizer,
-        "follow without again": bare_optimizer,
     }
-    samples = interleave([trial(name, call, inner=5, batch=BATCH) for name, call in calls.items()], setting.rounds(40))
+    loop = WholeLoop()
+    trials = [trial(name, call, inner=5, batch=BATCH) for name, call in calls.items()]
+    trials.append(trial("follow", optimizer.step, inner=5, batch=BATCH, hooked=optimizer.followed))
+    trials.append(trial("follow without", optimizer.step, inner=5, batch=BATCH))
+    trials.append(trial("follow without again", optimizer.step, inner=5, batch=BATCH))
+    trials.append(trial("whole loop", loop.step, inner=5, batch=BATCH, hooked=loop.followed))
+    trials.append(trial("whole loop without", loop.step, inner=5, batch=BATCH))
+    samples = interleave(trials, setting.rounds(40))
     yield _row(samples, "HostRun", "bridge", "nothing", "`begin_step` and `end_step` with a loss")
     yield _row(samples, "Trainer", "trainer", "trainer without", "the events of a step, with `HooklineCallback`")
     yield _row(samples, "follow", "follow", "follow without", "a step of the optimizer, with `hl.follow`")
+    words = "a batch of the loader, `backward()` and a step of the optimizer, with `hl.follow`"
+    yield _row(samples, "follow with loader and loss", "whole loop", "whole loop without", words)
     callback.close()
 
 
@@ -115,10 +122,45 @@ class TrainerEvents:
             getattr(callback, event)(self.args, self.state, None, **self.given)
 
 
-def _optimizer_steps(*, with_hooks: bool) -> Callable[[], object]:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if with_hooks:
-        run = hl.follow(model, optimizer, [Seldom()])
-        return lambda: optimizer.step() or run  # holds what follows
-    return optimizer.step
+class OptimizerSteps:
+    """Steps of an optimizer, which have no gradients to take."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 1)
+        self.step = torch.optim.SGD(self.model.parameters(), lr=0.1).step
+
+    def followed(self) -> Follow:
+        """Follow them while the block lasts."""
+        return hl.follow(self.model, self.step.__self__, [Seldom()])
+
+
+class Endless:
+    """A loader that gives the same batch for ever."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+class WholeLoop:
+    """A batch, a backward and a step of the optimizer; followed only while it is measured so."""
+
+    def __init__(self) -> None:
+        self.model, self.loader = nn.Linear(2, 1), Endless()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loss = torch.zeros((), requires_grad=True)
+        self.batches = iter(self.loader)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow it while the block lasts."""
+        with hl.follow(self.model, self.optimizer, [Seldom()], loader=self.loader):
+            self.batches = iter(self.loader)
+            yield
+        self.batches = iter(self.loader)
+
+    def step(self) -> None:
+        """Make a step."""
+        next(self.batches)
+        self.loss.backward()
+        self.optimizer.step()

@@ -453,3 +453,15 @@ def test_a_script_that_never_closes_it_loses_nothing(fails: bool, tmp_path: Any)
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == int(fails), done.stderr
     assert ("ends/loss" in file.read_text() if file.exists() else False) is not fails
+
+
+def test_steps_of_a_compiled_optimizer_are_seen() -> None:
+    loop, seen = Loop(), Seen()
+    step = torch.compile(loop.optimizer.step, backend="eager")
+    with loop.follow([seen]):
+        for batch in loop.loader:
+            loop.optimizer.zero_grad()
+            loop.loss_fn(loop.model, batch).backward()
+            step()
+    assert len([place for place in seen.places() if place[0] == "POST_STEP"]) == 7
+    torch.compiler.reset()

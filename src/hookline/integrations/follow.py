@@ -140,6 +140,7 @@ class Follow:
         self._steps_in_pass = 0
         self._has_begun_step = self._has_begun_epoch = self._has_closure = False
         self._may_nest = any(map(_has_several_steps, self._optimizers))
+        self._holds = host.manager.needs_prev_step_grads()  # the loop clears them before the next step begins
         self._told_loss: Any = None
         self._error: BaseException | None = None
         self._handles: list[RemovableHandle] = []
@@ -248,7 +249,7 @@ class Follow:
 
     # -- what the loop does ------------------------------------------------------------------------------------
 
-    @_torch.untraced  # also where a loop compiles the step of its optimizer
+    @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if phase() == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
             return
@@ -257,20 +258,21 @@ class Follow:
         if not self._has_begun_step:
             self._begin_step(self._pass)
 
-    @_torch.untraced
+    @_torch.untraced_in_place
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is not self._optimizers[-1] or not self._has_begun_step or phase() == "intervention":
             return
         if self._may_nest and _torch.is_inner_step(optimizer):
             return
         loss = self._losses.take(first=self._has_closure)  # which an optimizer may call many times
-        found_inf = getattr(optimizer, "found_inf", None)
-        if isinstance(found_inf, Tensor) and bool(found_inf):  # a fused optimizer has left the parameters alone
+        found_inf = vars(optimizer).get("found_inf")  # a scaler lets fused optimizers decide by themselves
+        if found_inf is not None and bool(found_inf):  # and this one has left the parameters alone
             return
         told, self._told_loss = self._told_loss, None
         self._has_begun_step = False
         self._steps_in_pass += 1
-        self._host.hold_gradients()
+        if self._holds:
+            self._host.hold_gradients()
         self._host.end_step(loss=loss if told is None else told)
 
     def _take_batch(self, each: LoaderPass) -> None:

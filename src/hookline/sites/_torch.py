@@ -1019,6 +1019,21 @@ def leave_to_python(*functions: Any, below: bool = True) -> None:
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def untraced_in_place(function: _Function) -> _Function:
+    """Decorate what runs as it is, as `untraced` does, without a wrapper around it: that takes 2.5 µs at each call.
+
+    The tracer reads the attribute and calls the function from outside of the graph; the code is never compiled by
+    itself. Checked on 2.13; where the attribute were not read, the function would be traced like any other.
+    """
+    leave_to_python(function)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    return function
+
+
 def below_autograd(op: Any, args: tuple[Any, ...]) -> Any:
     """Call an operator whose kernel for autograd this is, past that kernel."""
     with torch._C._AutoDispatchBelowAutograd():
