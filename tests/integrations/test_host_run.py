@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers_hosts import every_hook, metrics_of, train_by_hand
 from helpers_loops import left_by, noting, rich_experiment
-from helpers_resume import Remembers
+from helpers_resume import Elsewhere, Remembers
 from helpers_training import differences
 from torch import nn
 
@@ -179,6 +179,33 @@ def test_several_batches_make_one_step() -> None:
     assert [ctx.step for ctx in hook.contexts] == [0, 1, 2]
     assert [tuple(ctx.batch_data) for ctx in hook.contexts] == [("first", "second")] * 3
     assert [ctx.batch_idx for ctx in hook.contexts] == [0, 2, 4]
+
+
+def test_the_scaler_of_the_host_is_put_back() -> None:
+    """Interventions train with the host's scaler; its scale, its count and the weights are as without them."""
+
+    def train(*hooks: Any) -> dict[str, torch.Tensor]:
+        experiment = _experiment()
+        model, optimizer = experiment.model, experiment.optimizer
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        run = HostRun(hooks)
+        run.begin_run(model, optimizer, scaler=scaler, loader=experiment.loader, loss_fn=experiment.loss_fn)
+        for epoch in range(EPOCHS):
+            run.begin_epoch(epoch)
+            for batch in experiment.loader:
+                run.begin_step(batch=batch)
+                optimizer.zero_grad()
+                loss = experiment.loss_fn(model, batch)
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                run.end_step(loss=loss)
+            run.end_epoch()
+        run.end_run()
+        return {**left_by(experiment), "scale": torch.tensor(scaler.get_scale())}
+
+    assert differences(train(), train(Elsewhere(), Remembers())) == []
 
 
 def test_the_host_counts_the_steps() -> None:

@@ -287,6 +287,31 @@ def test_a_failing_trainer_ends_the_run(tmp_path: Path) -> None:
     assert known_phase() is None
 
 
+def test_a_trainer_that_fails_outside_of_a_step_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its data end with an error: what is done at the end of the process writes the metrics, and so does close()."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+
+    class Ends(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            yield from tokens(12)
+            raise OSError("the disk is gone")
+
+    sink = MemorySink()
+    callback = HooklineCallback([Sums()], sinks=[sink])
+    trainer = make_trainer(tmp_path, callback, train_dataset=Ends(), max_steps=9)
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.train()
+    assert metrics_of(sink) == {}
+    at_exit[-1]()
+    made = trainer.state.global_step
+    assert made >= 2
+    assert [step for name, _, step in metrics_of(sink) if name == "Sums/total"] == list(range(made))
+    assert "training_step" not in vars(trainer)
+    callback.close()
+    callback.close()
+
+
 def test_an_intervention_leaves_the_sums_of_the_trainer_alone(tmp_path: Path) -> None:
     """A Trainer that counts while it computes a loss, as those of TRL do, logs the same with interventions."""
 

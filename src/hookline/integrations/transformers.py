@@ -6,6 +6,7 @@ Users hand it to ``Trainer(callbacks=[...])``; the Trainer calls its events, and
 
 from __future__ import annotations
 
+import atexit
 import copy
 import sys
 import warnings
@@ -105,14 +106,14 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def close(self) -> None:
         """End the run if the Trainer failed without saying so, and close the sinks. May be called again."""
-        self._listening.close()
+        self._end()
         self._host.close()
 
     # -- the run -----------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begin a run, or go on with one from a checkpoint."""
-        self._end(None)  # of a run that failed
+        self._end()  # of a run that failed
         self._trainer, folder = _find_trainer(self)
         self._check_trainer()
         step = int(state.global_step)
@@ -141,14 +142,16 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         )
         self._model = given.get("model")
         self._listen()
+        atexit.register(self._end)  # a Trainer that fails outside of a step tells nobody; metrics are written then
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """End the run."""
         if self._host.is_running and self._awaited:
             self._host.end_epoch()
-        self._end(None)
+        self._end()
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
+        atexit.unregister(self._end)
         self._listening.close()
         self._host.end_run(error)
         self._loss = self._model = None
@@ -312,7 +315,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         )
         kept = self._host.state_dict()
         epoch = self._epoch - 1
-        self._end(None)
+        self._end()
         self._host.load_state_dict(kept)
         self._begin(args, int(state.global_step), given)
         if kept["run"]["within"]:
