@@ -195,10 +195,10 @@ def rank_group(device: Any) -> Iterator[None]:
 
 def from_rank_zero(make: Callable[[], _T], what: str) -> _T:
     """Return what `make` returns on rank 0, on every rank; raise its error on every rank."""
-    from hookline.distributed.ranks import gather_objects, is_distributed, this_rank
-
-    if not is_distributed():
+    if launched_ranks()[1] == 1:
         return make()
+    from hookline.distributed.ranks import gather_objects, this_rank
+
     found: tuple[Any, Exception | None] = (None, None)
     if this_rank() == 0:
         try:
