@@ -69,6 +69,9 @@ def run_ranks(
             os.killpg(done.pid, 9)
             output, _ = done.communicate()
             output += f"\nall ranks were ended after {timeout:.0f} s"
+        except BaseException:  # Ctrl-C, or the time-out of the test: ranks are in a session of their own
+            os.killpg(done.pid, 9)
+            raise
         return [_result(Path(folder, f"result.{rank}"), rank, output, set(may_fail)) for rank in range(ranks)]
 
 

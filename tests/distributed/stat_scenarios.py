@@ -92,6 +92,14 @@ def pipeline() -> Any:
     return {"metrics": watch.to_metrics(), "silent": watch.report()["silent"]}
 
 
+def own_values() -> Any:
+    """A number of the user's own, on two ranks of four."""
+    watch = hl.watch(small_net(), "head", on="forward", stats=["mean", "max"])
+    if dist.get_rank() % 2:
+        watch.update("loss", torch.tensor([1.0, 2.0 + dist.get_rank()]))
+    return watch.to_metrics()
+
+
 def declared() -> Any:
     """The user says that what ranks hold is the same although it is not, and the other way round."""
     options = {"replicated": "up", "sharded": "head"}
@@ -181,7 +189,16 @@ def partial_outputs() -> Any:
 
 CASES = [
     *(one_process, ddp, fsdp_one_dimension, fsdp_two_dimensions, tensor_parallel, sequence_parallel),
-    *(fsdp_and_tensor_parallel, fsdp_and_sequence_parallel, pipeline, declared, dead_units, flushes, per_rank),
+    *(
+        fsdp_and_tensor_parallel,
+        fsdp_and_sequence_parallel,
+        pipeline,
+        declared,
+        own_values,
+        dead_units,
+        flushes,
+        per_rank,
+    ),
     *(nothing_yet, other_stats, other_target, without_a_module, partial_outputs),
 ]
 

@@ -115,6 +115,11 @@ def test_values_per_rank_name_the_ranks_of_the_extremes(ranks):
     assert broken["0/forward/nan/per_rank"] == [None, None, 4.0, None]
 
 
+def test_a_value_of_the_users_own_is_reduced_over_the_ranks_that_have_it(ranks):
+    """``watch.update`` on two ranks of four; every rank receives it."""
+    assert [found["own_values"] for found in ranks] == [{"loss/mean": 2.5, "loss/max": 5.0}] * 4
+
+
 def test_before_the_first_forward_there_is_nothing(ranks):
     """No numbers, no error."""
     assert [found["nothing_yet"] for found in ranks] == [{}] * 4
