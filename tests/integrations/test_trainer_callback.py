@@ -203,6 +203,15 @@ def test_without_sinks_metrics_are_in_the_output_folder(tmp_path: Path) -> None:
     assert "norms/total_norm" in text
 
 
+def test_a_run_file_says_which_hooks_and_sinks(tmp_path: Path) -> None:
+    """The file that ``hookline run`` takes: its hooks and sinks are those of the Trainer's run."""
+    (tmp_path / "run.yaml").write_text("experiment: mod_arithmetic\nhooks: [norms]\nsinks: {csv: true}\n")
+    make_trainer(tmp_path, HooklineCallback(run_file=tmp_path / "run.yaml"), num_train_epochs=1).train()
+    header = (tmp_path / "hookline" / "trainer.csv").read_text().splitlines()[0]
+    assert "norms/total_norm" in header
+    assert "training_metrics/loss" in header
+
+
 def test_one_callback_for_two_runs(tmp_path: Path) -> None:
     """Trained twice, hooks begin anew: the second run gives the metrics of the first."""
     sink = MemorySink()

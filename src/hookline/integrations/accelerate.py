@@ -25,7 +25,9 @@ from hookline.sites.wrappers import unwrap
 
 try:
     from accelerate.tracking import GeneralTracker
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise  # it is there, and lacks something itself
     raise MissingPackageError(
         "hookline.integrations.accelerate needs the package accelerate: pip install 'hookline[accelerate]'."
     ) from error

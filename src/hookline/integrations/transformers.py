@@ -25,7 +25,9 @@ from hookline.training.checkpoints import checkpoint_file
 
 try:
     from transformers import TrainerCallback
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise  # it is there, and lacks something itself
     raise MissingPackageError(
         "hookline.integrations.transformers needs the package transformers: pip install 'hookline[transformers]'."
     ) from error
