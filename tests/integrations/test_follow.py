@@ -465,3 +465,28 @@ def test_steps_of_a_compiled_optimizer_are_seen() -> None:
             step()
     assert len([place for place in seen.places() if place[0] == "POST_STEP"]) == 7
     torch.compiler.reset()
+
+
+def test_batches_that_are_fetched_ahead_or_in_evaluation_mode_belong_to_the_right_epoch() -> None:
+    loop, seen = Loop(), Seen()
+    loader = DataLoader(loop.loader.dataset, 5)  # six batches
+
+    def ahead() -> Any:
+        batches = iter(loader)
+        waiting = next(batches)
+        for batch in batches:
+            yield waiting
+            waiting = batch
+        yield waiting
+
+    with loop.follow([seen], loader=loader):
+        for _ in range(3):
+            for number, batch in enumerate(ahead()):
+                loop.model.train()  # as the Trainer of Hugging Face does: with the step, not before the batch
+                loop.loss_fn(loop.model, batch).backward()
+                if number % 2:
+                    loop.optimizer.step()
+            loop.model.eval()
+    ends = [place for place in seen.places() if place[0] in ("PRE_EPOCH", "POST_EPOCH")]
+    assert ends[::2] == [("PRE_EPOCH", 0, None), ("PRE_EPOCH", 1, 2), ("PRE_EPOCH", 2, 5)]
+    assert ends[1::2] == [("POST_EPOCH", 0, 2), ("POST_EPOCH", 1, 5), ("POST_EPOCH", 2, 8)]

@@ -137,8 +137,10 @@ class Follow:
         self._is_open = True
         self._epoch = 0
         self._pass: LoaderPass | None = None
+        self._latest_pass: LoaderPass | None = None
+        """The one that gave a batch last, perhaps in evaluation mode."""
         self._steps_in_pass = 0
-        self._has_begun_step = self._has_begun_epoch = self._has_closure = False
+        self._has_begun_step = self._has_begun_epoch = self._ends_with_step = self._has_closure = False
         self._may_nest = any(map(_has_several_steps, self._optimizers))
         self._holds = host.manager.needs_prev_step_grads()  # the loop clears them before the next step begins
         self._told_loss: Any = None
@@ -255,8 +257,9 @@ class Follow:
             return
         # The optimizer itself is the first argument; the rest is asked only where there is one, which is rare.
         self._has_closure = (len(args) > 1 or bool(kwargs)) and any(map(callable, (*args, *kwargs.values())))
-        if not self._has_begun_step:
-            self._begin_step(self._pass)
+        if not self._has_begun_step:  # the batch was taken in evaluation mode, or there is no loader
+            latest = self._latest_pass
+            self._begin_step(self._pass if latest is None or latest.is_over else latest)
 
     @_torch.untraced_in_place
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -274,9 +277,14 @@ class Follow:
         if self._holds:
             self._host.hold_gradients()
         self._host.end_step(loss=loss if told is None else told)
+        if self._ends_with_step:
+            self._end_epoch()
 
     def _take_batch(self, each: LoaderPass) -> None:
-        if phase() != "intervention" and self._model.training and torch.is_grad_enabled():
+        if phase() == "intervention":
+            return
+        self._latest_pass = each
+        if self._model.training and torch.is_grad_enabled():
             if self._has_begun_step and each is self._pass:
                 self._host.add_batch(each.batch)
             elif not self._has_begun_step:
@@ -286,7 +294,11 @@ class Follow:
                 self._host.replace_batch(each.batch)
 
     def _end_pass(self, each: LoaderPass) -> None:
-        if each is self._pass and self._steps_in_pass and phase() != "intervention":
+        if each is not self._pass or phase() == "intervention":
+            return
+        if self._has_begun_step:  # a loader that fetches ahead, and the step of the last batch is still to come
+            self._ends_with_step = True
+        elif self._steps_in_pass:
             self._end_epoch()
 
     def _begin_step(self, each: LoaderPass | None) -> None:
@@ -309,7 +321,7 @@ class Follow:
 
     def _end_epoch(self) -> None:
         self._host.end_epoch()
-        self._has_begun_epoch = False
+        self._has_begun_epoch = self._ends_with_step = False
         self._epoch += 1
         self._steps_in_pass = 0
 
