@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers_ranks import run_ranks
 from hookline.errors import OptionError
 from hookline.training.ranks.rank_data import share_loader
 from hookline.training.ranks.reduce_rules import ReduceRules, checked_reduce
+from hookline.training.registry import HookRegistry
 from hookline.training.training_hook import TrainingHook
 
 SCENARIOS = Path(__file__).with_name("rank_run_scenarios.py")
@@ -179,6 +181,18 @@ def test_a_wrong_declaration_is_refused(given, said):
     """The error names the hook."""
     with pytest.raises(OptionError, match=said):
         checked_reduce("mine", given)
+
+
+@pytest.mark.parametrize("name", HookRegistry.known())
+def test_what_a_built_in_hook_declares_fits_its_metrics(name):
+    """Every pattern matches a metric that the hook describes; maxima, minima and counts of data are not averaged."""
+    (hook,) = HookRegistry.create([name])
+    declared = checked_reduce(name, hook.reduce)
+    metrics = [metric.name for metric in hook.describe_metrics()]
+    for pattern in () if isinstance(declared, str) else declared:
+        assert any(fnmatchcase(metric, pattern) for metric in metrics), pattern
+    averaged = [metric for metric in metrics if ReduceRules({name: hook}).of(f"{name}/{metric}") == "mean"]
+    assert not [metric for metric in averaged if metric.rpartition("/")[2] in ("max", "largest", "smallest", "absmax")]
 
 
 # -- the command line ----------------------------------------------------------------------------------------
