@@ -251,4 +251,4 @@ def _told(failed: Mapping[int, str]) -> str:
 
 
 def _short(error: BaseException) -> str:
-    return error_text(error).partition("\n")[0][:160]
+    return error_text(error).partition("\n")[0][:160].rstrip(".")
