@@ -490,3 +490,22 @@ def test_batches_that_are_fetched_ahead_or_in_evaluation_mode_belong_to_the_righ
     ends = [place for place in seen.places() if place[0] in ("PRE_EPOCH", "POST_EPOCH")]
     assert ends[::2] == [("PRE_EPOCH", 0, None), ("PRE_EPOCH", 1, 2), ("PRE_EPOCH", 2, 5)]
     assert ends[1::2] == [("POST_EPOCH", 0, 2), ("POST_EPOCH", 1, 5), ("POST_EPOCH", 2, 8)]
+
+
+def _train_with_scaler(*, follow: bool) -> Any:
+    loop, scaler = Loop(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    parts = {"scaler": scaler, "loader": loop.loader, "loss_fn": loop.loss_fn}
+    run = loop.follow([TrainsAnEpoch()], **parts) if follow else None
+    for batch in [*loop.loader, *loop.loader, *loop.loader]:
+        loop.optimizer.zero_grad()
+        scaler.scale(loop.loss_fn(loop.model, batch)).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+    if run is not None:
+        run.close()
+        assert run.manager.fired["trains"] > 4
+    return loop.left(), scaler.state_dict()
+
+
+def test_an_intervention_trains_with_the_scaler_of_the_loop_and_leaves_it_as_it_was() -> None:
+    assert nested_differences(_train_with_scaler(follow=True), _train_with_scaler(follow=False)) == []

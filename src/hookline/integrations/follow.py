@@ -9,9 +9,10 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from hookline.training.manager import HookManager
 
 __all__ = ["Follow", "follow"]
+
+_NOTHING: Final = nullcontext()
 
 
 def follow(
@@ -133,6 +136,7 @@ class Follow:
         self._host = host
         self._model = model
         self._optimizers = _unwrapped(optimizer)
+        self._scaler = parts.get("scaler")
         self._closes_sinks = closes_sinks
         self._is_open = True
         self._epoch = 0
@@ -259,7 +263,8 @@ class Follow:
         self._has_closure = (len(args) > 1 or bool(kwargs)) and any(map(callable, (*args, *kwargs.values())))
         if not self._has_begun_step:  # the batch was taken in evaluation mode, or there is no loader
             latest = self._latest_pass
-            self._begin_step(self._pass if latest is None or latest.is_over else latest)
+            with self._between_steps():
+                self._begin_step(self._pass if latest is None or latest.is_over else latest)
 
     @_torch.untraced_in_place
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -276,9 +281,14 @@ class Follow:
         self._steps_in_pass += 1
         if self._holds:
             self._host.hold_gradients()
-        self._host.end_step(loss=loss if told is None else told)
-        if self._ends_with_step:
-            self._end_epoch()
+        with self._between_steps():
+            self._host.end_step(loss=loss if told is None else told)
+            if self._ends_with_step:
+                self._end_epoch()
+
+    def _between_steps(self) -> AbstractContextManager[None]:
+        """Return a context in which an intervention may train, with the scaler that is making a step."""
+        return _NOTHING if self._scaler is None else _torch.between_scaler_steps(self._scaler)
 
     def _take_batch(self, each: LoaderPass) -> None:
         if phase() == "intervention":

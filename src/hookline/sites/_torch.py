@@ -1007,6 +1007,23 @@ def scale_of(scaler: Any) -> Tensor | None:
     return scale if scaler.is_enabled() else None
 
 
+@contextmanager
+def between_scaler_steps(scaler: Any) -> Iterator[None]:
+    """Let a ``GradScaler`` be as it is after ``update()`` while the block lasts, from inside of its ``step``.
+
+    There it remembers that the gradients of this step are unscaled, and would refuse to unscale those of another.
+    """
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is None:  # None, a scaler that is switched off, or one of another make
+        yield
+        return
+    scaler._per_optimizer_states = type(states)(states.default_factory)
+    try:
+        yield
+    finally:
+        scaler._per_optimizer_states = states
+
+
 def leave_to_python(*functions: Any, below: bool = True) -> None:
     """Keep the compiler from compiling one of these functions by itself: it runs as it is, with all it calls.
 
