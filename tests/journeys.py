@@ -74,9 +74,9 @@ class Passed:
 BOUNDS: Final[dict[str, Bound]] = {
     "attach": Bound(9, 42),
     "forward": Bound(6, 7),
-    "watch": Bound(22, 365),
-    "watch: first step": Bound(17, 204),
-    "watch: read": Bound(8, 81),
+    "watch": Bound(22, 364),
+    "watch: first step": Bound(17, 203),
+    "watch: read": Bound(8, 48),
     "compute to CSV": Bound(12, 27),
     "compute to CSV, next": Bound(12, 20),
     "spec to firing": Bound(16, 100),

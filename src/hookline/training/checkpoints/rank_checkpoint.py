@@ -20,7 +20,7 @@ from torch import Tensor
 from hookline.errors import CheckpointError
 from hookline.training.checkpoints.checkpoint_file import digest, read, write
 from hookline.training.hook_state import map_tensors
-from hookline.training.ranks.shards import is_sharded, local_part, place_again, same_layout
+from hookline.training.ranks.sharded_tensors import is_sharded, local_part, place_again, same_layout
 
 if TYPE_CHECKING:
     from torch import nn
