@@ -7,8 +7,7 @@ import copy
 import pytest
 
 import hookline as hl
-from hookline.sinks.row_sink import RowSink
-from hookline.sinks.sink import RunSink
+from hookline.sinks.sink import RowSink, RunSink
 
 
 def test_records_are_kept_in_order_with_their_moment_and_context():

@@ -18,8 +18,7 @@ from typing import IO, Any, ClassVar, Final
 
 from hookline.errors import OptionError
 from hookline.sinks.metric_values import column_name, json_text, to_plain, utf8_text
-from hookline.sinks.row_sink import RowSink
-from hookline.sinks.sink import Record, free_paths
+from hookline.sinks.sink import Record, RowSink, free_paths
 
 __all__ = ["CSVSink", "GrowingCSV"]
 

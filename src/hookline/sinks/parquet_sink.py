@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.sinks.metric_values import json_text, number, utf8_text, values_in
-from hookline.sinks.row_sink import RowSink
-from hookline.sinks.sink import Record, StepSeries, free_paths
+from hookline.sinks.sink import Record, RowSink, StepSeries, free_paths
 
 __all__ = ["ParquetSink"]
 

@@ -2,7 +2,7 @@
 
 The manager makes each `Record`; the fan-out, the helper process and ``replay`` hand it to a sink by `hand`. A sink that
 needs ``emit`` alone derives from `MetricSink`, one that writes for one run at a time from `RunSink`, and one that
-writes rows to a file of its own from `RowSink` of `row_sink`.
+writes rows to a file of its own from `RowSink`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import itertools
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from hookline.errors import HooklineWarning, HookSignatureError, MissingPackageError, OptionError
 from hookline.messages import type_name
+from hookline.sinks.run_identity import RunContext
 from hookline.tables import Table, number_text
 
 __all__ = [
-    "MetricSink", "Record", "RunContext", "RunSink", "StepSeries",
-    "check_sink", "file_name", "free_paths", "hand",
+    "MetricSink", "Record", "RowSink", "RunSink", "StepSeries", "check_sink", "free_paths", "hand",
 ]  # fmt: skip
 
 
@@ -159,64 +160,6 @@ def hand(sink: Any, record: Record) -> None:
 
 # -- sinks that write for one run at a time -----------------------------------------------------------------------
 
-_IDENTITY = ("strategy", "run_dir", "output_dir", "experiment_name")
-
-
-class RunContext:
-    """The arguments of ``set_run_context`` for the current run, and the places of its files.
-
-    Recipe::
-
-        context = RunContext()
-        context.update({"strategy": "random", "run_dir": "runs/mod/random"})  # True: another run begins
-        context.file(".csv")  # runs/mod/random/random.csv
-    """
-
-    def __init__(self, **known: Any) -> None:
-        self.known: dict[str, Any] = {key: value for key, value in known.items() if value is not None}
-
-    def update(self, context: Mapping[str, Any]) -> bool:
-        """Take in ``context``; return whether another run begins.
-
-        A run folder holds one run, so naming the same folder again continues it (a resumed run does that). Without a
-        folder, each naming of a strategy begins another run.
-        """
-        before = self.identity()
-        self.known |= {key: value for key, value in context.items() if value is not None}
-        return self.identity() != before or ("run_dir" not in self.known and "strategy" in context)
-
-    def identity(self) -> tuple[str | None, ...]:
-        """Return what tells this run from others."""
-        return tuple(None if self.known.get(key) is None else str(self.known[key]) for key in _IDENTITY)
-
-    @property
-    def strategy(self) -> str | None:
-        """Which run of an experiment that makes several."""
-        found = self.known.get("strategy")
-        return None if found is None else str(found)
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the run: ``run_dir``, else ``{output_dir}/{experiment_name}/{strategy}``; None if unknown."""
-        if "run_dir" in self.known:
-            return Path(self.known["run_dir"])
-        output, experiment = self.known.get("output_dir"), self.known.get("experiment_name")
-        if output is None or experiment is None or self.strategy is None:
-            return None
-        return Path(output) / file_name(str(experiment)) / file_name(self.strategy)
-
-    def file(self, ending: str) -> Path | None:
-        """Return ``{folder}/{strategy}{ending}``; None if the folder is unknown."""
-        folder = self.folder
-        return None if folder is None else folder / (file_name(self.strategy or "run") + ending)
-
-
-def file_name(text: str) -> str:
-    """Return ``text`` as the name of one file: separators become ``_``, as do the dots of a name that is all dots."""
-    name = "".join("_" if sign in "/\\:\0" else sign for sign in text)
-    name = name.encode("utf-8", "backslashreplace").decode()
-    return name if name.strip(". ") else name.replace(".", "_") or "_"
-
 
 def free_paths(path: Path) -> Iterator[Path]:
     """Yield ``path``, then the same with ``_1``, ``_2``, … before its ending; the caller takes the first free one."""
@@ -312,3 +255,105 @@ def _is_installed(module: str) -> bool:
         return False
     except ValueError:  # a module that was put into sys.modules by hand, without a spec
         return True
+
+
+# -- sinks that write rows ----------------------------------------------------------------------------------------
+
+
+class Rows(Protocol):
+    """Rows in a file, or in several."""
+
+    path: Path
+    rows: int
+
+    def close(self) -> None: ...
+
+
+RowsType = TypeVar("RowsType", bound=Rows)
+
+
+class RowSink(RunSink, Generic[RowsType]):
+    """A sink whose state is a path and a number of rows; a subclass has an ``ending``.
+
+    It also defines ``_write``, ``_create`` and ``_reopen``.
+    """
+
+    ending: ClassVar[str]
+    """The ending of the file's name in the folder of a run."""
+
+    def __init__(self, path: str | Path | None, **known: Any) -> None:
+        super().__init__(**known)
+        self._given_path = None if path is None else Path(path)
+        self._rows: RowsType | None = None
+        self._closed_state: dict[str, Any] = {}
+
+    @property
+    def path(self) -> Path | None:
+        """The file or folder that is being written; None before the first record, or checkpoint."""
+        return None if self._rows is None else self._rows.path
+
+    @classmethod
+    def _missing_methods(cls) -> str:
+        base: type[RowSink[Any]] = RowSink
+        has = {
+            "ending": hasattr(cls, "ending"),
+            "_create(self, wanted)": cls._create is not base._create,
+            "_reopen(self, path, count)": cls._reopen is not base._reopen,
+        }
+        missing = [super()._missing_methods(), *(name for name, is_there in has.items() if not is_there)]
+        return "; ".join(filter(None, missing))
+
+    def _create(self, wanted: Path) -> RowsType:
+        """Return a new file at ``wanted``, or beside it."""
+        raise NotImplementedError
+
+    def _reopen(self, path: Path, count: int) -> RowsType:
+        """Return the file at ``path``, cut back to ``count`` rows."""
+        raise NotImplementedError
+
+    def _wanted_path(self) -> Path | None:
+        return self._given_path or self._context.file(self.ending)
+
+    def _open(self) -> RowsType | None:
+        """Return the open file; None if its place is not known yet."""
+        if self._rows is None and (wanted := self._wanted_path()) is not None:
+            wanted.parent.mkdir(parents=True, exist_ok=True)
+            self._rows, self._closed_state = self._create(wanted), {}
+        return self._rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the file and how many rows it has; before the first row the file is made, so that it is known."""
+        with suppress(OSError):  # on a full disk, as many rows as there are; the next record reports that it is full
+            self.flush()
+        rows = self._rows if self._closed_state else self._open()
+        return dict(self._closed_state) if rows is None else {"path": str(rows.path), "rows": rows.rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the file of ``state`` after its rows; cut later ones off."""
+        self._end_run()
+        if not state:
+            return
+        path, count = Path(state["path"]), int(state["rows"])
+        place = self._wanted_path()
+        if place is not None and (place.parent / path.name).exists():  # the run's folder was moved, or copied
+            path = place.parent / path.name
+        if not path.exists():
+            warnings.warn(f"{path} is gone; the rows from now on go to a new file.", HooklineWarning, stacklevel=2)
+            return
+        self._rows = self._reopen(path, count)
+        self._resumed = True
+        if self._rows.rows < count:
+            message = f"{path} was to have {count} rows and has {self._rows.rows}; the rows from now on follow these."
+            warnings.warn(message, HooklineWarning, stacklevel=2)
+
+    def _end_run(self) -> None:
+        # Forgotten also if closing fails: the rows of another run must not follow.
+        rows, self._rows, self._closed_state = self._rows, None, {}
+        if rows is not None:
+            rows.close()
+
+    def close(self) -> None:
+        """Close the file; a later ``state_dict`` still says how many rows there are."""
+        rows, state = self._rows, self._closed_state
+        self._end_run()
+        self._closed_state = state if rows is None else {"path": str(rows.path), "rows": rows.rows}

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.sinks.metric_values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
-from hookline.sinks.sink import Record, RunSink, file_name, free_paths
+from hookline.sinks.run_identity import file_name
+from hookline.sinks.sink import Record, RunSink, free_paths
 
 __all__ = ["TensorBoardSink"]
 

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Final
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.sinks.metric_values import MetricValue, json_text, mean, number, numbers, values_in
-from hookline.sinks.sink import Record, RunSink, file_name
+from hookline.sinks.run_identity import file_name
+from hookline.sinks.sink import Record, RunSink
 
 __all__ = ["WandbSink"]
 
