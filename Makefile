@@ -10,8 +10,9 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check -q
 PYTHON ?=
 # More arguments for pytest: make test ARGS='-k select'
 ARGS ?=
-# Test processes; each gets one torch thread unless OMP_NUM_THREADS says otherwise.
-WORKERS ?= 2
+# Test processes; each gets one torch thread unless OMP_NUM_THREADS says otherwise. Three for two cores: a fifth of the
+# time tests wait for processes that they have started.
+WORKERS ?= 3
 
 # Setup compiles nothing; the first import does, and has to keep it, whatever the environment says: some hundred tests
 # start a process of their own, which imports torch in 2 s instead of 4, and transformers in 6 instead of 14.

@@ -15,8 +15,18 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full-products``: every combination of the axes of a ``product`` marker, not only every pair."""
+    """Add ``--full-products``: every combination of the axes of a ``product`` marker, and every ``variant``."""
     parser.addoption("--full-products", action="store_true", help="run every combination, not only every pair")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that are marked ``variant``: other signals, seeds and numbers of ranks of long tests."""
+    if config.getoption("--full-products"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("variant") is not None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("variant") is None]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -47,6 +47,7 @@ def _train(model: nn.Module, run: Any, seen: list[Seen]) -> list[float]:
     return losses
 
 
+@pytest.mark.variant
 def test_a_late_hook_on_gpt2_sees_a_training_run_as_in_eager_code() -> None:
     """Forward and gradient, on blocks and their parts, without a break: one graph without hooks and one with."""
     model = _gpt2()

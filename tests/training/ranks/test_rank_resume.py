@@ -82,6 +82,7 @@ def _check_carried_over(found: Any, ranks: int) -> None:
     assert "the state of draws" in lost
 
 
+@pytest.mark.variant
 def test_more_ranks_go_on_and_say_what_is_lost(killed, tmp_path):
     """Model, optimizer and the common state of hooks carry over to three ranks; one sentence says what does not."""
     shutil.copytree(killed[0] / "whole", tmp_path / "copy")

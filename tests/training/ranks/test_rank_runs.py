@@ -72,6 +72,7 @@ def test_records_are_of_all_ranks_and_go_to_the_sinks_of_rank_zero(both):
     assert first["names"] == second["names"]
 
 
+@pytest.mark.variant
 def test_four_ranks_make_one_record():
     """Sum, maximum, mean and list of four; all end with the same weights."""
     found = run_ranks(f"{SCENARIOS}:reductions", ranks=4)
