@@ -20,7 +20,9 @@ from hookline.errors import NoMatchError
 from hookline.integrations.model_of_optimizer import find_model
 
 TRAIN = """
-import os, sys, torch
+import importlib.util, os, sys
+importlib.util.find_spec("torch")  # as transformers does, long before anything imports it
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -509,3 +510,38 @@ def _train_with_scaler(*, follow: bool) -> Any:
 
 def test_an_intervention_trains_with_the_scaler_of_the_loop_and_leaves_it_as_it_was() -> None:
     assert nested_differences(_train_with_scaler(follow=True), _train_with_scaler(follow=False)) == []
+
+
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+def test_an_evaluation_inside_of_the_loop_is_no_training(when: str) -> None:
+    """A watch counts what it counts without being followed, wherever the loop evaluates."""
+
+    def train(*, followed: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        loader = DataLoader(torch.randn(6, 4), batch_size=2)
+        watch = hl.watch(model, "0", on="forward", stats=["mean", "max"])
+
+        def evaluate() -> None:
+            model.eval()
+            with torch.no_grad():
+                model(torch.full((5, 4), 1000.0))
+            model.train()
+
+        with hl.follow(model, optimizer, [], loader=loader) if followed else contextlib.nullcontext():
+            for batch in loader:
+                if when == "before the step":
+                    evaluate()
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                if when == "after the step":
+                    evaluate()
+        metrics = watch.to_metrics()
+        watch.remove(quiet=True)
+        return metrics
+
+    alone = train(followed=False)
+    assert alone["0/forward/max"] < 10
+    assert train(followed=True) == alone

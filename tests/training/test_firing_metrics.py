@@ -246,3 +246,16 @@ def test_where_warnings_are_errors_every_sink_is_flushed_first():
         with pytest.raises(HooklineWarning, match="Raises could not take metrics"):
             manager.flush_sinks()
     assert flushed == [1]
+
+
+def test_a_step_of_several_ranks_exchanges_nothing_whatever_a_hook_returns():
+    """A hook may return metrics on one rank and none on the other; ranks meet when steps are flushed."""
+
+    class Meeting:
+        def reduce(self, metrics, what):
+            raise AssertionError(f"ranks met at {what}")
+
+    manager = HookManager(hooks=[observer("silent", HookPoint.POST_STEP, returns={})])
+    manager._output.ranks = Meeting()
+    manager.advance_step(0)
+    assert fire(manager, HookPoint.POST_STEP) == {}

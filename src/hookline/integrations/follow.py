@@ -153,6 +153,7 @@ class Follow:
         self._passes: LoaderPasses | None = None
         self._other_passes: list[LoaderPasses] = []
         self._at_close: list[Callable[[], None]] = []
+        host.tells_phase = False
         host.begin_run(model, self._optimizers[0], run_context=run_context, **parts)
         self._losses = BackwardLosses(partial(_scale_of, parts.get("scaler")))
         try:

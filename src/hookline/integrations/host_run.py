@@ -106,6 +106,9 @@ class HostRun:
         self._run: Run | None = None
         self._open = ExitStack()
         self._phase: in_phase | None = None
+        self.tells_phase = True
+        """Whether everything between the beginning and the end of a step is training. A loop that is only followed may
+        evaluate there, so its forwards are told apart by the mode of the model."""
         self._pending: Mapping[str, Any] | None = None
         self._in_epoch = self._in_step = self._has_ended_steps = self._is_reported = False
 
@@ -261,8 +264,9 @@ class HostRun:
         self._in_step = True
         if self._loop == "epoch" and manager.may_fire(HookPoint.PRE_STEP):
             run.fire(HookPoint.PRE_STEP)
-        self._phase = _TRAINING
-        _TRAINING.__enter__()
+        if self.tells_phase:
+            self._phase = _TRAINING
+            _TRAINING.__enter__()
 
     def add_batch(self, batch: Any) -> None:
         """Add another batch to the step: several make one step where gradients are accumulated."""

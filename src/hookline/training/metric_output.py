@@ -83,8 +83,9 @@ class MetricOutput:
     def take(self, firing: Firing, position: int, step: int) -> dict[str, Any]:
         """Buffer the metrics of a firing at a step, or write those of another point; return them."""
         metrics = firing.metrics
-        if metrics and firing.is_step:
-            self.steps.add(firing.point, firing.step, metrics)
+        if firing.is_step:
+            if metrics:
+                self.steps.add(firing.point, firing.step, metrics)  # ranks exchange them when they are flushed
         elif metrics or self.ranks is not None:
             metrics = to_host(metrics)
             if self.ranks is not None:

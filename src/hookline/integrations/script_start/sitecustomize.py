@@ -47,23 +47,29 @@ class _AfterTorch:
 
     def __init__(self, function: Any) -> None:
         self._function = function
+        self._is_looking = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """Return the spec of torch, with a loader that calls the function; None of other modules."""
-        if name != "torch":
+        if name != "torch" or self._is_looking:
             return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
-            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                self._call_after(spec.loader)
-                return spec
-        return None
+        self._is_looking = True
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec = next((each for each in found if each is not None), None)
+        finally:
+            self._is_looking = False
+        if spec is not None:
+            self._call_after(spec.loader)
+        return spec
 
     def _call_after(self, loader: Any) -> None:
         execute = loader.exec_module
 
         def exec_module(module: Any) -> None:
+            # Not before: some packages look whether torch is there long before it is imported.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             execute(module)
             self._function()
 
