@@ -21,7 +21,8 @@ from hookline.errors import ConfigError, RankError
 __all__ = ["Channel", "channel"]
 
 _TIMEOUT: Final = "HOOKLINE_RANK_TIMEOUT"
-_DEFAULT_TIMEOUT: Final = 60.0
+_DEFAULT_TIMEOUT: Final = 600.0
+"""As torch has it for NCCL. A rank that saves or evaluates alone for minutes is no rank that is lost."""
 _FAILURES: Final = (RuntimeError, ValueError)
 """What a collective raises: gloo's own error, or a ValueError of torch's logger, which does not know our group."""
 _WAIT_FOR_WORD: Final = 2.0

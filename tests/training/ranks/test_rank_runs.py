@@ -14,6 +14,8 @@ import pytest
 from helpers_ranks import run_ranks
 
 from hookline.errors import OptionError
+from hookline.sinks.sink import StepSeries
+from hookline.training.ranks.packed_metrics import pack_series, unpack_series
 from hookline.training.ranks.rank_data import share_loader
 from hookline.training.ranks.reduce_rules import ReduceRules, checked_reduce
 from hookline.training.registry import HookRegistry
@@ -228,3 +230,17 @@ def test_torchrun_hookline_run_writes_one_log_and_one_page(tmp_path):
     facts = json.loads((folder / "run.json").read_text())
     assert facts["status"] == "finished"
     assert facts["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("sum", [11, 2, 33]), ("mean", [5.5, 2, 16.5]), ("max", [10, 2, 30]), ("min", [1, 2, 3]), ("l2", None)],
+)
+def test_a_step_that_a_rank_lacks_is_of_the_others_and_the_rest_of_all(rule, expected):
+    """Ranks with different steps have different names, so here each group of ranks is one rank."""
+    own = {"a": StepSeries([1.0, 2.0, 3.0], [4, 5, 6])}
+    packed = pack_series(own, 4, lambda name: rule)
+    other = pack_series({"a": StepSeries([10.0, 30.0], [4, 6])}, 4, lambda name: rule)
+    found = unpack_series({**packed.values, **other.values}, own, 4)
+    assert found["a"].steps == [4, 5, 6]
+    assert list(found["a"]) == pytest.approx(expected or [101**0.5, 2, 909**0.5])

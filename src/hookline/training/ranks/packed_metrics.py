@@ -1,13 +1,14 @@
 """Bring metrics into the form that ranks exchange, numbers and arrays by name, and back.
 
 `RankSync` packs what a record holds, has it reduced, and unpacks the result. A dictionary of numbers becomes one name
-for each of its keys. The values of single steps become one array, whose name tells the steps, so that ranks which lack
-one of them are told apart.
+for each of its keys. The values of single steps become one array, whose name tells the steps: ranks that lack a step
+have another name, and what each group of ranks found is put together by the rule when it is unpacked.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -21,6 +22,8 @@ __all__ = ["Packed", "pack", "pack_series", "unpack", "unpack_series"]
 
 _NESTED: Final = "\x1f"
 """What a packed name begins with whose rest is JSON; no metric is named so."""
+_RANKS: Final = "ranks"
+"""Stands where a rule stands, in the name of the number of ranks that have these steps."""
 _NUMBERS: Final = (int, float)
 RuleOf = Callable[[str], str]
 """Gives the rule of a metric."""
@@ -79,7 +82,9 @@ def pack_series(series: Mapping[str, StepSeries], first: int, rule_of: RuleOf) -
         rule = rule_of(name)
         if rule == "none" or not values:
             continue
-        about = [name, _brief([step - first for step in values.steps])]
+        about = [name, _brief([step - first for step in values.steps]), rule]
+        if rule == "mean":
+            packed.add(_NESTED + json.dumps([*about[:2], _RANKS]), 1, "sum")
         if rule == "concat":
             packed.add(_NESTED + json.dumps(about), list(values), rule)
             continue
@@ -88,26 +93,28 @@ def pack_series(series: Mapping[str, StepSeries], first: int, rule_of: RuleOf) -
     return packed
 
 
-def unpack_series(
-    reduced: Mapping[str, Any], rules: Mapping[str, str], own: Mapping[str, StepSeries], first: int
-) -> dict[str, StepSeries]:
-    """Return series of reduced arrays; where ranks had different steps, each step as the ranks with most steps had it.
+def unpack_series(reduced: Mapping[str, Any], own: Mapping[str, StepSeries], first: int) -> dict[str, StepSeries]:
+    """Return series of reduced arrays; where ranks had different steps, each step is of the ranks that had it.
 
     Args:
         reduced: By packed name.
-        rules: The rules of those packed names that this rank has.
         own: Of this rank: what was not packed is as this rank has it.
         first: The step that offsets are counted from.
     """
     found: dict[str, dict[tuple[int, int], Any]] = {}
-    unpacked = [(*_about(packed), _by_step(value, rules.get(packed, ""))) for packed, value in reduced.items()]
-    for name, offsets, path, values in sorted(unpacked, key=lambda one: len(one[1])):
-        into = found.setdefault(name, {})
-        for place, value in zip(_numbered(offsets), values, strict=True):
+    told = [(json.loads(packed[1:]), value) for packed, value in reduced.items()]
+    ranks = {json.dumps(about[:2]): value for about, value in told if about[2] == _RANKS}
+    merged = _Merged()
+    for (name, brief, rule, *path), value in told:
+        if rule == _RANKS:
+            continue
+        into, weight = found.setdefault(name, {}), ranks.get(json.dumps([name, brief]), 1)
+        for place, one in zip(_numbered(_offsets(brief)), _by_step(value, rule), strict=True):
+            one = merged.add((name, place, *path), one, rule, weight)
             if not path:
-                into[place] = value
+                into[place] = one
             else:
-                _set_leaf(into, [place, *path], value)
+                _set_leaf(into, [place, *path], one)
     series = {name: one for name, one in own.items() if name not in found}
     for name, values_of in found.items():
         places = sorted(values_of)
@@ -116,9 +123,32 @@ def unpack_series(
     return {name: series[name] for name in dict.fromkeys((*own, *series))}
 
 
-def _about(packed: str) -> tuple[str, list[int], list[Any]]:
-    name, brief, *path = json.loads(packed[1:])
-    return name, _offsets(brief), path
+class _Merged:
+    """Put together what groups of ranks found at one step; a single group's value stays as it is."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[Any, ...], tuple[Any, float]] = {}
+
+    def add(self, key: tuple[Any, ...], value: Any, rule: str, weight: float) -> Any:
+        """Return the value of this group and those before it; ``weight`` is the number of its ranks."""
+        before = self._seen.get(key)
+        if before is not None:
+            value, weight = _together(rule, before, (value, weight)), before[1] + weight
+        self._seen[key] = value, weight
+        return value
+
+
+def _together(rule: str, one: tuple[Any, float], other: tuple[Any, float]) -> Any:
+    (left, left_ranks), (right, right_ranks) = one, other
+    if rule in ("sum", "concat"):
+        return left + right
+    if rule in ("max", "min"):
+        if left != left or right != right:
+            return math.nan
+        return max(left, right) if rule == "max" else min(left, right)
+    if rule == "l2":
+        return math.hypot(left, right)
+    return (left * left_ranks + right * right_ranks) / (left_ranks + right_ranks)
 
 
 def _by_step(value: Any, rule: str) -> list[Any]:

@@ -118,7 +118,7 @@ class RankSync:
         packed = pack_series(joined, first, lambda name: self._rules.of(name.partition(" ")[2]))
         reduced = self._call("metrics of steps", packed.values, packed.rules)
         found: dict[HookPoint, dict[str, StepSeries]] = {}
-        for key, one in unpack_series(reduced, packed.rules, joined, first).items():
+        for key, one in unpack_series(reduced, joined, first).items():
             point, _, name = key.partition(" ")
             found.setdefault(HookPoint[point], {})[name] = one
         return {point: found[point] for point in HookPoint if point in found}
