@@ -18,10 +18,12 @@ from helpers_nets import (
     small_net,
     train_pipeline,
     train_steps,
+    whole_batch,
 )
 from helpers_ranks import run_cases
 from rank_scenarios import CountCollectives, refused
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import hookline as hl
 
@@ -90,6 +92,25 @@ def pipeline() -> Any:
     watch = hl.watch(model, optimizer=optimizer, stats=STATS)
     train_pipeline(model, optimizer, groups)
     return {"metrics": watch.to_metrics(), "silent": watch.report()["silent"]}
+
+
+def zeros_at_first() -> Any:
+    """A column-parallel layer whose first output is zero on all ranks, as that of an adapter is; then it is not."""
+    model = small_net()
+    weight, bias = model.up.weight.detach().clone(), model.up.bias.detach().clone()
+    expected = nn.functional.linear(model.norm(model.relu(model.embed(whole_batch(0)))), weight, bias).norm()
+    torch.nn.init.zeros_(model.up.weight)
+    torch.nn.init.zeros_(model.up.bias)
+    mesh = mesh_of(4)
+    column_and_row(model, mesh)
+    watch = hl.watch(model, "up", on="forward", stats=["norm"])
+    model(whole_batch(0))
+    zero = watch.to_metrics(reset=True)
+    with torch.no_grad():
+        model.up.weight.copy_(distribute_tensor(weight, mesh, model.up.weight.placements))
+        model.up.bias.copy_(distribute_tensor(bias, mesh, model.up.bias.placements))
+    model(whole_batch(0))
+    return zero, watch.to_metrics(), float(expected.detach())
 
 
 def own_values() -> Any:
@@ -194,6 +215,7 @@ CASES = [
         fsdp_and_sequence_parallel,
         pipeline,
         declared,
+        zeros_at_first,
         own_values,
         dead_units,
         flushes,

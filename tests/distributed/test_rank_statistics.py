@@ -85,6 +85,14 @@ def test_replicas_and_shards_can_be_declared(ranks):
     assert ratios["up/forward/histogram"] == pytest.approx(0.25, rel=0.1)  # whole numbers in each bin
 
 
+def test_what_is_zero_on_all_ranks_at_first_is_not_taken_for_replicas(ranks):
+    """Zeros are equal whatever ranks hold; they are compared again when there are numbers."""
+    for found in ranks:
+        zero, later, expected = found["zeros_at_first"]
+        assert zero == {"up/forward/norm": 0.0}
+        assert later["up/forward/norm"] == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_unit_is_dead_if_it_was_zero_on_every_rank(ranks):
     """Marks of units are joined, not averaged."""
     for found in ranks:

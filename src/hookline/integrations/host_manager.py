@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.training.manager import HookManager
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["ManagerAndSpecs", "make_manager"]
 

@@ -7,6 +7,7 @@ once; of the others the largest is kept. What ranks hold, and which are replicas
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -162,7 +163,13 @@ class RankStats:
             return ("group", group or tuple(range(rank_count())))
         if place.placed is not None:
             return activation_shard(place.placed)
-        return SameIfEqual(group, bool(row[0]), hashlib.sha256(row.tobytes()).digest()[:8]) if group else None
+        if not group:
+            return None
+        # Zeros are equal on all ranks, whatever they hold: a layer that begins with zeros is compared again later.
+        cells = dict(zip(self._engine.layout.names, row, strict=False))
+        numbers = [cells[name] for name in ("sum", "squares", "-min", "max")]
+        is_known = any(number and abs(number) != math.inf for number in numbers)  # what is not kept stays -inf
+        return SameIfEqual(group, is_known, hashlib.sha256(row.tobytes()).digest()[:8])
 
     def _tensor_parallel(self) -> tuple[int, ...]:
         if self._group is None:
