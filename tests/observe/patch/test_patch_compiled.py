@@ -225,6 +225,7 @@ def test_compiled_edits_work_under_autocast():
         assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.variant
 def test_inductor_does_the_same():
     """Within the error that compiling has anyway: put on, trained through, taken off."""
     model, x = made()

@@ -148,6 +148,7 @@ def test_other_hooks_on_one_rank_are_an_error_on_every_rank(both):
     assert "rank 0 has local; rank 1 has local, broken" in both[0]["other_hooks"]
 
 
+@pytest.mark.variant
 def test_a_rank_that_comes_too_late_is_named_with_the_hooks():
     """A hook of rank 1 takes longer than the time-out."""
     first, _ = run_ranks(f"{SCENARIOS}:slow_hook", may_fail=[1], environment={"HOOKLINE_RANK_TIMEOUT": "2"})
