@@ -1,7 +1,7 @@
 """Make the manager of a host's run: from hooks as objects, from their names, or from a run file.
 
-`HostRun` calls it with what the user gave to an adapter. It reads run files by `RunFile`; what a file says of training
-itself (experiment, seed, device) is the host's to decide, and is an error here.
+`HostRun` calls it with what the user gave to an adapter; the callbacks of trainers check their arguments here first.
+What a run file says of training itself (experiment, seed, device) is the host's to decide, and is passed over.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
+from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.training.manager import HookManager
 
-__all__ = ["ManagerAndSpecs", "make_manager"]
+__all__ = ["ManagerAndSpecs", "check_callback", "make_manager", "sinks_or_usual"]
 
 _LOOPS = ("epoch", "step")
 
@@ -79,3 +80,27 @@ def _split(hooks: Iterable[Any] | str | None) -> tuple[list[str], list[Any]]:
         return [], []
     given = list(hooks) if isinstance(hooks, (list, tuple, set, frozenset)) else [hooks]
     return [hook for hook in given if isinstance(hook, str)], [hook for hook in given if not isinstance(hook, str)]
+
+
+# -- callbacks of trainers -----------------------------------------------------------------------------------
+
+
+def check_callback(hooks: Any, report_to: str, options: Mapping[str, Any]) -> None:
+    """Raise if a ``HooklineCallback`` was given no hooks, or an unknown ``report_to``."""
+    if report_to not in ("sinks", "trainer"):
+        raise OptionError(f"report_to= is 'sinks' or 'trainer'; got {report_to!r}. W&B's own sink goes into sinks=.")
+    if hooks is None and not _brings_its_own(options):
+        raise OptionError(
+            "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
+            "class; or run_file=, or manager=."
+        )
+
+
+def sinks_or_usual(sinks: Iterable[Any] | None, options: Mapping[str, Any], *, reports: bool) -> Iterable[Any] | None:
+    """Return ``sinks``; lines of JSON where metrics would go nowhere else."""
+    return [JSONLSink()] if sinks is None and not reports and not _brings_its_own(options) else sinks
+
+
+def _brings_its_own(options: Mapping[str, Any]) -> bool:
+    """Return whether a run file or a manager has the hooks and sinks."""
+    return options.get("run_file") is not None or options.get("manager") is not None

@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookline.errors import MissingPackageError, OptionError
+from hookline.errors import MissingPackageError
 from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.host_manager import check_callback, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.lifecycle.run_phase import phase
-from hookline.sinks.jsonl_sink import JSONLSink
 
 try:
     from lightning.pytorch import Callback
-except ImportError:
+except ModuleNotFoundError as absent:
+    if (absent.name or "").partition(".")[0] != "lightning":
+        raise  # it is there, and lacks something itself
     try:
         from pytorch_lightning import Callback  # type: ignore[import-not-found,unused-ignore]
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "pytorch_lightning":
+            raise
         raise MissingPackageError(
             "hookline.integrations.lightning needs the package lightning: pip install 'hookline[lightning]'."
         ) from error
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
     from hookline.training.manager import HookManager
 
 __all__ = ["HooklineCallback"]
-
-_REPORT_TO = ("sinks", "trainer")
 
 
 class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look into lightning
@@ -75,15 +77,7 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         report_to: str = "sinks",
         **options: Any,
     ) -> None:
-        if report_to not in _REPORT_TO:
-            raise OptionError(
-                f"report_to= is 'sinks' or 'trainer'; got {report_to!r}. W&B's own sink goes into sinks=."
-            )
-        if hooks is None and options.get("run_file") is None and options.get("manager") is None:
-            raise OptionError(
-                "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
-                "class; or run_file=, or manager=."
-            )
+        check_callback(hooks, report_to, options)
         self._log = HostLogSink(self._log_metrics) if report_to == "trainer" else None
         self._given = hooks, sinks, options
         self._made: HostRun | None = None
@@ -106,9 +100,7 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
 
     def _make_host(self) -> HostRun:
         hooks, sinks, options = self._given
-        own = options.get("run_file"), options.get("manager")
-        if sinks is None and self._log is None and own == (None, None):
-            sinks = [JSONLSink()]
+        sinks = sinks_or_usual(sinks, options, reports=self._log is not None)
         return HostRun(hooks, sinks=sinks, report_to=self._log, **options)
 
     @property

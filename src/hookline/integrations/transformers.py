@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import HooklineWarning, LifecycleError, MissingPackageError, OptionError
 from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.host_manager import check_callback, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.messages import caller_stacklevel
-from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.training.checkpoints import checkpoint_file
 
 try:
@@ -41,7 +41,6 @@ __all__ = ["STATE_FILE", "HooklineCallback"]
 
 STATE_FILE: Final = "hookline.safetensors"
 """The file in a checkpoint of the Trainer that has the state of the hooks."""
-_REPORT_TO: Final = ("sinks", "trainer")
 _DEEPEST: Final = 12
 """Frames between an event and the Trainer that calls it; there are three."""
 
@@ -76,19 +75,9 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         report_to: str = "sinks",
         **options: Any,
     ) -> None:
-        if report_to not in _REPORT_TO:
-            raise OptionError(
-                f"report_to= is 'sinks' or 'trainer'; got {report_to!r}. W&B's own sink goes into sinks=."
-            )
-        own = options.get("run_file"), options.get("manager")
-        if hooks is None and own == (None, None):
-            raise OptionError(
-                "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
-                "class; or run_file=, or manager=."
-            )
+        check_callback(hooks, report_to, options)
         log = HostLogSink(self._log, per_step=False) if report_to == "trainer" else None
-        if sinks is None and log is None and own == (None, None):
-            sinks = [JSONLSink()]
+        sinks = sinks_or_usual(sinks, options, reports=log is not None)
         self._host = HostRun(hooks, sinks=sinks, report_to=log, **options)
         self._tells_context = options.get("manager") is None
         self._reports = log is not None
