@@ -98,9 +98,9 @@ def test_a_seed_decides_the_answer_whatever_shares_the_batch(tiny, engine) -> No
 
 
 def test_draws_follow_the_probabilities_of_the_model(tiny, engine) -> None:
-    """400 draws of one token, against the probabilities that the model gives; top_k=2 and top_p cut the rest off."""
+    """Draws of one token, against the probabilities that the model gives; top_k=2 and top_p cut the rest off."""
     model, _ = tiny
-    engine = started(model, max_batch=200)
+    engine = started(model, max_batch=200, max_waiting=300)
     with torch.no_grad():
         chances = model(torch.tensor([[9, 10]])).logits[0, -1].div(3.0).softmax(-1)
     drawn = [ask(engine, (9, 10), max_tokens=1, temperature=3.0) for _ in range(200)]
