@@ -13,6 +13,18 @@ from helpers_products import cases
 if TYPE_CHECKING:
     from hookline.training.registry import HookRegistry
 
+# Here tests wait for servers, browsers, threads and processes of their own, on machines that may be busy. One that
+# fails runs a second time, and pytest lists it as RERUN: look at it. All other tests have one try.
+WITH_PROCESSES = (
+    "tests/cli/",
+    "tests/distributed/",
+    "tests/integrations/",
+    "tests/report/",
+    "tests/serve/",
+    "tests/sinks/",
+    "tests/training/ranks/",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--full-products``: every combination of the axes of a ``product`` marker, and every ``variant``."""
@@ -20,7 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that are marked ``variant``: other signals, seeds and numbers of ranks of long tests."""
+    """Mark the tests that may run twice; leave out the cases that are marked ``variant``.
+
+    Variants are other signals, seeds and numbers of ranks of long tests.
+    """
+    for item in items:
+        if item.path.relative_to(config.rootpath).as_posix().startswith(WITH_PROCESSES):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     if config.getoption("--full-products"):
         return
     left_out = [item for item in items if item.get_closest_marker("variant") is not None]
