@@ -96,7 +96,7 @@ def flushing() -> list[Trial]:
     return [timed("flush"), timed("flush again"), timed("local", local=True)]
 
 
-def _seconds(watch: hl.Watch, options: Mapping[str, Any]) -> float:
+def _seconds(watch: hl.observe.Watch, options: Mapping[str, Any]) -> float:
     """Wall clock, since a collective waits; both ranks begin at the same time."""
     dist.barrier()
     start = time.perf_counter()

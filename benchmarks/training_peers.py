@@ -307,7 +307,7 @@ def watch_cost(rounds: int) -> dict[str, list[float]]:
     torch.backends.mkldnn.enabled = False
     training = Training(SHAPE, Setting(torch.device("cpu")))
     run = _offline()
-    current: list[hl.Watch] = []
+    current: list[hl.observe.Watch] = []
 
     @contextmanager
     def ours() -> Iterator[None]:

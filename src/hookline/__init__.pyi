@@ -25,13 +25,9 @@ from hookline.integrations.follow import follow as follow
 from hookline.lifecycle.points import HookPoint as HookPoint
 from hookline.lifecycle.run_context import RunDataContext as RunDataContext
 from hookline.lifecycle.schedule import StepSchedule as StepSchedule
-from hookline.observe.capture.cache import Cache as Cache
 from hookline.observe.capture.capture import capture as capture
-from hookline.observe.patch.patch import Patch as Patch
 from hookline.observe.patch.patch import patch as patch
-from hookline.observe.profile.profile import Profile as Profile
 from hookline.observe.profile.profile import profile as profile
-from hookline.observe.watch.watch import Watch as Watch
 from hookline.observe.watch.watch import watch as watch
 from hookline.report.loaded_run import load_run as load_run
 from hookline.report.loaded_run import load_runs as load_runs
@@ -47,7 +43,6 @@ from hookline.sites.handle import HookHandle as HookHandle
 from hookline.sites.kinds import Kind as Kind
 from hookline.sites.modules.attach_everywhere import attach_everywhere as attach_everywhere
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer as attach_optimizer
-from hookline.sites.receipt import Receipt as Receipt
 from hookline.sites.site_info import Site as Site
 from hookline.sites.tensors.gradient_limits import clip_gradients as clip_gradients
 from hookline.sites.tensors.gradient_limits import freeze as freeze

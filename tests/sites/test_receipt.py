@@ -65,7 +65,7 @@ def test_a_fresh_receipt_says_matched_and_attached_and_never():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with hl.attach(model, "#", ignore, name="mine") as handle:
         receipt = handle.report()
-        assert isinstance(receipt, hl.Receipt)
+        assert isinstance(receipt, hl.sites.Receipt)
         assert (receipt.name, receipt.kind) == ("mine", "forward")
         assert (receipt.matched, receipt.attached, receipt.fired) == (2, 2, 0)
         assert receipt.last_step is None

@@ -58,7 +58,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
 
 
-def values(cache: hl.Cache) -> dict[str, list[Any]]:
+def values(cache: hl.observe.Cache) -> dict[str, list[Any]]:
     """Everything that was captured, as lists of tensors."""
     found: dict[str, list[Any]] = {}
     for name, captured in cache.items():

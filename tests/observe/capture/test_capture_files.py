@@ -37,7 +37,7 @@ class Many(nn.Module):
         }
 
 
-def captured(**options: Any) -> hl.Cache:
+def captured(**options: Any) -> hl.observe.Cache:
     model = nn.Sequential(nn.Linear(3, 3), Many())
     torch.manual_seed(0)
     with hl.capture(model, "*", **options) as cache:
@@ -63,7 +63,7 @@ def same(one: Any, other: Any) -> bool:
 def test_everything_comes_back(tmp_path):
     """Names in their order, steps, calls, structures, types and bits; of inputs and gradients too."""
     cache = captured(inputs=True, grads=True)
-    back = hl.Cache.load(cache.save(tmp_path / "run.safetensors"))
+    back = hl.observe.Cache.load(cache.save(tmp_path / "run.safetensors"))
     assert back.names == cache.names == ("0", "1", "")
     for name in cache:
         for one, other in zip(cache[name].calls, back[name].calls, strict=True):
@@ -81,14 +81,14 @@ def test_a_tensor_that_is_in_two_places_is_written_once(tmp_path):
     """And is one tensor again when it is read."""
     cache = captured()
     path = cache.save(tmp_path / "run.safetensors")
-    output = hl.Cache.load(path)["1"].calls[0].output
+    output = hl.observe.Cache.load(path)["1"].calls[0].output
     assert output["again"] is output["tuple"][0]
     assert len(load_file(path)) == 2 * 11  # of each step: 0, and ten of 1; the model's are the same
 
 
 def test_what_was_not_captured_is_not_in_the_file_either(tmp_path):
     """The errors say how to capture it; names that are missing, which there are."""
-    back = hl.Cache.load(captured().save(str(tmp_path / "run.safetensors")))
+    back = hl.observe.Cache.load(captured().save(str(tmp_path / "run.safetensors")))
     with pytest.raises(CaptureError, match="inputs=True"):
         back["0"].calls[0].inputs
     with pytest.raises(CaptureError, match="grads=True"):
@@ -102,7 +102,7 @@ def test_an_empty_cache_can_be_saved(tmp_path):
     """And read."""
     with hl.capture(nn.Sequential(nn.Linear(1, 1)), "0") as cache:
         pass
-    assert len(hl.Cache.load(cache.save(tmp_path / "none.safetensors"))) == 0
+    assert len(hl.observe.Cache.load(cache.save(tmp_path / "none.safetensors"))) == 0
 
 
 def test_a_value_that_was_overwritten_is_not_written(tmp_path):
@@ -149,21 +149,21 @@ BROKEN = {
 def test_a_damaged_file_says_so(tmp_path, about):
     """With its name."""
     with pytest.raises(CaptureError, match=r"run\.safetensors is damaged"):
-        hl.Cache.load(damage(tmp_path / "run.safetensors", about))
+        hl.observe.Cache.load(damage(tmp_path / "run.safetensors", about))
 
 
 def test_other_files_are_refused(tmp_path):
     """Of another make, of another version, or none of this kind."""
     save_file({"0": torch.ones(1)}, tmp_path / "weights.safetensors")
     with pytest.raises(CaptureError, match=r"was not written by Cache\.save\(\)"):
-        hl.Cache.load(tmp_path / "weights.safetensors")
+        hl.observe.Cache.load(tmp_path / "weights.safetensors")
     with pytest.raises(CaptureError, match="is of version 7"):
-        hl.Cache.load(damage(tmp_path / "new.safetensors", json.dumps({"version": 7})))
+        hl.observe.Cache.load(damage(tmp_path / "new.safetensors", json.dumps({"version": 7})))
     (tmp_path / "text").write_text("hello")
     with pytest.raises(CaptureError, match="is no safetensors file"):
-        hl.Cache.load(tmp_path / "text")
+        hl.observe.Cache.load(tmp_path / "text")
     with pytest.raises(FileNotFoundError):
-        hl.Cache.load(tmp_path / "nowhere")
+        hl.observe.Cache.load(tmp_path / "nowhere")
 
 
 def saved(output: Any, path: Path) -> Path:
@@ -177,7 +177,7 @@ def saved(output: Any, path: Path) -> Path:
 def test_keys_that_are_tuples_come_back(tmp_path):
     """With the tensors under them."""
     given = {(0, "a"): torch.ones(2), (1, (None, 2.5)): [torch.zeros(1)], "b": 3}
-    back = hl.Cache.load(saved(given, tmp_path / "run.safetensors"))["0"].output
+    back = hl.observe.Cache.load(saved(given, tmp_path / "run.safetensors"))["0"].output
     assert list(back) == list(given)
     assert same(list(given.values()), list(back.values()))
 
@@ -186,7 +186,7 @@ def test_keys_that_no_file_can_hold_are_an_error(tmp_path):
     """Where tensors would be lost without a word; where there are none, a note of the class will do."""
     with pytest.raises(CaptureError, match=r"output of '0' has tensors under keys such as <object.*Capture a module"):
         saved({object(): torch.ones(1)}, tmp_path / "run.safetensors")
-    assert "dict" in repr(hl.Cache.load(saved({object(): 1}, tmp_path / "run.safetensors"))["0"].output)
+    assert "dict" in repr(hl.observe.Cache.load(saved({object(): 1}, tmp_path / "run.safetensors"))["0"].output)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -194,7 +194,7 @@ def test_keys_that_no_file_can_hold_are_an_error(tmp_path):
 def test_complex_numbers_come_back(tmp_path, dtype):
     """To the bit, also conjugate ones, and as one tensor where it was one."""
     z = torch.view_as_complex(torch.randn(3, 2, dtype=torch.float64)).to(dtype)
-    back = hl.Cache.load(saved([z, z, z.conj(), z[:0]], tmp_path / "run.safetensors"))["0"].output
+    back = hl.observe.Cache.load(saved([z, z, z.conj(), z[:0]], tmp_path / "run.safetensors"))["0"].output
     assert back[0] is back[1]
     assert [tensor.dtype for tensor in back] == [dtype] * 4
     assert torch.equal(torch.view_as_real(back[0]), torch.view_as_real(z))
@@ -222,4 +222,4 @@ def test_a_path_that_will_not_do_is_named(tmp_path):
     with pytest.raises(CaptureError, match="is a folder: give the path of a file"):
         saved(torch.ones(1), tmp_path)
     with pytest.raises(CaptureError, match="is a folder: give the path of a file"):
-        hl.Cache.load(tmp_path)
+        hl.observe.Cache.load(tmp_path)

@@ -257,7 +257,7 @@ def test_clear_between_forward_and_backward_drops_late_gradients():
     assert cache["0"].grad is not None
 
 
-def _captured_once(*, backward: bool) -> tuple[list[weakref.ref[Any]], hl.Cache]:
+def _captured_once(*, backward: bool) -> tuple[list[weakref.ref[Any]], hl.observe.Cache]:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     with hl.capture(model, "*", grads=True, inputs=True) as cache:
         loss = model(x()).sum()

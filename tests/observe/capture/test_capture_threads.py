@@ -40,7 +40,7 @@ def run(model: nn.Module, value: float) -> None:
     model(torch.full((1, 2), value, requires_grad=True) * 1).sum().backward()
 
 
-def check(cache: hl.Cache, value: float, *, grads: bool) -> bool:
+def check(cache: hl.observe.Cache, value: float, *, grads: bool) -> bool:
     """Whether the one call that was captured is that with this value."""
     outputs = [call.output[0, 0].item() for call in cache["0"].calls]
     return outputs == [value] and (not grads or cache["0"].grad is not None)

@@ -97,7 +97,7 @@ def leaf() -> Tensor:
     return torch.ones(3, requires_grad=True)
 
 
-def times(prof: hl.Profile) -> dict[str, tuple[float, float, float, float]]:
+def times(prof: hl.observe.Profile) -> dict[str, tuple[float, float, float, float]]:
     """Forward, own of it, backward, own of it, in milliseconds to the microsecond, by name."""
     return {
         row.name: tuple(
@@ -107,12 +107,12 @@ def times(prof: hl.Profile) -> dict[str, tuple[float, float, float, float]]:
     }
 
 
-def own(prof: hl.Profile) -> dict[str, tuple[float, float]]:
+def own(prof: hl.observe.Profile) -> dict[str, tuple[float, float]]:
     """Own forward and backward, by name."""
     return {name: (forward, backward) for name, (_, forward, _, backward) in times(prof).items()}
 
 
-def calls(prof: hl.Profile) -> dict[str, int]:
+def calls(prof: hl.observe.Profile) -> dict[str, int]:
     return {row.name: row.calls for row in prof.rows}
 
 
@@ -120,7 +120,7 @@ def run(model: nn.Module, x: Tensor | None = None) -> None:
     model(torch.ones(3) if x is None else x).sum().backward()
 
 
-def profiled(model: nn.Module, x: Tensor | None = None, *, steps: int = 1, **options: Any) -> hl.Profile:
+def profiled(model: nn.Module, x: Tensor | None = None, *, steps: int = 1, **options: Any) -> hl.observe.Profile:
     """Measure so many steps of a model."""
     with hl.profile(model, **options) as prof:
         for _ in range(steps):
@@ -132,7 +132,7 @@ def tower() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), Work(1, 2), Work(3, 4), nn.Sequential(Work(5, 6)))
 
 
-def trace_of(prof: hl.Profile, folder: Any) -> list[dict[str, Any]]:
+def trace_of(prof: hl.observe.Profile, folder: Any) -> list[dict[str, Any]]:
     path = prof.save_trace(folder / "trace.json")
     assert [file.name for file in folder.iterdir()] == ["trace.json"]
     return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]

@@ -61,7 +61,9 @@ def data(step: int) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
 
 
-def run(model: nn.Module, called: Callable[..., Any], steps: int, watch: Callable[[], hl.Watch]) -> hl.Watch:
+def run(
+    model: nn.Module, called: Callable[..., Any], steps: int, watch: Callable[[], hl.observe.Watch]
+) -> hl.observe.Watch:
     """Some training steps under a watch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = watch()

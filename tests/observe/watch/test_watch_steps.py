@@ -214,7 +214,7 @@ _HOW: dict[str, dict[str, Any]] = {
 }
 
 
-def _made(how: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, hl.Watch]:
+def _made(how: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, hl.observe.Watch]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     options = {**how, **({"optimizer": optimizer} if "optimizer" in how else {})}

@@ -15,7 +15,7 @@ import hookline as hl
 class Watching(TrainerCallback):
     """Watches with the optimizer that callbacks are handed."""
 
-    watch: hl.Watch | None = None
+    watch: hl.observe.Watch | None = None
     optimizer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -106,7 +106,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
 
     Recipe: ``with hookline.capture(model, "layers.#") as cache: model(x)``, then ``cache["layers.3"].output``, or
     ``for name, captured in cache.items(): ...``; ``cache.save("run.safetensors")`` and
-    ``hookline.Cache.load("run.safetensors")``.
+    ``hookline.observe.Cache.load("run.safetensors")``.
 
     A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
 
