@@ -77,9 +77,8 @@ ERRORS = _named(
 CLASSES = _named(
     {
         "hookline": """
-        Cache Checkpoints Experiment HandleSet HookHandle HookManager HookPoint HookRegistry HookSpec
-        InterventionHook Kind MetricInfo MetricSink ModelDataContext Patch Profile Receipt RunDataContext Site
-        StepSchedule TrainingHook Watch
+        Checkpoints Experiment HandleSet HookHandle HookManager HookPoint HookRegistry HookSpec
+        InterventionHook Kind MetricInfo MetricSink ModelDataContext RunDataContext Site StepSchedule TrainingHook
     """,
         "distributed": """
         Exchange
