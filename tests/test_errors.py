@@ -26,6 +26,7 @@ BUILTINS = {
     "HooksLeftError": (AssertionError,),
     "ScopeError": (RuntimeError,),
     "CaptureError": (RuntimeError,),
+    "TraceError": (RuntimeError,),
     "GuardError": (RuntimeError,),
     "HookNameError": (ValueError,),
     "HookOrderError": (ValueError,),

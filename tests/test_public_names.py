@@ -27,6 +27,9 @@ FUNCTIONS = _named(
         attached capture clip_gradients epoch_loop find follow freeze load_run load_runs patch profile record
         register_hooks rollback saved_tensors step_loop watch write_report
     """,
+        "debug": """
+        read_trace
+    """,
         "distributed": """
         gather_objects is_distributed rank_count reduce_metrics this_rank
     """,
@@ -80,6 +83,9 @@ CLASSES = _named(
         Checkpoints Experiment HandleSet HookHandle HookManager HookPoint HookRegistry HookSpec
         InterventionHook Kind MetricInfo MetricSink ModelDataContext RunDataContext Site StepSchedule TrainingHook
     """,
+        "debug": """
+        Fingerprint MeshPlacement RowKey RowKeys TraceFolder TraceRecord
+    """,
         "distributed": """
         Exchange
     """,
@@ -130,7 +136,19 @@ ALIASES = _named(
 )
 WARNINGS = ["hookline.HooklineWarning", "errors.HookNeverFired"]
 LAZY = [
-    *("hookline", "distributed", "factories", "guard", "metta", "observe", "report", "sglang", "sinks", "sites"),
+    *(
+        "hookline",
+        "debug",
+        "distributed",
+        "factories",
+        "guard",
+        "metta",
+        "observe",
+        "report",
+        "sglang",
+        "sinks",
+        "sites",
+    ),
     *("specs", "training"),
 ]
 """Packages whose names are imported when first used; ``hookline`` itself stands for the top."""

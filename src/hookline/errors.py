@@ -14,6 +14,7 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── HookReturnError     RuntimeError         a return value that cannot replace what the hook was shown
     ├── ScopeError          RuntimeError         scopes that are left in another order than they were entered
     ├── CaptureError        RuntimeError         something captured that cannot be kept, or cannot be read
+    ├── TraceError          RuntimeError         a trace that cannot be written, or cannot be read
     ├── GuardError          RuntimeError         what cannot be guarded, or a hook that broke its promise
     ├── HookNameError       ValueError           a hook that is not known by that name, or not the only one
     ├── HookOrderError      ValueError           hooks that cannot run in the order they ask for
@@ -61,6 +62,7 @@ __all__ = [
     "ResumeError",
     "ScopeError",
     "TargetError",
+    "TraceError",
     "UnhookableError",
 ]
 
@@ -111,6 +113,10 @@ class ScopeError(HooklineError, RuntimeError):
 
 class CaptureError(HooklineError, RuntimeError):
     """What is asked of a capture cannot be had: too large, called several times, overwritten since."""
+
+
+class TraceError(HooklineError, RuntimeError):
+    """A folder that cannot take a trace, or that holds none that can be read; the message names it."""
 
 
 class HookNameError(HooklineError, ValueError):

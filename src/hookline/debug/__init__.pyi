@@ -1,0 +1,11 @@
+"""The public names of ``hookline.debug``, each with the module it lives in."""
+
+from hookline.debug.trace.read_trace import TraceFolder as TraceFolder
+from hookline.debug.trace.read_trace import read_trace as read_trace
+from hookline.debug.trace.trace_record import Fingerprint as Fingerprint
+from hookline.debug.trace.trace_record import MeshPlacement as MeshPlacement
+from hookline.debug.trace.trace_record import RowKey as RowKey
+from hookline.debug.trace.trace_record import RowKeys as RowKeys
+from hookline.debug.trace.trace_record import TraceRecord as TraceRecord
+
+__all__: list[str]

@@ -1,0 +1,1 @@
+"""Write what flows through a model as fingerprints and tensors, and read it back."""

@@ -1,0 +1,225 @@
+"""Write the files of one rank's trace: lines that are appended, and safetensors files that appear whole.
+
+The trace's hooks call `TraceWriter`; `read_trace` reads what it writes::
+
+    TRACE/trace.json                        the name and version of the format
+    TRACE/rank_0/records-000.jsonl          one JSON object per line, see below
+    TRACE/rank_0/tensors-000000.safetensors tensors, by the keys that records name
+
+The first line has ``head``, the settings. A line with ``place`` gives a number to site, kind, leaf, shape and dtype;
+one with ``rows`` gives one to a table of rows. A line with ``batch`` has many records by columns: places, steps, calls,
+and their numbers as base64 (``numbers`` float64, ``sketches`` float32, ``hashes`` uint64), since writing each number as
+text would take longer than finding it. A line with ``note`` is for people, and one with ``end`` is the last of a trace
+that was closed. Each batch is handed to the system in one call: whatever kills the process, at most one line is cut.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hookline.debug.trace.trace_record import MeshPlacement, RowTable
+from hookline.errors import TraceError
+from hookline.file_lock import lock_holder, take_lock
+
+__all__ = ["FORMAT", "VERSION", "RecordBatch", "TracePlace", "TraceWriter"]
+
+FORMAT: Final = "hookline.trace"
+VERSION: Final = 1
+NUMBERS: Final = ("mean", "norm", "absmax", "nan", "inf")
+"""The columns of ``numbers``."""
+_RECORDS: Final = "records-000.jsonl"
+_TENSORS: Final = "tensors-{number:06d}.safetensors"
+_LOCK: Final = "writer.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class TracePlace:
+    """What many records have in common."""
+
+    site: str
+    kind: str
+    leaf: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: int | None = None
+    dims: str | None = None
+    placements: MeshPlacement | None = None
+
+
+@dataclass(slots=True)
+class RecordBatch:
+    """Records by columns; all are of one length."""
+
+    place: list[int]
+    """Numbers from `TraceWriter.place_number`."""
+    step: list[int]
+    call: list[int]
+    micro_batch: list[int]
+    recompute: list[int]
+    rows: list[int | None]
+    """Numbers from `TraceWriter.rows_number`."""
+    tensor: list[str | None]
+    """Keys from `TraceWriter.add_tensors`."""
+    numbers: NDArray[np.float64]
+    """Of shape (records, 5), by `NUMBERS`."""
+    sketches: NDArray[np.float32]
+    """Of shape (records, groups)."""
+    hashes: NDArray[np.uint64]
+
+
+class TraceWriter:
+    """Append to the folder of one rank; one process at a time, and to no trace that is there already.
+
+    Args:
+        folder: The folder of the trace, of all ranks.
+        rank: The rank of this process.
+        head: Settings to keep: ``seed``, ``groups``, ``hash_step``, ``kinds``, and whatever the reader should know.
+    """
+
+    def __init__(self, folder: Path, rank: int, head: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.bytes = 0
+        """How many bytes were written, of lines and tensors."""
+        self._own = folder / f"rank_{rank}"
+        self._places: dict[TracePlace, int] = {}
+        self._rows: dict[RowTable, int] = {}
+        self._pending: list[dict[str, Any]] = []
+        """Lines that go out with the next batch."""
+        self._order = 0
+        self._files = 0
+        self._own.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(self._own / _LOCK)
+        if lock is None:
+            raise TraceError(
+                f"{self._own} is being written by process {lock_holder(self._own / _LOCK)}. Give each process a folder "
+                "of its own, or start them as ranks of one run (torchrun)."
+            )
+        self._lock = lock
+        try:
+            self._file = self._new_file()
+        except BaseException:
+            lock.release()
+            raise
+        write_head(folder, head)
+        self._append({"head": {"format": FORMAT, "version": VERSION, "rank": rank, **head}})
+
+    def _new_file(self) -> int:
+        try:
+            return os.open(self._own / _RECORDS, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        except FileExistsError:
+            raise TraceError(f"{self._own} has a trace already. Give another folder, or delete this one.") from None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether more can be written."""
+        return self._file >= 0
+
+    def place_number(self, place: TracePlace) -> int:
+        """Return the number of a place; a new one is written with the next batch."""
+        number = self._places.get(place)
+        if number is None:
+            number = self._places[place] = len(self._places)
+            self._pending.append({"place": number, **asdict(place)})
+        return number
+
+    def rows_number(self, table: RowTable) -> int:
+        """Return the number of a table of rows; a new one is written with the next batch."""
+        number = self._rows.get(table)
+        if number is None:
+            number = self._rows[table] = len(self._rows)
+            self._pending.append({"rows": number, **asdict(table)})
+        return number
+
+    def add_tensors(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Write a safetensors file of tensors, which lie on the CPU; return their keys, for records."""
+        from safetensors.torch import save_file
+
+        name = _TENSORS.format(number=self._files)
+        self._files += 1
+        part = self._own / f"{name}.part"
+        save_file({str(number): _plain(each) for number, each in enumerate(tensors)}, part)
+        self.bytes += part.stat().st_size
+        part.replace(self._own / name)
+        return [f"{name}#{number}" for number in range(len(tensors))]
+
+    def add_records(self, batch: RecordBatch) -> None:
+        """Append records, which get running numbers in their order."""
+        count = len(batch.place)
+        line = {
+            "batch": count,
+            "order": self._order,
+            "place": batch.place,
+            **{
+                key: _short(getattr(batch, key))
+                for key in ("step", "call", "micro_batch", "recompute", "rows", "tensor")
+            },
+            "numbers": _base64(batch.numbers, "<f8"),
+            "sketches": _base64(batch.sketches, "<f4"),
+            "hashes": _base64(batch.hashes, "<u8"),
+        }
+        self._order += count
+        self._append(*self._pending, line)
+        self._pending.clear()
+
+    def add_note(self, text: str) -> None:
+        """Append a sentence for people."""
+        self._append({"note": text, "order": self._order})
+
+    def close(self) -> None:
+        """Mark the trace as complete and let others at the folder; may be called again."""
+        if self._file < 0:
+            return
+        try:
+            self._append(*self._pending, {"end": self._order})
+        finally:
+            os.close(self._file)
+            self._file = -1
+            self._lock.release()
+
+    def _append(self, *lines: dict[str, Any]) -> None:
+        text = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode()
+        done = 0
+        while done < len(text):
+            done += os.write(self._file, text[done:])
+        self.bytes += len(text)
+
+
+def write_head(folder: Path, head: Mapping[str, Any]) -> None:
+    """Write ``trace.json``, unless another rank was here before."""
+    about = {"format": FORMAT, "version": VERSION, **head}
+    part = folder / f"trace.json.{os.getpid()}.part"
+    part.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    try:
+        os.link(part, folder / "trace.json")  # fails if it is there; a reader never finds half of it
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        part.replace(folder / "trace.json")
+    part.unlink(missing_ok=True)
+
+
+def _short(column: list[Any]) -> Any:
+    """Return one value for a column that has no other."""
+    return column[0] if column and column.count(column[0]) == len(column) else column
+
+
+def _base64(array: NDArray[Any], dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, dtype=dtype).tobytes()).decode("ascii")
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor as the format takes it: in memory of its own; complex128 and complex32 as pairs."""
+    found = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return torch.view_as_real(found) if found.dtype in (torch.complex128, torch.complex32) else found

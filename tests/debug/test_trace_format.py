@@ -1,0 +1,129 @@
+"""The files of a trace: what is written is read back, and damage is told without losing the rest."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from hookline.debug import Fingerprint, MeshPlacement, RowKey, read_trace
+from hookline.debug.trace.trace_files import RecordBatch, TracePlace, TraceWriter
+from hookline.debug.trace.trace_record import RowTable
+from hookline.errors import TraceError
+
+HEAD = {"seed": 0, "groups": 2, "ranks": 1}
+LAID = MeshPlacement(("Shard(0)",), ("tp",), (2,), (1,), (4, 3))
+ROWS = RowTable("padded", ("a", "b"), (0, 1), (2, 1), (0, 5))
+
+
+def batch_of(writer: TraceWriter, sites: list[str], step: int = 0, tensors: list[str | None] | None = None) -> None:
+    """Write one record for each of ``sites``, with numbers that tell them apart."""
+    places = [
+        writer.place_number(TracePlace(site, "output", "", (2, 2, 3), "float32", 0, "b s d", LAID)) for site in sites
+    ]
+    count = len(sites)
+    writer.add_records(
+        RecordBatch(
+            place=places, step=[step] * count, call=list(range(count)), micro_batch=[0] * count,
+            recompute=[index % 2 for index in range(count)], rows=[writer.rows_number(ROWS)] * count,
+            tensor=tensors or [None] * count, numbers=np.arange(count * 5.0).reshape(count, 5),
+            sketches=np.arange(count * 2.0, dtype=np.float32).reshape(count, 2),
+            hashes=np.array([2**64 - 1 - index for index in range(count)], dtype=np.uint64),
+        )
+    )  # fmt: skip
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    """Records with all fields, tensors, tables of rows, notes and settings make the round trip."""
+    writer = TraceWriter(tmp_path / "t", 0, HEAD)
+    kept = [torch.randn(2, 2, 3), torch.randn(3, dtype=torch.complex128), torch.ones(3, dtype=torch.bfloat16)]
+    keys = writer.add_tensors(kept)
+    batch_of(writer, ["layers.0", "layers.1"], tensors=[keys[0], None])
+    writer.add_note("half of it")
+    batch_of(writer, ["layers.0"], step=1)
+    writer.close()
+    writer.close()
+    folder = read_trace(tmp_path / "t")
+    assert folder.problems == ()
+    assert folder.notes == ("half of it",)
+    assert folder.head["seed"] == 0
+    assert folder.steps == (0, 1)
+    first, second, third = folder.records
+    assert [each.order for each in folder.records] == [0, 1, 2]
+    assert (first.site, first.kind, first.dtype, first.shape, first.dims) == (
+        "layers.0",
+        "output",
+        "float32",
+        (2, 2, 3),
+        "b s d",
+    )
+    assert (first.placements, first.recompute, second.recompute, second.call, third.step) == (LAID, False, True, 1, 1)
+    assert second.fingerprint == Fingerprint(12, 5.0, 6.0, 7.0, 8, 9, 2**64 - 2, (2.0, 3.0))
+    assert torch.equal(folder.tensor(first), kept[0])
+    with pytest.raises(TraceError, match="only its fingerprint"):
+        folder.tensor(second)
+    rows = folder.row_keys(first)
+    assert rows is not None
+    assert rows.dims == 2
+    assert rows.keys == (RowKey("a", 0), RowKey("a", 1), None, RowKey("b", 5))
+
+
+def test_tables_of_rows_know_packed_and_pooled_tensors():
+    """The keys fit the shape of a tensor, or there are none."""
+    packed = RowTable("packed", ("a", "b"), (), (2, 1), (7, 0))
+    found = packed.keys_for((3, 8))
+    assert found is not None
+    assert found.keys == (RowKey("a", 7), RowKey("a", 8), RowKey("b", 0))
+    pooled = packed.keys_for((2, 8))
+    assert pooled is not None
+    assert pooled.keys == (RowKey("a", None), RowKey("b", None))
+    assert packed.keys_for((5, 8)) is None
+    assert ROWS.keys_for(()) is None
+
+
+def test_damage_is_told_and_the_rest_is_read(tmp_path):
+    """A cut line, a line that is no JSON and a missing end are problems; the other records are there."""
+    writer = TraceWriter(tmp_path, 0, HEAD)
+    batch_of(writer, ["a"])
+    batch_of(writer, ["b"])
+    file = tmp_path / "rank_0" / "records-000.jsonl"
+    text = file.read_bytes()
+    file.write_bytes(b"nonsense\n" + text[:-40])
+    folder = read_trace(tmp_path)
+    assert [each.site for each in folder.records] == ["a"]
+    problems = " ".join(folder.problems)
+    assert "line 1 of records-000.jsonl is no JSON" in problems
+    assert "is cut off" in problems
+    assert "was not closed" in problems
+    writer.close()
+
+
+def test_what_is_no_trace_is_refused(tmp_path):
+    """Another folder, another version, and a folder that is taken each say what to do."""
+    with pytest.raises(TraceError, match="no such folder"):
+        read_trace(tmp_path / "none")
+    with pytest.raises(TraceError, match="is no trace"):
+        read_trace(tmp_path)
+    writer = TraceWriter(tmp_path / "t", 0, HEAD)
+    with pytest.raises(TraceError, match="is being written by process"):
+        TraceWriter(tmp_path / "t", 0, HEAD)
+    other = TraceWriter(tmp_path / "t", 1, HEAD)
+    writer.close()
+    other.close()
+    with pytest.raises(TraceError, match="has a trace already"):
+        TraceWriter(tmp_path / "t", 0, HEAD)
+    assert read_trace(tmp_path / "t").ranks == (0, 1)
+    head = json.loads((tmp_path / "t" / "trace.json").read_text())
+    (tmp_path / "t" / "trace.json").write_text(json.dumps({**head, "version": 99}))
+    with pytest.raises(TraceError, match="version 99"):
+        read_trace(tmp_path / "t")
+
+
+def test_distance_is_of_sketches_of_one_size():
+    """The distance is the norm of the difference of sketches; NaN where there is none."""
+    one, two = (Fingerprint(4, 0, 5, 4, 0, 0, 1, sketch) for sketch in ((3.0, 4.0), (0.0, 0.0)))
+    assert one.distance(two) == 5.0
+    assert one.rms == 2.5
+    assert np.isnan(one.distance(Fingerprint(5, 0, 5, 4, 0, 0, 1, (3.0, 4.0))))
