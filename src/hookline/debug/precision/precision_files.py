@@ -1,0 +1,93 @@
+"""Write the log and the tensors of a precision check: ``PATH/TIME/precision_check_rank_0.log``, ``rank_0/NAME.npy``.
+
+`PrecisionChecker` makes one `PrecisionFiles`; nothing is created before the first line.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from torch import Tensor
+
+from hookline.debug.precision.tensor_numbers import as_numpy
+from hookline.distributed.ranks import this_rank
+
+__all__ = ["PrecisionFiles"]
+
+
+class PrecisionFiles:
+    """The folder of one check."""
+
+    def __init__(self, path: str, save: str) -> None:
+        self._path = Path(path)
+        self._save = save
+        self._log: IO[str] | None = None
+        self._lock = threading.Lock()
+        self.folder: Path | None = None
+        """Where this check writes; None before its first line."""
+
+    def write_line(self, text: str) -> None:
+        """Append a line, and flush it: a process that is killed leaves all lines but the last."""
+        with self._lock:
+            if self._log is None:
+                self._log = (self._made_folder() / f"precision_check_rank_{this_rank()}.log").open(
+                    "a", encoding="utf-8"
+                )
+            self._log.write(f"{text}\n")
+            self._log.flush()
+
+    def write_tensor(self, stem: str, plain: Tensor) -> None:
+        """Write a tensor, if that was asked for, in the place of an older one of that name."""
+        if not self._save:
+            return
+        with self._lock:
+            folder = self._made_folder() / f"rank_{this_rank()}"
+            folder.mkdir(exist_ok=True)
+        beside = folder / f"{stem}.{os.getpid()}.{threading.get_ident()}.part"
+        try:
+            if self._save == "npy":
+                with beside.open("wb") as file:  # a path would get another ending
+                    np.save(file, as_numpy(plain), allow_pickle=False)
+            else:
+                from safetensors.torch import save_file
+
+                save_file({"value": plain}, beside)
+            beside.replace(folder / f"{stem}.{self._save}")
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the log; a later line opens it again."""
+        with self._lock:
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+    def _made_folder(self) -> Path:
+        """Return the folder, made at the first call. Ranks that begin in one second share it."""
+        if self.folder is None:
+            self.folder = _new_folder(self._path / datetime.now().strftime("%Y%m%d_%H%M%S"))
+        return self.folder
+
+
+def _new_folder(wanted: Path) -> Path:
+    """Return the folder ``wanted``, or the first of ``wanted_2``, … in which this rank has no log yet."""
+    number = 1
+    while True:
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}_{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            _log_in(folder).open("x").close()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _log_in(folder: Path) -> Path:
+    return folder / f"precision_check_rank_{this_rank()}.log"

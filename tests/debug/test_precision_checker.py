@@ -1,0 +1,353 @@
+"""The precision checker: what it writes, what it refuses, and that the run keeps every bit."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_training import differences, plain_step, train
+from helpers_waiting import PATIENCE
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.debug.precision.precision_checker import PrecisionChecker
+from hookline.debug.precision.precision_config import PrecisionConfig
+from hookline.debug.precision.tensor_numbers import hash_of, local_copy, measure
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+
+
+def lines(checker: PrecisionChecker) -> list[str]:
+    assert checker.folder is not None
+    return (checker.folder / "precision_check_rank_0.log").read_text().splitlines()
+
+
+def stems(checker: PrecisionChecker) -> list[str]:
+    return [record.stem for record in checker.records]
+
+
+@pytest.mark.parametrize("config", ["level=1,format=md5,save_tensors=1", "level=2"])
+def test_a_checked_run_keeps_every_bit(config: str, tmp_path) -> None:
+    """Dropout, BatchNorm, an in-place ReLU, AdamW, 20 steps."""
+    checkers: list[PrecisionChecker] = []
+
+    def step(model: nn.Sequential, x: Tensor, target: Tensor) -> None:
+        if not checkers:
+            checkers.append(PrecisionChecker(model, config, path=tmp_path))
+        plain_step(model, x, target)
+
+    assert differences(train(plain_step), train(step)) == []
+    checkers[0].remove()
+    assert {record.stage for record in checkers[0].records} >= {"forward", "backward"}
+
+
+def test_one_that_would_draw_a_random_number_would_be_noticed() -> None:
+    """The negative control of the test above."""
+
+    def step(model: nn.Sequential, x: Tensor, target: Tensor) -> None:
+        with hl.attach(model, "#", lambda module, args, output: torch.rand(1), observe=True):
+            plain_step(model, x, target)
+
+    assert differences(train(plain_step), train(step))
+
+
+def test_every_dtype_is_measured_by_its_own_numbers() -> None:
+    """Bytes of another dtype are never read as float32."""
+    values = [1.0, -2.0, 0.0, 3.0]
+    floats = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    for dtype in [*floats, torch.int64, torch.int32, torch.int16, torch.int8]:
+        plain = local_copy(torch.tensor(values).to(dtype))
+        assert plain is not None
+        numbers = measure(plain)
+        assert (numbers.minimum, numbers.maximum, numbers.mean, numbers.nan, numbers.inf) == (-2, 3, 0.5, 0, 0), dtype
+        assert numbers.first == (1, -2, 0, 3)
+        raw = plain.view(torch.uint8).numpy().tobytes()
+        assert hash_of(plain) == hashlib.md5(raw).hexdigest()
+    assert measure(torch.tensor([True, False, True, True])).mean == 0.75
+    assert measure(torch.tensor([255, 1], dtype=torch.uint8)).maximum == 255
+    assert measure(torch.tensor([2**62 + 1, 0])).maximum == 2**62 + 1
+    conjugate = local_copy(torch.tensor([1 + 2j, 3 - 5j]).conj())
+    assert conjugate is not None
+    assert (measure(conjugate).minimum, measure(conjugate).maximum) == (-2, 5)
+    sparse = local_copy(torch.tensor([[0.0, 7.0]]).to_sparse())
+    assert sparse is not None
+    assert measure(sparse).maximum == 7
+    assert local_copy(torch.empty(3, device="meta")) is None
+
+
+def test_statistics_are_of_the_finite_values_and_the_bad_ones_are_counted() -> None:
+    """Of a tensor without any there is no minimum; of an empty one all is zero."""
+    inf, nan = float("inf"), float("nan")
+    numbers = measure(torch.tensor([1.0, nan, 3.0, inf, -inf, 5.0, 7.0]))
+    assert (numbers.minimum, numbers.maximum, numbers.mean, numbers.nan, numbers.inf) == (1, 7, 4, 1, 2)
+    assert numbers.more
+    bad = measure(torch.tensor([nan, inf]))
+    assert np.isnan([bad.minimum, bad.maximum, bad.mean]).all()
+    assert (bad.nan, bad.inf) == (1, 1)
+    empty = measure(torch.empty(0, 3))
+    assert (empty.minimum, empty.maximum, empty.mean, empty.first) == (0, 0, 0, ())
+    large = measure(torch.full((4,), 1.5e308, dtype=torch.float64))
+    assert large.mean == pytest.approx(1.5e308)
+
+
+def test_a_hash_with_a_tolerance_is_one_for_nearly_equal_values_of_any_dtype() -> None:
+    """Rounded to multiples of the tolerance; NaN and -0.0 have one form each."""
+    x = torch.tensor([0.1, -2.5003, 7.0, 0.0])
+    assert hash_of(x, 1e-3) == hash_of(x + 5e-5, 1e-3)
+    assert hash_of(x, 1e-3) == hash_of(x.double(), 1e-3)
+    assert hash_of(x, 1e-3) != hash_of(x + 2e-3, 1e-3)
+    assert hash_of(torch.tensor([-0.0, 1.0]), 1e-3) == hash_of(torch.tensor([0.0, 1.0]), 1e-3)
+    odd = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
+    assert hash_of(odd[:1], 1e-3) == hash_of(odd[1:], 1e-3)
+    assert hash_of(odd[:1]) != hash_of(odd[1:])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("level=1,paht=x", "did you mean 'path'|Did you mean 'path'"),
+        ("level=1,verbose", "'verbose'.* has no '='"),
+        ("level=3", "0 \\(off\\), 1 \\(modules\\) or 2"),
+        ("level=one", "0 \\(off\\)"),
+        ("level=", "0 \\(off\\)"),
+        ("format=sha", "'simple' or 'md5'"),
+        ("save_tensors=maybe", "'npy' or 'safetensors'"),
+        ("md5_tolerance=-1", "0 or more"),
+        ("md5_tolerance=nan", "0 or more"),
+        ("level=1,level=2", "twice"),
+        ("abort_on_error=2", "true or false"),
+    ],
+)
+def test_a_config_that_is_not_understood_says_what_is(text: str, says: str) -> None:
+    """No key is passed over in silence."""
+    with pytest.raises(ValueError, match=says):
+        PrecisionChecker(mlp(), text)
+
+
+def test_keywords_go_before_the_string_and_spaces_do_not_matter() -> None:
+    """Both forms have the same keys."""
+    text = " level = 2 , save_tensors = safetensors,md5_tolerance=1e-3 "
+    config = PrecisionConfig.make(text, {"level": 0, "check_inf": False})
+    assert config == PrecisionConfig(level=0, save_tensors="safetensors", md5_tolerance=1e-3, check_inf=False)
+    assert PrecisionConfig.make({"save_tensors": False, "level": 1}, {}) == PrecisionConfig()
+    with pytest.raises(TypeError, match="has no 'levle'"):
+        PrecisionChecker(mlp(), levle=1)
+    with pytest.raises(hl.errors.TargetError, match="config='level=1'"):
+        PrecisionChecker("level=1")  # type: ignore[arg-type]
+
+
+def test_the_hooks_come_off_and_init_twice_does_not_double(tmp_path) -> None:
+    """Each call is one line, however often `init` was called; after `remove`, none."""
+    model = mlp()
+    with PrecisionChecker(model, path=tmp_path) as checker:
+        checker.init()
+        model(torch.ones(1, 4))
+        assert len(lines(checker)) == 4  # each is flushed: a killed process leaves them
+        assert stems(checker) == ["0_0_forward", "1_0_forward", "2_0_forward", "Sequential_0_forward"]
+    hl.assert_no_hooks(model, foreign=True)
+    model(torch.ones(1, 4))
+    assert len(checker.records) == len(lines(checker)) == 4
+    checker.remove()
+    checker.init()
+    checker.reset_counters()
+    model(torch.ones(1, 4))
+    checker.remove()
+    assert len(checker.records) == 4
+    assert len(lines(checker)) == 8
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_second_check_in_the_same_second_has_a_folder_of_its_own(tmp_path) -> None:
+    """No log is shared by two."""
+    model = mlp()
+    folders = []
+    for _ in range(3):
+        with PrecisionChecker(model, path=tmp_path) as checker:
+            model(torch.ones(1, 4))
+        folders.append(checker.folder)
+    assert len(set(folders)) == 3
+    assert all(len(list(folder.iterdir())) == 1 for folder in folders if folder)
+
+
+def test_nothing_is_written_before_something_is_checked(tmp_path) -> None:
+    """No folder, no file."""
+    with PrecisionChecker(mlp(), path=tmp_path / "never") as checker:
+        pass
+    assert checker.folder is None
+    assert not (tmp_path / "never").exists()
+
+
+def test_context_is_in_every_line_and_reset_forgets_it(tmp_path) -> None:
+    """Micro-batch, layer, the layer's name, iteration; a layer's number comes from the name if none is set."""
+    model = nn.ModuleDict({"layers": nn.Sequential(mlp(), mlp())})
+    with PrecisionChecker(model, path=tmp_path) as checker:
+        layer = model["layers"][1][0]
+        layer(torch.ones(1, 4))
+        checker.set_iteration(7)
+        checker.set_gas(2)
+        checker.set_layer(5)
+        checker.set_layer_name("decoder")
+        layer(torch.ones(1, 4))
+        checker.reset()
+        layer(torch.ones(1, 4))
+        checker.set_iteration(None)
+    starts = [line.partition(" layers")[0] for line in lines(checker)]
+    assert starts == ["[GAS-0] [L-1]", "[I-7] [GAS-2] [L-5] decoder", "[GAS-0] [L-1]"]
+
+
+def test_a_thread_that_set_nothing_is_where_the_last_one_that_did_is(tmp_path) -> None:
+    """The backward of CUDA runs in a thread of its own; a thread with a state of its own keeps it."""
+    model = mlp()
+    with PrecisionChecker(model, path=tmp_path) as checker:
+        checker.set_gas(3)
+
+        def work(gas: int | None) -> None:
+            if gas is not None:
+                checker.set_gas(gas)
+            model[0](torch.ones(1, 4))
+
+        for gas in (None, 4):
+            thread = threading.Thread(target=work, args=(gas,))
+            thread.start()
+            thread.join(PATIENCE)
+        model[0](torch.ones(1, 4))
+    assert [record.context.split()[0] for record in checker.records] == ["[GAS-3]", "[GAS-4]", "[GAS-3]"]
+
+
+def test_a_gradient_is_checked_once_and_a_recomputed_forward_is_not_checked_again(tmp_path) -> None:
+    """Activation checkpointing runs the forward twice."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return out
+
+    model = Checkpointed()
+    with PrecisionChecker(model, path=tmp_path, level=2) as checker:
+        model(torch.ones(1, 4)).sum().backward()
+    found = [record.stem for record in checker.records if record.name == "inner.0"]
+    assert found == ["inner.0_0_forward", "inner.0_0_backward"]
+    assert not any(record.index for record in checker.records)
+
+
+def test_structures_are_numbered_by_place_and_files_replace_older_ones(tmp_path) -> None:
+    """A None in between moves no other; the second tensor's file ends in ``_t``, and bfloat16 is written as float32."""
+
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, object]:
+            return {"a": x.bfloat16(), "b": None, "c": (x + 1, "text")}
+
+    model = Pair()
+    with PrecisionChecker(model, path=tmp_path, save_tensors=True) as checker:
+        for value in (1.0, 2.0):
+            checker.reset_counters()
+            model(torch.full((2,), value))
+    assert checker.folder is not None
+    files = {path.name: np.load(path) for path in (checker.folder / "rank_0").iterdir()}
+    assert sorted(files) == ["Pair_0_forward.npy", "Pair_0_forward_t2.npy"]
+    assert files["Pair_0_forward.npy"].dtype == np.float32
+    assert files["Pair_0_forward_t2.npy"].tolist() == [3.0, 3.0]
+    assert "tensor[2]" in lines(checker)[1]
+
+
+def test_tensors_may_be_safetensors(tmp_path) -> None:
+    """Then every dtype is kept."""
+    from safetensors.torch import load_file
+
+    model = mlp().bfloat16()
+    with PrecisionChecker(model, path=tmp_path, save_tensors="safetensors") as checker:
+        out = model(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert checker.folder is not None
+    kept = load_file(checker.folder / "rank_0" / "2_0_forward.safetensors")["value"]
+    assert torch.equal(kept, out)
+
+
+def test_a_name_with_odd_letters_is_a_file_of_its_own(tmp_path) -> None:
+    """A ModuleDict takes any key but a dot."""
+    model = nn.ModuleDict({"a/b": nn.Identity(), "a_b": nn.Identity(), "..x".replace(".", ""): nn.Identity()})
+    with PrecisionChecker(model, path=tmp_path, save_tensors=True) as checker:
+        for module in model.values():
+            module(torch.ones(1))
+    assert checker.folder is not None
+    assert len(list((checker.folder / "rank_0").iterdir())) == 3
+
+
+def test_one_module_may_have_options_of_its_own(tmp_path) -> None:
+    """It is then checked by those alone: its outputs, and the gradients of its inputs."""
+    model = mlp()
+    with PrecisionChecker(model, path=tmp_path) as checker:
+        checker.register_for_module(model[2], name="head", abort_on_error=True)
+        model(torch.ones(1, 4)).sum().backward()
+        shapes = {record.stem: record.shape for record in checker.records}
+        assert shapes["head_0_forward"] == (1, 2)
+        assert shapes["head_0_backward"] == (1, 5)
+        assert not any(stem.startswith("2_") for stem in shapes)
+        with torch.no_grad():
+            model[0].bias[0] = float("inf")
+        with pytest.raises(FloatingPointError, match=r"aborting! .*head_1_forward.*<- ERROR"):
+            model(torch.ones(1, 4))
+        with pytest.raises(ValueError, match="check_nan, check_inf, abort_on_error, not 'level'"):
+            checker.register_for_module(model[0], level=True)
+    hl.assert_no_hooks(model, foreign=True)
+    off = PrecisionChecker(model, level=0)
+    assert len(off.register_for_module(model[0])) == len(off.register_for_function("*.relu")) == 0
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_functions_may_be_checked_alone(tmp_path) -> None:
+    """What they take and give, in the forward and in the backward."""
+    model = mlp()
+    with PrecisionChecker(model, path=tmp_path) as checker:
+        checker.register_for_function(F.relu, name="relu")
+        model(torch.ones(1, 4)).sum().backward()
+    found = [record.stem for record in checker.records if "@" in record.name]
+    stages = ("forward_input", "forward", "backward", "backward_input")
+    assert found == [f"1@relu_0_{stage}" for stage in stages]
+    assert hl.attached() == []
+
+
+def test_abort_on_error_ends_the_backward_too_and_the_line_is_written(tmp_path) -> None:
+    """The error names the module."""
+    model = mlp()
+    with PrecisionChecker(model, path=tmp_path, abort_on_error=True) as checker:
+        out = model(torch.ones(1, 4))
+        with pytest.raises(hl.errors.NonFiniteError, match="backward tensor"):
+            (out * float("inf")).sum().backward()
+        assert lines(checker)[-1].endswith("<- ERROR")
+        checker.register_for_module(model[0], check_inf=False, check_nan=False)
+
+
+def test_without_a_model_every_module_of_the_process_is_checked(tmp_path) -> None:
+    """Names come from the outermost call, or from a map of one's own."""
+    model = mlp()
+    with PrecisionChecker(config=f"level=1,path={tmp_path}") as checker:
+        assert set(checker.build_name_map(nn.ModuleDict({"net": model}))) == {"net", "net.0", "net.1", "net.2"}
+        model(torch.ones(1, 4))
+    assert [record.name for record in checker.records] == ["net.0", "net.1", "net.2", "net"]
+    assert hl.attached() == []
+
+
+def test_a_compiled_model_is_checked_too(tmp_path) -> None:
+    """In one graph, by the numbers of the eager run."""
+    torch.compiler.reset()
+    model = mlp()
+    eager, compiled = (PrecisionChecker(model, path=tmp_path, format="md5") for _ in range(2))
+    eager.remove(), compiled.remove()
+    for checker, call in ((eager, model), (compiled, torch.compile(model, backend="aot_eager", fullgraph=True))):
+        checker.init()
+        call(torch.ones(1, 4))
+        checker.remove()
+    assert [str(record) for record in compiled.records] == [str(record) for record in eager.records]
+    torch.compiler.reset()
