@@ -28,7 +28,7 @@ FUNCTIONS = _named(
         register_hooks rollback saved_tensors step_loop watch write_report
     """,
         "debug": """
-        read_trace
+        compare_npy_folders read_trace
     """,
         "distributed": """
         gather_objects is_distributed rank_count reduce_metrics this_rank
@@ -84,6 +84,7 @@ CLASSES = _named(
         InterventionHook Kind MetricInfo MetricSink ModelDataContext RunDataContext Site StepSchedule TrainingHook
     """,
         "debug": """
+        NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord
         Fingerprint MeshPlacement RowKey RowKeys TraceFolder TraceRecord
     """,
         "distributed": """

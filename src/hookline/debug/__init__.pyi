@@ -1,5 +1,10 @@
 """The public names of ``hookline.debug``, each with the module it lives in."""
 
+from hookline.debug.precision.compare_npy import NpyComparison as NpyComparison
+from hookline.debug.precision.compare_npy import compare_npy_folders as compare_npy_folders
+from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
+from hookline.debug.precision.precision_config import PrecisionConfig as PrecisionConfig
+from hookline.debug.precision.precision_record import PrecisionRecord as PrecisionRecord
 from hookline.debug.trace.read_trace import TraceFolder as TraceFolder
 from hookline.debug.trace.read_trace import read_trace as read_trace
 from hookline.debug.trace.trace_record import Fingerprint as Fingerprint
