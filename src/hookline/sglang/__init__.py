@@ -1,4 +1,4 @@
-"""SGLang's names for hooks on a served model: `ServerArgs`, `ModelRunner`."""
+"""SGLang's names for hooks on a served model: `ServerArgs`, `ModelRunner`; and its dumps of tensors."""
 
 from __future__ import annotations
 

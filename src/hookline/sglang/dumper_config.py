@@ -1,0 +1,109 @@
+"""Read the settings of the general dumper: from keywords, ``key=value`` pairs, or environment variables ``DUMPER_*``.
+
+`Dumper` keeps a `DumperConfig` and replaces it in ``configure``. The sentences of the errors are SGLang's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from hookline.errors import OptionError
+from hookline.messages import did_you_mean
+from hookline.sglang.filter_expression import FilterExpression
+
+__all__ = ["PREFIX", "DumperConfig"]
+
+PREFIX: Final = "DUMPER_"
+"""What the environment variables begin with."""
+_MODES: Final = ("core", "all", "off")
+_TYPES: Final = {"bool": bool, "str": str, "str | None": str}
+
+
+@dataclass(frozen=True, slots=True)
+class DumperConfig:
+    """The settings of the general dumper."""
+
+    enable: bool = False
+    """Whether anything is dumped."""
+    filter: str | None = None
+    """An expression over the tags, such as ``layer_id == 3 and search('mlp', name)``; None: all."""
+    dir: str = field(default_factory=lambda: str(Path(tempfile.gettempdir()) / "dumper"))
+    """The folder of all experiments."""
+    enable_output_file: bool = True
+    enable_output_console: bool = True
+    """Whether a line of the log (level INFO) says what was dumped."""
+    enable_value: bool = True
+    enable_grad: bool = False
+    """Whether the gradient of a dumped tensor is dumped when it arrives."""
+    enable_model_value: bool = False
+    """Whether `Dumper.dump_model` dumps parameters."""
+    enable_model_grad: bool = False
+    """Whether it dumps their gradients."""
+    exp_name: str | None = None
+    """The folder of this experiment in ``dir``; None: by the time, one for all ranks."""
+    cleanup_previous: bool = False
+    """Whether earlier dumps in ``dir`` are deleted before the first file."""
+    non_intrusive_mode: str = "core"
+    """What hooks on modules dump: ``core`` (well-known inputs of the model), ``all``, ``off``."""
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value, wanted = getattr(self, each.name), str(each.type)
+            if not isinstance(value, _TYPES[wanted]) and not (value is None and wanted.endswith("None")):
+                raise OptionError(f"DumperConfig.{each.name}: expected {wanted}, got {type(value).__name__}")
+        if self.non_intrusive_mode not in _MODES:
+            raise OptionError(f"DumperConfig.non_intrusive_mode: {self.non_intrusive_mode!r} is none of {list(_MODES)}")
+        if self.filter is not None:
+            FilterExpression(self.filter)  # a mistake in it is said now, and not at the first dump
+
+    @classmethod
+    def from_env(cls) -> Self:
+        """Return what the environment says; a blank variable is one that is not set."""
+        return cls(**_env())
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[str]) -> Self:
+        """Return what ``["enable=true", "filter=layer_id == 0"]`` says."""
+        found: dict[str, Any] = {}
+        for pair in pairs:
+            key, equals, text = pair.partition("=")
+            if not equals:
+                raise OptionError(f"Invalid config pair (missing '='): {pair!r}")
+            found[key] = text
+        return cls(**{key: _read(key, text) for key, text in found.items()})
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return these settings with others in place."""
+        for key in values:
+            _check_key(key)
+        return dataclasses.replace(self, **values)
+
+    def with_defaults(self, values: Mapping[str, Any]) -> Self:
+        """Return these settings with others in place, but for those that the environment sets."""
+        return self.changed({key: value for key, value in values.items() if not os.environ.get(PREFIX + key.upper())})
+
+
+def _env() -> dict[str, Any]:
+    texts = {each.name: os.environ.get(PREFIX + each.name.upper()) for each in dataclasses.fields(DumperConfig)}
+    return {key: _read(key, text) for key, text in texts.items() if text}
+
+
+def _check_key(key: str) -> None:
+    keys = [each.name for each in dataclasses.fields(DumperConfig)]
+    if key not in keys:
+        raise OptionError(f"Unknown config key {key!r}.{did_you_mean(key, keys)} Valid keys: {keys}")
+
+
+def _read(key: str, text: str) -> Any:
+    """Return the value of a key that is written as text."""
+    _check_key(key)
+    kinds = {each.name: str(each.type) for each in dataclasses.fields(DumperConfig)}
+    if kinds[key] == "bool":
+        return text.strip().lower() in ("true", "1")
+    return None if kinds[key].endswith("None") and text == "" else text

@@ -1,0 +1,241 @@
+"""Dump what every leaf of a model gives out, one file for each pass: SGLang's tensor dump.
+
+Servers call `register_forward_hook_for_model`, which attaches observers and returns a `TensorDumper`. A pass is one
+forward of the model; its file has everything of that pass, the top module and ``lm_head`` included.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+
+from hookline.errors import NoMatchError, OptionError
+from hookline.messages import nearest_names
+from hookline.sglang.dump_files import host_copy
+from hookline.sites import _torch
+from hookline.sites.attach import attach
+from hookline.sites.handle import HandleSet
+from hookline.sites.site_info import Site
+from hookline.sites.tree import children, leaves
+from hookline.sites.wrappers import clean_modules, unwrap
+
+__all__ = ["TensorDumper", "register_forward_hook_for_model"]
+
+logger = logging.getLogger(__name__)
+
+TOP_MODULE: Final = "TENSOR_DUMP_TOP_LEVEL_MODULE_NAME"
+LAYERS_MODULE: Final = "TENSOR_DUMP_LAYERS_MODULE_NAME"
+"""Environment variables that name the top module (``model``) and its list of layers (``layers``)."""
+_BATCH_FIELDS: Final = ("input_ids", "seq_lens", "positions")
+
+
+class TensorDumper:
+    """The passes of a model, as files ``Pass00000.pt``, ``Pass00001.pt``, …: each a dict of names and CPU tensors.
+
+    Made by `register_forward_hook_for_model`. Read a file with ``torch.load(path, weights_only=True)``.
+    """
+
+    def __init__(self, folder: Path, root: nn.Module, top: str) -> None:
+        self.folder = folder
+        """Where the files are."""
+        self.passes = 0
+        """How many passes were begun."""
+        self._root, self._top = root, top
+        self._tensors: dict[str, Any] = {}
+        self._is_open = False
+        self._is_past_top = False
+        self._lock = threading.RLock()
+        self.handles = HandleSet()
+
+    def get_dump_dir(self) -> str:
+        """Return the folder as a string."""
+        return str(self.folder)
+
+    def add_tensor(self, name: str, value: Any) -> None:
+        """Add copies of the tensors in ``value`` to the pass that runs; a name that is there gets ``#1``, ``#2``, …"""
+        with self._lock:
+            for path, tensors in _dumped(name, value):
+                self._tensors[self._free(path)] = tensors
+
+    def dump_current_tensors(self) -> Path | None:
+        """Write what the pass that runs has so far, and return the file; None if there is nothing."""
+        with self._lock:
+            if not self._tensors:
+                return None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"Pass{self.passes - 1:05d}.pt"
+            beside = path.with_suffix(f".{os.getpid()}.part")  # so that a reader never finds half a file
+            torch.save(self._tensors, beside)
+            beside.replace(path)
+            return path
+
+    def remove(self) -> None:
+        """Take the hooks off; what a pass without an end has left is written. May be repeated."""
+        self.handles.remove(quiet=True)
+        with self._lock:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<TensorDumper in {self.folder}, {self.passes} passes>"
+
+    # -- hooks -------------------------------------------------------------------------------------------------
+
+    def _root_begins(self, module: nn.Module, args: Any) -> None:
+        with self._lock:
+            self._end()
+            self._begin()
+
+    def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        with self._lock:
+            self._end()
+
+    def _top_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        with self._lock:
+            if not self._is_in_root():
+                if self._is_past_top:
+                    self._end()
+                self._begin()
+            for value in (*args, *kwargs.values()):
+                self._add_batch(value)
+
+    def _see(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
+        with self._lock:
+            if self._is_past_top and site.name in self._tensors and not self._is_in_root():
+                self._end()  # the root's forward() was called directly, and begins again
+            self._begin()
+            self.add_tensor(site.name, output)
+            self._is_past_top = self._is_past_top or site.name == self._top
+            if self._is_past_top and not self._is_in_root():
+                self.dump_current_tensors()  # nobody will say that the pass is over
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if not self._is_open:
+            self._is_open = True
+            self.passes += 1
+
+    def _end(self) -> None:
+        if self._is_open:
+            self.dump_current_tensors()
+        self._tensors, self._is_open, self._is_past_top = {}, False, False
+
+    def _is_in_root(self) -> bool:
+        return bool(_torch.times_running(self._root))
+
+    def _free(self, name: str) -> str:
+        number, free = 0, name
+        while free in self._tensors:
+            number += 1
+            free = f"{name}#{number}"
+        return free
+
+    def _add_batch(self, value: Any) -> None:
+        """Add the fields of a batch that the top module is given: token ids, lengths, positions, hidden states."""
+        fields = {field: getattr(value, field, None) for field in _BATCH_FIELDS}
+        if not isinstance(value, Tensor) and all(isinstance(field, Tensor) for field in fields.values()):
+            for name, field in fields.items():
+                self.add_tensor(f"{self._top}.forward_batch_info.{name}", field)
+        elif _is_proxy(value):
+            self.add_tensor(self._top, value)
+
+
+def register_forward_hook_for_model(
+    model: nn.Module,
+    dump_dir: str | Path,
+    dump_layers: Iterable[int] | int | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    pp_rank: int = 0,
+) -> TensorDumper:
+    """Dump the outputs of every module without children, and of the top module, at each pass.
+
+    Recipe::
+
+        with hookline.sglang.register_forward_hook_for_model(model, "dumps", [0, 11]) as dumper:
+            model(input_ids)
+        tensors = torch.load(dumper.folder / "Pass00000.pt", weights_only=True)
+
+    Args:
+        model: The model; it has a module ``model`` (or as ``TENSOR_DUMP_TOP_LEVEL_MODULE_NAME`` says) with a list
+            ``layers`` (``TENSOR_DUMP_LAYERS_MODULE_NAME``).
+        dump_dir: The files are in its folder ``TP{tp}_PP{pp}_Rank{rank}_pid{pid}``.
+        dump_layers: Which layers; None: all. Modules outside of layers are always dumped.
+        tp_size: How many ranks share a layer.
+        tp_rank: Which of them this is.
+        pp_rank: Which stage of a pipeline this is.
+
+    Raises:
+        NoMatchError: if there is no top module of that name.
+        OptionError: for a layer that the model does not have.
+    """
+    root = unwrap(model)
+    top = os.environ.get(TOP_MODULE) or "model"
+    names = dict(clean_modules(model))
+    if top not in names:
+        near = ", ".join(map(repr, nearest_names(top, [name for name in names if name])))
+        raise NoMatchError(f"model should have a module named {top}; nearest: {near}. Set {TOP_MODULE} to its name.")
+    chosen = _chosen(names, top, f"{top}.{os.environ.get(LAYERS_MODULE) or 'layers'}.", dump_layers)
+    rank = tp_size * pp_rank + tp_rank
+    dumper = TensorDumper(Path(dump_dir) / f"TP{tp_rank}_PP{pp_rank}_Rank{rank}_pid{os.getpid()}", root, top)
+    options: dict[str, Any] = {"observe": True, "name": "TensorDumper"}
+    try:
+        dumper.handles.add(attach(model, dumper._root_begins, on="forward_pre", **options))
+        dumper.handles.add(attach(model, top, dumper._top_begins, on="forward_pre", with_kwargs=True, **options))
+        dumper.handles.add(attach(model, lambda name, module: name in chosen, dumper._see, **options))
+        dumper.handles.add(attach(model, dumper._root_ends, always_call=True, **options))
+    except BaseException:
+        dumper.handles.remove(quiet=True)
+        raise
+    return dumper
+
+
+def _chosen(names: dict[str, nn.Module], top: str, layers: str, wanted: Iterable[int] | int | None) -> set[str]:
+    """Return the names of the top module and of all leaves outside of layers, or in one that is wanted."""
+    numbers = {name: int(name.removeprefix(layers).partition(".")[0]) for name in names if _is_in_layer(name, layers)}
+    kept = set(numbers.values()) if wanted is None else {wanted} if isinstance(wanted, int) else set(wanted)
+    unknown = sorted(kept - set(numbers.values()), key=str)
+    if unknown:
+        there = f"{min(numbers.values())} to {max(numbers.values())}" if numbers else "none"
+        raise OptionError(f"dump_layers has {unknown[0]!r}; the layers under {layers!r} are: {there}.")
+    leaf_names = [name for name, module in names.items() if name and not any(True for _ in module.children())]
+    return {top} | {name for name in leaf_names if name not in numbers or numbers[name] in kept}
+
+
+def _is_in_layer(name: str, layers: str) -> bool:
+    return name.startswith(layers) and name.removeprefix(layers).partition(".")[0].isdigit()
+
+
+def _is_proxy(value: Any) -> bool:
+    """Return whether it carries tensors between the stages of a pipeline, as SGLang's ``PPProxyTensors`` does."""
+    return not isinstance(value, Tensor) and isinstance(getattr(value, "tensors", None), dict)
+
+
+def _dumped(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return names and copies: a tensor, or several, by the rules of SGLang's dump; other containers leaf by leaf."""
+    if isinstance(value, Tensor):
+        return [(name, host_copy(value))]
+    if isinstance(getattr(value, "next_token_logits", None), Tensor):
+        return [(name, host_copy(value.next_token_logits))]
+    if _is_proxy(value):
+        return [(f"{name}.pp_proxy_tensors.{key}", host_copy(tensor)) for key, tensor in value.tensors.items()]
+    if type(value) in (tuple, list) and all(isinstance(item, Tensor | None) for item in value):
+        copies = [host_copy(item) for item in value if item is not None]
+        return [(name, copies[0] if len(copies) == 1 else copies)] if copies else []
+    if children(value) is None:
+        logger.warning("Unsupported type: %s of %s; nothing of it is dumped", type(value).__name__, name)
+        return []
+    return [(f"{name}.{path}", host_copy(leaf)) for path, leaf in leaves(value) if isinstance(leaf, Tensor)]
