@@ -180,6 +180,31 @@ def test_where_nothing_can_be_seen_a_line_says_why(case: str, folder: Path, capf
     assert not (folder / "runs").exists()
 
 
+TWO_OPTIMIZERS = """
+import torch
+from torch import nn
+model, temperature = nn.Linear(4, 2), torch.zeros((), requires_grad=True)
+first, second = torch.optim.Adam([temperature]), torch.optim.Adam(model.parameters())
+for _ in range(5):
+    (temperature + 100).backward()
+    first.step()
+    model(torch.zeros(3, 4)).sum().backward()
+    second.step()
+"""
+
+
+def test_an_optimizer_of_a_bare_tensor_is_not_the_end_of_the_search(folder: Path, capfd: Any) -> None:
+    (folder / "script.py").write_text(TWO_OPTIMIZERS)
+    assert main(["run", "--hooks", "own_hook.py:Drawing", "--no-report", "--", "script.py"]) == 0
+    err = capfd.readouterr().err
+    assert "not attached" not in err
+    assert "script/script finished: 5 steps" in err
+    losses = [
+        step for one in _records(folder / "runs/script/script") for step in one["metrics"].get("drawing/loss", [])
+    ]
+    assert losses[0] < 50  # of the model alone
+
+
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_signals_reach_the_script(name: str, code: int, folder: Path, capfd: Any) -> None:
     (folder / "script.py").write_text(

@@ -145,13 +145,16 @@ def test_what_the_loop_logs_and_hooks_go_to_one_place(tmp_path: Path) -> None:
     tracker = HooklineTracker([sink], log=tmp_path / "records.jsonl")
     loop = Loop(["norms"], log_with=tracker)
     loop.accelerator.log({"lr": 0.1}, step=3)
-    loop.train(1)
+    loop.train(2)
+    loop.accelerator.log({"lr": 0.2}, step=loop.run.step)
     loop.run.close()
     loop.accelerator.end_training()
+    logged = [record for record in sink.records if "lr" in record.metrics]
+    assert [(record.epoch, record.step) for record in logged] == [(0, 3), (1, loop.run.step)]
     assert sink.records[0].metrics == {"lr": 0.1}
     assert (sink.records[0].step, sink.records[0].context["config"]) == (3, {"lr": 1e-2})
     assert "norms/total_norm" in sink.latest
-    assert (tmp_path / "records.jsonl").read_text().count("norms/total_norm") == 1
+    assert (tmp_path / "records.jsonl").read_text().count("norms/total_norm") == 2
     assert loop.accelerator.get_tracker("hookline", unwrap=True) is tracker.fan_out
 
 

@@ -10,36 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from helpers_follow import Counting, Loop, Seen
 from helpers_training import nested_differences
 from helpers_waiting import PATIENCE
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.errors import GuardError, LifecycleError, OptionError, UnhookableError
-from hookline.integrations.follow import Follow
+from hookline.integrations.held_gradients import HeldGradients
 from hookline.integrations.loader_passes import LoaderPasses
 
 POINTS = hl.HookPoint
-
-
-class Seen(hl.TrainingHook):
-    """Notes every point; draws random numbers, which must not count."""
-
-    name = "seen"
-    hook_points = set(POINTS)
-
-    def __init__(self) -> None:
-        self.contexts: list[hl.RunDataContext] = []
-
-    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
-        torch.randn(3)
-        self.contexts.append(ctx)
-        return {"step": float(-1 if ctx.step is None else ctx.step)}
-
-    def places(self) -> list[tuple[str, int, int | None]]:
-        return [(ctx.hook_point.name, ctx.epoch, ctx.step) for ctx in self.contexts]
 
 
 class Nudge(Seen):
@@ -59,49 +41,6 @@ class TrainsAnEpoch(hl.InterventionHook):
     def intervene(self, run_ctx: Any, model_ctx: Any) -> dict[str, float]:
         gradients = model_ctx.run_training_epoch()
         return {"norm": float(sum(g.square().sum() for g in gradients.values()))}
-
-
-class Loop:
-    """A loop as users write them: dropout, BatchNorm, AdamW, a scheduler, an evaluation after each epoch."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(16, 3)]
-        self.model = nn.Sequential(*layers)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.loader = DataLoader(TensorDataset(torch.randn(28, 6), torch.randint(3, (28,))), 4, shuffle=True)
-        self.losses: list[float] = []
-
-    def train(self, epochs: int = 3) -> Loop:
-        for _ in range(epochs):
-            for x, y in self.loader:
-                self.optimizer.zero_grad()
-                loss = F.cross_entropy(self.model(x), y)
-                loss.backward()
-                self.optimizer.step()
-                self.losses.append(float(loss.detach()))
-            self.scheduler.step()
-            self.evaluate()
-        return self
-
-    def evaluate(self) -> None:
-        self.model.eval()
-        with torch.no_grad():
-            for x, _ in self.loader:
-                self.model(x)
-        self.model.train()
-
-    def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    def follow(self, hooks: Any, **options: Any) -> Follow:
-        return hl.follow(self.model, self.optimizer, hooks, **options)
-
-    def left(self) -> dict[str, Any]:
-        state = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
-        grads = [parameter.grad for parameter in self.model.parameters()]
-        return {"state": state, "grads": grads, "random": torch.get_rng_state(), "losses": self.losses}
 
 
 def _plain() -> dict[str, Any]:
@@ -195,13 +134,14 @@ def test_without_a_loader_everything_is_epoch_0_and_the_end_ends_it() -> None:
 
 
 def test_after_the_end_nothing_of_it_is_left() -> None:
-    loop, backward, iteration = Loop(), Tensor.backward, DataLoader.__iter__
+    def replaced() -> list[Any]:
+        return [torch.autograd.backward, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, DataLoader.__iter__]
+
+    loop, before = Loop(), replaced()
     run = loop.follow([Seen()], loader=loop.loader)
-    assert Tensor.backward is not backward
-    assert DataLoader.__iter__ is not iteration
+    assert not any(now is own for now, own in zip(replaced(), before, strict=True))
     run.close()
-    assert Tensor.backward is backward
-    assert DataLoader.__iter__ is iteration
+    assert all(now is own for now, own in zip(replaced(), before, strict=True))
     assert not loop.optimizer._optimizer_step_pre_hooks
     assert not loop.optimizer._optimizer_step_post_hooks
 
@@ -249,8 +189,7 @@ def test_a_step_that_a_scaler_skips_is_none_and_losses_come_without_the_scale() 
             told += [] if number == 2 else [float(loss.detach())]
     steps = [ctx for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP]
     assert len(steps) == 6
-    losses = [ctx.loss for ctx in steps]
-    assert losses[:2] + losses[3:] == pytest.approx(told[:2] + told[3:])
+    assert [ctx.loss for ctx in steps] == pytest.approx(told)
 
 
 def test_an_optimizer_that_calls_a_closure_many_times_makes_one_step() -> None:
@@ -323,18 +262,41 @@ class CountsGradients(hl.TrainingHook):
         self.found.append({name: grad.clone() for name, grad in before.items()})
 
 
-def test_gradients_of_the_step_before_are_there_although_the_loop_has_cleared_them() -> None:
+@pytest.mark.parametrize("to_none", [True, False], ids=["to None", "in place"])
+@pytest.mark.parametrize("parts", [(), ("loader",)], ids=["bare", "loader"])
+def test_gradients_of_the_step_before_are_there_although_the_loop_has_cleared_them(parts: Any, to_none: bool) -> None:
     loop, counts = Loop(), CountsGradients()
     kept: list[Tensor] = []
-    with loop.follow([counts], loader=loop.loader):
+    with loop.follow([counts], **{name: getattr(loop, name) for name in parts}):
         for batch in loop.loader:
             loop.loss_fn(loop.model, batch).backward()
             loop.optimizer.step()
             kept.append(loop.model[0].weight.grad.clone())
-            loop.optimizer.zero_grad()
+            loop.optimizer.zero_grad(set_to_none=to_none)
     assert counts.found[0] == {}
+    assert [len(found) for found in counts.found[1:]] == [6] * 6
     for before, found in zip(kept, counts.found[1:], strict=False):
         assert torch.equal(found["0.weight"], before)
+
+
+def test_gradients_of_the_step_before_are_copied_only_for_a_step_that_needs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[int] = []
+    copy = HeldGradients.copy
+
+    def note(held: HeldGradients, model: nn.Module, **options: Any) -> None:
+        copied.append(run.step if "none" not in options else -1)
+        copy(held, model, **options)
+
+    monkeypatch.setattr(HeldGradients, "copy", note)
+    loop, counts = Loop(), CountsGradients()
+    counts.step_schedule = hl.StepSchedule("stride", stride=3)
+    run = loop.follow([counts], loader=loop.loader)
+    loop.train(1)
+    run.close()
+    assert copied == [-1, 2, 5]
+    assert [len(found) for found in counts.found] == [0, 6, 6]
 
 
 def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
@@ -358,24 +320,6 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
     assert nested_differences(second.left()["state"], whole.left()["state"]) == []
     with pytest.raises(LifecycleError, match="followed run"):
         run.load_state_dict({})
-
-
-class Counting(hl.TrainingHook):
-    name = "counting"
-    hook_points = {POINTS.PRE_EPOCH, POINTS.POST_STEP}
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def compute(self, ctx: hl.RunDataContext) -> dict[str, int]:
-        self.count += 1
-        return {"count": self.count}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.count = state["count"]
 
 
 def test_an_intervention_that_needs_data_says_what_to_give() -> None:
@@ -408,10 +352,10 @@ def test_an_error_of_the_loop_ends_no_epoch_and_comes_through() -> None:
     ],
 )
 def test_what_cannot_be_followed_is_refused_at_once(call: Callable[[Loop], Any], error: Any, text: str) -> None:
-    loop, backward = Loop(), Tensor.backward
+    loop, backward = Loop(), torch.autograd.backward
     with pytest.raises(error, match=text):
         call(loop)
-    assert Tensor.backward is backward
+    assert torch.autograd.backward is backward
     assert not loop.optimizer._optimizer_step_pre_hooks
 
 

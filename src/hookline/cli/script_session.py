@@ -20,7 +20,7 @@ from hookline.cli.run_observers import BarMetricsSink
 from hookline.cli.script_request import STRATEGY
 from hookline.config.read_settings import read_document
 from hookline.distributed.ranks import rank_count, this_rank
-from hookline.errors import HooklineError
+from hookline.errors import HooklineError, NoMatchError
 from hookline.integrations.follow import follow
 from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
@@ -55,31 +55,36 @@ def wait_for_script() -> None:
 
     if not _Followed.yet:
         _Followed.yet = True
-        FirstStep(_begin)
+        FirstStep(begin_script)
 
 
-def _begin(optimizer: Any, first: FirstStep) -> bool:
-    begin_script(optimizer, first)
-    return True
-
-
-def begin_script(optimizer: Any, first: FirstStep) -> None:
+def begin_script(optimizer: Any, first: FirstStep) -> bool:
     """Follow the script of this process from the step that ``optimizer`` makes now.
 
     Args:
-        optimizer: The first that makes a step.
+        optimizer: One that makes a step.
         first: Knows what came before it.
+
+    Returns:
+        Whether the wait is over. An optimizer whose parameters no module has, a temperature that is tuned say, is not
+        what the script trains: the next one that makes a step is asked.
     """
     try:
         if ScriptSession.of_lightning is not None:
-            return
+            return True
         found = find_model(optimizer)
+    except NoMatchError as error:
+        note("failed", str(error))
+        return False
+    try:
         session = ScriptSession(Path(os.environ[RUN_FILE]))
         first.hand_over(session.follow(found, optimizer, first.loader))
+        withdraw("failed")  # of an optimizer before this one
     except HooklineError as error:
         note("failed", str(error))
     except Exception as error:
         note("failed", f"{type(error).__name__}: {error}")
+    return True
 
 
 def note(what: str, text: str = "") -> None:
@@ -87,6 +92,13 @@ def note(what: str, text: str = "") -> None:
     folder = os.environ.get(NOTES)
     if folder and Path(folder).is_dir():
         (Path(folder) / f"{os.getpid()}.{what}").write_text(text, encoding="utf-8")
+
+
+def withdraw(what: str) -> None:
+    """Take back what was written down."""
+    folder = os.environ.get(NOTES)
+    if folder:
+        (Path(folder) / f"{os.getpid()}.{what}").unlink(missing_ok=True)
 
 
 class ScriptSession:

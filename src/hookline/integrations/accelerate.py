@@ -99,6 +99,8 @@ def follow(
         report_to=log,
         **{"run_context": {"run_dir": str(folder), "strategy": "accelerate"}, **options},
     )
+    for tracker in _own_trackers(accelerator):
+        tracker.follow(run)
     accelerator.register_for_checkpointing(run)
     if options.get("loader") is not None:
         # The rest of a resumed epoch comes from a loader that Accelerate makes.
@@ -112,10 +114,14 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 def _usual_sinks(accelerator: Any) -> tuple[Any, str | None]:
     """Return where metrics go if nobody has said it: sinks, and what to report to."""
-    ours = [tracker for tracker in accelerator.log_with if isinstance(tracker, HooklineTracker)]
+    ours = _own_trackers(accelerator)
     if ours:
         return ours[0].fan_out, None
     return (None, "trackers") if accelerator.log_with else ([JSONLSink()], None)
+
+
+def _own_trackers(accelerator: Any) -> list[HooklineTracker]:
+    return [tracker for tracker in accelerator.log_with if isinstance(tracker, HooklineTracker)]
 
 
 class HooklineTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not look into accelerate
@@ -128,6 +134,8 @@ class HooklineTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not lo
         accelerator.init_trackers("project", config={"lr": 1e-3})
         accelerator.log({"loss": 0.5}, step=0)
         accelerator.end_training()
+
+    Records have the epoch that `follow` of this module sees; 0 without it, since ``accelerator.log`` tells none.
 
     Args:
         sinks: Where metrics go.
@@ -143,6 +151,11 @@ class HooklineTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not lo
         self.fan_out = FanOut(sinks, log)
         """The sinks; `follow` of this module gives them the metrics of hooks too."""
         self._step = -1
+        self._run: Follow | None = None
+
+    def follow(self, run: Follow) -> None:
+        """Take the epoch from ``run`` from now on."""
+        self._run = run
 
     @property
     def tracker(self) -> FanOut:
@@ -156,7 +169,8 @@ class HooklineTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not lo
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Write numbers of one step; without a ``step``, of the next."""
         self._step = self._step + 1 if step is None else int(step)
-        record = Record(dict(values), self._step, HookPoint.POST_STEP, self._step, None, own_rank(), time.time())
+        epoch = 0 if self._run is None else self._run.epoch_of_step
+        record = Record(dict(values), epoch, HookPoint.POST_STEP, self._step, None, own_rank(), time.time())
         self.fan_out.write(record)
         self.fan_out.warn_pending()
 

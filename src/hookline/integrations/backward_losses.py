@@ -1,22 +1,27 @@
 """Notice the tensors on which a loop calls ``backward()``, so that hooks see the loss of a loop that tells nobody.
 
-`Follow` makes one while it lasts. ``torch.Tensor.backward`` is replaced by a function that notes the tensor and calls
-torch's own; the device is not waited for.
+`Follow` makes one while it lasts. ``torch.autograd.backward``, which ``loss.backward()`` calls too, is replaced by a
+function that notes the tensor and calls torch's own; the device is not waited for. ``zero_grad`` of optimizers and
+modules is listened to as well: what was noted before gradients were cleared is no part of a step.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from hookline.integrations.replaced_function import ReplacedFunction
 from hookline.lifecycle.run_phase import phase
 
 __all__ = ["BackwardLosses"]
+
+_Mark: TypeAlias = tuple[int, int] | None
+"""Which gradient a parameter has, and how often that was changed; None if it has none."""
 
 
 class BackwardLosses:
@@ -31,65 +36,134 @@ class BackwardLosses:
 
     Args:
         scale: Returns what the loop multiplies its losses by, for a `GradScaler`; None if there is none.
+        is_wanted: Returns whether a loss is noted at all; a detached tensor costs 10 µs where caches are cold.
         most: How many are kept at most; later ones are passed over.
+        parameters: Those that are trained. When their gradients are cleared, what was noted until then is forgotten.
+        on_forget: Called then.
     """
 
-    _listening: ClassVar[list[BackwardLosses]] = []
-    _torchs_own: ClassVar[Any] = None
-    _ours: ClassVar[Any] = None
-    _lock = threading.Lock()
-
-    def __init__(self, scale: Callable[[], Tensor | None] = lambda: None, *, most: int | None = None) -> None:
+    def __init__(
+        self,
+        scale: Callable[[], Tensor | None] = lambda: None,
+        *,
+        is_wanted: Callable[[], bool] = lambda: True,
+        most: int | None = None,
+        parameters: Iterable[Tensor] = (),
+        on_forget: Callable[[], None] = lambda: None,
+    ) -> None:
         self._scale = scale
+        self._is_wanted = is_wanted
         self._most = most
+        self._parameters = tuple(parameters)
+        self._on_forget = on_forget
         self._noted: list[tuple[Tensor, Tensor | None]] = []
-        with self._lock:
-            if not self._listening:
-                _replace()
-            self._listening.append(self)
+        self._probe: Tensor | None = None
+        """A parameter that got a gradient by the last backward: it tells when gradients are cleared."""
+        self.keeps_all = False
+        """Whether nothing is forgotten until `take`: a closure clears gradients each time that it is called."""
+        for each in _REPLACED:
+            each.add(self)
 
     def take(self, *, first: bool = False) -> Tensor | None:
         """Return their sum, or the first of them, on its device; None if there were none. Begin anew."""
-        noted, self._noted = self._noted[:1] if first else self._noted, []
+        noted, self.keeps_all = self._noted, False
+        if not noted:
+            return None
+        self._noted, self._probe = [], None
+        if first:
+            noted = noted[:1]
         if len(noted) == 1 and noted[0][1] is None:  # the usual case, without any arithmetic
             return noted[0][0]
-        return _add_up(noted) if noted else None
+        return _add_up(noted)
 
     def hand_to(self, other: BackwardLosses) -> None:
         """Let ``other`` have those that were noted here, which began to listen later."""
         other._noted = [(loss, other._scale()) for loss, _ in self._noted] + other._noted
         self._noted = []
 
-    def remove(self) -> None:
-        """Notice nothing more, and give torch its own function back; may be called again."""
-        with self._lock:
-            if self in self._listening:
-                self._listening.remove(self)
-            # One who has replaced it after us calls ours, which calls torch's.
-            if not self._listening and Tensor.backward is type(self)._ours:
-                Tensor.backward = type(self)._torchs_own  # type: ignore[method-assign]
-        self._noted = []
+    def forget(self) -> None:
+        """Begin anew: what was noted belongs to no step."""
+        if self.keeps_all:
+            return
+        self._noted, self._probe = [], None
+        self._on_forget()
 
-    def note(self, loss: Tensor) -> None:
+    def remove(self) -> None:
+        """Notice nothing more, and give torch its own functions back; may be called again."""
+        for each in _REPLACED:
+            each.discard(self)
+        self._noted, self._probe = [], None
+
+    def note(self, loss: Any) -> None:
         """Note one, if it is a loss of training: a single real number, outside of interventions and evaluations."""
-        is_loss = loss.numel() == 1 and loss.is_floating_point() and phase() == "train"
-        if is_loss and (self._most is None or len(self._noted) < self._most):
+        if not self._is_wanted() or phase() != "train" or not _is_number(loss):
+            return
+        if self._probe is not None and self._probe.grad is None:
+            self.forget()
+        if self._most is None or len(self._noted) < self._most:
             self._noted.append((loss.detach(), self._scale()))
 
+    def note_gradients(self) -> None:
+        """Look which parameter has got a gradient, after a backward."""
+        if self._noted and (self._probe is None or self._probe.grad is None):
+            self._probe = next((one for one in self._parameters if one.grad is not None), None)
 
-def _replace() -> None:
-    cls = BackwardLosses
-    original: Any = Tensor.backward
-    cls._torchs_own = original
+    def mark(self) -> _Mark:
+        """Return something that changes when gradients are cleared; None where that cannot be told."""
+        grad = None if self._probe is None else self._probe.grad
+        return None if grad is None else (id(grad), grad._version)
 
-    @functools.wraps(original)
-    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            for losses in tuple(cls._listening):
-                losses.note(self)
-        return original(self, *args, **kwargs)
 
-    cls._ours = Tensor.backward = backward  # type: ignore[method-assign]
+class _Within(threading.local):
+    """What this thread is in the middle of."""
+
+    backward = False
+
+
+_within = _Within()
+
+
+def _tell_backward(original: Any, listening: tuple[BackwardLosses, ...], *args: Any, **kwargs: Any) -> Any:
+    """Call torch's ``backward(tensors, grad_tensors=None, …)``, and tell of the tensors."""
+    gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+    # With gradients, or inside of another backward, it is no loss: a part of a checkpoint, a stage of a pipeline.
+    if gradients is not None or _within.backward or torch.compiler.is_compiling():
+        return original(*args, **kwargs)
+    tensors = args[0] if args else kwargs.get("tensors")
+    given = tensors if isinstance(tensors, list | tuple) else (tensors,)
+    for losses in listening:
+        for loss in given:
+            losses.note(loss)
+    _within.backward = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _within.backward = False
+        for losses in listening:
+            losses.note_gradients()
+
+
+def _tell_zero_grad(original: Any, listening: tuple[BackwardLosses, ...], *args: Any, **kwargs: Any) -> Any:
+    """Call a ``zero_grad``, and see whether it has cleared the gradients of a loss that was noted."""
+    if torch.compiler.is_compiling():
+        return original(*args, **kwargs)
+    before = [(losses, mark) for losses in listening if (mark := losses.mark()) is not None]
+    found = original(*args, **kwargs)
+    for losses, mark in before:
+        if losses.mark() != mark:
+            losses.forget()
+    return found
+
+
+_REPLACED: tuple[ReplacedFunction[BackwardLosses], ...] = (
+    ReplacedFunction(torch.autograd, "backward", _tell_backward),
+    ReplacedFunction(Optimizer, "zero_grad", _tell_zero_grad),
+    ReplacedFunction(nn.Module, "zero_grad", _tell_zero_grad),
+)
+
+
+def _is_number(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
 
 
 def _add_up(noted: list[tuple[Tensor, Tensor | None]]) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final
+from weakref import WeakSet
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -29,7 +30,7 @@ class FirstStep:
 
         def begin(optimizer, first):
             first.hand_over(hookline.follow(model, optimizer, ["norms"], loader=first.loader))
-            return True  # False: wait for another optimizer
+            return True  # False: wait for another optimizer; this one is not asked about again
 
 
         FirstStep(begin)
@@ -42,6 +43,7 @@ class FirstStep:
         self._begin = begin
         self._is_over = False
         self._latest: LoaderPass | None = None
+        self._others: WeakSet[Any] = WeakSet()  # looking for the model of one takes longer than most steps
         self._handle = register_optimizer_step_pre_hook(self._take_step)
         self._passes = LoaderPasses(DataLoader, self._remember)
         self._losses = BackwardLosses(most=_MOST_LOSSES)
@@ -72,8 +74,12 @@ class FirstStep:
     def _take_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._is_over or phase() == "intervention":
             return
-        self._is_over = self._begin(optimizer, self)
-        if self._is_over:
+        if optimizer not in self._others:
+            self._is_over = self._begin(optimizer, self)
+        if not self._is_over:
+            self._others.add(optimizer)
+            self._losses.forget()  # those were its own
+        else:
             self._stop_noting()
             optimizer.register_step_post_hook(self._remove_hook)
 

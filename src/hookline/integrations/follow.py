@@ -1,7 +1,7 @@
 """Follow a loop that someone else wrote: one line before it, no edit inside it.
 
 Users call `follow`; ``hookline run -- python train.py`` calls it in the script's process. Steps are told by the
-optimizer, epochs by the loader, the loss by ``backward()``; a `HostRun` fires the hooks.
+optimizer, epochs by the loader, the loss by ``backward()``, as `FollowedLoop` learns them; a `HostRun` fires the hooks.
 """
 
 from __future__ import annotations
@@ -9,33 +9,26 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from hookline.errors import LifecycleError, OptionError
-from hookline.integrations.backward_losses import BackwardLosses
+from hookline.integrations.followed_loop import FollowedLoop
 from hookline.integrations.host_run import HostRun
-from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
 from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_phase import phase
 from hookline.messages import type_name
-from hookline.sites import _torch
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
+    from hookline.integrations.backward_losses import BackwardLosses
+    from hookline.integrations.loader_passes import LoaderPass
     from hookline.training.manager import HookManager
 
 __all__ = ["Follow", "follow"]
-
-_NOTHING: Final = nullcontext()
 
 
 def follow(
@@ -135,43 +128,21 @@ class Follow:
             raise OptionError(f"follow(model, optimizer) takes an nn.Module first; got {type_name(model)}.")
         self._host = host
         self._model = model
-        self._optimizers = _unwrapped(optimizer)
-        self._scaler = parts.get("scaler")
         self._closes_sinks = closes_sinks
         self._is_open = True
-        self._epoch = 0
-        self._pass: LoaderPass | None = None
-        self._latest_pass: LoaderPass | None = None
-        """The one that gave a batch last, perhaps in evaluation mode."""
-        self._steps_in_pass = 0
-        self._has_begun_step = self._has_begun_epoch = self._ends_with_step = self._has_closure = False
-        self._may_nest = any(map(_has_several_steps, self._optimizers))
-        self._holds = host.manager.needs_prev_step_grads()  # the loop clears them before the next step begins
-        self._told_loss: Any = None
         self._error: BaseException | None = None
-        self._handles: list[RemovableHandle] = []
-        self._passes: LoaderPasses | None = None
-        self._other_passes: list[LoaderPasses] = []
         self._at_close: list[Callable[[], None]] = []
+        optimizers = _unwrapped(optimizer)
         host.tells_phase = False
-        host.begin_run(model, self._optimizers[0], run_context=run_context, **parts)
-        self._losses = BackwardLosses(partial(_scale_of, parts.get("scaler")))
+        host.begin_run(model, optimizers[0], run_context=run_context, **parts)
+        self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"))
         try:
-            self._attach(parts.get("loader"))
+            self._loop.attach(parts.get("loader"))
         except BaseException:
             self._take_off()
             host.end_run()
             raise
         atexit.register(self._close_at_exit)
-
-    def _attach(self, loader: Any) -> None:
-        for each in self._optimizers:
-            self._handles += [
-                checked_optimizer(each).register_step_pre_hook(self._before_step),
-                each.register_step_post_hook(self._after_step),
-            ]
-        if loader is not None:
-            self._passes = LoaderPasses(loader, self._take_batch, self._end_pass)
 
     # -- what the user reads and says --------------------------------------------------------------------------
 
@@ -194,32 +165,40 @@ class Follow:
     @property
     def epoch(self) -> int:
         """The epoch, counted from 0."""
-        return self._epoch
+        return self._loop.epoch
+
+    @property
+    def epoch_of_step(self) -> int:
+        """The epoch of `step`: when a pass is over, `epoch` is the next one already."""
+        return self._loop.epoch_of_step
 
     def follow_loader(self, loader: Any) -> None:
         """Follow another loader of the training data too: the one that skips what a resumed run has seen, say."""
-        self._other_passes.append(LoaderPasses(loader, self._take_batch, self._end_pass))
+        self._loop.follow_loader(loader)
 
     def when_closed(self, act: Callable[[], None]) -> None:
         """Call ``act`` when this is closed: what was attached elsewhere for its sake comes off with it."""
         self._at_close.append(act)
 
+    def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
+        """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
+        self._loop.take_over(latest, losses)
+
     def loss(self, value: Tensor | float) -> None:
         """Say what the loss of the step is that is being made, where ``backward()`` does not tell."""
-        self._told_loss = value
+        self._loop.told_loss = value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the hooks, for the loop to put into its own checkpoint."""
-        return {**self._host.state_dict(), "follow": {"epoch": self._epoch, "steps_in_pass": self._steps_in_pass}}
+        own = {"epoch": self._loop.epoch, "steps_in_pass": self._loop.steps_in_pass}
+        return {**self._host.state_dict(), "follow": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; call it before the loop goes on."""
         if "follow" not in state:
             raise LifecycleError("load_state_dict() takes what state_dict() of a followed run gave.")
         self._host.load_state_dict(state)
-        self._epoch = state["follow"]["epoch"]
-        self._steps_in_pass = state["follow"]["steps_in_pass"]
-        self._has_begun_epoch = self._has_begun_step = False
+        self._loop.go_on(**state["follow"])
 
     def close(self) -> None:
         """End the last epoch, take everything off the loop, write all metrics, close the sinks; may be called again."""
@@ -229,7 +208,7 @@ class Follow:
         atexit.unregister(self._close_at_exit)
         self._take_off()
         try:
-            if self._error is None and self._has_begun_epoch and self._steps_in_pass:
+            if self._error is None and self._loop.has_begun_epoch and self._loop.steps_in_pass:
                 self._host.end_epoch()
         finally:
             try:
@@ -252,110 +231,14 @@ class Follow:
     def __repr__(self) -> str:
         names = ", ".join(self.manager.hooks) or "none"
         state = "" if self._is_open else ", closed"
-        return f"<Follow of {type(self._model).__name__}, epoch {self._epoch}, step {self.step}{state}; hooks: {names}>"
-
-    # -- what the loop does ------------------------------------------------------------------------------------
-
-    @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if phase() == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
-            return
-        # The optimizer itself is the first argument; the rest is asked only where there is one, which is rare.
-        self._has_closure = (len(args) > 1 or bool(kwargs)) and any(map(callable, (*args, *kwargs.values())))
-        if not self._has_begun_step:  # the batch was taken in evaluation mode, or there is no loader
-            latest = self._latest_pass
-            with self._between_steps():
-                self._begin_step(self._pass if latest is None or latest.is_over else latest)
-
-    @_torch.untraced_in_place
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is not self._optimizers[-1] or not self._has_begun_step or phase() == "intervention":
-            return
-        if self._may_nest and _torch.is_inner_step(optimizer):
-            return
-        loss = self._losses.take(first=self._has_closure)  # which an optimizer may call many times
-        found_inf = vars(optimizer).get("found_inf")  # a scaler lets fused optimizers decide by themselves
-        if found_inf is not None and bool(found_inf):  # and this one has left the parameters alone
-            return
-        told, self._told_loss = self._told_loss, None
-        self._has_begun_step = False
-        self._steps_in_pass += 1
-        if self._holds:
-            self._host.hold_gradients()
-        with self._between_steps():
-            self._host.end_step(loss=loss if told is None else told)
-            if self._ends_with_step:
-                self._end_epoch()
-
-    def _between_steps(self) -> AbstractContextManager[None]:
-        """Return a context in which an intervention may train, with the scaler that is making a step."""
-        return _NOTHING if self._scaler is None else _torch.between_scaler_steps(self._scaler)
-
-    def _take_batch(self, each: LoaderPass) -> None:
-        if phase() == "intervention":
-            return
-        self._latest_pass = each
-        if self._model.training and torch.is_grad_enabled():
-            if self._has_begun_step and each is self._pass:
-                self._host.add_batch(each.batch)
-            elif not self._has_begun_step:
-                self._begin_step(each)
-            else:  # the loop had looked at a batch, and begins its pass now
-                self._begin_pass(each)
-                self._host.replace_batch(each.batch)
-
-    def _end_pass(self, each: LoaderPass) -> None:
-        if each is not self._pass or phase() == "intervention":
-            return
-        if self._has_begun_step:  # a loader that fetches ahead, and the step of the last batch is still to come
-            self._ends_with_step = True
-        elif self._steps_in_pass:
-            self._end_epoch()
-
-    def _begin_step(self, each: LoaderPass | None) -> None:
-        self._begin_pass(each)
-        if not self._has_begun_epoch:
-            self._has_begun_epoch = True
-            self._host.begin_epoch(self._epoch)
-        self._has_begun_step = True
-        if each is None:
-            self._host.begin_step()
-        else:
-            self._host.begin_step(batch=each.batch, batch_idx=each.count - 1)
-
-    def _begin_pass(self, each: LoaderPass | None) -> None:
-        if each is self._pass:
-            return
-        if self._pass is not None and self._steps_in_pass and self._has_begun_epoch:
-            self._end_epoch()  # a pass that the loop has left before its end
-        self._pass = each
-
-    def _end_epoch(self) -> None:
-        self._host.end_epoch()
-        self._has_begun_epoch = self._ends_with_step = False
-        self._epoch += 1
-        self._steps_in_pass = 0
-
-    def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
-        """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
-        if losses is not None:
-            losses.hand_to(self._losses)
-        if latest is not None and self._passes is not None:
-            latest.hand_to(self._passes)
-            self._pass = latest
+        return f"<Follow of {type(self._model).__name__}, epoch {self.epoch}, step {self.step}{state}; hooks: {names}>"
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _take_off(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._losses.remove()
-        for passes in (self._passes, *self._other_passes):
-            if passes is not None:
-                passes.remove()
+        self._loop.take_off()
         for act in self._at_close:
             act()
-        self._pass = None
 
     def _close_at_exit(self) -> None:
         self._error = getattr(sys, "last_value", None)  # of a script that an error has ended
@@ -366,16 +249,4 @@ def _unwrapped(optimizer: Any) -> list[Any]:
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     if not optimizers:
         raise OptionError("follow(model, optimizer) was given an empty list; give the optimizers whose steps count.")
-    return [unwrap_optimizer(each) for each in optimizers]  # hooks are called with the one inside
-
-
-def _has_several_steps(optimizer: Any) -> bool:
-    """Return whether its ``step`` may call that of a base class, which torch calls hooks around too."""
-    return sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2  # its own, and the one of Optimizer
-
-
-def _scale_of(scaler: Any) -> Tensor | None:
-    if scaler is None or not scaler.is_enabled():
-        return None
-    scale = _torch.scale_of(scaler)
-    return None if scale is None else scale.clone()  # it is changed in place
+    return [checked_optimizer(unwrap_optimizer(each)) for each in optimizers]  # hooks are called with the one inside

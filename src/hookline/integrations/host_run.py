@@ -102,7 +102,8 @@ class HostRun:
         self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)
         if report_to is not None:
             self.manager.fan_out.add(report_to)
-        self._held = HeldGradients()
+        self.held = HeldGradients()
+        """Gradients that the host has cleared, and that hooks are to see."""
         self._run: Run | None = None
         self._open = ExitStack()
         self._phase: in_phase | None = None
@@ -155,7 +156,7 @@ class HostRun:
         self._needs_previous = manager.needs_prev_step_grads()
         self._needs_mean = manager.needs_grad_accumulation()
         self._accumulate = adapter.accumulate
-        self._has_later_hooks = self._needs_previous or manager.has_hooks_at(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
+        self.has_later_hooks = self._needs_previous or manager.has_hooks_at(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
         self._is_new = True
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -167,7 +168,7 @@ class HostRun:
             return
         opened, self._open, self._run = self._open, ExitStack(), None
         self._leave_phase()
-        self._held.release()
+        self.held.release()
         self._in_epoch = self._in_step = False
         if error is None:
             opened.close()
@@ -254,9 +255,9 @@ class HostRun:
         if self._loop == "step":
             self._begin_stretch(run, manager.global_step + 1)
         if self._needs_previous:
-            with self._held.shown():
+            with self.held.shown(in_place_of_others=True):
                 run.begin_step(batch)
-            self._held.release()
+            self.held.release()
         else:
             run.begin_step(batch)
         run.batch_idx = run.done * self._accumulate if batch_idx is None else batch_idx
@@ -273,9 +274,10 @@ class HostRun:
         run = self._running("add_batch")
         run.batch = MicroBatches((*run.batch, batch) if isinstance(run.batch, MicroBatches) else (run.batch, batch))
 
-    def replace_batch(self, batch: Any) -> None:
+    def replace_batch(self, batch: Any, batch_idx: int) -> None:
         """Let the step have another batch, if the host had only looked at the one before."""
-        self._running("replace_batch").batch = batch
+        run = self._running("replace_batch")
+        run.batch, run.batch_idx = batch, batch_idx
 
     def hold_gradients(self) -> None:
         """Hold the gradients of the step if a hook is going to look: the host clears them before it ends the step."""
@@ -283,7 +285,7 @@ class HostRun:
         if run is None or not self._in_step:
             return
         if self._needs_previous or self._needs_mean or self.manager.may_fire(HookPoint.POST_STEP):
-            self._held.take(run.adapter.model)
+            self.held.take(run.adapter.model)
 
     def end_step(
         self, *, loss: Tensor | float | None = None, trained: bool = True, metrics: Mapping[str, Any] | None = None
@@ -302,7 +304,7 @@ class HostRun:
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss = loss.detach()
         run.loss = loss
-        if self._has_later_hooks or metrics or self._held:
+        if self.has_later_hooks or metrics or self.held:
             self._take_result(run, StepResult(loss, trained, metrics or {}))
         elif self.manager.may_fire(HookPoint.POST_STEP):
             run.fire(HookPoint.POST_STEP)
@@ -312,11 +314,11 @@ class HostRun:
 
     def _take_result(self, run: Run, result: StepResult) -> None:
         """Take in what later points need: 4 µs a step, which a run without such hooks does not pay."""
-        with self._held.shown():
+        with self.held.shown():
             run.take_result(result)
             run.fire(HookPoint.POST_STEP)
         if not self._needs_previous:
-            self._held.release()
+            self.held.release()
 
     def _begin_stretch(self, run: Run, step: int) -> None:
         """Begin steps up to the next snapshot, if this is the first of them."""
@@ -372,7 +374,7 @@ class HostRun:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of hooks, schedules, sinks and sums, for the host to put into its checkpoint."""
         run = self._running("state_dict")
-        held = self._held.state_dict(run.adapter.model) if self._needs_previous else {}
+        held = self.held.state_dict(run.adapter.model) if self._needs_previous else {}
         return {**state_of(run, within=self._in_epoch), "held": held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -386,7 +388,7 @@ class HostRun:
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
         load_state(run, state, step)
-        self._held.load_state_dict(run.adapter.model, state["held"])
+        self.held.load_state_dict(run.adapter.model, state["held"])
         self._is_new = False
 
     def _running(self, what: str) -> Run:

@@ -95,7 +95,13 @@ class LoaderPass:
     def __len__(self) -> int:
         return len(self._iterator)  # type: ignore[arg-type]  # raises as the iterator itself would
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle the iterator itself, where that can be: a copy is no pass of the loop."""
+        return self._iterator.__reduce_ex__(protocol)
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_iterator":  # of an object that was made without __init__
+            raise AttributeError(name)
         return getattr(self._iterator, name)
 
 

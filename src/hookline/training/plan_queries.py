@@ -91,6 +91,16 @@ class PlanQueries:
         """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""
         return any(planned.hook.needs_prev_step_grads and self._is_due(planned, epoch) for planned in self._at_steps)
 
+    def needs_prev_step_grads_next_step(self) -> bool:
+        """Return whether a hook that may be due at the next step has ``needs_prev_step_grads``."""
+        step = self._global_step + 1
+        return any(planned.hook.needs_prev_step_grads and planned.is_due_at(step) for planned in self._at_steps)
+
+    def may_fire_at_step(self, point: HookPoint, step: int) -> bool:
+        """Return whether a hook may be due at ``point`` of that step, this one or the next."""
+        hooks = self._plan.points.get(point)
+        return hooks is not None and step >= hooks.next_due
+
     def has_active_step_hooks(self, epoch: int | None = None) -> bool:
         """Return whether a hook is due at this step."""
         return any(self._is_due(planned, epoch) for planned in self._at_steps)

@@ -90,8 +90,7 @@ def _wait_for_a_step() -> None:
 def _begin(optimizer: Any, first: Any) -> bool:
     from hookline.cli.script_session import begin_script
 
-    begin_script(optimizer, first)
-    return True
+    return begin_script(optimizer, first)
 
 
 _run_own_sitecustomize()

@@ -1,0 +1,139 @@
+"""`follow`: which losses and batches belong to which step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from helpers_follow import Loop, Seen
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.integrations.backward_losses import BackwardLosses
+from hookline.integrations.loader_passes import LoaderPasses
+
+POST_STEP = hl.HookPoint.POST_STEP
+
+
+def _clear_by_optimizer(loop: Loop) -> None:
+    loop.optimizer.zero_grad()
+
+
+def _clear_in_place(loop: Loop) -> None:
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def _clear_by_model(loop: Loop) -> None:
+    loop.model.zero_grad(set_to_none=False)
+
+
+def _clear_by_hand(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("clear", [_clear_by_optimizer, _clear_in_place, _clear_by_model, _clear_by_hand])
+@pytest.mark.parametrize("at_once", [True, False], ids=["when it is skipped", "with the next batch"])
+def test_a_batch_that_the_loop_skips_after_its_backward_is_no_part_of_a_step(clear: Any, at_once: bool) -> None:
+    loop, seen = Loop(), Seen()
+    losses: list[float] = []
+    batches: list[torch.Tensor] = []
+    with loop.follow([seen], loader=loop.loader):
+        for number, batch in enumerate(loop.loader):
+            if not at_once:
+                clear(loop)
+            loss = loop.loss_fn(loop.model, batch)
+            loss.backward()
+            if number in (0, 3):  # as loops do that leave out a gradient which is too long
+                if at_once:
+                    clear(loop)
+                continue
+            losses.append(float(loss.detach()))
+            batches.append(batch[0])
+            loop.optimizer.step()
+            if at_once:
+                clear(loop)
+    steps = [ctx for ctx in seen.contexts if ctx.hook_point is POST_STEP]
+    assert [ctx.loss for ctx in steps] == losses
+    assert [ctx.batch_idx for ctx in steps] == [1, 2, 4, 5, 6]
+    assert all(torch.equal(ctx.batch_data[0], x) for ctx, x in zip(steps, batches, strict=True))
+
+
+def test_a_zero_grad_of_other_gradients_forgets_nothing() -> None:
+    loop, other, seen = Loop(), nn.Linear(2, 2), Seen()
+    parts: list[float] = []
+    with loop.follow([seen], loader=loop.loader):
+        for number, batch in enumerate(loop.loader):
+            loss = loop.loss_fn(loop.model, batch) / 2
+            loss.backward()
+            parts.append(float(loss.detach()))
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)  # changes them, and is no reason either
+            other.zero_grad()
+            if number % 2:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+    losses = [ctx.loss for ctx in seen.contexts if ctx.hook_point is POST_STEP]
+    assert losses == pytest.approx([sum(parts[first : first + 2]) for first in (0, 2, 4)])
+
+
+class Marked(torch.Tensor):
+    """A tensor whose functions go through ``__torch_function__``."""
+
+
+def test_losses_of_torch_autograd_backward_are_seen_and_parts_of_a_backward_are_not() -> None:
+    model = nn.Linear(3, 1)
+    losses = BackwardLosses()
+
+    def number(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    x = torch.ones(1, 3)
+    expected = float(number(x).detach())
+    try:
+        torch.autograd.backward(number(x))
+        assert float(losses.take()) == expected
+        torch.autograd.backward([number(x), 2 * number(x)])
+        assert float(losses.take()) == pytest.approx(3 * expected)
+        torch.autograd.backward(iter([number(x)]))  # only torch may walk through it
+        assert losses.take() is None
+        torch.autograd.backward(number(x).as_subclass(Marked))
+        assert float(losses.take()) == expected
+        inner = checkpoint(number, x.requires_grad_(), use_reentrant=True)
+        (inner * 5).backward()  # which calls backward on the number inside
+        assert float(losses.take()) == pytest.approx(5 * expected)
+    finally:
+        losses.remove()
+
+
+def test_a_loss_that_no_hook_is_going_to_see_is_not_noted() -> None:
+    loop, seen = Loop(), Seen()
+    seen.hook_points = {POST_STEP}
+    seen.step_schedule = hl.StepSchedule("stride", stride=3)
+    noted: list[Any] = []
+    with loop.follow([seen]) as run:
+        for batch in loop.loader:
+            loop.optimizer.zero_grad()
+            loop.loss_fn(loop.model, batch).backward()
+            noted.append(len(run._loop._losses._noted))
+            loop.optimizer.step()
+    assert noted[::3] == [1, 1, 1]
+    assert noted[2::3] == [0, 0]  # just after a step that was due, it is not known yet when the next is
+    assert all(ctx.loss is not None for ctx in seen.contexts)
+
+
+def test_an_iterator_of_a_followed_loader_is_copied_as_its_own() -> None:
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter([1, 2, 3])
+
+    batches = Batches()
+    passes = LoaderPasses(batches, lambda each: None)
+    iterator = iter(batches)
+    next(iterator)
+    assert list(copy.copy(iterator)) == [2, 3]
+    assert list(copy.deepcopy(iterator)) == list(pickle.loads(pickle.dumps(iterator)))
+    passes.remove()
