@@ -88,7 +88,7 @@ CLASSES = _named(
     """,
         "debug": """
         NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord
-        Fingerprint MeshPlacement RowKey RowKeys TraceFolder TraceRecord
+        Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder TraceRecord
     """,
         "distributed": """
         Exchange

@@ -20,7 +20,7 @@ class Fingerprint:
     """A summary of one tensor; of a distributed one, of this rank's part.
 
     ``mean``, ``norm``, ``absmax`` and ``sketch`` are of the finite numbers: NaN and Inf count as 0 in them, and are
-    counted apart. Sums are of float32 blocks, added up in float64: ``mean`` and ``norm`` are right to about 1e-6 of
+    counted apart. Sums are of float32 blocks, added up in float64: ``mean`` and ``norm`` are right to about 2e-6 of
     the norm (1e-12 for float64 tensors).
     """
 

@@ -1,0 +1,224 @@
+"""Find the fingerprint of a tensor: on the CPU as plain numbers, on other devices as a row that stays there.
+
+`TraceRecorder` calls this at every firing. Both ways define the same: numbers are taken in the order of their indices,
+whatever the strides. The sketch goes by blocks of 256 × 1,021 numbers. Within a block a fixed table of signs
+multiplies the numbers, columns are added up and gathered into groups; each block and group has one more sign. 1,021 is
+prime, so that a difference in one row or one feature of a tensor spreads over all groups. The hash adds up 8-byte words
+in 1,021 columns, and multiplies these by odd numbers; additions wrap around, so that no order of them matters.
+
+On one core, 262,144 float32: extremes 69 µs, sum and squares 85, sketch 98, hash 61.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["DeviceTables", "FoundNumbers", "SketchTables", "fingerprint_on_cpu", "fingerprint_on_device"]
+
+_COLUMNS: Final = 1021
+_ROWS: Final = 256
+_BLOCK: Final = _COLUMNS * _ROWS
+_TINY: Final = 1e-30
+"""Sums of squares below this may have lost numbers that are too small to be squared in float32."""
+
+
+class FoundNumbers(NamedTuple):
+    """The fingerprint of one tensor, as numbers."""
+
+    numbers: tuple[float, float, float, int, int]
+    """Mean, norm, absmax, NaN, Inf."""
+    hash: int
+    sketch: NDArray[np.float64]
+
+
+class SketchTables:
+    """The random signs of a seed, and how many groups a sketch has; one for all traces of a seed."""
+
+    def __init__(self, seed: int, groups: int) -> None:
+        made = np.random.Generator(np.random.Philox(seed))
+        self.seed, self.groups = seed, groups
+        self.signs: NDArray[np.float32] = (made.integers(0, 2, (_ROWS, _COLUMNS)) * 2 - 1).astype(np.float32)
+        self.odd: NDArray[np.uint64] = made.integers(0, 1 << 64, _COLUMNS, dtype=np.uint64) | np.uint64(1)
+        self.width = -(-_COLUMNS // groups)
+        """How many neighbouring columns make a group."""
+        self.starts: NDArray[np.intp] = np.arange(0, _COLUMNS, self.width)
+        self.signs_double: NDArray[np.float64] = self.signs.astype(np.float64)
+
+    @functools.cache  # noqa: B019  # one object for each seed lives as long as the process
+    def block_signs(self, blocks: int) -> NDArray[np.float64]:
+        """Return a sign for each of so many blocks and each group."""
+        made = np.random.Generator(np.random.Philox(key=self.seed + (1 << 64)))
+        signs: NDArray[np.float64] = (made.integers(0, 2, (blocks, len(self.starts))) * 2 - 1).astype(np.float64)
+        signs[0] = 1.0
+        return signs
+
+
+tables_of = functools.cache(SketchTables)
+"""Return the tables of a seed and a number of groups."""
+
+
+def fingerprint_on_cpu(tensor: Tensor, tables: SketchTables, hash_step: float = 0.0) -> FoundNumbers:
+    """Return the fingerprint of a dense tensor that is on the CPU; of one with ``hash_step``, hash rounded numbers."""
+    flat = _flat(tensor)
+    numbers = _as_real(flat)
+    count = numbers.numel()
+    if not count:
+        return FoundNumbers((0.0, 0.0, 0.0, 0, 0), 0, np.zeros(len(tables.starts)))
+    high, low = numbers.amax().item(), numbers.amin().item()
+    nan = inf = 0
+    if not (math.isfinite(high) and math.isfinite(low)):
+        nan = int(numbers.isnan().sum())
+        inf = int(numbers.isinf().sum())
+        numbers = torch.nan_to_num(numbers, 0.0, 0.0, 0.0)
+        high, low = numbers.amax().item(), numbers.amin().item()
+    total, squares = _moments(numbers, max(high, -low))
+    words = flat if not hash_step else _rounded(numbers, hash_step)
+    found = (total / count, math.sqrt(squares), max(high, -low), nan, inf)
+    return FoundNumbers(found, _hash(words, tables), _sketch(numbers.numpy(), tables))
+
+
+def _moments(numbers: Tensor, absmax: float) -> tuple[float, float]:
+    """Return sum and sum of squares."""
+    total = squares = 0.0
+    for block in (numbers,) if numbers.numel() <= _BLOCK else torch.split(numbers, _BLOCK):
+        total += block.sum().item()
+        squares += torch.dot(block, block).item()
+    if numbers.dtype is not torch.float64 and (squares < _TINY or not math.isfinite(squares + total)) and absmax:
+        return _moments(numbers.double(), absmax)  # too small, or too large, for float32
+    return total, squares
+
+
+def _sketch(numbers: NDArray[np.floating], tables: SketchTables) -> NDArray[np.float64]:
+    count = numbers.size
+    if count <= _BLOCK:
+        return _sketch_of_block(numbers, tables)
+    signs = tables.block_signs(-(-count // _BLOCK))
+    blocks = range(0, count, _BLOCK)
+    found = [_sketch_of_block(numbers[begin : begin + _BLOCK], tables) for begin in blocks]
+    return np.asarray((np.stack(found) * signs).sum(0))
+
+
+def _sketch_of_block(numbers: NDArray[np.floating], tables: SketchTables) -> NDArray[np.float64]:
+    signs = tables.signs if numbers.dtype == np.float32 else tables.signs_double
+    rows, rest = divmod(numbers.size, _COLUMNS)
+    if rows:
+        whole = numbers[: rows * _COLUMNS].reshape(rows, _COLUMNS)
+        columns = np.einsum("rc,rc->c", whole, signs[:rows])
+    else:
+        columns = np.zeros(_COLUMNS, numbers.dtype)
+    if rest:
+        columns[:rest] += numbers[rows * _COLUMNS :] * signs[rows, :rest]
+    return np.add.reduceat(columns, tables.starts, dtype=np.float64)
+
+
+def _hash(flat: Tensor, tables: SketchTables) -> int:
+    words = _words(flat)
+    rows, rest = divmod(words.size, _COLUMNS)
+    if not rows:
+        return int(np.dot(words, tables.odd[:rest]))
+    columns = np.add.reduce(words[: rows * _COLUMNS].reshape(rows, _COLUMNS), axis=0)
+    columns[:rest] += words[rows * _COLUMNS :]
+    return int(np.dot(columns, tables.odd))
+
+
+def _words(flat: Tensor) -> NDArray[np.uint64]:
+    """Return the memory of a tensor in words of 8 bytes, the last one filled up with zeros."""
+    memory: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    beyond = memory.size % 8
+    if beyond:
+        memory = np.concatenate([memory, np.zeros(8 - beyond, np.uint8)])
+    return memory.view(np.uint64)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor in one dimension, in the order of their indices; complex ones in pairs."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.reshape(-1).contiguous()  # one number that is repeated is no copy yet
+
+
+def _as_real(flat: Tensor) -> Tensor:
+    """Return the numbers as float32, or float64 where float32 does not hold them."""
+    dtype = flat.dtype
+    if dtype is torch.float32 or dtype is torch.float64:
+        return flat
+    return flat.float() if dtype.is_floating_point else flat.double()
+
+
+def _rounded(numbers: Tensor, step: float) -> Tensor:
+    return (numbers.double() / step).round().to(torch.int64)
+
+
+# -- other devices: no number comes to the host before it is asked for --------------------------------------------
+
+
+class DeviceTables(NamedTuple):
+    """The tables of a seed, on one device."""
+
+    signs: Tensor
+    odd: Tensor
+    host: SketchTables
+
+    @classmethod
+    def on(cls, device: torch.device, host: SketchTables) -> DeviceTables:
+        """Return the tables on ``device``."""
+        return cls(torch.from_numpy(host.signs).to(device), torch.from_numpy(host.odd.view(np.int64)).to(device), host)
+
+
+def fingerprint_on_device(
+    tensor: Tensor, tables: DeviceTables, numbers_out: Tensor, hash_out: Tensor, hash_step: float = 0.0
+) -> None:
+    """Write the fingerprint of a dense tensor into a row: mean, norm, absmax, NaN, Inf, sketch; and the hash.
+
+    Only operators that do not wait for the device, and none that autocast would run in another precision.
+    """
+    flat = _flat(tensor)
+    numbers = _as_real(flat)
+    count = numbers.numel()
+    if not count:
+        return
+    nan = numbers.isnan()
+    inf = numbers.isinf()
+    finite = torch.nan_to_num(numbers, 0.0, 0.0, 0.0)
+    found = torch.stack(
+        [
+            finite.sum(dtype=torch.float64) / count,
+            torch.linalg.vector_norm(finite, dtype=torch.float64),
+            torch.maximum(finite.amax(), -finite.amin()).double(),
+            nan.sum(dtype=torch.float64),
+            inf.sum(dtype=torch.float64),
+        ]
+    )
+    numbers_out[:5] = found
+    numbers_out[5:] = _device_sketch(finite, tables)
+    hash_out.copy_(_device_hash(flat if not hash_step else _rounded(finite, hash_step), tables))
+
+
+def _device_sketch(numbers: Tensor, tables: DeviceTables) -> Tensor:
+    count, host = numbers.numel(), tables.host
+    blocks = -(-count // _BLOCK)
+    rows = min(_ROWS, -(-count // _COLUMNS))
+    padded = torch.nn.functional.pad(numbers, (0, blocks * rows * _COLUMNS - count))
+    columns = (padded.view(blocks, rows, _COLUMNS) * tables.signs[:rows]).sum(1, dtype=torch.float64)
+    wide = len(host.starts) * host.width
+    groups = torch.nn.functional.pad(columns, (0, wide - _COLUMNS)).view(blocks, -1, host.width).sum(2)
+    if blocks == 1:
+        return groups[0]
+    signs = torch.from_numpy(host.block_signs(blocks)).to(numbers.device, non_blocking=True)
+    return (groups * signs).sum(0)
+
+
+def _device_hash(flat: Tensor, tables: DeviceTables) -> Tensor:
+    memory = flat.view(torch.uint8)
+    words = torch.nn.functional.pad(memory, (0, -memory.numel() % (8 * _COLUMNS))).view(torch.int64)
+    return (words.view(-1, _COLUMNS).sum(0) * tables.odd).sum()

@@ -1,0 +1,330 @@
+"""Collect the records of a trace and write them in batches: fingerprints at once, tensors within a budget of bytes.
+
+The hooks of a trace (`TraceSites`) and the factory for specs call `TraceRecorder`. On the CPU a fingerprint is numbers
+at once; on other devices it is a row of a buffer there, which comes to the host when a batch is written.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.debug.trace.fingerprints import (
+    DeviceTables,
+    FoundNumbers,
+    SketchTables,
+    fingerprint_on_cpu,
+    fingerprint_on_device,
+)
+from hookline.debug.trace.trace_files import RecordBatch, TracePlace, TraceWriter
+from hookline.debug.trace.trace_record import MeshPlacement, RowTable, layer_of
+from hookline.distributed.shards import arrived, placed
+from hookline.errors import HooklineWarning
+from hookline.factories.export_files import can_store
+from hookline.factories.served_batch import measurable
+from hookline.messages import caller_stacklevel
+
+__all__ = ["TraceMoment", "TraceRecorder"]
+
+_MOST_RECORDS: Final = 4096
+"""Records that wait for a batch."""
+_MOST_BYTES: Final = 64 << 20
+"""Bytes of tensors that wait for a file."""
+_DEVICE_ROWS: Final = 1024
+_FOR_TENSORS: Final = 0.9
+"""The share of the budget that tensors may take, so that fingerprints go on after them."""
+
+
+class TraceMoment(NamedTuple):
+    """When something passed a site."""
+
+    step: int
+    call: int
+    micro_batch: int = 0
+    recompute: bool = False
+
+
+@dataclass(slots=True)
+class _DeviceRows:
+    """Fingerprints that are still on a device."""
+
+    tables: DeviceTables
+    numbers: Tensor
+    hashes: Tensor
+    used: int = 0
+
+
+class _PendingRecord(NamedTuple):
+    place: int
+    moment: TraceMoment
+    rows: int | None
+    tensor: int | None
+    """The number among the tensors that wait."""
+    found: FoundNumbers | tuple[torch.device, int]
+    """Numbers, or where they are."""
+
+
+class _LastFingerprint:
+    """The tensor whose fingerprint was found last: what one module returns, the module around it often returns too."""
+
+    __slots__ = ("found", "ref", "version")
+
+    def __init__(self) -> None:
+        self.ref: Callable[[], Tensor | None] = lambda: None
+        self.version = -1
+        self.found: FoundNumbers | None = None
+
+    def of(self, tensor: Tensor) -> FoundNumbers | None:
+        """Return the fingerprint of the very same tensor, unless it was changed since, which inference tensors hide."""
+        same = self.ref() is tensor and not tensor.is_inference() and tensor._version == self.version
+        return self.found if same else None
+
+    def keep(self, tensor: Tensor, found: FoundNumbers) -> None:
+        if not tensor.is_inference():
+            self.ref, self.version, self.found = weakref.ref(tensor), tensor._version, found
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What the next batch will hold."""
+
+    records: list[_PendingRecord] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    bytes: int = 0
+
+
+class TraceRecorder:
+    """Takes tensors from hooks of any thread.
+
+    Args:
+        writer: Where to.
+        tables: The signs of sketches.
+        hash_step: What numbers are rounded to before they are hashed; 0 for the exact bits.
+        budget: How many bytes may be written in all; None for any number.
+        wants_tensor: Returns whether the tensors of a site are to be stored, given its name.
+        dims_of: Returns what the user has said of the dimensions of a site, given its name and kind.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        tables: SketchTables,
+        *,
+        hash_step: float = 0.0,
+        budget: int | None = None,
+        wants_tensor: Callable[[str], bool] = lambda site: False,
+        dims_of: Callable[[str, str], str | None] = lambda site, kind: None,
+    ) -> None:
+        self._writer = writer
+        self._tables = tables
+        self._hash_step = hash_step
+        self._budget = budget
+        self._wants_tensor, self._dims_of = wants_tensor, dims_of
+        self._waiting = _Waiting()
+        self._devices: dict[torch.device, _DeviceRows] = {}
+        self._places: dict[tuple[Any, ...], int] = {}
+        self._last = _LastFingerprint()
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._told: set[str] = set()
+        self.records = 0
+        """How many records were taken."""
+        self.is_spent = False
+        """Whether the budget is spent, or the files cannot be written any more."""
+
+    @property
+    def bytes(self) -> int:
+        """Return how many bytes were written."""
+        return self._writer.bytes
+
+    def take(
+        self, site: str, kind: str, leaf: str, tensor: Tensor, moment: TraceMoment, rows: RowTable | None = None
+    ) -> None:
+        """Add one record; whatever goes wrong with it is noted and does not end the run."""
+        if self.is_spent or os.getpid() != self._process:  # a forked worker has no files of its own
+            return
+        try:
+            local = measurable(arrived(tensor) if type(tensor) is not Tensor else tensor)
+            if local is None:
+                self._tell(f"{site or '(model)'} {kind} {leaf}: a tensor without numbers that can be read was left out")
+                return
+            with self._lock, torch.no_grad():
+                self._add(site, kind, leaf, tensor, local, moment, rows)
+        except Exception as error:
+            self._tell(f"{site or '(model)'} {kind} {leaf} was left out: {type(error).__name__}: {error}")
+
+    def _add(
+        self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor, moment: TraceMoment, rows: RowTable | None
+    ) -> None:
+        place = self._place(site, kind, leaf, tensor, local)
+        number = None if rows is None else self._writer.rows_number(rows)
+        found = self._fingerprint(tensor, local)
+        stored = self._store(local) if self._wants_tensor(site) else None
+        self._waiting.records.append(_PendingRecord(place, moment, number, stored, found))
+        self.records += 1
+        if len(self._waiting.records) >= _MOST_RECORDS or self._waiting.bytes >= _MOST_BYTES:
+            self.flush()
+
+    def _place(self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor) -> int:
+        is_laid = tensor is not local and hasattr(tensor, "placements")
+        laid: Any = (tensor.placements, tensor.shape) if is_laid else None  # type: ignore[attr-defined]
+        key = (site, kind, leaf, local.shape, local.dtype, laid)
+        number = self._places.get(key)
+        if number is None:
+            dtype = str(local.dtype).removeprefix("torch.")
+            placements = _mesh_placement(tensor) if is_laid else None
+            dims = self._dims_of(site, kind)
+            found = TracePlace(site, kind, leaf, tuple(local.shape), dtype, layer_of(site), dims, placements)
+            number = self._places[key] = self._writer.place_number(found)
+        return number
+
+    def _fingerprint(self, tensor: Tensor, local: Tensor) -> FoundNumbers | tuple[torch.device, int]:
+        if local.device.type != "cpu":
+            return self._on_device(local)
+        known = self._last.of(tensor)
+        if known is None:
+            known = fingerprint_on_cpu(local, self._tables, self._hash_step)
+            self._last.keep(tensor, known)
+        return known
+
+    def _on_device(self, local: Tensor) -> tuple[torch.device, int]:
+        device = local.device
+        rows = self._devices.get(device)
+        if rows is not None and rows.used == len(rows.hashes):
+            self.flush()
+            rows = None
+        if rows is None:
+            tables = DeviceTables.on(device, self._tables)
+            width = 5 + len(self._tables.starts)
+            numbers = torch.zeros(_DEVICE_ROWS, width, dtype=torch.float64, device=device)
+            rows = _DeviceRows(tables, numbers, torch.zeros(_DEVICE_ROWS, dtype=torch.int64, device=device))
+            self._devices[device] = rows
+        at = rows.used
+        rows.used += 1
+        fingerprint_on_device(local, rows.tables, rows.numbers[at], rows.hashes[at], self._hash_step)
+        return device, at
+
+    def _store(self, local: Tensor) -> int | None:
+        """Keep a copy of a tensor for the next file; return its number there, None without room."""
+        size = local.numel() * local.element_size()
+        if self._budget is not None and self._writer.bytes + self._waiting.bytes + size > self._budget * _FOR_TENSORS:
+            self._tell(
+                f"The budget of {self._budget:,} bytes has no room for more tensors; from record {self.records} on "
+                "there are fingerprints alone. Give a larger budget=, or fewer tensors="
+            )
+            return None
+        if not can_store(local) and not local.is_complex():
+            self._tell(f"Tensors of {local.dtype} cannot be stored; they have fingerprints alone")
+            return None
+        self._waiting.tensors.append(local.detach().clone())
+        self._waiting.bytes += size
+        return len(self._waiting.tensors) - 1
+
+    def flush(self) -> None:
+        """Write what has come since the last time: one transfer from each device."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, _Waiting()
+            if not waiting.records or self.is_spent or os.getpid() != self._process:
+                return
+            try:
+                self._write(waiting)
+            except OSError as error:
+                self.is_spent = True
+                self._warn(f"The trace in {self._writer.folder} ends here: it cannot be written ({error}).")
+            else:
+                self._check_budget()
+
+    def _write(self, waiting: _Waiting) -> None:
+        with torch.no_grad():
+            keys = self._writer.add_tensors(waiting.tensors) if waiting.tensors else []
+            on_host = {device: (rows.numbers.cpu().numpy(), rows.hashes.cpu().numpy()) for device, rows in
+                       self._devices.items() if rows.used}  # fmt: skip
+        for rows in self._devices.values():
+            rows.used = 0
+        count, width = len(waiting.records), len(self._tables.starts)
+        numbers, sketches = np.empty((count, 5)), np.empty((count, width), np.float32)
+        hashes = np.empty(count, np.uint64)
+        for index, record in enumerate(waiting.records):
+            found = record.found
+            if isinstance(found, FoundNumbers):
+                numbers[index], sketches[index], hashes[index] = found.numbers, found.sketch, found.hash
+            else:
+                rows_there, hashes_there = on_host[found[0]]
+                numbers[index], sketches[index] = rows_there[found[1], :5], rows_there[found[1], 5:]
+                hashes[index] = hashes_there[found[1]].view(np.uint64)
+        records = waiting.records
+        self._writer.add_records(
+            RecordBatch(
+                place=[each.place for each in records],
+                step=[each.moment.step for each in records],
+                call=[each.moment.call for each in records],
+                micro_batch=[each.moment.micro_batch for each in records],
+                recompute=[int(each.moment.recompute) for each in records],
+                rows=[each.rows for each in records],
+                tensor=[None if each.tensor is None else keys[each.tensor] for each in records],
+                numbers=numbers,
+                sketches=sketches,
+                hashes=hashes,
+            )
+        )
+
+    def _check_budget(self) -> None:
+        if self._budget is not None and self._writer.bytes >= self._budget:
+            self._tell(
+                f"The budget of {self._budget:,} bytes is spent: nothing is traced any more. Give a larger budget="
+            )
+            self.is_spent = True
+
+    def note(self, text: str) -> None:
+        """Write a sentence into the trace."""
+        with self._lock:
+            if self._writer.is_open and os.getpid() == self._process:
+                self._writer.add_note(text)
+
+    def _tell(self, text: str) -> None:
+        """Say something once, in the trace and as a warning."""
+        if text.partition(";")[0] in self._told:
+            return
+        self._told.add(text.partition(";")[0])
+        self.note(text + ".")
+        self._warn(f"Trace in {self._writer.folder}: {text}.")
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+
+    def close(self) -> None:
+        """Write the rest, and close the files; may be called again."""
+        with self._lock:
+            if os.getpid() == self._process:
+                self.flush()
+                self._writer.close()
+
+
+def _mesh_placement(tensor: Any) -> MeshPlacement | None:
+    where = placed(tensor)
+    if where is None:
+        return None
+    mesh, own = where.mesh, where.mesh.get_coordinate()
+    return MeshPlacement(
+        placements=tuple(_in_words(each) for each in where.placements),
+        mesh_names=tuple(mesh.mesh_dim_names or ()),
+        mesh_shape=tuple(mesh.mesh.shape),
+        coordinate=tuple(own or ()),
+        full_shape=tuple(tensor.shape),
+    )
+
+
+def _in_words(placement: Any) -> str:
+    """Return a placement in the words of the format, the same in all versions of torch."""
+    if placement.is_shard():
+        return f"Shard({placement.dim})"
+    return f"Partial({placement.reduce_op})" if placement.is_partial() else "Replicate()"

@@ -1,0 +1,261 @@
+"""Put the hooks of a trace on modules and parameters, and number steps, forwards and calls.
+
+`Trace` makes one `TraceSites`. Its hooks hand every tensor to the `TraceRecorder`. They are ordinary hooks of
+``attach``, so compiled code calls them with real tensors as well.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.debug.trace.trace_record import RowTable
+from hookline.debug.trace.trace_recorder import TraceMoment, TraceRecorder
+from hookline.debug.trace.trace_rows import rows_of
+from hookline.errors import NoMatchError
+from hookline.lifecycle.schedule import StepSchedule
+from hookline.observe.watch.watch_steps import BackwardPasses
+from hookline.sites.attach import attach
+from hookline.sites.handle import HandleSet
+from hookline.sites.targets import select, without_scripted
+from hookline.sites.tensors.parameter_hooks import select_parameters
+from hookline.sites.tree import leaves
+
+if TYPE_CHECKING:
+    from hookline.hook_types import Target
+    from hookline.sites.site_info import Site
+    from hookline.sites.tensors.parameter_hooks import NamedParameter
+
+__all__ = ["StepNumbers", "TraceSites"]
+
+_KEPT: Final = 256
+"""Forwards whose gradients may still come."""
+
+
+class _ForwardNumbers:
+    """One forward of the model: the step it is in, which of its forwards it is, and the calls of sites before it."""
+
+    __slots__ = ("before", "is_due", "micro_batch", "step")
+
+    def __init__(self, step: int, micro_batch: int, is_due: bool, before: dict[str, int]) -> None:
+        self.step, self.micro_batch, self.is_due, self.before = step, micro_batch, is_due, before
+
+
+class StepNumbers:
+    """Numbers steps, and forwards and calls within them.
+
+    Args:
+        by_forward: Whether each forward of the model begins a step; else `advance` does.
+        schedule: Which steps are traced.
+    """
+
+    def __init__(self, by_forward: bool, schedule: StepSchedule) -> None:
+        self.by_forward = by_forward
+        self._schedule = schedule
+        self.step = -1 if by_forward else 0
+        """The step that is under way."""
+        self.paused = 0
+        """How many ``paused()`` blocks are open."""
+        self._micro_batches = 0
+        self._calls: dict[str, int] = {}
+        self._forwards: dict[int, _ForwardNumbers] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the step under way is traced."""
+        return not self.paused and self._schedule.is_active(max(self.step, 0))
+
+    def advance(self) -> None:
+        """Begin the next step."""
+        self.step += 1
+        self._micro_batches = 0
+        self._calls.clear()
+
+    def count_by_hand(self) -> int:
+        """Let `advance` begin steps from now on; return how many forwards were taken for steps of their own."""
+        self.by_forward = False
+        self.step = max(self.step, 0)
+        return self.step
+
+    def of_forward(self, number: int) -> _ForwardNumbers:
+        """Return the numbers of a forward, which begins if it is a new one."""
+        known = self._forwards.get(number)
+        if known is None:
+            if self.by_forward:
+                self.advance()
+            known = _ForwardNumbers(max(self.step, 0), self._micro_batches, self.is_due, dict(self._calls))
+            self._micro_batches += 1
+            self._forwards[number] = known
+            if len(self._forwards) > _KEPT:
+                del self._forwards[next(iter(self._forwards))]
+        return known
+
+    def moment(self, site: Site) -> TraceMoment | None:
+        """Return the numbers of a call; None if it is not traced."""
+        forward = self.of_forward(site.step)
+        if not forward.is_due or self.paused:
+            return None
+        call = forward.before.get(site.name, 0) + site.call
+        if not site.recompute and self._calls.get(site.name, 0) <= call and forward.step == max(self.step, 0):
+            self._calls[site.name] = call + 1
+        return TraceMoment(forward.step, call, forward.micro_batch, site.recompute)
+
+
+class _TracedParameter:
+    """A parameter by its module and name: FSDP2 or ``load_state_dict(assign=True)`` may put another one there."""
+
+    __slots__ = ("_key", "_module", "name")
+
+    def __init__(self, item: NamedParameter) -> None:
+        self.name = item.name
+        self._module = weakref.ref(item.module)
+        self._key = item.name.rpartition(".")[2]
+
+    def current(self) -> Tensor | None:
+        module = self._module()
+        found = None if module is None else dict(module._parameters).get(self._key)
+        return None if found is None or is_lazy(found) else found
+
+
+class TraceSites:
+    """The hooks of one trace."""
+
+    def __init__(self, model: nn.Module, recorder: TraceRecorder, kinds: Sequence[str], numbers: StepNumbers) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._kinds = frozenset(kinds)
+        self.numbers = numbers
+        self.rows: RowTable | None = None
+        """What the user has said of the rows of the forwards to come."""
+        self.handles = HandleSet()
+        self.parameters: list[_TracedParameter] = []
+
+    def put_on(self, target: Target, exclude: Target) -> None:
+        """Select modules and parameters, and put the hooks on."""
+        of_modules = self._kinds & {"output", "input", "output_grad", "input_grad"}
+        of_parameters = self._kinds & {"parameter", "param_grad"}
+        modules = self._choose_modules(target, exclude, required=not of_parameters) if of_modules else []
+        named: list[NamedParameter] = []
+        if of_parameters:
+            named = self._choose_parameters(target, exclude, required=not modules)
+            self.parameters = [_TracedParameter(item) for item in named]
+        self._hook(modules)
+        if named and "param_grad" in self._kinds and self.numbers.by_forward:
+            passes = BackwardPasses(self._model, named, self._end_pass)
+            self._add(passes.begin, "backward_pre", [self._model])
+
+    def _choose_modules(self, target: Target, exclude: Target, *, required: bool) -> list[nn.Module]:
+        try:
+            return [module for _, module in without_scripted(select(self._model, target, exclude=exclude), target)]
+        except NoMatchError:
+            if required:
+                raise
+            return []
+
+    def _choose_parameters(self, target: Target, exclude: Target, *, required: bool) -> list[NamedParameter]:
+        try:
+            return select_parameters(self._model, target, exclude=exclude, trained=False)
+        except KeyError:
+            if required:
+                raise
+            return []
+
+    def _hook(self, modules: list[nn.Module]) -> None:
+        if not modules:
+            return
+        if "input" in self._kinds:
+            self._add(self.take_input, "forward_pre", modules, with_kwargs=True)
+        # Calls are counted here, for gradients as well.
+        self._add(self.take_output if "output" in self._kinds else self.count_call, "forward", modules)
+        if "output_grad" in self._kinds:
+            self._add(self.take_output_grad, "backward_pre", modules)
+        if "input_grad" in self._kinds:
+            self._add(self.take_input_grad, "backward", modules)
+
+    def _add(self, hook: Any, on: str, modules: list[nn.Module], *, with_kwargs: bool = False) -> None:
+        handle = attach(self._model, modules, hook, on=on, observe=True, name="trace", with_kwargs=with_kwargs)
+        self.handles.add(handle)
+
+    # -- hooks -------------------------------------------------------------------------------------------
+
+    def take_output(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
+        """Take what a module returns."""
+        moment = self.numbers.moment(site)
+        if moment is None:
+            return
+        rows = self.rows or rows_of(args)
+        if isinstance(output, Tensor):
+            self._recorder.take(site.name, "output", "", output, moment, rows)
+        else:
+            self._take_leaves(site.name, "output", output, moment, rows)
+        if not site.name and not site.gradients:  # no backward pass will end this step
+            self._recorder.flush()
+
+    def count_call(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
+        """Count a call whose output is not asked for."""
+        self.numbers.moment(site)
+
+    def take_input(self, module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
+        """Take what a module is called with."""
+        forward = self.numbers.of_forward(site.step)
+        if forward.is_due and not self.numbers.paused:
+            call = forward.before.get(site.name, 0) + site.call
+            moment = TraceMoment(forward.step, call, forward.micro_batch, site.recompute)
+            rows = self.rows or rows_of(args)
+            self._take_leaves(site.name, "input", tuple(args), moment, rows)
+            if kwargs:
+                self._take_leaves(site.name, "input", {"kwargs": dict(kwargs)}, moment, rows)
+
+    def take_output_grad(self, module: nn.Module, grads: Any, *, site: Site) -> None:
+        """Take the gradients of what a module has returned."""
+        self._take_grads(site, "output_grad", grads, site.outputs)
+
+    def take_input_grad(self, module: nn.Module, grad_input: Any, grad_output: Any, *, site: Site) -> None:
+        """Take the gradients of what a module was called with."""
+        self._take_grads(site, "input_grad", grad_input, site.inputs)
+
+    def _take_grads(self, site: Site, kind: str, grads: Any, names: tuple[str, ...]) -> None:
+        forward = self.numbers.of_forward(site.step)
+        if not forward.is_due or self.numbers.paused:
+            return
+        moment = TraceMoment(forward.step, forward.before.get(site.name, 0) + site.call, forward.micro_batch)
+        for index, grad in enumerate(grads):
+            if isinstance(grad, Tensor):
+                leaf = names[index] if index < len(names) else str(index)
+                self._recorder.take(site.name, kind, leaf, grad, moment)
+
+    def _take_leaves(self, name: str, kind: str, value: Any, moment: TraceMoment, rows: RowTable | None) -> None:
+        for leaf, tensor in leaves(value):
+            if isinstance(tensor, Tensor):
+                self._recorder.take(name, kind, leaf, tensor, moment, rows)
+
+    # -- parameters --------------------------------------------------------------------------------------
+
+    def read_parameters(self) -> None:
+        """Take the parameters as they are now."""
+        if "parameter" in self._kinds:
+            for each in self.parameters:
+                value = each.current()
+                if value is not None:
+                    self._recorder.take(each.name, "parameter", "", value, TraceMoment(max(self.numbers.step, 0), 0))
+
+    def read_gradients(self, of: Any = None) -> None:
+        """Take the gradients of parameters as they are now; of those of one optimizer alone, if given."""
+        if "param_grad" not in self._kinds or not self.numbers.is_due:
+            return
+        own = None if of is None else {id(each) for group in of.param_groups for each in group["params"]}
+        moment = TraceMoment(max(self.numbers.step, 0), 0)
+        for each in self.parameters:
+            value = each.current()
+            if value is not None and value.grad is not None and (own is None or id(value) in own):
+                self._recorder.take(each.name, "param_grad", "", value.grad, moment)
+
+    def _end_pass(self) -> None:
+        """Take gradients at the end of a backward pass, when they are as final as they get without an optimizer."""
+        if self.numbers.by_forward:
+            self.read_gradients()
+            self._recorder.flush()

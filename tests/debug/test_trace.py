@@ -1,0 +1,350 @@
+"""``trace``: what it writes of eager, compiled, checkpointed and served models, and that it changes nothing."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers_waiting import PATIENCE
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from hookline.debug import RowKey, read_trace
+from hookline.debug.trace.start_trace import bytes_of_budget, trace
+from hookline.errors import OptionError, TraceError
+
+
+class Block(nn.Module):
+    """Returns a tensor and a dict, and repeats its linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = self.drop(self.act(self.lin(x)))
+        again = self.lin(hidden) * scale
+        return again, {"hidden": hidden}
+
+
+class Net(nn.Module):
+    """Two blocks, BatchNorm, and a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.tail = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.head(checkpoint(self.tail, self.norm(x), use_reentrant=False))
+
+
+def made(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
+    """A model with its optimizer."""
+    torch.manual_seed(seed)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, count: int = 1) -> None:
+    """Train, each step with two micro-batches."""
+    for _ in range(count):
+        for _ in range(2):
+            model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_step_is_written_in_call_order_with_all_kinds(tmp_path):
+    """Sites, kinds, leaves, calls, micro-batches and recomputed calls; numbers as torch finds them."""
+    model, optimizer = made()
+    kept: list[Tensor] = []
+    kinds = ("input", "output", "output_grad", "input_grad", "parameter", "param_grad")
+    with trace(model, to=tmp_path / "t", kinds=kinds, step=optimizer, tensors="head", dims={"head": "b d"}) as running:
+        handle = hl.attach(model, "head", lambda module, args, output: kept.append(output.detach().clone()))
+        step(model, optimizer, 2)
+        handle.remove(quiet=True)
+    folder = read_trace(tmp_path / "t")
+    assert folder.problems == ()
+    assert len(folder) == running.records
+    assert folder.steps == (0, 1)
+    first = [each for each in folder.records if each.step == 0 and each.kind == "output" and not each.recompute]
+    names = [(each.site, each.leaf) for each in first if each.micro_batch == 0]
+    assert names[:6] == [
+        ("layers.0.lin", ""),
+        ("layers.0.act", ""),
+        ("layers.0.drop", ""),
+        ("layers.0.lin", ""),
+        ("layers.0", "0"),
+        ("layers.0", "1.hidden"),
+    ]
+    assert names[-2:] == [("head", ""), ("", "")]
+    assert [each.call for each in first if each.site == "layers.1.lin"] == [0, 1, 2, 3]
+    assert {each.layer for each in first if each.site == "layers.1.lin"} == {1}
+    repeated = [each for each in folder.records if each.recompute]
+    assert {each.site for each in repeated} == {"tail", "tail.0", "tail.1"}
+    outputs = {(each.step, each.call): each for each in folder.records if each.site == "head" and each.kind == "output"}
+    for (number, call), record in outputs.items():
+        true = kept[2 * number + call]
+        assert torch.equal(folder.tensor(record), true)
+        assert record.fingerprint.norm == pytest.approx(true.norm().item(), rel=1e-5)
+        assert record.fingerprint.mean == pytest.approx(true.mean().item(), rel=1e-4, abs=1e-6)
+        assert record.fingerprint.absmax == true.abs().max().item()
+        assert (record.fingerprint.count, record.shape, record.dims) == (12, (4, 3), "b d")
+    grads = [(each.site, each.call) for each in folder.records if each.kind == "output_grad" and each.step == 1]
+    assert grads.count(("layers.0.lin", 0)) == grads.count(("layers.0.lin", 3)) == 1
+    assert (
+        grads.index(("head", 0))
+        < grads.index(("tail", 0))
+        < grads.index(("layers.0.lin", 1))
+        < grads.index(("head", 1))
+    )
+    parameters = dict(model.named_parameters())
+    for kind, count in (("parameter", 1), ("param_grad", 2)):
+        found = [each.site for each in folder.records if each.kind == kind]
+        assert sorted(found) == sorted(list(parameters) * count)
+    assert {each.leaf for each in folder.records if each.kind == "input" and each.site == "head"} == {"0"}
+    assert any(each.kind == "input_grad" and each.site == "head" for each in folder.records)
+
+
+def test_two_equal_runs_have_equal_fingerprints_and_another_weight_shows(tmp_path):
+    """Hashes and sketches agree record by record; with one weight changed they part where it is used."""
+    for name, change in (("a", 0.0), ("b", 0.0), ("c", 0.01)):
+        model, optimizer = made()
+        with torch.no_grad():
+            model.tail[0].weight[0, 0] += change
+        with trace(model, to=tmp_path / name, step=optimizer):
+            step(model, optimizer)
+    one, two, other = (read_trace(tmp_path / name).records for name in "abc")
+    assert [each.fingerprint for each in one] == [each.fingerprint for each in two]
+    parted = [a for a, b in zip(one, other, strict=True) if a.fingerprint.hash != b.fingerprint.hash]
+    assert parted[0].kind == "parameter"
+    assert parted[0].site == "tail.0.weight"
+    assert next(each.site for each in parted if each.kind == "output") == "tail.0"
+
+
+def test_names_and_numbers_are_those_of_eager_code_when_compiled(tmp_path):
+    """``torch.compile`` shows in neither names nor numbers, where its backend computes as eager code does."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.relu(self.a(x)))
+
+    found = {}
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model = Plain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        called: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if name == "compiled" else model
+        with trace(called, to=tmp_path / name, step=optimizer):
+            for _ in range(2):
+                called(torch.ones(3, 5)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found[name] = {
+            (each.site, each.kind, each.step, each.call): each.fingerprint
+            for each in read_trace(tmp_path / name).records
+        }
+    torch.compiler.reset()
+    assert found["eager"] == found["compiled"]
+    assert ("a", "output_grad", 1, 0) in found["eager"]
+
+
+def test_forwards_without_gradients_are_steps_and_are_written_at_once(tmp_path):
+    """In inference mode each forward is a step, on disk when it returns; ``every`` and pauses count."""
+    model, _ = made()
+    model.eval()
+    running = trace(model, "layers.#", to=tmp_path / "t", every=2)
+    running.set_rows(["x", "y", "z", "w"])
+    with torch.inference_mode():
+        for _ in range(3):
+            model(torch.randn(4, 6))
+        with running.paused():
+            model(torch.randn(4, 6))
+    running.flush()
+    folder = read_trace(tmp_path / "t")
+    assert {each.step for each in folder.records if each.kind == "output"} == {0, 2}
+    assert "was not closed" in folder.problems[0]
+    rows = folder.row_keys(folder.records[-1])
+    assert rows is not None
+    assert rows.keys == tuple(RowKey(name, None) for name in "xyzw")
+    with pytest.raises(OptionError, match="one entry for each request"):
+        running.set_rows(["x"], starts=[1, 2], lengths=[1])
+    running.remove()
+    running.remove()
+    hl.assert_no_hooks(model, foreign=True)
+    assert read_trace(tmp_path / "t").problems == ()
+
+
+def test_steps_by_hand_number_micro_batches(tmp_path):
+    """``step()`` ends a step and reads gradients; nothing else does."""
+    model, _ = made()
+    with trace(model, ["head"], to=tmp_path, step="manual", kinds=("output", "param_grad")) as running:
+        for count in (3, 1):
+            for _ in range(count):
+                model(torch.randn(4, 6)).sum().backward()
+            running.step()
+    records = read_trace(tmp_path).records
+    found = [(each.kind, each.step, each.call, each.micro_batch) for each in records if each.site == "head"]
+    assert found == [("output", 0, 0, 0), ("output", 0, 1, 1), ("output", 0, 2, 2), ("output", 1, 0, 0)]
+    assert [each.step for each in records if each.site == "head.weight"] == [0, 1]
+
+
+def test_a_budget_ends_tensors_first_and_is_told_once(tmp_path):
+    """With room for a few tensors, fingerprints go on; with none left, the trace ends; a warning and a note say so."""
+    model, _ = made()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with trace(model, to=tmp_path, tensors=True, budget="16KB", kinds="output"):
+            for _ in range(60):
+                model(torch.randn(32, 6))
+                torch.set_grad_enabled(False)
+    torch.set_grad_enabled(True)
+    folder = read_trace(tmp_path)
+    stored = [each.tensor is not None for each in folder.records]
+    assert stored[0]
+    assert not stored[-1]
+    assert len(stored) - stored.index(False) > 10
+    assert len(folder.notes) == len(told) == 2
+    assert "no room for more tensors" in folder.notes[0]
+    assert "is spent" in folder.notes[1]
+    size = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
+    assert size < 2 * 16_000
+
+
+def test_nan_and_inf_are_counted_and_leave_the_rest_readable(tmp_path):
+    """Numbers that are none count apart; norm, mean and sketch are of the others."""
+    model = nn.Identity()
+    clean = torch.randn(50)
+    dirty = torch.cat([clean, torch.tensor([math.nan, math.inf, -math.inf])])
+    with trace(model, to=tmp_path, kinds="output"):
+        model(torch.cat([clean, torch.zeros(3)]))
+        model(dirty)
+        model(torch.full((3,), math.nan))
+    one, two, three = (each.fingerprint for each in read_trace(tmp_path).records)
+    assert (two.nan, two.inf, two.is_finite, one.is_finite) == (1, 2, False, True)
+    assert (two.norm, two.mean, two.absmax, two.sketch) == (one.norm, one.mean, one.absmax, one.sketch)
+    assert two.hash != one.hash
+    assert (three.nan, three.norm) == (3, 0.0)
+
+
+def test_wrong_options_say_what_to_do(tmp_path):
+    """Each is refused before a hook is on, and before a folder is taken."""
+    model, optimizer = made()
+    with pytest.raises(OptionError, match=r"'output'.*There are"):
+        trace(model, to=tmp_path / "t", kinds="outptu")
+    with pytest.raises(OptionError, match="'forward', 'manual', or an optimizer"):
+        trace(model, to=tmp_path / "t", step="batch")
+    with pytest.raises(OptionError, match="'200MB'"):
+        bytes_of_budget("lots")
+    assert (bytes_of_budget("1.5 KiB"), bytes_of_budget(7), bytes_of_budget(None)) == (1536, 7, None)
+    assert not (tmp_path / "t").exists()
+    with pytest.raises(KeyError, match="No module matches"):
+        trace(model, "nothing", to=tmp_path / "t", kinds="output")
+    with trace(model, to=tmp_path / "u", step=optimizer) as running, pytest.raises(OptionError, match="not both"):
+        running.step()
+    with pytest.raises(TraceError, match="has a trace already"):
+        trace(model, to=tmp_path / "u")
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_each_rank_has_its_folder(tmp_path, monkeypatch):
+    """The rank that ``torchrun`` gives names the folder; what is missing of the others is told."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, _ = made()
+    with trace(model, to=tmp_path, kinds="output"):
+        model(torch.randn(4, 6))
+    folder = read_trace(tmp_path)
+    assert folder.ranks == (1,)
+    assert {each.rank for each in folder.records} == {1}
+    assert any("no folder of rank 0" in each for each in folder.problems)
+
+
+KILLED = """
+import os, signal, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from hookline.debug.trace.start_trace import trace
+
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+trace(nn.Sequential(model[0]), to=f"{folder}/laid", kinds="parameter").remove()
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+running = trace(model, to=f"{folder}/killed", tensors="1", step="manual")
+for step in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    running.step()
+"""
+
+
+def test_a_killed_process_leaves_a_readable_trace(tmp_path):
+    """``kill -9`` in the third step leaves the first two whole; the placements of a DTensor are in the records."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder = read_trace(tmp_path / "killed")
+    assert folder.steps == (0, 1)
+    assert any("was not closed" in each for each in folder.problems)
+    stored = [each for each in folder.records if each.tensor is not None]
+    assert len(stored) == 4
+    assert all(folder.tensor(each).shape == (2, 4) for each in stored)
+    with pytest.raises(TraceError, match="has a trace already"):
+        trace(nn.Linear(2, 2), to=tmp_path / "killed")
+    laid = {each.site: each.placements for each in read_trace(tmp_path / "laid").records}
+    assert laid["0.bias"] is None
+    weight = laid["0.weight"]
+    assert weight is not None
+    assert (weight.placements, weight.mesh_names, weight.mesh_shape, weight.coordinate) == (
+        ("Shard(0)",),
+        ("tp",),
+        (1,),
+        (0,),
+    )
+    assert weight.full_shape == (4, 4)
+
+
+def trained(folder: Any, disturb: bool = False) -> list[Tensor]:
+    """Everything that a run of 20 steps leaves behind, traced if there is a folder."""
+    model, optimizer = made(3)
+    torch.manual_seed(5)
+    kinds = ("input", "output", "output_grad", "input_grad", "parameter", "param_grad")
+    running = trace(model, to=folder, kinds=kinds, step=optimizer, tensors="*.lin") if folder is not None else None
+    for _ in range(20):
+        step(model, optimizer)
+        if disturb:
+            torch.rand(1)
+    if running is not None:
+        running.remove()
+    return [*model.state_dict().values(), torch.get_rng_state(), *(s["exp_avg_sq"] for s in optimizer.state.values())]
+
+
+def test_a_traced_run_ends_with_the_same_bits(tmp_path):
+    """Dropout, BatchNorm, checkpointing, AdamW; the negative control draws one number a step."""
+    plain = trained(None)
+    assert all(map(torch.equal, plain, trained(tmp_path / "t")))
+    assert not all(map(torch.equal, plain, trained(None, disturb=True)))
