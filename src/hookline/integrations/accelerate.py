@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
+from hookline.distributed.ranks import this_rank
 from hookline.errors import MissingPackageError, OptionError
 from hookline.integrations.follow import Follow
 from hookline.integrations.follow import follow as follow_loop
@@ -22,6 +24,7 @@ from hookline.sinks.fan_out import FanOut, own_rank
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.sink import Record
 from hookline.sites.wrappers import unwrap
+from hookline.training.checkpoints import checkpoint_file
 
 try:
     from accelerate.tracking import GeneralTracker
@@ -66,7 +69,8 @@ def follow(
         run.close()
 
     A step that Accelerate leaves out, because gradients are accumulated or have overflowed, is none. The state of the
-    hooks is saved and loaded with ``accelerator.save_state`` and ``load_state``: call this before ``load_state``.
+    hooks is saved and loaded with ``accelerator.save_state`` and ``load_state``: call this before ``load_state``. Call
+    ``save_state`` on every rank: those over 0 write files of their own, ``hookline_rank1.safetensors`` and so on.
 
     Args:
         accelerator: The ``Accelerator``.
@@ -101,11 +105,56 @@ def follow(
     )
     for tracker in _own_trackers(accelerator):
         tracker.follow(run)
-    accelerator.register_for_checkpointing(run)
+    accelerator.register_for_checkpointing(_SavedWithAccelerate(accelerator, run))
     if options.get("loader") is not None:
         # The rest of a resumed epoch comes from a loader that Accelerate makes.
         run.when_closed(listen(accelerator, "skip_first_batches", Listener(_ignore, run.follow_loader, _ignore)))
     return run
+
+
+class _SavedWithAccelerate:
+    """Save and load the state of a followed run with ``save_state`` and ``load_state``.
+
+    Accelerate writes the state of rank 0. Each other rank writes its own beside it when ``save_state`` is called there.
+    Nothing is gathered, since many loops call ``save_state`` on rank 0 alone.
+    """
+
+    def __init__(self, accelerator: Any, run: Follow) -> None:
+        number = _followed[accelerator] = _followed.get(accelerator, 0) + 1
+        self._name = "hookline" if number == 1 else f"hookline{number}"
+        self._run = run
+        self._folder: Path | None = None
+        for handle in (
+            accelerator.register_save_state_pre_hook(self._write_own),
+            accelerator.register_load_state_pre_hook(self._take_folder),
+        ):
+            run.when_closed(handle.remove)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank."""
+        return self._run.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of this rank, if there is a file of it; else from that of rank 0."""
+        own = None if self._folder is None else self._folder / self._file_name
+        # A file of another save is left alone: rank 0 has written since, and this rank has not.
+        kept = checkpoint_file.read(own) if own is not None and this_rank() > 0 and own.is_file() else state
+        self._run.load_state_dict(kept if kept["run"]["step"] == state["run"]["step"] else state)
+
+    @property
+    def _file_name(self) -> str:
+        return f"{self._name}_rank{this_rank()}.safetensors"
+
+    def _write_own(self, models: Any, weights: Any, folder: str) -> None:
+        if this_rank() > 0:
+            checkpoint_file.write(Path(folder) / self._file_name, self._run.state_dict())
+
+    def _take_folder(self, models: Any, folder: str) -> None:
+        self._folder = Path(folder)
+
+
+_followed: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many runs of an accelerator were followed: a number in the names of their files."""
 
 
 def _ignore(*_: Any, **__: Any) -> None:

@@ -104,8 +104,8 @@ class FabricCallback:
         return self.run.manager
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the hooks, for ``fabric.save``; nothing before the first step."""
-        return {} if self._run is None else self._run.state_dict()
+        """Return the state of the hooks on all ranks, for ``fabric.save``; nothing before the first step."""
+        return {} if self._run is None else self._run.state_dict(all_ranks=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have hooks go on where they were, from the first step on."""

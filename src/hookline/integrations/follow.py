@@ -188,10 +188,13 @@ class Follow:
         """Say what the loss of the step is that is being made, where ``backward()`` does not tell."""
         self._loop.told_loss = value
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the hooks, for the loop to put into its own checkpoint."""
+    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+        """Return the state of the hooks, for the loop to put into its own checkpoint.
+
+        Of several ranks it is this rank's. With ``all_ranks`` every rank calls it, and one file has the states of all.
+        """
         own = {"epoch": self._loop.epoch, "steps_in_pass": self._loop.steps_in_pass}
-        return {**self._host.state_dict(), "follow": own}
+        return {**self._host.state_dict(all_ranks=all_ranks), "follow": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; call it before the loop goes on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,7 @@ from hookline.errors import HooklineWarning, LifecycleError
 from hookline.integrations.held_gradients import HeldGradients
 from hookline.integrations.host_adapter import HostAdapter
 from hookline.integrations.host_manager import make_manager
-from hookline.integrations.host_state import check_state, load_state, state_of
+from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import caller_stacklevel
@@ -371,11 +372,11 @@ class HostRun:
 
     # -- the host's checkpoint -----------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of hooks, schedules, sinks and sums, for the host to put into its checkpoint."""
+    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
+        """Return the state of hooks, schedules, sinks and sums; of ``all_ranks`` if every rank calls it with that."""
         run = self._running("state_dict")
-        held = self.held.state_dict(run.adapter.model) if self._needs_previous else {}
-        return {**state_of(run, within=self._in_epoch), "held": held}
+        held = partial(self.held.state_dict, run.adapter.model) if self._needs_previous else dict
+        return save_state(run, held, within=self._in_epoch, all_ranks=all_ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; before the run has begun, as soon as it begins."""
@@ -387,8 +388,7 @@ class HostRun:
 
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
-        load_state(run, state, step)
-        self.held.load_state_dict(run.adapter.model, state["held"])
+        self.held.load_state_dict(run.adapter.model, load_state(run, state, step))
         self._is_new = False
 
     def _running(self, what: str) -> Run:

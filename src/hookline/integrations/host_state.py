@@ -10,29 +10,46 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import HooklineWarning, LifecycleError
+from hookline.integrations.rank_states import choose_state, gather_states, mark_state
 from hookline.messages import caller_stacklevel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hookline.training.loops.loop_run import Run
 
-__all__ = ["check_state", "load_state", "state_of"]
+__all__ = ["check_state", "load_state", "save_state"]
 
-_FORMAT: Final = 1
-"""A later one that cannot be read by this code has a higher number."""
+_FORMAT: Final = 2
+"""A later one that cannot be read by this code has a higher number. 1 did not tell of which rank it is."""
 _PARTS: Final = ("format", "loop", "run", "manager", "gradients", "held")
 
 
-def state_of(run: Run, *, within: bool) -> dict[str, Any]:
-    """Return the state of ``run``, ``within`` an epoch or between two; ``held`` gradients the caller adds."""
-    assert run.retention is not None
+def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bool) -> dict[str, Any]:
+    """Return the state of ``run``.
+
+    Args:
+        run: The run.
+        held: Returns the gradients that are held for the next step.
+        within: Whether an epoch has begun and is not over.
+        all_ranks: Whether every rank calls this, and gets the states of all; else it is the state of this rank.
+    """
     assert run.manager is not None
-    return {
-        "format": _FORMAT,
-        "loop": run.adapter.loop,
-        "run": run.state_dict(within=within),
-        "manager": run.manager.state_dict(),
-        "gradients": run.retention.state_dict(),
-    }
+    ranks = run.manager.ranks
+
+    def make() -> dict[str, Any]:
+        assert run.retention is not None
+        assert run.manager is not None
+        return {
+            "format": _FORMAT,
+            "loop": run.adapter.loop,
+            "run": run.state_dict(within=within),
+            "manager": run.manager.state_dict(),
+            "gradients": run.retention.state_dict(),
+            "held": held(),
+        }
+
+    return gather_states(make, ranks) if all_ranks and ranks is not None else mark_state(make(), ranks)
 
 
 def check_state(state: Mapping[str, Any], loop: str) -> None:
@@ -47,11 +64,18 @@ def check_state(state: Mapping[str, Any], loop: str) -> None:
         )
 
 
-def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> None:
-    """Load ``state``; if the host says that it goes on after another ``step``, schedules follow the host."""
+def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
+    """Load this rank's part of ``state``, and return the gradients that were held.
+
+    If the host says that it goes on after another ``step``, schedules follow the host.
+    """
     manager = run.manager
     assert run.retention is not None
     assert manager is not None
+    rank, count = (0, 1) if manager.ranks is None else (manager.ranks.rank, manager.ranks.ranks)
+    state, sentence = choose_state(state, run.adapter.model, rank, count)
+    if sentence:
+        warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
     manager.load_state_dict(state["manager"])
     run.retention.load_state_dict(state["gradients"])
     run.load_state_dict(state["run"])
@@ -63,3 +87,4 @@ def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> None:
             stacklevel=caller_stacklevel(),
         )
         manager.continue_from(step - 1)
+    return state["held"]

@@ -226,8 +226,8 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the hooks, for Lightning's checkpoint; nothing outside of training."""
-        return self._host.state_dict() if self._is_training() else {}
+        """Return the state of the hooks on all ranks, for Lightning's checkpoint; nothing outside of training."""
+        return self._host.state_dict(all_ranks=True) if self._is_training() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have hooks go on where they were, once training begins."""

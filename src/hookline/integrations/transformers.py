@@ -234,7 +234,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         if not self._host.is_running:
             return
         with _Failing(self):
-            tree = self._host.state_dict()
+            tree = self._host.state_dict(all_ranks=True)  # the Trainer saves on every rank
             folder = _output_folder(self._trainer, args) / f"checkpoint-{state.global_step}"
             if state.is_world_process_zero and folder.is_dir():
                 checkpoint_file.write(folder / STATE_FILE, tree)

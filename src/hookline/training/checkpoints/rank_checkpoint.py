@@ -20,21 +20,19 @@ from torch import Tensor
 from hookline.errors import CheckpointError
 from hookline.training.checkpoints.checkpoint_file import digest, read, write
 from hookline.training.hook_state import map_tensors
-from hookline.training.ranks.sharded_tensors import is_sharded, local_part, place_again, same_layout
+from hookline.training.ranks.sharded_tensors import is_sharded, local_parts, place_parts, same_layout
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.training.ranks.rank_sync import RankSync
 
-__all__ = ["SUFFIX", "read_ranks", "saved_ranks", "write_ranks"]
+__all__ = ["SUFFIX", "rank_digest", "read_ranks", "saved_ranks", "write_ranks"]
 
 SUFFIX: Final = ".ranks"
 """How the folder of a checkpoint of several ranks ends."""
 _ABOUT: Final = "ranks.json"
 _SHARED: Final = "shared"
-_LOCAL: Final = "\x1flocal"
-"""The key of a part of a sharded tensor in the file of its rank."""
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -101,18 +99,18 @@ def _split(tree: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Tensor]
                 else:
                     kept.setdefault(index, {})[key] = value
         own_core["optimizer"] = {**optimizer, "state": {**optimizer["state"], "state": kept}}
-    own: dict[str, Any] = map_tensors({**tree, "core": own_core}, _as_local)
+    own: dict[str, Any] = local_parts({**tree, "core": own_core})
     return shared, own
-
-
-def _as_local(tensor: Tensor) -> Any:
-    """Return this rank's part of a sharded tensor, with the shape of the whole."""
-    return {_LOCAL: local_part(tensor), "shape": list(tensor.shape)} if is_sharded(tensor) else tensor
 
 
 def _hook_digests(tree: Mapping[str, Any]) -> dict[str, int]:
     hooks = {} if tree["manager"] is None else tree["manager"]["hooks"]
-    return {name: digest(map_tensors(state, _as_local)) for name, state in hooks.items()}
+    return {name: rank_digest(state) for name, state in hooks.items()}
+
+
+def rank_digest(tree: Any) -> int:
+    """Return a number that is the same on two ranks only if they hold the same, each on a device of its own."""
+    return digest(map_tensors(local_parts(tree), Tensor.cpu))
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
@@ -135,10 +133,7 @@ def read_ranks(
     """Return the tree of a rank, with the shared part read into tensors like those of model and optimizer."""
     found = read(path / f"rank{rank}.safetensors", home)
     live = dict(model.named_parameters(remove_duplicate=False))
-    sharded = [value for value in live.values() if is_sharded(value)]
-    tree: dict[str, Any] = map_dicts(
-        found, lambda one: place_again(one[_LOCAL], one["shape"], sharded) if _LOCAL in one else None
-    )
+    tree: dict[str, Any] = place_parts(found, live.values())
     shared = _read_shared(path, live, optimizer)
     core = tree["core"]
     core["model"]["tensors"] |= {
@@ -182,13 +177,3 @@ def _template(name: str, about: Any, live: Mapping[str, Tensor], indexed: Mappin
     if parameter is not None and (kind == "model" or (is_sharded(parameter) and len(about.size))):
         raise CheckpointError(f"{name} was saved as {tuple(about.size)}, and is {tuple(parameter.shape)} here.")
     return torch.empty(about.size, dtype=dtype)
-
-
-def map_dicts(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
-    """Return the same structure with what `change` makes of a dictionary in its place; None leaves it."""
-    if type(value) is dict:
-        changed = change(value)
-        return {key: map_dicts(item, change) for key, item in value.items()} if changed is None else changed
-    if type(value) in (list, tuple):
-        return type(value)(map_dicts(item, change) for item in value)
-    return value
