@@ -63,6 +63,12 @@ graph_task_id: Final[Callable[[], int]] = torch._C._current_graph_task_id
 """Which backward pass is running in this thread; -1 for none (0.1 µs)."""
 
 
+def current_node() -> Any:
+    """Return the graph node whose backward runs in this thread; None outside of a backward pass (checked on 2.13)."""
+    ask = getattr(torch._C, "_current_autograd_node", None)
+    return None if ask is None else ask()
+
+
 def sequence_number_of(node: Any) -> int:
     """Return when a graph node was made; autograd runs the ready node with the largest number first."""
     return node._sequence_nr()  # type: ignore[no-any-return]

@@ -1,0 +1,234 @@
+"""Check every step by the statistics of its modules; run a bad one again at operator level and say what was wrong.
+
+`find_bad_operations` and the lifecycle hook `FirstBadOperation` call `BadOperationFinder` when steps begin and end. It
+reads a `Watch` by `StepReader`, goes back by `KeptSteps`, and looks by `OperatorRun`. A guard puts the run back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.debug.first_bad.bad_operation import BadOperation, BadStep, describe_batch, find_ids
+from hookline.debug.first_bad.kept_steps import KeptStep, KeptSteps, RunParts
+from hookline.debug.first_bad.operator_run import OperatorRun
+from hookline.debug.first_bad.step_reader import StepReader
+from hookline.distributed.ranks import is_distributed
+from hookline.guard.guard import Guard
+from hookline.lifecycle.run_phase import in_phase
+from hookline.observe.watch.watch import watch
+from hookline.sites import _torch
+
+if TYPE_CHECKING:
+    from hookline.debug.first_bad.step_reader import StepRows
+    from hookline.guard.tensor_copies import Where
+    from hookline.hook_types import Target
+
+__all__ = ["BadOperationFinder", "RunAgain"]
+
+logger = logging.getLogger("hookline.debug.first_bad")
+
+RunAgain = Callable[[KeptStep], Any]
+"""Makes a step again, from the state in which it began; returns its loss, or whatever it returns."""
+
+_BAD: Final = 5
+"""The column of a row that counts firings with NaN or infinity."""
+_EAGER: Final = "the model is compiled; the second run was eager, operator by operator, so its rounding may differ"
+
+
+class BadOperationFinder:
+    """Find bad operations in the steps that it is told of.
+
+    Args:
+        model: The model.
+        parts: Returns what a guard saves.
+        target: Which modules are checked.
+        exclude: Modules to leave out.
+        every: How many steps one snapshot serves.
+        where: Where the copies go, as for `Guard`.
+        most: How many bad steps are run again; later ones are counted.
+        batch_ids: Returns the ids of a batch.
+        on_report: Called with every report.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Callable[[], RunParts],
+        *,
+        target: Target = "*",
+        exclude: Target = None,
+        every: int = 16,
+        where: Where = "auto",
+        most: int = 10,
+        batch_ids: Callable[[Any], Any] | None = None,
+        on_report: Callable[[BadStep], Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._parts = parts
+        self._most = most
+        self._batch_ids = batch_ids or find_ids
+        self._on_report = on_report
+        self.reports: list[BadStep] = []
+        """What was found, the first first."""
+        self.bad_steps = 0
+        """How many steps had something that was not finite."""
+        self.scaled_steps = 0
+        """How many of them had it in gradients alone under a ``GradScaler``, which skips such steps by design."""
+        self.steps = 0
+        """How many steps have begun."""
+        self._expected: set[str] = set()
+        """Places whose infinities turned out to be meant."""
+        self._last_bad = -2
+        self._watch = watch(model, target, on=("forward", "backward"), stats=["nonfinite"], exclude=exclude)
+        self._reader = StepReader(self._watch)
+        self._kept = KeptSteps(parts, every=every, where=where)
+        self._is_looking = False
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, batch: Any, again: RunAgain | None, attributes: Any = None, ids: Any = None) -> None:
+        """Keep how a step begins."""
+        until = self._kept.needs_verdict_until
+        if until >= 0:
+            self._judge_all(self._reader.arrived_until(until), again)
+        ids = self._batch_ids(batch) if ids is None and batch is not None else ids
+        self._kept.begin(self.steps, batch, ids, attributes)
+        self.steps += 1
+
+    def end_step(self, loss: Any, again: RunAgain | None, missing: str = "") -> list[BadStep]:
+        """End a step; return the reports about it, or about an earlier one whose numbers have arrived now.
+
+        ``again`` runs a step once more; ``missing`` says why it cannot, or not all of it.
+        """
+        self._reader.end_step(self.steps - 1, loss if isinstance(loss, Tensor | float) else None)
+        return self._judge_all(self._reader.arrived(), again, missing)
+
+    def flush(self, again: RunAgain | None, missing: str = "") -> list[BadStep]:
+        """Wait for the numbers of all steps, and judge them."""
+        return self._judge_all(self._reader.arrived(wait=True), again, missing)
+
+    def remove(self) -> None:
+        """Take all hooks off, let go of what was kept."""
+        self._watch.remove(quiet=True)
+        self._kept.clear()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is counted."""
+        return self._watch.paused()
+
+    # -- judging -----------------------------------------------------------------------------------------------
+
+    def _judge_all(self, steps: list[StepRows], again: RunAgain | None, missing: str = "") -> list[BadStep]:
+        found = [self._judge(step, again, missing) for step in steps]
+        return [report for report in found if report is not None]
+
+    def _judge(self, rows: StepRows, again: RunAgain | None, missing: str) -> BadStep | None:
+        bad = [place.label for _, place, row in rows.of_places(self._reader.places) if row[_BAD] > 0]
+        bad = [label for label in bad if label not in self._expected]
+        if rows.loss is not None and not math.isfinite(float(rows.loss)):
+            bad.append("loss")
+        if not bad:
+            return None
+        if _scales(self._parts()[3]) and all(label.endswith("/backward") for label in bad):
+            self.scaled_steps += 1
+            return None
+        self.bad_steps += 1
+        goes_on, self._last_bad = rows.number == self._last_bad + 1, rows.number
+        if goes_on or len(self.reports) >= self._most:
+            return None  # what a NaN in the weights does to every step from then on
+        report = self._look(rows.number, tuple(bad), again, missing)
+        if report.verdict == "given" and report.operation is not None and report.operation.what == "Inf":
+            self._expected.update(label for label in bad if label != "loss")
+        self.reports.append(report)
+        logger.warning("%s", report)
+        if self._on_report is not None:
+            self._on_report(report)
+        return report
+
+    # -- running again -----------------------------------------------------------------------------------------
+
+    def _look(self, number: int, places: tuple[str, ...], again: RunAgain | None, missing: str) -> BadStep:
+        kept = self._kept.get(number)
+        batch = "" if kept is None else describe_batch(kept.batch, kept.ids)
+        why = self._why_not(kept, again, missing)
+        if why or again is None:
+            return BadStep(number, places, "not run again", batch=batch, notes=(why,))
+        notes = (missing,) if missing else ()
+        if any(map(_torch.is_compiled, self._model.modules())):
+            notes = (*notes, _EAGER)
+        try:
+            operation, is_same = self._protected(number, again, compares=not missing)
+        except _SecondRunError as error:
+            note = f"the second run raised {type(error.cause).__name__}: {error.cause}"
+            return BadStep(number, places, "not run again", batch=batch, notes=(*notes, note))
+        if operation is None:
+            return BadStep(number, places, "did not repeat", None, batch, is_same, notes)
+        return BadStep(number, places, "given" if operation.given else "found", operation, batch, is_same, notes)
+
+    @staticmethod
+    def _why_not(kept: KeptStep | None, again: RunAgain | None, missing: str) -> str:
+        if is_distributed():
+            return "there are other ranks, which would have to run the step again too; run this rank's batch alone"
+        if again is None:
+            return missing or "nothing says how to run the step again: give step_fn=, or loss_fn= and note_batch()"
+        return "" if kept is not None else "the beginning of the step is not kept any more"
+
+    def _protected(self, number: int, again: RunAgain, *, compares: bool) -> tuple[BadOperation | None, bool | None]:
+        """Run a step again; return what was found, and whether it ended as the first time. The run stays as it is."""
+        guard = Guard(*self._parts()[:4], loader=self._parts()[4])
+        guard.save(["trains"])
+        is_latest = number == self.steps - 1
+        ends = [_bits(tensor).clone() for tensor in self._state()] if compares and is_latest else None
+        try:
+            with in_phase("intervention"), self._watch.paused(), guard.protecting("first bad operation"):
+                found = self._run(number, again)
+                is_same = None if ends is None else all(map(torch.equal, map(_bits, self._state()), ends))
+                if found is not None and found.given and self._kept.has(number - 1):
+                    # A parameter was bad already: the step before has made it, in a gradient or in the optimizer.
+                    earlier = self._run(number - 1, again)
+                    found = found if earlier is None else earlier
+        finally:
+            guard.release()
+        return found, is_same
+
+    def _run(self, number: int, again: RunAgain) -> BadOperation | None:
+        try:
+            kept = self._kept.back_to(number, again)
+            with _eager(), OperatorRun(self._model) as run:
+                run.note_end(again(kept))
+            return run.first
+        except Exception as error:
+            raise _SecondRunError(error) from error
+
+    def _state(self) -> list[Tensor]:
+        return [tensor.detach() for tensor in (*self._model.parameters(), *self._model.buffers())]
+
+
+class _SecondRunError(Exception):
+    """The step raised when it was run again."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def _scales(scaler: Any) -> bool:
+    return scaler is not None and callable(getattr(scaler, "is_enabled", None)) and bool(scaler.is_enabled())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    local: Tensor = _torch.local_tensor(tensor)
+    return local.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context in which compiled code runs as it was written."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if stance is None else stance("force_eager")

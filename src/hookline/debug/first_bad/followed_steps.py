@@ -1,0 +1,119 @@
+"""Tell when steps begin in a loop that is only followed, and run the forward and backward of one again.
+
+`BadOperations` and the hook `FirstBadOperation` use it where nobody calls them with the step: the first forward of the
+model in training begins a step. What the model was given is kept, and so is the batch, if it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.debug.first_bad.bad_operation import BadStep
+from hookline.debug.first_bad.kept_steps import KeptStep
+from hookline.lifecycle.run_phase import known_phase
+from hookline.sites import _torch
+from hookline.sites.attach import attach
+
+if TYPE_CHECKING:
+    from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
+
+__all__ = ["FollowedSteps"]
+
+_FORWARD_ALONE: Final = (
+    "the forward alone was run again, on the inputs that the model was given; give loss_fn= and the batch, or step_fn=, "
+    "to have the backward too"
+)
+_NO_STEP: Final = "forward and backward were run again, without the step of the optimizer"
+
+
+class _Followed:
+    """What one step was given: forwards, batches, the autocast of the first."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[Any, Any]] = []
+        self.batches: list[Any] = []
+        self.autocast: list[tuple[str, torch.dtype]] = []
+
+
+class FollowedSteps:
+    """Begin steps at forwards of the model, and run them again as far as is known how."""
+
+    def __init__(
+        self, finder: BadOperationFinder, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor] | None
+    ) -> None:
+        self._finder = finder
+        self._model = model
+        self._loss_fn = loss_fn
+        self._current: _Followed | None = None
+        self._noted: list[tuple[Any, Any]] = []
+        self._handle = attach(model, self._begin_forward, on="forward_pre", observe=True, name="first bad operation")
+
+    def note_batch(self, batch: Any, ids: Any = None) -> None:
+        """Name the batch of the forwards that follow."""
+        if self._current is None:
+            self._noted.append((batch, ids))
+        else:
+            self._current.batches.append(batch)
+
+    @torch.compiler.disable
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        is_training = self._model.training and torch.is_grad_enabled() and known_phase() in (None, "train")
+        if not is_training or _torch.in_recomputation():
+            return
+        if self._current is None:
+            self._current = followed = _Followed()
+            noted, self._noted = self._noted, []
+            followed.batches = [batch for batch, _ in noted]
+            followed.autocast = _autocast()
+            ids = next((each for _, each in noted if each is not None), None)
+            self._finder.begin_step(followed, self._again, ids=self._ids(followed) if ids is None else ids)
+        self._current.forwards.append((args, kwargs))
+
+    def _ids(self, followed: _Followed) -> Any:
+        return None if not followed.batches else self._finder._batch_ids(followed.batches[0])
+
+    def end_step(self, loss: Any, batch: Any = None) -> list[BadStep]:
+        """End the step, if one has begun; ``batch`` is that of the step, if it becomes known only now."""
+        followed, self._current = self._current, None
+        if followed is None or known_phase() == "intervention":
+            self._current = followed
+            return []
+        if batch is not None and not followed.batches:
+            followed.batches = list(batch) if type(batch).__name__ == "MicroBatches" else [batch]
+        return self._finder.end_step(loss, self._again, self._missing(followed))
+
+    def flush(self) -> list[BadStep]:
+        """Judge all steps whose numbers are still under way."""
+        return self._finder.flush(self._again, _NO_STEP if self._loss_fn is not None else _FORWARD_ALONE)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        self._handle.remove(quiet=True)
+        self._current = None
+
+    def _missing(self, followed: _Followed) -> str:
+        return _NO_STEP if self._loss_fn is not None and followed.batches else _FORWARD_ALONE
+
+    def _again(self, kept: KeptStep) -> Any:
+        followed: _Followed = kept.batch
+        self._model.train()
+        with ExitStack() as entered:
+            for device, dtype in followed.autocast:
+                entered.enter_context(torch.autocast(device, dtype=dtype))
+            if self._loss_fn is None or not followed.batches:
+                return [self._model(*args, **kwargs) for args, kwargs in followed.forwards]
+            losses = [self._loss_fn(self._model, batch) for batch in followed.batches]
+        for loss in losses:
+            loss.backward()
+        return losses
+
+
+def _autocast() -> list[tuple[str, torch.dtype]]:
+    """Return the devices whose operators are cast now, and to which type."""
+    devices = ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))
+    return [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]

@@ -1,0 +1,103 @@
+"""Keep the state in which steps began, cheaply: a snapshot every so many steps, batch and random streams of each.
+
+`BadOperationFinder` calls `KeptSteps` at the beginning of each step. To go back to a step, the snapshot before it is
+restored and the steps in between are run again: they are the same steps, so the state is the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hookline.guard.rng import RandomStates
+from hookline.guard.snapshot import Snapshot, interrupts_deferred, roots_of
+from hookline.guard.tensor_copies import Where
+
+__all__ = ["KeptStep", "KeptSteps", "RunParts"]
+
+RunParts = tuple[Any, Any, Any, Any, Any]
+"""What a guard saves: model, optimizer, scheduler, scaler, loader."""
+
+
+@dataclass(slots=True)
+class KeptStep:
+    """How one step began."""
+
+    number: int
+    batch: Any
+    """The batch itself, not a copy."""
+    ids: Any
+    """What names the batch."""
+    random: RandomStates
+
+
+@dataclass(slots=True)
+class _Window:
+    """A snapshot, and the steps since."""
+
+    snapshot: Snapshot
+    put_back: Callable[[], None] | None = None
+    """Puts back what the snapshot does not have: the plain attributes of an experiment."""
+    steps: list[KeptStep] = field(default_factory=list)
+
+
+class KeptSteps:
+    """The last steps, of two snapshots or three; ``every`` is how many steps one snapshot serves.
+
+    More than one, because a NaN in a gradient shows in the forward of the next step: then the step before is asked for.
+    """
+
+    def __init__(self, parts: Callable[[], RunParts], *, every: int, where: Where) -> None:
+        self._parts = parts
+        self._every = every
+        self._most = 2 if every > 1 else 3
+        self._where: Where = where
+        self._windows: list[_Window] = []
+
+    @property
+    def needs_verdict_until(self) -> int:
+        """The step up to which it has to be known that all was well before the next step may begin; -1 for none."""
+        is_full = len(self._windows) == self._most and len(self._windows[-1].steps) >= self._every
+        return self._windows[1].steps[0].number if is_full else -1
+
+    def begin(self, number: int, batch: Any, ids: Any, attributes: Callable[[], Callable[[], None]] | None) -> None:
+        """Keep the beginning of a step; ``attributes`` saves what else it may change, and returns what puts it back."""
+        if not self._windows or len(self._windows[-1].steps) >= self._every:
+            self._begin_window(attributes)
+        self._windows[-1].steps.append(KeptStep(number, batch, ids, RandomStates()))
+
+    def _begin_window(self, attributes: Callable[[], Callable[[], None]] | None) -> None:
+        roots = roots_of(*self._parts())
+        window = self._windows.pop(0) if len(self._windows) == self._most else None
+        # The memory of the older one is used again, unless the run has other parts now (another loader, say).
+        same = window is not None and window.snapshot.roots == roots
+        snapshot = window.snapshot if window is not None and same else Snapshot(roots, self._where)
+        with interrupts_deferred():
+            snapshot.take("all", gradients=True)
+        self._windows.append(_Window(snapshot, None if attributes is None else attributes()))
+
+    def has(self, number: int) -> bool:
+        """Return whether the beginning of that step is kept."""
+        return any(step.number == number for window in self._windows for step in window.steps)
+
+    def get(self, number: int) -> KeptStep | None:
+        """Return how that step began."""
+        return next((step for window in self._windows for step in window.steps if step.number == number), None)
+
+    def back_to(self, number: int, run: Callable[[KeptStep], Any]) -> KeptStep:
+        """Bring the run to the beginning of a step; ``run`` makes the steps between the snapshot and it again."""
+        window = next(each for each in self._windows if any(step.number == number for step in each.steps))
+        window.snapshot.restore_or_raise("A step that was run again", gradients=True, versions=False)
+        if window.put_back is not None:
+            window.put_back()
+        for step in window.steps:
+            step.random.restore()
+            if step.number == number:
+                return step
+            run(step)
+        raise AssertionError("the step is in the window")  # pragma: no cover
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._windows.clear()

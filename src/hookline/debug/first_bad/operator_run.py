@@ -1,0 +1,266 @@
+"""Run a step at the level of operators, and find the one that made the first NaN or infinity.
+
+`StepAgain` runs the step inside an `OperatorRun`. Every operator is asked whether its inputs and its result are finite.
+A result that is not has an origin: the operator that made it from finite inputs, however many have passed it on since.
+Only an origin that reaches the loss, a gradient, a parameter or what a module returns is reported: an infinity that a
+mask puts in and a softmax takes out is no fault.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hookline.debug.first_bad.bad_operation import BadOperation, TensorSummary, as_float64, summarize_tensor
+from hookline.debug.first_bad.operator_places import OperatorPlace, OperatorPlaces
+from hookline.sites import _torch
+
+__all__ = ["OperatorRun"]
+
+_UNFILLED: Final = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
+)
+"""Operators whose results hold whatever was in that memory before."""
+_OVERWRITES: Final = frozenset(
+    ("copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "_foreach_copy_")
+)
+"""Operators that do not read the tensor that they write to."""
+_CASTS: Final = frozenset(("_to_copy", "copy_", "_foreach_copy_"))
+
+
+@dataclass(eq=False)
+class _Origin:
+    """An operator whose result was the first that was not finite."""
+
+    number: int
+    operation: BadOperation
+    parents: list[_Origin] = field(default_factory=list)
+    """Origins of the infinities that it made NaN of."""
+
+    def root(self) -> _Origin:
+        """Return what is to blame: of NaN made of infinities, the operator that made these, unless they were given."""
+        made = [parent.root() for parent in self.parents if not parent.operation.given]
+        return min(made, key=lambda each: each.number) if made else self
+
+
+class OperatorRun(TorchDispatchMode):
+    """Look at every operator of the block; then `first` says which made the first number that was not finite."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._places = OperatorPlaces(model, self._take_output)
+        self._known = {_key(tensor): name for name, tensor in _named_tensors(model)}
+        self._origins: dict[int, _Origin] = {}
+        """By the storage of a tensor that is not finite."""
+        self._at_modules: list[_Origin] = []
+        self._at_end: list[_Origin] = []
+        self._is_looking = False
+        self.num_operators = 0
+        """How many operators ran."""
+
+    def __enter__(self) -> OperatorRun:
+        self._places.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._places.__exit__(*exc_info)
+
+    def note_end(self, result: Any) -> None:
+        """Look at what the step leaves behind: its result, gradients, parameters and buffers; in the block."""
+        left = [*_tensors(result), *(tensor for _, tensor in _named_tensors(self._model))]
+        left += [p.grad for p in self._model.parameters() if p.grad is not None]
+        self._at_end += self._looked_at(left)
+
+    @property
+    def first(self) -> BadOperation | None:
+        """The operator to blame; one that was only given such a number if there is no other; None if all was well."""
+        for reached in (self._at_end, self._at_modules):
+            roots = sorted({origin.root() for origin in reached}, key=lambda each: each.number)
+            made = [root for root in roots if not root.operation.given]
+            if made or (roots and reached is self._at_modules) or (roots and not self._at_modules):
+                return (made or roots)[0].operation
+        return None
+
+    # -- at each operator --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_looking:
+            return func(*args, **kwargs)
+        name, number = _name(func), self.num_operators
+        self.num_operators += 1
+        place = self._places.of_operator(str(func))
+        inputs = list(_inputs(func, name, args, kwargs))
+        bad = [tensor for _, tensor in inputs if _is_bad(tensor)]
+        has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
+        writes = func._schema.is_mutable
+        before = [summarize_tensor(*each) for each in inputs] if writes and not bad else None
+        result = func(*args, **kwargs)
+        if name in _UNFILLED:
+            return result
+        outputs = [*_tensors(result), *(_written(func, args, kwargs) if writes else ())]
+        spoiled = [tensor for tensor in outputs if _is_bad(tensor)]
+        if spoiled:
+            parents = self._origins_of(bad)
+            call = _Call(func, name, args, kwargs, number, place, inputs, before)
+            origin = self._judge(call, spoiled, parents, has_nan=has_nan)
+            for tensor in spoiled:
+                self._origins[_key(tensor)] = origin
+        kept = {_key(tensor) for tensor in itertools.chain(spoiled, bad)}
+        for tensor in outputs:  # memory that was freed and is used again has no origin any more
+            if _key(tensor) not in kept:
+                self._origins.pop(_key(tensor), None)
+        return result
+
+    def _judge(self, call: _Call, spoiled: list[Tensor], parents: list[_Origin], *, has_nan: bool) -> _Origin:
+        """Return the origin of what an operator returned: the operator itself, or where its inputs come from."""
+        makes_nan = any(bool(tensor.isnan().any()) for tensor in spoiled)
+        if parents and not (makes_nan and not has_nan):
+            return min(parents, key=lambda each: (bool(each.operation.given), each.number))
+        given = "" if parents or not call.has_bad_number() else "a number that it was called with is not finite"
+        return _Origin(call.number, call.operation(spoiled, makes_nan=makes_nan, given=given), parents)
+
+    def _origins_of(self, tensors: list[Tensor]) -> list[_Origin]:
+        found: list[_Origin] = []
+        for tensor in tensors:
+            if _is_bad(tensor):
+                key = _key(tensor)
+                if key not in self._origins:
+                    self._origins[key] = self._from_outside(tensor)
+                found.append(self._origins[key])
+        return list(dict.fromkeys(found))
+
+    def _from_outside(self, tensor: Tensor) -> _Origin:
+        name = self._known.get(_key(tensor))
+        given = "an input of the step" if name is None else f"{name!r} was not finite when the step began"
+        what = "NaN" if bool(tensor.isnan().any()) else "Inf"
+        place = self._places.of_operator("")
+        summary = (summarize_tensor("input", tensor),)
+        operation = BadOperation(
+            "the first operator that reads it", what, place.where, place.module, "", "", "", place.source,
+            self.num_operators, summary, (), given,
+        )  # fmt: skip
+        return _Origin(self.num_operators, operation)
+
+    def _take_output(self, module: str, output: Any) -> None:
+        """Note origins of what a module returns."""
+        self._at_modules += self._looked_at(list(_tensors(output)))
+
+    def _looked_at(self, tensors: list[Tensor]) -> list[_Origin]:
+        """Return the origins of tensors, without counting the operators that looking takes."""
+        self._is_looking = True
+        try:
+            return self._origins_of(tensors)
+        finally:
+            self._is_looking = False
+
+
+@dataclass
+class _Call:
+    """One call of an operator."""
+
+    func: Any
+    name: str
+    args: Any
+    kwargs: Any
+    number: int
+    place: OperatorPlace
+    inputs: list[tuple[str, Tensor]]
+    before: list[TensorSummary] | None
+    """The inputs as they were, of an operator that writes to them."""
+
+    def has_bad_number(self) -> bool:
+        """Return whether a plain number among the arguments is not finite."""
+        numbers = [*self.args, *self.kwargs.values()]
+        return any(isinstance(each, float) and not math.isfinite(each) for each in numbers)
+
+    def operation(self, spoiled: list[Tensor], *, makes_nan: bool, given: str) -> BadOperation:
+        """Return the report about this call."""
+        inputs = self.before or [summarize_tensor(*each) for each in self.inputs]
+        outputs = [summarize_tensor("output", tensor) for tensor in spoiled]
+        what = "NaN" if makes_nan else "Inf"
+        if not makes_nan and not given and self._overflows():
+            what = f"overflow of {outputs[0].dtype}"
+        place = self.place
+        return BadOperation(
+            str(self.func), what, place.where, place.module, place.function, place.node, place.forward_operator,
+            place.source, self.number, tuple(inputs), tuple(outputs), given,
+        )  # fmt: skip
+
+    def _overflows(self) -> bool:
+        """Return whether the same call with numbers of 64 bits stays finite."""
+        if self.name in _CASTS:
+            return True
+        if self.func._schema.is_mutable:
+            return False  # its inputs are gone
+        try:
+            again = self.func(*as_float64(self.args), **{key: as_float64(value) for key, value in self.kwargs.items()})
+        except Exception:  # an operator that has no kernel for float64
+            return False
+        return not any(map(_is_bad, _tensors(again)))
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).rpartition("::")[2]
+
+
+def _is_bad(tensor: Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta" or not tensor.numel():
+        return False
+    try:
+        return not bool(torch.isfinite(tensor).all())
+    except (NotImplementedError, RuntimeError):  # sparse, nested, of eight bits: not looked at
+        return False
+
+
+def _key(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield _torch.local_tensor(value) if type(value) is not Tensor else value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _inputs(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an operator reads, by the names of its arguments."""
+    for index, argument in enumerate(func._schema.arguments):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and (argument.kwarg_only or (index == 0 and name in _OVERWRITES)):
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for number, tensor in enumerate(_tensors(value)):
+            yield (argument.name if isinstance(value, Tensor) else f"{argument.name}[{number}]"), tensor
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operator writes to; those of a list of tensors are not among its results."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        local = _torch.local_tensor(tensor)
+        if local is not None:
+            yield name, local
