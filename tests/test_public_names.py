@@ -29,6 +29,7 @@ FUNCTIONS = _named(
     """,
         "debug": """
         compare_npy_folders read_trace
+        find_bad_operations
     """,
         "distributed": """
         gather_objects is_distributed rank_count reduce_metrics this_rank
@@ -89,6 +90,7 @@ CLASSES = _named(
         "debug": """
         NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord
         Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder TraceRecord
+        BadOperation BadOperations BadStep TensorSummary
     """,
         "distributed": """
         Exchange

@@ -1,5 +1,10 @@
 """The public names of ``hookline.debug``, each with the module it lives in."""
 
+from hookline.debug.first_bad.bad_operation import BadOperation as BadOperation
+from hookline.debug.first_bad.bad_operation import BadStep as BadStep
+from hookline.debug.first_bad.bad_operation import TensorSummary as TensorSummary
+from hookline.debug.first_bad.find_bad_operations import BadOperations as BadOperations
+from hookline.debug.first_bad.find_bad_operations import find_bad_operations as find_bad_operations
 from hookline.debug.precision.compare_npy import NpyComparison as NpyComparison
 from hookline.debug.precision.compare_npy import compare_npy_folders as compare_npy_folders
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker

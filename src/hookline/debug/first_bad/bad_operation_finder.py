@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,22 @@ if TYPE_CHECKING:
     from hookline.guard.tensor_copies import Where
     from hookline.hook_types import Target
 
-__all__ = ["BadOperationFinder", "RunAgain"]
+__all__ = ["BadOperationFinder", "SecondRun"]
 
 logger = logging.getLogger("hookline.debug.first_bad")
 
-RunAgain = Callable[[KeptStep], Any]
-"""Makes a step again, from the state in which it began; returns its loss, or whatever it returns."""
+
+class SecondRun(NamedTuple):
+    """How a step can be run again."""
+
+    run: Callable[[KeptStep], Any] | None
+    """Makes the step again, from the state in which it began; returns its loss, or whatever it returns."""
+    note: str = ""
+    """What of the step it leaves out, for the report; why there is none."""
+    is_step: bool = True
+    """Whether it is the whole step, so that it ends as the first run did."""
+    has_backward: bool = True
+
 
 _BAD: Final = 5
 """The column of a row that counts firings with NaN or infinity."""
@@ -93,7 +103,7 @@ class BadOperationFinder:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def begin_step(self, batch: Any, again: RunAgain | None, attributes: Any = None, ids: Any = None) -> None:
+    def begin_step(self, batch: Any, again: SecondRun, attributes: Any = None, ids: Any = None) -> None:
         """Keep how a step begins."""
         until = self._kept.needs_verdict_until
         if until >= 0:
@@ -102,17 +112,14 @@ class BadOperationFinder:
         self._kept.begin(self.steps, batch, ids, attributes)
         self.steps += 1
 
-    def end_step(self, loss: Any, again: RunAgain | None, missing: str = "") -> list[BadStep]:
-        """End a step; return the reports about it, or about an earlier one whose numbers have arrived now.
-
-        ``again`` runs a step once more; ``missing`` says why it cannot, or not all of it.
-        """
+    def end_step(self, loss: Any, again: SecondRun) -> list[BadStep]:
+        """End a step; return the reports about it, or about an earlier one whose numbers have arrived now."""
         self._reader.end_step(self.steps - 1, loss if isinstance(loss, Tensor | float) else None)
-        return self._judge_all(self._reader.arrived(), again, missing)
+        return self._judge_all(self._reader.arrived(), again)
 
-    def flush(self, again: RunAgain | None, missing: str = "") -> list[BadStep]:
+    def flush(self, again: SecondRun) -> list[BadStep]:
         """Wait for the numbers of all steps, and judge them."""
-        return self._judge_all(self._reader.arrived(wait=True), again, missing)
+        return self._judge_all(self._reader.arrived(wait=True), again)
 
     def remove(self) -> None:
         """Take all hooks off, let go of what was kept."""
@@ -125,11 +132,11 @@ class BadOperationFinder:
 
     # -- judging -----------------------------------------------------------------------------------------------
 
-    def _judge_all(self, steps: list[StepRows], again: RunAgain | None, missing: str = "") -> list[BadStep]:
-        found = [self._judge(step, again, missing) for step in steps]
+    def _judge_all(self, steps: list[StepRows], again: SecondRun) -> list[BadStep]:
+        found = [self._judge(step, again) for step in steps]
         return [report for report in found if report is not None]
 
-    def _judge(self, rows: StepRows, again: RunAgain | None, missing: str) -> BadStep | None:
+    def _judge(self, rows: StepRows, again: SecondRun) -> BadStep | None:
         bad = [place.label for _, place, row in rows.of_places(self._reader.places) if row[_BAD] > 0]
         bad = [label for label in bad if label not in self._expected]
         if rows.loss is not None and not math.isfinite(float(rows.loss)):
@@ -143,7 +150,7 @@ class BadOperationFinder:
         goes_on, self._last_bad = rows.number == self._last_bad + 1, rows.number
         if goes_on or len(self.reports) >= self._most:
             return None  # what a NaN in the weights does to every step from then on
-        report = self._look(rows.number, tuple(bad), again, missing)
+        report = self._look(rows.number, tuple(bad), again)
         if report.verdict == "given" and report.operation is not None and report.operation.what == "Inf":
             self._expected.update(label for label in bad if label != "loss")
         self.reports.append(report)
@@ -154,56 +161,60 @@ class BadOperationFinder:
 
     # -- running again -----------------------------------------------------------------------------------------
 
-    def _look(self, number: int, places: tuple[str, ...], again: RunAgain | None, missing: str) -> BadStep:
+    def _look(self, number: int, places: tuple[str, ...], again: SecondRun) -> BadStep:
         kept = self._kept.get(number)
-        batch = "" if kept is None else describe_batch(kept.batch, kept.ids)
-        why = self._why_not(kept, again, missing)
-        if why or again is None:
+        batch = "" if kept is None else describe_batch(getattr(kept.batch, "shown", kept.batch), kept.ids)
+        why = self._why_not(kept, again)
+        if why:
             return BadStep(number, places, "not run again", batch=batch, notes=(why,))
-        notes = (missing,) if missing else ()
+        notes = (again.note,) if again.note else ()
         if any(map(_torch.is_compiled, self._model.modules())):
             notes = (*notes, _EAGER)
         try:
-            operation, is_same = self._protected(number, again, compares=not missing)
+            operation, is_same = self._protected(number, again)
         except _SecondRunError as error:
             note = f"the second run raised {type(error.cause).__name__}: {error.cause}"
             return BadStep(number, places, "not run again", batch=batch, notes=(*notes, note))
+        if operation is None and not again.has_backward:
+            return BadStep(number, places, "not found in the forward", None, batch, is_same, notes)
         if operation is None:
             return BadStep(number, places, "did not repeat", None, batch, is_same, notes)
         return BadStep(number, places, "given" if operation.given else "found", operation, batch, is_same, notes)
 
     @staticmethod
-    def _why_not(kept: KeptStep | None, again: RunAgain | None, missing: str) -> str:
+    def _why_not(kept: KeptStep | None, again: SecondRun) -> str:
         if is_distributed():
             return "there are other ranks, which would have to run the step again too; run this rank's batch alone"
-        if again is None:
-            return missing or "nothing says how to run the step again: give step_fn=, or loss_fn= and note_batch()"
+        if again.run is None:
+            return again.note or "nothing says how to run the step again: give step_fn=, or loss_fn= and note_batch()"
         return "" if kept is not None else "the beginning of the step is not kept any more"
 
-    def _protected(self, number: int, again: RunAgain, *, compares: bool) -> tuple[BadOperation | None, bool | None]:
+    def _protected(self, number: int, again: SecondRun) -> tuple[BadOperation | None, bool | None]:
         """Run a step again; return what was found, and whether it ended as the first time. The run stays as it is."""
         guard = Guard(*self._parts()[:4], loader=self._parts()[4])
         guard.save(["trains"])
         is_latest = number == self.steps - 1
-        ends = [_bits(tensor).clone() for tensor in self._state()] if compares and is_latest else None
+        ends = [_bits(tensor).clone() for tensor in self._state()] if again.is_step and is_latest else None
         try:
             with in_phase("intervention"), self._watch.paused(), guard.protecting("first bad operation"):
-                found = self._run(number, again)
+                run = self._run_again(number, again)
                 is_same = None if ends is None else all(map(torch.equal, map(_bits, self._state()), ends))
-                if found is not None and found.given and self._kept.has(number - 1):
-                    # A parameter was bad already: the step before has made it, in a gradient or in the optimizer.
-                    earlier = self._run(number - 1, again)
-                    found = found if earlier is None else earlier
+                found = run.first
+                if run.begins_bad and self._kept.has(number - 1):
+                    # The step before has made it, in a gradient or in the optimizer.
+                    earlier = self._run_again(number - 1, again).first
+                    found = found if earlier is None or earlier.given else earlier
         finally:
             guard.release()
         return found, is_same
 
-    def _run(self, number: int, again: RunAgain) -> BadOperation | None:
+    def _run_again(self, number: int, again: SecondRun) -> OperatorRun:
+        assert again.run is not None
         try:
-            kept = self._kept.back_to(number, again)
+            kept = self._kept.back_to(number, again.run)
             with _eager(), OperatorRun(self._model) as run:
-                run.note_end(again(kept))
-            return run.first
+                run.note_end(again.run(kept))
+            return run
         except Exception as error:
             raise _SecondRunError(error) from error
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from hookline.debug.first_bad.bad_operation import BadStep
-from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
+from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, SecondRun
 from hookline.debug.first_bad.followed_steps import FollowedSteps
-from hookline.debug.first_bad.kept_steps import KeptStep
 from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
@@ -69,8 +68,8 @@ def find_bad_operations(
     Args:
         model: The model.
         optimizer: What trains it.
-        step_fn: ``step_fn(batch)`` makes one whole step and returns the loss. All that it changes beside the parts given
-            here, and what it prints, happens again in the second run.
+        step_fn: ``step_fn(batch)`` makes one whole step and returns the loss. All that it changes beside the parts
+            given here, and what it prints, happens again in the second run.
         loss_fn: ``loss_fn(model, batch)`` returns the loss; in the place of ``step_fn``.
         scheduler: The scheduler, if the step moves it.
         scaler: The ``GradScaler`` in use. Gradients that overflow under it are its own affair, and are counted in
@@ -130,6 +129,7 @@ class BadOperations(ShownAsTable):
         self._finder = finder
         self._step_fn = step_fn
         self._removed = False
+        self._again = SecondRun(lambda kept: None if step_fn is None else step_fn(kept.batch))
         self._followed: FollowedSteps | None = None
         self._handle: Any = None
         if step_fn is None:
@@ -194,10 +194,6 @@ class BadOperations(ShownAsTable):
                 self.flush()
         finally:
             self.remove()
-
-    def _again(self, kept: KeptStep) -> Any:
-        assert self._step_fn is not None
-        return self._step_fn(kept.batch)
 
     def _end_followed(self, *args: Any) -> None:
         if self._followed is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import BadStep
+from hookline.debug.first_bad.bad_operation_finder import SecondRun
 from hookline.debug.first_bad.kept_steps import KeptStep
 from hookline.lifecycle.run_phase import known_phase
 from hookline.sites import _torch
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["FollowedSteps"]
 
 _FORWARD_ALONE: Final = (
-    "the forward alone was run again, on the inputs that the model was given; give loss_fn= and the batch, or step_fn=, "
-    "to have the backward too"
+    "the forward alone was run again, on the inputs that the model was given; to have the backward too, give loss_fn= "
+    "and the batch, or step_fn="
 )
 _NO_STEP: Final = "forward and backward were run again, without the step of the optimizer"
 
@@ -39,6 +40,12 @@ class _Followed:
         self.batches: list[Any] = []
         self.autocast: list[tuple[str, torch.dtype]] = []
 
+    @property
+    def shown(self) -> Any:
+        """The batch as it is described: as it was told, else as the model was given it."""
+        found = self.batches or [args for args, _ in self.forwards]
+        return found[0] if len(found) == 1 else tuple(found)
+
 
 class FollowedSteps:
     """Begin steps at forwards of the model, and run them again as far as is known how."""
@@ -50,8 +57,11 @@ class FollowedSteps:
         self._model = model
         self._loss_fn = loss_fn
         self._current: _Followed | None = None
+        self._latest = _Followed()
         self._noted: list[tuple[Any, Any]] = []
-        self._handle = attach(model, self._begin_forward, on="forward_pre", observe=True, name="first bad operation")
+        self._handle = attach(
+            model, self._begin_forward, on="forward_pre", with_kwargs=True, observe=True, name="first bad operation"
+        )
 
     def note_batch(self, batch: Any, ids: Any = None) -> None:
         """Name the batch of the forwards that follow."""
@@ -60,18 +70,19 @@ class FollowedSteps:
         else:
             self._current.batches.append(batch)
 
-    @torch.compiler.disable
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         is_training = self._model.training and torch.is_grad_enabled() and known_phase() in (None, "train")
         if not is_training or _torch.in_recomputation():
             return
         if self._current is None:
-            self._current = followed = _Followed()
+            self._current = self._latest = followed = _Followed()
             noted, self._noted = self._noted, []
             followed.batches = [batch for batch, _ in noted]
             followed.autocast = _autocast()
             ids = next((each for _, each in noted if each is not None), None)
-            self._finder.begin_step(followed, self._again, ids=self._ids(followed) if ids is None else ids)
+            self._finder.begin_step(
+                followed, self._second_run(followed), ids=self._ids(followed) if ids is None else ids
+            )
         self._current.forwards.append((args, kwargs))
 
     def _ids(self, followed: _Followed) -> Any:
@@ -85,19 +96,21 @@ class FollowedSteps:
             return []
         if batch is not None and not followed.batches:
             followed.batches = list(batch) if type(batch).__name__ == "MicroBatches" else [batch]
-        return self._finder.end_step(loss, self._again, self._missing(followed))
+        return self._finder.end_step(loss, self._second_run(followed))
 
     def flush(self) -> list[BadStep]:
         """Judge all steps whose numbers are still under way."""
-        return self._finder.flush(self._again, _NO_STEP if self._loss_fn is not None else _FORWARD_ALONE)
+        return self._finder.flush(self._second_run(self._latest))
 
     def remove(self) -> None:
         """Take the hook off."""
         self._handle.remove(quiet=True)
         self._current = None
 
-    def _missing(self, followed: _Followed) -> str:
-        return _NO_STEP if self._loss_fn is not None and followed.batches else _FORWARD_ALONE
+    def _second_run(self, followed: _Followed) -> SecondRun:
+        has_backward = self._loss_fn is not None and bool(followed.batches)
+        note = _NO_STEP if has_backward else _FORWARD_ALONE
+        return SecondRun(self._again, note, is_step=False, has_backward=has_backward)
 
     def _again(self, kept: KeptStep) -> Any:
         followed: _Followed = kept.batch
@@ -109,7 +122,7 @@ class FollowedSteps:
                 return [self._model(*args, **kwargs) for args, kwargs in followed.forwards]
             losses = [self._loss_fn(self._model, batch) for batch in followed.batches]
         for loss in losses:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         return losses
 
 

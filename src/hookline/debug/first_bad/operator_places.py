@@ -23,11 +23,15 @@ from hookline.sites import _torch
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.wrappers import clean_modules
 
-__all__ = ["OperatorPlace", "OperatorPlaces"]
+__all__ = ["RUN_AGAIN", "OperatorPlace", "OperatorPlaces"]
 
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OPTIMIZERS: Final = os.path.join(_TORCH, "optim") + os.sep
+
+
+RUN_AGAIN: Final = "_run_again"
+"""The name of our functions that run a step once more."""
 
 
 class OperatorPlace(NamedTuple):
@@ -36,11 +40,22 @@ class OperatorPlace(NamedTuple):
     where: str
     """``"forward"``, ``"backward"``, ``"optimizer"`` or ``"outside of the model"``."""
     module: str | None
-    function: str
+    called: Any
+    """The function of torch that the code called."""
     node: str = ""
     forward_operator: str = ""
     line: tuple[str, int, str] | None = None
     """File, line and function of the code."""
+
+    @property
+    def function(self) -> str:
+        """The name of the function; empty if it is not known."""
+        if self.called is None:
+            return ""
+        try:
+            return find_places(self.called)[0].name
+        except (HooklineError, TypeError):
+            return str(getattr(self.called, "__name__", ""))
 
     @property
     def source(self) -> str:
@@ -86,11 +101,11 @@ class OperatorPlaces:
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        self._functions.__enter__()
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._functions.__exit__(*exc_info)
+        self._functions.__exit__(*exc_info)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -111,8 +126,8 @@ class OperatorPlaces:
             return self._of_node(node)
         line, in_optimizer = _user_line()
         module = self._running[-1] if self._running else None
-        where = "optimizer" if in_optimizer else "forward" if module is not None else "outside of the model"
-        place = OperatorPlace(where, module, self._function_name, line=line)
+        where = "forward" if module is not None else "optimizer" if in_optimizer else "outside of the model"
+        place = OperatorPlace(where, module, self._functions.function, line=line)
         # The node of an operator is made before the operator is called; later ones without a node change nothing.
         self._made.setdefault(_torch.sequence_number() - 1, (operator, place))
         return place
@@ -121,20 +136,10 @@ class OperatorPlaces:
         name = node.name().rpartition("::")[2]
         leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
         if leaf is not None:
-            return OperatorPlace("backward", self._parameters.get(id(leaf), "").rpartition(".")[0] or None, "", name)
+            return OperatorPlace("backward", self._parameters.get(id(leaf), "").rpartition(".")[0] or None, None, name)
         operator, made = self._made.get(_torch.sequence_number_of(node), ("", None))
         module, line = (None, None) if made is None else (made.module, made.line)
-        return OperatorPlace("backward", module, "", name, operator, line)
-
-    @property
-    def _function_name(self) -> str:
-        function = self._functions.function
-        if function is None:
-            return ""
-        try:
-            return find_places(function)[0].name
-        except (HooklineError, TypeError):
-            return str(getattr(function, "__name__", ""))
+        return OperatorPlace("backward", module, None, name, operator, line)
 
 
 def _user_line() -> tuple[tuple[str, int, str] | None, bool]:
@@ -144,6 +149,8 @@ def _user_line() -> tuple[tuple[str, int, str] | None, bool]:
     while frame is not None:
         path = frame.f_code.co_filename
         in_optimizer = in_optimizer or path.startswith(_OPTIMIZERS)
+        if frame.f_code.co_name == RUN_AGAIN and path.startswith(_OURS):
+            return None, in_optimizer  # the loop above has only caused the second run
         if not path.startswith((_OURS, _TORCH)) and not path.startswith("<"):
             return (path, frame.f_lineno, frame.f_code.co_name), in_optimizer
         frame = frame.f_back

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookline.debug.first_bad.bad_operation import BadOperation, TensorSummary, as_float64, summarize_tensor
+from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, summarize_tensor
 from hookline.debug.first_bad.operator_places import OperatorPlace, OperatorPlaces
 from hookline.sites import _torch
 
@@ -50,11 +50,11 @@ class _Origin:
         return min(made, key=lambda each: each.number) if made else self
 
 
-class OperatorRun(TorchDispatchMode):
+class OperatorRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Look at every operator of the block; then `first` says which made the first number that was not finite."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._places = OperatorPlaces(model, self._take_output)
         self._known = {_key(tensor): name for name, tensor in _named_tensors(model)}
@@ -63,16 +63,18 @@ class OperatorRun(TorchDispatchMode):
         self._at_modules: list[_Origin] = []
         self._at_end: list[_Origin] = []
         self._is_looking = False
+        self.begins_bad = any(_is_bad(parameter.detach()) for parameter in model.parameters())
+        """Whether a parameter was not finite already when the block began."""
         self.num_operators = 0
         """How many operators ran."""
 
     def __enter__(self) -> OperatorRun:
         self._places.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         self._places.__exit__(*exc_info)
 
     def note_end(self, result: Any) -> None:
@@ -104,15 +106,17 @@ class OperatorRun(TorchDispatchMode):
         bad = [tensor for _, tensor in inputs if _is_bad(tensor)]
         has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
         writes = func._schema.is_mutable
-        before = [summarize_tensor(*each) for each in inputs] if writes and not bad else None
+        if writes and not bad:  # they are gone afterwards
+            inputs = [(key, tensor.clone()) for key, tensor in inputs]
         result = func(*args, **kwargs)
         if name in _UNFILLED:
             return result
-        outputs = [*_tensors(result), *(_written(func, args, kwargs) if writes else ())]
+        both = itertools.chain(_tensors(result), _written(func, args, kwargs) if writes else ())
+        outputs = list({id(tensor): tensor for tensor in both}.values())
         spoiled = [tensor for tensor in outputs if _is_bad(tensor)]
         if spoiled:
             parents = self._origins_of(bad)
-            call = _Call(func, name, args, kwargs, number, place, inputs, before)
+            call = _Call(func, name, args, kwargs, number, place, inputs)
             origin = self._judge(call, spoiled, parents, has_nan=has_nan)
             for tensor in spoiled:
                 self._origins[_key(tensor)] = origin
@@ -176,8 +180,7 @@ class _Call:
     number: int
     place: OperatorPlace
     inputs: list[tuple[str, Tensor]]
-    before: list[TensorSummary] | None
-    """The inputs as they were, of an operator that writes to them."""
+    """As they were before the call."""
 
     def has_bad_number(self) -> bool:
         """Return whether a plain number among the arguments is not finite."""
@@ -186,7 +189,7 @@ class _Call:
 
     def operation(self, spoiled: list[Tensor], *, makes_nan: bool, given: str) -> BadOperation:
         """Return the report about this call."""
-        inputs = self.before or [summarize_tensor(*each) for each in self.inputs]
+        inputs = [summarize_tensor(*each) for each in self.inputs]
         outputs = [summarize_tensor("output", tensor) for tensor in spoiled]
         what = "NaN" if makes_nan else "Inf"
         if not makes_nan and not given and self._overflows():
@@ -225,7 +228,7 @@ def _is_bad(tensor: Tensor) -> bool:
 
 def _key(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

@@ -1,0 +1,309 @@
+"""The first bad operation is named, nothing else is blamed, and the run goes on as if nobody had looked."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_first_bad import Run, bfloat_overflow, half_overflow, log_of_negative, root_of_zero
+from helpers_house import House, differences, fingerprint, house_batch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.debug import find_bad_operations
+from hookline.debug.first_bad.kept_steps import KeptSteps
+from hookline.guard.guard import Guard
+
+PLANTED = {
+    "forward": (log_of_negative, "aten.log.default", "NaN", "forward"),
+    "backward": (root_of_zero, "aten.div.Tensor", "Inf", "backward"),
+    "float16": (half_overflow, "aten.mul.Tensor", "overflow of float16", "forward"),
+    "bfloat16": (bfloat_overflow, "aten.mul.Tensor", "overflow of bfloat16", "forward"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_the_planted_operator_is_named_with_module_batch_and_line(kind: str) -> None:
+    """Of 2,000 operators in twelve layers the right one, once; later bad steps are counted, not blamed."""
+    planted, operator, what, where = PLANTED[kind]
+    run = Run(planted)
+    with find_bad_operations(run.model, run.optimizer, step_fn=run.step, every=2) as check:
+        for batch in run.data:
+            check.step(batch)
+    (report,) = check.reports
+    found = report.operation
+    assert found is not None
+    assert report.verdict == "found"
+    assert report.step == 2
+    assert (found.operator, found.what, found.where, found.module) == (operator, what, where, "layers.7.gate")
+    assert f"in {planted.__name__}" in found.source
+    assert "helpers_first_bad.py" in found.source
+    assert "2, 102" in report.batch
+    assert all(not each.nan and not each.inf for each in found.inputs)
+    assert any(each.nan or each.inf for each in found.outputs)
+    assert report.is_same is True
+    assert check.bad_steps == 2
+    assert found.operator in str(check)
+    assert found.headline() in repr(check)
+    if where == "backward":
+        assert (found.node, found.forward_operator) == ("SqrtBackward0", "aten.sqrt.default")
+    hl.assert_no_hooks(run.model)
+
+
+@pytest.mark.parametrize("gives_loss", [True, False])
+def test_a_loop_that_is_only_followed_has_its_forward_and_backward_run_again(gives_loss: bool) -> None:
+    """With loss and batch the backward is found; with neither the report says what is missing."""
+    for planted, operator in ((log_of_negative, "aten.log.default"), (root_of_zero, "aten.div.Tensor")):
+        run = Run(planted)
+        loss_fn = run.loss if gives_loss else None
+        with find_bad_operations(run.model, run.optimizer, loss_fn=loss_fn) as check:
+            for batch in run.data:
+                if gives_loss:
+                    check.note_batch(batch)
+                run.step(batch)
+        (report,) = check.reports
+        if planted is root_of_zero and not gives_loss:
+            assert report.verdict == "not found in the forward"
+            assert "loss_fn=" in report.notes[0]
+        else:
+            assert report.operation is not None
+            assert (report.step, report.operation.operator) == (2, operator)
+            assert report.operation.module == "layers.7.gate"
+
+
+def test_a_gradient_of_a_weight_alone_is_found_in_the_step_before() -> None:
+    """No output is bad, nor a gradient of one: the next forward is, by its weights; the step before is named."""
+
+    class Slope(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            return grad * weight, (grad * x).sum(0) * (torch.zeros(3).log() if Slope.is_bad else 1)
+
+        is_bad = False
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Slope.apply(x, self.weight)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int) -> Tensor:
+        Slope.is_bad = number == 3
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 3), 1.0 + number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for every in (1, 16):
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        with find_bad_operations(model, optimizer, step_fn=step, every=every) as check:
+            for number in range(6):
+                check.step(number)
+        (report,) = check.reports
+        assert report.step == 4
+        assert report.operation is not None
+        assert (report.operation.operator, report.operation.module) == ("aten.log.default", "0")
+        assert report.operation.where == "backward"
+
+
+class Logarithm(nn.Module):
+    """Has none for large numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1e12 - x.abs()).log()
+
+
+def test_autocast_and_compiled_models_are_checked_and_the_second_run_is_eager() -> None:
+    """Under autocast the overflow is that of its type; of compiled code the report says that the second run was not."""
+    run = Run(lambda x: (x * 1e5).half().float() * 0 + x)
+
+    def under_autocast(batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = run.loss(run.model, batch)
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return loss
+
+    with find_bad_operations(run.model, run.optimizer, step_fn=under_autocast) as check:
+        for batch in run.data:
+            check.step(batch)
+    assert check.reports[0].operation is not None
+    assert check.reports[0].operation.operator == "aten._to_copy.default"
+    assert check.reports[0].operation.what == "overflow of float16"
+    assert check.reports[0].is_same is True
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Linear(4, 1))
+    model.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        for batch in torch.randn(3, 2, 4):
+            check.step(batch)
+        check.step(torch.full((2, 4), float(2**80)))
+    (report,) = check.reports
+    assert report.step == 3
+    assert report.places[0] == "1/forward"
+    assert report.operation is not None
+    assert report.operation.operator == "aten.log.default"
+    assert (report.operation.where, report.operation.module) == ("forward", "1")
+    assert any("eager" in note for note in report.notes)
+
+
+def test_what_was_given_and_what_does_not_repeat_is_said_so() -> None:
+    """A bad batch is no operator's fault; a fault that is gone in the second run did not repeat."""
+    run = Run()
+    calls = {"count": 0}
+
+    def sometimes(x: Tensor) -> Tensor:
+        calls["count"] += 1
+        return x * float("nan") if calls["count"] == 1 else x
+
+    run.planted = sometimes
+    with find_bad_operations(run.model, run.optimizer, step_fn=run.step) as check:
+        for batch in run.data[1:3]:
+            check.step(batch)
+    assert [report.verdict for report in check.reports] == ["did not repeat"]
+    assert "did not repeat" in str(check)
+    assert check.reports[0].operation is None
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.tensor([[1.0, float("nan"), 2.0]]))
+    assert check.reports[0].verdict == "given"
+    assert check.reports[0].operation is not None
+    assert "input of the step" in check.reports[0].operation.given
+
+
+class Aside(House):
+    """House with a part whose result is not used, and is not finite at one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Identity()
+        self.bad = False
+
+    def forward(self, inputs: Tensor, target: Tensor) -> dict[str, Tensor]:
+        self.aside(inputs.log() if self.bad else inputs)
+        return super().forward(inputs, target)
+
+
+def _train(*, checked: bool, steps: int = 20) -> tuple[dict[str, Tensor], list[Any]]:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    model = Aside().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+
+    def step(number: int) -> Tensor:
+        model.bad = number in (9, 13)
+        optimizer.zero_grad()
+        loss = model(*house_batch(number))["loss"] * (1 + 1e-3 * random.random() + 1e-3 * np.random.rand())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    if not checked:
+        losses = [step(number) for number in range(steps)]
+        return fingerprint(model, optimizer, losses), []
+    with find_bad_operations(model, optimizer, step_fn=step, every=4) as check:
+        losses = [check.step(number) for number in range(steps)]
+    return fingerprint(model, optimizer, losses), check.reports
+
+
+def test_the_run_is_the_same_to_the_last_bit_with_the_check_and_two_second_runs() -> None:
+    """Dropout, BatchNorm, AdamW, three random streams; the check looked twice in between."""
+    bare, _ = _train(checked=False)
+    watched, reports = _train(checked=True)
+    assert [(each.step, each.operation.operator) for each in reports] == [
+        (9, "aten.log.default"),
+        (13, "aten.log.default"),
+    ]
+    assert all(report.is_same for report in reports)
+    assert differences(bare, watched) == []
+
+
+def test_a_second_run_that_is_not_undone_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: from the state of now, and without the guard, the second run is one more step."""
+
+    @contextmanager
+    def unprotected(*args: Any, **options: Any) -> Any:
+        yield None
+
+    monkeypatch.setattr(Guard, "protecting", unprotected)
+    monkeypatch.setattr(KeptSteps, "back_to", lambda self, number, run: self.get(number))
+    bare, _ = _train(checked=False)
+    found = differences(bare, _train(checked=True)[0])
+    assert any(name.startswith("parameter.") for name in found)
+
+
+def test_a_scaler_that_skips_a_step_is_not_alarmed_about() -> None:
+    """Gradients that overflow under a GradScaler are counted, not reported; NaN in the forward still is."""
+    run = Run(root_of_zero)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(batch: Any) -> Tensor:
+        loss = run.loss(run.model, batch)
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        return loss.detach()
+
+    with find_bad_operations(run.model, run.optimizer, step_fn=step, scaler=scaler) as check:
+        for batch in run.data:
+            check.step(batch)
+    assert check.reports == []
+    assert check.scaled_steps == 1
+    assert check.bad_steps == 0
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    """With what to do next."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(hl.errors.OptionError, match="step_fn=, or the optimizer"):
+        find_bad_operations(model)
+    with pytest.raises(hl.errors.OptionError, match="every="):
+        find_bad_operations(model, step_fn=print, every=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with find_bad_operations(model, optimizer) as check, pytest.raises(hl.errors.OptionError, match="step_fn"):
+        check.step(None)
+    hl.assert_no_hooks(model)
