@@ -28,7 +28,7 @@ FUNCTIONS = _named(
         register_hooks rollback saved_tensors step_loop watch write_report
     """,
         "debug": """
-        compare_npy_folders read_trace
+        compare_npy_folders read_trace trace_outputs
         find_bad_operations
     """,
         "distributed": """

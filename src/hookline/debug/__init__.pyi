@@ -13,6 +13,7 @@ from hookline.debug.precision.precision_record import PrecisionRecord as Precisi
 from hookline.debug.trace.read_trace import TraceFolder as TraceFolder
 from hookline.debug.trace.read_trace import read_trace as read_trace
 from hookline.debug.trace.start_trace import Trace as Trace
+from hookline.debug.trace.trace_outputs import trace_outputs as trace_outputs
 from hookline.debug.trace.trace_record import Fingerprint as Fingerprint
 from hookline.debug.trace.trace_record import MeshPlacement as MeshPlacement
 from hookline.debug.trace.trace_record import RowKey as RowKey

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
 
-__all__ = ["Trace", "bytes_of_budget", "checked_trace_kinds", "matching", "trace"]
+__all__ = ["Trace", "bytes_of_budget", "checked_trace_kinds", "dims_finder", "matching", "trace"]
 
 _DEFAULT_KINDS: Final = ("output", "output_grad", "parameter", "param_grad")
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20,
@@ -97,7 +97,7 @@ def trace(
     limit = bytes_of_budget(budget)
     if not 1 <= groups <= 64:
         raise OptionError(f"trace(groups={groups!r}): a sketch has 1 to 64 numbers; 16 are the default.")
-    schedule, dims_of, wants = StepSchedule.of(every), _dims_finder(dims), matching(tensors)
+    schedule, dims_of, wants = StepSchedule.of(every), dims_finder(dims), matching(tensors)
     head = {"seed": seed, "groups": groups, "hash_step": hash_step, "kinds": list(wanted), "ranks": rank_count(),
             "model": type(unwrap(model)).__name__, "torch": torch.__version__}  # fmt: skip
     writer = TraceWriter(Path(to).absolute(), this_rank(), head)
@@ -273,7 +273,7 @@ def matching(names: bool | str | Sequence[str]) -> Callable[[str], bool]:
     return wants
 
 
-def _dims_finder(dims: str | Mapping[str, str] | None) -> Callable[[str, str], str | None]:
+def dims_finder(dims: str | Mapping[str, str] | None) -> Callable[[str, str], str | None]:
     """Return what finds the dimensions of a site; a single text is for what flows, not for parameters."""
     if dims is None:
         return lambda site, kind: None

@@ -28,15 +28,22 @@ def rows_of(inputs: Any) -> RowTable | None:
 
 def _packed(batch: TokenBatch) -> RowTable | None:
     """Return the table of a flat batch whose numbers are on the host; those of a device would have to be waited for."""
-    if isinstance(batch.request_ids, Tensor) or batch.request_ids is None:
-        return None
+    requests = _request_names(batch.request_ids)
     positions = _numbers(batch.positions)
-    lengths = [1] * len(batch.request_ids) if batch.lengths is None else _numbers(batch.lengths)
-    if positions is None or lengths is None or sum(lengths) > len(positions) or len(lengths) != len(batch.request_ids):
+    lengths = [1] * len(requests) if batch.lengths is None else _numbers(batch.lengths)
+    if not requests or positions is None or lengths is None or len(lengths) != len(requests):
+        return None
+    if sum(lengths) > len(positions):
         return None
     begins = [sum(lengths[:index]) for index in range(len(lengths))]
     firsts = tuple(positions[begin] for begin in begins)
-    return RowTable("packed", batch.request_ids, (), tuple(lengths), firsts)
+    return RowTable("packed", requests, (), tuple(lengths), firsts)
+
+
+def _request_names(ids: tuple[str, ...] | Tensor | None) -> tuple[str, ...]:
+    if not isinstance(ids, Tensor):
+        return ids or ()
+    return tuple(f"pool-{number}" for number in _numbers(ids) or ())
 
 
 def _numbers(values: Tensor | Sequence[int] | None) -> list[int] | None:

@@ -1,0 +1,195 @@
+"""``trace_outputs``: write a trace of outputs from a hook that a spec puts on, as on a served model.
+
+Specs and users make it. It hands outputs to a `TraceRecorder`, with whose rows they are, and writes what `trace` would.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.debug.trace.fingerprints import tables_of
+from hookline.debug.trace.start_trace import bytes_of_budget, dims_finder, matching
+from hookline.debug.trace.trace_files import TraceWriter
+from hookline.debug.trace.trace_record import RowTable
+from hookline.debug.trace.trace_recorder import TraceMoment, TraceRecorder
+from hookline.debug.trace.trace_rows import rows_of
+from hookline.distributed.ranks import rank_count, this_rank
+from hookline.errors import OptionError
+from hookline.factories.batch_rows import current_rows
+from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
+from hookline.factories.served_batch import STAGES, only_in_stage, output_tensor, request_names
+from hookline.sites import _torch
+from hookline.sites.tree import leaves
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.sites.site_info import Site
+
+__all__ = ["TraceOutputs", "trace_outputs"]
+
+_NAME: Final = "trace_outputs"
+_OPTIONS: Final = {
+    "folder": None,
+    "tensors": False,
+    "budget": "1GB",
+    "requests": None,
+    "phase": "both",
+    "every": 1,
+    "add_residual": False,
+    "dims": None,
+    "hash_step": 0.0,
+    "seed": 0,
+    "groups": 16,
+    "flush_seconds": 5.0,
+}
+
+
+def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
+    """Make a hook that writes outputs to a trace: fingerprints, and tensors where asked.
+
+    Recipe::
+
+        {
+            "target_modules": ["model.layers.#"],
+            "hook_factory": "hookline.debug:trace_outputs",
+            "observe": true,
+            "config": {"folder": "served", "requests": ["exp-a-*"], "tensors": true, "budget": "200MB"},
+        }
+
+    Each forward is a step. Whose rows are in it comes from the engine that runs it, or from a batch object among the
+    inputs of a module, so that a trace of a served model can be compared with one of a trainer, row by row.
+
+    Args:
+        config: ``folder``: where to; the only option that has to be given. ``tensors``, ``budget``, ``dims``,
+            ``hash_step``, ``seed``, ``groups``: as in ``trace``. ``requests``: names or patterns; only forwards with
+            such a request are written. ``phase``: ``"prefill"`` or ``"decode"``, for one of them alone. ``every``: take
+            each n-th forward. ``add_residual``: of an output that is a pair of tensors of one shape, write the sum.
+            ``flush_seconds``: after how long what waits is written, at the begin of a forward (5).
+    """
+    options = checked_options(_NAME, config, _OPTIONS)
+    if options["folder"] is None:
+        raise OptionError(f"{_NAME} needs a folder to write to: {{'folder': 'served'}}.")
+    seed, groups = whole(_NAME, "seed", options["seed"], least=0), whole(_NAME, "groups", options["groups"])
+    hash_step = number(_NAME, "hash_step", options["hash_step"])
+    limit, wants = bytes_of_budget(options["budget"]), matching(options["tensors"])
+    dims_of = dims_finder(options["dims"])
+    hook = only_in_stage(TraceOutputs, choice(_NAME, "phase", options["phase"], STAGES))
+    settings: dict[str, Any] = {
+        "requests": request_names(_NAME, options["requests"]),
+        "every": whole(_NAME, "every", options["every"]),
+        "add_residual": yes_or_no(_NAME, "add_residual", options["add_residual"]),
+        "flush_seconds": number(_NAME, "flush_seconds", options["flush_seconds"]),
+    }
+    head = {"seed": seed, "groups": groups, "hash_step": hash_step, "kinds": ["output"], "ranks": rank_count(),
+            "torch": torch.__version__}  # fmt: skip
+    writer = TraceWriter(path(_NAME, "folder", options["folder"]), this_rank(), head)
+    recorder = TraceRecorder(
+        writer, tables_of(seed, groups), hash_step=hash_step, budget=limit, wants_tensor=wants, dims_of=dims_of
+    )
+    return hook(recorder, **settings)
+
+
+class _ForwardClock:
+    """Counts the forwards that a hook sees, and the calls of modules in each.
+
+    A site tells the forward; an engine's table of rows does; without either, a forward begins when the module that was
+    seen first is called again.
+    """
+
+    def __init__(self) -> None:
+        self.forward = -1
+        self._key: Any = None
+        self._first: str | None = None
+        self._calls: dict[str, int] = {}
+
+    def count(self, name: str, site: Site | None) -> int:
+        """Count a call; return how many there were before in this forward."""
+        if self._is_new(name, site):
+            self.forward += 1
+            self._calls = {}
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        return call
+
+    def _is_new(self, name: str, site: Site | None) -> bool:
+        key: Any = current_rows()
+        if key is None and site is not None and site.step >= 0:
+            key = site.step
+        if key is not None:
+            is_new = not (self._key is key or (isinstance(key, int) and self._key == key))
+            self._key = key
+            return is_new
+        if self._first is None:
+            self._first = name
+        return name == self._first
+
+
+class TraceOutputs(Observer):
+    """Trace all modules that one ``trace_outputs`` is on; ``close()`` or the end of the process writes the rest."""
+
+    name = _NAME
+
+    def __init__(
+        self,
+        recorder: TraceRecorder,
+        *,
+        requests: tuple[str, ...] | None,
+        every: int,
+        add_residual: bool,
+        flush_seconds: float,
+    ) -> None:
+        self._recorder = recorder
+        self._requests = requests
+        self._every = every
+        self._add_residual = add_residual
+        self._flush_seconds = flush_seconds
+        self._flushed = time.monotonic()
+        self._names: ByModule[str] = ByModule(lambda name: name)
+        self._clock = _ForwardClock()
+        self._finalizer = weakref.finalize(self, recorder.close)
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
+        """Take the output of a module."""
+        if _torch.in_recomputation():  # it was taken the first time
+            return
+        name = site.name if site is not None else self._names.of(module, site)
+        before = self._clock.forward
+        call = self._clock.count(name, site)
+        step = self._clock.forward
+        if step != before and time.monotonic() - self._flushed >= self._flush_seconds:
+            self._flushed = time.monotonic()
+            self._recorder.flush()
+        rows = rows_of(inputs)
+        if step % self._every or not self._is_asked_for(rows):
+            return
+        moment = TraceMoment(step, call)
+        both = output_tensor(output, self._add_residual) if self._add_residual else None
+        for leaf, tensor in [("", both)] if both is not None else leaves(output):
+            if isinstance(tensor, Tensor):
+                self._recorder.take(name, "output", leaf, tensor, moment, rows)
+
+    def _is_asked_for(self, rows: RowTable | None) -> bool:
+        if self._requests is None:
+            return True
+        names = () if rows is None else rows.requests
+        return any(fnmatchcase(each, pattern) for each in names for pattern in self._requests)
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return how many records and bytes there are."""
+        return {"records": float(self._recorder.records), "bytes": float(self._recorder.bytes)}
+
+    def close(self) -> None:
+        """Write what waits, and complete the trace."""
+        self._finalizer()
+
+
+# Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
+_torch.leave_to_python(TraceOutputs.__call__)

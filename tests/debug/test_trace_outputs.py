@@ -1,0 +1,117 @@
+"""``trace_outputs``: the factory that writes traces from specs, with the rows of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.debug import RowKey, read_trace
+from hookline.debug.trace.start_trace import trace
+from hookline.debug.trace.trace_outputs import trace_outputs
+from hookline.errors import OptionError
+from hookline.factories import BatchRows, serving
+
+ROWS = BatchRows(("req-a", "req-b"), (0, 2), (0, 4), ((7, 8, 9), (3,)), "prefill")
+LATER = BatchRows(("req-b",), (0,), (5,), ((4,),), "decode")
+
+
+class Packed:
+    """A flat batch, as SGLang's layers are called with."""
+
+    input_ids = torch.tensor([1, 2, 3])
+    positions = torch.tensor([0, 1, 9])
+    seq_lens = torch.tensor([2, 10])
+    extend_seq_lens_cpu = (2, 1)
+    rids = ("x", "y")
+
+
+class Layer(nn.Module):
+    """Returns hidden states and a residual."""
+
+    def forward(self, hidden: torch.Tensor, batch: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden * 2, hidden
+
+
+MADE: list[Any] = []
+
+
+def kept(config: Any) -> Any:
+    """Make the hook by its path, as a spec does, and keep it, to be closed."""
+    MADE.append(hl.specs.resolve_callable("hookline.debug:trace_outputs")(config))
+    return MADE[-1]
+
+
+def spec(folder: Any, **config: Any) -> dict[str, Any]:
+    """A spec of the factory on all layers."""
+    return {
+        "target_modules": ["#"],
+        "hook_factory": kept,
+        "observe": True,
+        "config": {"folder": str(folder), **config},
+    }
+
+
+def test_forwards_of_requests_are_steps_with_their_rows(tmp_path):
+    """Padded rows have request and position; ``requests`` chooses forwards; numbers are those of ``trace``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 4))
+    ids = torch.tensor([[7, 8, 9], [0, 0, 3]])
+    specs = [spec(tmp_path / "all", tensors=["1"]), spec(tmp_path / "some", requests=["req-a*"])]
+    with hl.register_hooks(model, specs), torch.inference_mode():
+        with serving(ROWS):
+            model(ids)
+        with serving(LATER):
+            model(torch.tensor([[4]]))
+        model(ids)
+    while MADE:
+        MADE.pop().close()
+    with trace(model, "#", to=tmp_path / "plain", kinds="output"), torch.inference_mode():
+        model(ids)
+    folder = read_trace(tmp_path / "all")
+    assert folder.problems == ()
+    assert [(each.site, each.step, each.call) for each in folder.records] == [(s, n, 0) for n in range(3) for s in "01"]
+    rows = folder.row_keys(folder.records[0])
+    assert rows is not None
+    assert rows.dims == 2
+    assert rows.keys == (*(RowKey("req-a", n) for n in range(3)), None, None, RowKey("req-b", 4))
+    decode = folder.row_keys(folder.records[2])
+    assert decode is not None
+    assert decode.keys == (RowKey("req-b", 5),)
+    assert folder.row_keys(folder.records[4]) is None
+    assert {each.step for each in read_trace(tmp_path / "some").records} == {0}
+    plain = read_trace(tmp_path / "plain").records
+    assert [each.fingerprint for each in plain] == [each.fingerprint for each in folder.records[:2]]
+    assert torch.equal(folder.tensor(folder.records[1]), model(ids))
+
+
+def test_plain_torch_calls_it_with_flat_batches_and_pairs(tmp_path):
+    """Without sites a forward begins at the first module; rows come from the batch; pairs are added up if asked for."""
+    hook = trace_outputs({"folder": str(tmp_path), "add_residual": True, "every": 2})
+    layers = nn.ModuleList(Layer() for _ in range(2))
+    for layer in layers:
+        layer.register_forward_hook(hook)
+    for _ in range(3):
+        for layer in layers:
+            layer(torch.ones(3, 4), Packed())
+    hook.close()
+    hook.close()
+    folder = read_trace(tmp_path)
+    assert [(each.site, each.step) for each in folder.records] == [(f"Layer.{n}", s) for s in (0, 2) for n in (0, 1)]
+    assert {each.fingerprint.mean for each in folder.records} == {3.0}
+    rows = folder.row_keys(folder.records[0])
+    assert rows is not None
+    assert rows.keys == (RowKey("x", 0), RowKey("x", 1), RowKey("y", 9))
+    assert hook.to_metrics()["records"] == 4
+
+
+def test_wrong_options_of_the_factory_say_what_to_do(tmp_path):
+    """A folder is needed, and unknown options are named."""
+    with pytest.raises(OptionError, match="needs a folder"):
+        trace_outputs({})
+    with pytest.raises(OptionError, match=r"no option 'tensor'.*'tensors'"):
+        trace_outputs({"folder": str(tmp_path / "t"), "tensor": True})
+    assert not (tmp_path / "t").exists()
