@@ -1,0 +1,1 @@
+"""Compare two runs: align, measure, judge, and show."""

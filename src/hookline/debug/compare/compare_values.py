@@ -1,0 +1,232 @@
+"""Measure and judge the pairs of two runs, and find the module in which they part.
+
+`compare` calls `compare_pairs` with what `align_runs` found, then `find_blame` with the result.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor
+
+from hookline.debug.compare.compared_value import Blame, ComparedValue
+from hookline.debug.compare.error_thresholds import AllowedErrors
+from hookline.debug.compare.match_calls import UnpairedValue, ValuePair
+from hookline.debug.compare.rounding import WITHIN, WRONG, RoundingModel, unit_of, verdict_on
+from hookline.debug.compare.sketch_errors import sketch_errors
+from hookline.debug.compare.tensor_errors import TensorErrors, first_difference, tensor_errors
+from hookline.errors import TraceError
+
+__all__ = ["NoiseFloors", "compare_pairs", "find_blame", "measure", "noise_floors", "value_key"]
+
+NoiseFloors: TypeAlias = Mapping[tuple[Any, ...], float]
+"""The relative error of rounding, measured, by `value_key`."""
+
+_NEAR_ZERO: Final = 1e-3
+"""A value this much smaller than others of its kind may be nothing but rounding, as the gradient of a key's bias."""
+_MAX_PLACES: Final = 60
+"""For so many values, in the order of the calls, the first place that differs is looked for."""
+_BACKWARD: Final = ("output_grad", "input_grad", "param_grad")
+
+
+def value_key(value: ValuePair | ComparedValue) -> tuple[Any, ...]:
+    """Return what tells a value of A from the others."""
+    one = value.a if isinstance(value, ValuePair) else value
+    return one.kind, one.site, one.leaf, one.step, one.call
+
+
+def measure(
+    pairs: Sequence[ValuePair], unpaired: list[UnpairedValue], *, same_sketches: bool
+) -> list[tuple[ValuePair, TensorErrors]]:
+    """Return the errors of each pair, of the tensors or else of the fingerprints; add to ``unpaired`` what has neither."""
+    found = []
+    for pair in pairs:
+        try:
+            tensors = _tensors(pair)
+        except TraceError as error:
+            unpaired.append(_unpaired(pair, str(error)))
+            continue
+        if tensors is not None:
+            found.append((pair, tensor_errors(*tensors)))
+        elif pair.a.fingerprint is not None and pair.b.fingerprint is not None:
+            same_dtype = pair.a.dtype == pair.b.dtype
+            found.append((pair, sketch_errors(pair.a.fingerprint, pair.b.fingerprint, same_sketches, same_dtype)))
+        else:
+            how = pair.how or "it was put together"
+            unpaired.append(_unpaired(pair, f"{how}, and for that its tensors have to be in both traces: tensors="))
+    return found
+
+
+def _unpaired(pair: ValuePair, why: str) -> UnpairedValue:
+    value = pair.a
+    return UnpairedValue(value.site, value.kind, value.leaf, value.step, value.call, why)
+
+
+def _tensors(pair: ValuePair) -> tuple[Tensor, Tensor] | None:
+    if pair.a.read is None or pair.b.read is None:
+        return None
+    return pair.a.read(), pair.b.read()
+
+
+def compare_pairs(
+    measured: Sequence[tuple[ValuePair, TensorErrors]], allowed: AllowedErrors, noise: NoiseFloors
+) -> list[ComparedValue]:
+    """Return the verdict on each pair, in the order of the calls."""
+    model, found = RoundingModel(), []
+    usual = _usual_sizes([(pair.a.kind, errors) for pair, errors in measured])
+    places = _MAX_PLACES
+    for pair, errors in sorted(measured, key=lambda item: item[0].a.order):
+        value = _compared(pair, errors)
+        value.floor = _floor(value, model.next_floor(value.dtype_a, value.dtype_b), noise)
+        _judge(value, usual.get(value.kind, 0.0))
+        if allowed.has_say(value.site):
+            value.is_same = allowed.is_allowed(value.site, errors, lambda pair=pair: _tensors(pair))  # type: ignore[misc]
+        else:
+            value.is_same = value.verdict == WITHIN
+        if not value.is_same and places and not errors.is_estimate:
+            places -= 1
+            value.where = _where(pair, value)
+        found.append(value)
+    return found
+
+
+def _compared(pair: ValuePair, errors: TensorErrors) -> ComparedValue:
+    a, b = pair.a, pair.b
+    return ComparedValue(
+        a.site, a.kind, a.leaf, a.step, a.call, max(a.rank, b.rank), a.order, a.shape, a.dtype, b.dtype, errors,
+        how=pair.how, is_sure=pair.is_sure,
+    )  # fmt: skip
+
+
+def _floor(value: ComparedValue, modelled: float, noise: NoiseFloors) -> float:
+    """Return the measured noise, where there is some, but no less than the rounding of one number."""
+    measured = noise.get(value_key(value))
+    if measured is None:
+        return modelled
+    # Noise is that of A: where B has a coarser dtype, its rounding has to be modelled.
+    is_coarser = unit_of(value.dtype_b) > unit_of(value.dtype_a)
+    return max(measured, modelled if is_coarser else unit_of(value.dtype_a, value.dtype_b))
+
+
+def _usual_sizes(measured: Sequence[tuple[str, TensorErrors]]) -> dict[str, float]:
+    """Return the median root mean square of each kind."""
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for kind, errors in measured:
+        sizes[kind].append(errors.rms_a)
+    return {kind: statistics.median(of_kind) for kind, of_kind in sizes.items()}
+
+
+def _judge(value: ComparedValue, usual: float) -> None:
+    errors = value.errors
+    if errors.mismatched:
+        value.verdict, value.ratio = WRONG, math.inf
+        return
+    error = errors.rel_l2
+    if errors.rms_a < _NEAR_ZERO * usual:
+        lost = errors.rms_a * error if errors.norm_a else errors.norm_b / math.sqrt(max(errors.count, 1))
+        error = lost / usual
+    value.verdict, value.ratio = verdict_on(error, value.floor, is_estimate=errors.is_estimate)
+
+
+def _where(pair: ValuePair, value: ComparedValue) -> str:
+    """Return the first row or position that differs by more than rounding."""
+    tensors = _tensors(pair)
+    if tensors is None:
+        return ""
+    limit = 8 * value.floor * value.errors.rms_a
+    index = first_difference(*tensors, limit)
+    if index is None:
+        index = first_difference(*tensors, 0.0)
+    if index is None:
+        return ""
+    if pair.keys:
+        key = pair.keys[index[0]]
+        return f"request {key.request}" + (f", position {key.position}" if key.position is not None else "")
+    return f"[{', '.join(map(str, index))}]"
+
+
+# -- the module to blame -----------------------------------------------------------------------------------------
+
+
+def find_blame(values: Sequence[ComparedValue]) -> list[Blame]:
+    """Return the modules in which the runs part, and mark what follows from them.
+
+    That is one: whatever differs later follows from the first. Only parameters that differ from the beginning do not
+    follow from anything, and are blamed each by themselves.
+    """
+    differing = [value for value in values if not value.is_same and value.is_sure]
+    if not differing:
+        return []
+    start = min(value.step for value in values)
+    roots = [value for value in differing if value.kind == "parameter" and value.step == start]
+    computed = [value for value in differing if value.kind != "parameter" or value.step != start]
+    if not roots:
+        roots = computed[:1]
+    blamed = _without_repeats([_blame(root, values) for root in roots])
+    for value in differing:
+        if value not in roots:
+            value.follows = blamed[0].module or "(the model)"
+    return blamed
+
+
+def _without_repeats(found: Sequence[Blame]) -> list[Blame]:
+    return list({blame.module: blame for blame in reversed(found)}.values())[::-1]
+
+
+def _blame(first: ComparedValue, values: Sequence[ComparedValue]) -> Blame:
+    """Return the module that made ``first``, of what else of it was traced."""
+    seen = {value.site for value in values if value.kind in ("output", "input_grad")}
+    if first.kind in ("parameter", "param_grad"):
+        what = "holds another parameter" if first.kind == "parameter" else "gets another gradient"
+        return Blame(first.module, f"{first.module} {what}: {first.site}.", first)
+    if first.kind in ("input", "output_grad"):
+        return _blame_caller(first, seen)
+    takes = "input" if first.kind == "output" else "output_grad"
+    inner = any(site.startswith(f"{first.site}.") for site in seen) if first.site else len(seen) > 1
+    name = first.site or "The model"
+    if inner:
+        return Blame(first.site, f"What the modules inside of {name} return is the same; its own code differs.", first)
+    if any(value.site == first.site and value.kind == takes for value in values):
+        return Blame(first.site, f"{name} is given the same and returns something else.", first)
+    caller = _caller(first.site, seen)
+    return Blame(
+        first.site,
+        f"{name} is the first that returns something else. What it was given was not compared: with inputs in both "
+        f"traces, the code of {caller or 'the model'} around it could be told apart.",
+        first,
+    )
+
+
+def _blame_caller(first: ComparedValue, seen: set[str]) -> Blame:
+    """Blame the module whose own code made an input, or a gradient of an output."""
+    if not first.site:
+        return Blame("", "The model was given other inputs.", first, is_input=True)
+    caller = _caller(first.site, seen)
+    what = "hands other values to" if first.kind == "input" else "gives another gradient to"
+    return Blame(caller, f"The code of {caller or 'the model'} {what} {first.site}; all before it is the same.", first)
+
+
+def _caller(site: str, seen: set[str]) -> str:
+    """Return the nearest module around ``site`` that is called: a list of modules is not."""
+    while site:
+        site = site.rpartition(".")[0]
+        if site in seen:
+            return site
+    return ""
+
+
+def noise_floors(
+    measured: Sequence[Sequence[tuple[ValuePair, TensorErrors]]],
+) -> dict[tuple[Any, ...], float]:
+    """Return the largest relative error at each place of several runs that differ from A by rounding alone."""
+    found: dict[tuple[Any, ...], float] = {}
+    for of_run in measured:
+        for pair, errors in of_run:
+            if not errors.mismatched and math.isfinite(errors.rel_l2):
+                key = value_key(pair)
+                found[key] = max(found.get(key, 0.0), errors.rel_l2)
+    return found

@@ -1,0 +1,198 @@
+"""Hold what a comparison of two runs has found: values, the module to blame, what has no partner; as text and as data.
+
+`compare` makes a `Comparison`; ``hookline compare`` prints it, and `comparison_page` draws it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hookline.debug.compare.compared_value import Blame, ComparedValue
+from hookline.debug.compare.match_calls import UnpairedValue
+from hookline.debug.compare.rounding import WITHIN, WRONG
+from hookline.tables import ShownAsTable, Table
+
+__all__ = ["Comparison"]
+
+_MAX_ROWS: Final = 40
+_MAX_LISTED: Final = 8
+
+
+@dataclass(slots=True, repr=False)
+class Comparison(ShownAsTable):
+    """What two runs have in common, and where they part; prints as a table, the largest error first.
+
+    Recipe::
+
+        found = hookline.compare("trace_a", "trace_b")
+        print(found)
+        assert found.ok, found.summary
+        found.write_html("compared.html")
+    """
+
+    values: list[ComparedValue]
+    """Every value that was compared, in the order of the calls."""
+    blamed: list[Blame] = field(default_factory=list)
+    """The modules in which the runs part: none, one, or each that holds other parameters from the beginning."""
+    only_a: list[str] = field(default_factory=list)
+    """Sites that only A has."""
+    only_b: list[str] = field(default_factory=list)
+    """Sites that only B has."""
+    unpaired: list[UnpairedValue] = field(default_factory=list)
+    """Values of both that cannot be compared, and why."""
+    notes: list[str] = field(default_factory=list)
+    """How values were paired, where that is not plain."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with the files of the traces."""
+    names: tuple[str, str] = ("A", "B")
+    """What the two runs are called."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that was compared is the same, and nothing has another shape."""
+        return all(value.is_same for value in self.values) and not self.unpaired
+
+    @property
+    def first(self) -> ComparedValue | None:
+        """The first value in the order of the calls that differs; None if all are the same."""
+        return self.blamed[0].value if self.blamed else None
+
+    @property
+    def blame(self) -> str | None:
+        """The name of the module in which the runs part; None if they do not."""
+        return self.blamed[0].module if self.blamed else None
+
+    @property
+    def worst(self) -> list[ComparedValue]:
+        """All values, the largest relative error first."""
+        return sorted(self.values, key=lambda value: (value.is_same, -_sortable(value.error), value.order))
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether some errors come from fingerprints alone."""
+        return any(value.errors.is_estimate for value in self.values)
+
+    @property
+    def summary(self) -> str:
+        """What was found, in a few lines."""
+        return "\n".join([self._counted(), *self._first_lines(), *self._remarks()])
+
+    def _counted(self) -> str:
+        counts = Counter(_class_of(value.verdict) for value in self.values)
+        parts = [f"{counts[key]} {key}" for key in (WITHIN, "worse than rounding", WRONG) if counts[key]]
+        equal = sum(value.errors.is_equal for value in self.values)
+        bits = f", {equal} of them equal to the bit" if equal else ""
+        return f"{len(self.values)} values compared: {', '.join(parts)}{bits}."
+
+    def _first_lines(self) -> list[str]:
+        first = self.first
+        if first is None:
+            return ["Nothing differs."] if self.ok else []
+        place = f", first at {first.where}" if first.where else ""
+        lines = [f"First divergence: {first.label}: {first.verdict}, {_error_text(first)}{place}."]
+        for blame in self.blamed[:_MAX_LISTED]:
+            lines.append(f"Blamed: {blame.module or ('the inputs' if blame.is_input else 'the model')}. {blame.why}")
+        follow = sum(bool(value.follows) for value in self.values)
+        if follow:
+            lines.append(f"{follow} later values follow from it.")
+        return lines
+
+    def _remarks(self) -> list[str]:
+        lines = [f"Only in {name}: {_listed(sites)}." for name, sites in zip("AB", (self.only_a, self.only_b), strict=True)
+                 if sites]  # fmt: skip
+        lines += [
+            f"Not compared: {value.site or '(the model)'} ({value.kind}, step {value.step}, call {value.call}): {value.why}."
+            for value in self.unpaired[:_MAX_LISTED]
+        ]
+        if len(self.unpaired) > _MAX_LISTED:
+            lines.append(f"Not compared: {len(self.unpaired) - _MAX_LISTED} more.")
+        if self.is_estimate:
+            lines.append(
+                "Errors marked ~ are estimates from fingerprints, right to about a factor of 1.6: trace with tensors= "
+                "for exact ones."
+            )
+        return [*lines, *self.notes, *self.problems]
+
+    def _table(self) -> Table:
+        shown = self.worst
+        rows = [_cells(value) for value in shown[:_MAX_ROWS]]
+        foot = [f"… and {len(shown) - _MAX_ROWS} more"] if len(shown) > _MAX_ROWS else []
+        header = ("site", "kind", "call", "max abs", "rel L2", "rounding", "verdict")
+        return Table(header, rows, numbers=(3, 4, 5), title=self.summary, foot=foot)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain data; what is not finite is text."""
+        found = {
+            "format": "hookline.compare", "version": 1, "a": self.names[0], "b": self.names[1], "ok": self.ok,
+            "estimate": self.is_estimate,
+            "first": None if self.first is None else self.first.to_json(),
+            "blamed": [{"module": blame.module, "why": blame.why, "inputs": blame.is_input} for blame in self.blamed],
+            "only_a": self.only_a, "only_b": self.only_b,
+            "not_compared": [{key: getattr(value, key) for key in UnpairedValue.__slots__} for value in self.unpaired],
+            "notes": self.notes, "problems": self.problems,
+            "values": [value.to_json() for value in self.worst],
+        }  # fmt: skip
+        plain: dict[str, Any] = _plain(found)
+        return plain
+
+    def write_json(self, path: str | Path) -> Path:
+        """Write `to_json` to a file; return its path."""
+        path = Path(path)
+        path.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    def write_html(self, path: str | Path) -> Path:
+        """Write a page with a heat map, which opens from disk; return its path."""
+        from hookline.debug.compare.comparison_page import write_page
+
+        return write_page(self, path)
+
+
+def _class_of(verdict: str) -> str:
+    return verdict if verdict in (WITHIN, WRONG) else "worse than rounding"
+
+
+def _sortable(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _listed(sites: Sequence[str]) -> str:
+    more = f" and {len(sites) - _MAX_LISTED} more" if len(sites) > _MAX_LISTED else ""
+    return f"{', '.join(sites[:_MAX_LISTED])}{more}"
+
+
+def _error_text(value: ComparedValue) -> str:
+    errors = value.errors
+    if errors.mismatched:
+        return f"{errors.bad_b} of {errors.count} numbers are NaN or Inf, in A {errors.bad_a}"
+    about = "about " if errors.is_estimate else ""
+    return f"relative error {about}{value.error:.3g}, where rounding makes {value.floor:.2g}"
+
+
+def _cells(value: ComparedValue) -> tuple[str, ...]:
+    mark = "~" if value.errors.is_estimate and not value.errors.is_equal else ""
+    verdict = value.verdict + (f", follows from {value.follows}" if value.follows else "")
+    call = f"{value.step}.{value.call}" + (f" rank {value.rank}" if value.rank else "")
+    return (
+        value.site or "(the model)",
+        value.kind + (f" {value.leaf}" if value.leaf else ""),
+        call,
+        f"{mark}{value.errors.max_abs:.3g}",
+        f"{mark}{value.error:.3g}",
+        f"{value.floor:.2g}",
+        verdict + (f" [{value.how}]" if value.how else ""),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

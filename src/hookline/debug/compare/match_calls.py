@@ -1,0 +1,190 @@
+"""Pair the calls of one site in two runs: by row, by step and call, or, where the counts differ, by likeness.
+
+`align_runs` calls `CallMatcher.match` with the values of a site on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hookline.debug.compare.row_matching import has_same_rows, has_unique_rows, match_rows
+from hookline.debug.compare.run_values import RunValue
+from hookline.debug.compare.tensor_errors import tensor_errors
+from hookline.debug.trace.trace_record import RowKey
+
+__all__ = ["CallMatcher", "UnpairedValue", "ValuePair"]
+
+_MAX_LIKENESS: Final = 64
+"""Most comparisons that are made to find which calls belong together; beyond, they are paired from the first on."""
+
+
+@dataclass(slots=True)
+class ValuePair:
+    """A value of A and the one of B that belongs to it."""
+
+    a: RunValue
+    b: RunValue
+    how: str = ""
+    """How they were found, where it was not by name and call alone."""
+    keys: list[RowKey] = field(default_factory=list)
+    """Whose the rows are, where rows were paired."""
+    is_sure: bool = True
+    """Whether it is known that they belong together, so that a difference may be blamed on the site."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnpairedValue:
+    """A value of both runs that cannot be compared."""
+
+    site: str
+    kind: str
+    leaf: str
+    step: int
+    call: int
+    why: str
+
+
+@dataclass(slots=True)
+class CallMatcher:
+    """Collects pairs, and what cannot be paired."""
+
+    pairs: list[ValuePair]
+    unpaired: list[UnpairedValue]
+    notes: list[str]
+    used: set[int]
+    """The ids of values that have found a partner."""
+
+    def use(self, values: Iterable[RunValue]) -> None:
+        """Note that values have a partner."""
+        self.used.update(id(value) for value in values)
+
+    def match(self, a: Sequence[RunValue], b: Sequence[RunValue]) -> None:
+        """Pair the values of one site, kind and leaf."""
+        self.use(a)
+        self.use(b)
+        by_call_a = {(value.step, value.call): value for value in a}
+        by_call_b = {(value.step, value.call): value for value in b}
+        same = by_call_a.keys() == by_call_b.keys() and all(
+            has_same_rows(by_call_a[key], by_call_b[key]) for key in by_call_a
+        )
+        if not same and has_unique_rows(a) and has_unique_rows(b):
+            self._match_rows(a, b)
+            return
+        self._match_steps(a, b)
+
+    def _match_rows(self, a: Sequence[RunValue], b: Sequence[RunValue]) -> None:
+        found = match_rows(a, b)
+        if found is None:
+            shapes = f"{a[0].shape} in A, {b[0].shape} in B"
+            self._refuse(a[0], f"no row of one run is in the other, or their shapes differ: {shapes}")
+            return
+        left = [f"{count} only in {side}" for side, count in (("A", found.left_a), ("B", found.left_b)) if count]
+        how = f"{len(found.keys)} rows by request and position{f' ({", ".join(left)})' if left else ''}"
+        self.pairs.append(ValuePair(found.a, found.b, _joined(found.a.note, found.b.note, how), found.keys))
+
+    def _match_steps(self, a: Sequence[RunValue], b: Sequence[RunValue]) -> None:
+        steps_a, steps_b = _by_step(a), _by_step(b)
+        left = {step for step in steps_a.keys() ^ steps_b.keys()}
+        if left:
+            have = "A" if left & steps_a.keys() else "B"
+            self._note(f"Steps {sorted(left)[:6]} are only in {have} for some sites; the others are compared.")
+        for step in (step for step in steps_a if step in steps_b):
+            self._match_calls(steps_a[step], steps_b[step])
+
+    def _match_calls(self, a: list[RunValue], b: list[RunValue]) -> None:
+        if {value.call for value in a} == {value.call for value in b}:
+            for one, other in zip(a, b, strict=True):
+                self._pair(one, other)
+            return
+        site = a[0].site or "(the model)"
+        pairs = _most_alike(a, b)
+        calls = ", ".join(f"{one.call} with {other.call}" for one, other in pairs)
+        self.notes.append(
+            f"{site} ({a[0].kind}) was called {len(a)} time(s) in step {a[0].step} of A and {len(b)} in B; the calls "
+            f"that are most alike are compared, in order ({calls}), and are not blamed."
+        )
+        for one, other in pairs:
+            self._pair(one, other, how=f"call {one.call} of A with call {other.call} of B", is_sure=False)
+
+    def _pair(self, a: RunValue, b: RunValue, how: str = "", *, is_sure: bool = True) -> None:
+        padded = a.rows is not None and b.rows is not None and not has_same_rows(a, b)
+        rows = match_rows([a], [b]) if padded else None
+        text = _joined(a.note, b.note, how)
+        if rows is not None:
+            self.pairs.append(ValuePair(rows.a, rows.b, _joined(text, f"{len(rows.keys)} rows"), rows.keys, is_sure))
+        elif a.shape != b.shape:
+            self._refuse(b, f"its shape is {a.shape} in A and {b.shape} in B{_advice(a, b)}")
+        else:
+            self.pairs.append(ValuePair(a, b, text, is_sure=is_sure))
+
+    def _refuse(self, value: RunValue, why: str) -> None:
+        self.unpaired.append(UnpairedValue(value.site, value.kind, value.leaf, value.step, value.call, why))
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _advice(a: RunValue, b: RunValue) -> str:
+    if math.prod(a.shape) == math.prod(b.shape):
+        return ", though both have as many numbers: if rows lie in other places, give rows="
+    if len(a.shape) == len(b.shape):
+        return "; if ranks hold parts of it give dims=, if the runs have other rows give rows="
+    return ""
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(dict.fromkeys(filter(None, parts)))
+
+
+def _by_step(values: Sequence[RunValue]) -> dict[int, list[RunValue]]:
+    found: dict[int, list[RunValue]] = defaultdict(list)
+    for value in values:
+        found[value.step].append(value)
+    for of_step in found.values():
+        of_step.sort(key=lambda value: value.call)
+    return found
+
+
+def _most_alike(a: list[RunValue], b: list[RunValue]) -> list[tuple[RunValue, RunValue]]:
+    """Return the pairs, in the order of the calls, whose errors are the least in sum; one side may have calls left."""
+    is_swapped = len(a) > len(b)
+    short, long = (b, a) if is_swapped else (a, b)
+    if len(short) * len(long) > _MAX_LIKENESS:
+        chosen = list(range(len(short)))
+    else:
+        chosen = _least_sum([[_distance(one, other) for other in long] for one in short])
+    pairs = [(short[place], long[at]) for place, at in enumerate(chosen)]
+    return [(two, one) for one, two in pairs] if is_swapped else pairs
+
+
+def _least_sum(costs: list[list[float]]) -> list[int]:
+    """Return a rising choice of columns, one for each row, with the least sum."""
+    width = len(costs[0])
+    best: list[tuple[float, list[int]]] = [(0.0, [])] * (width + 1)
+    for row, of_row in enumerate(costs):
+        following: list[tuple[float, list[int]]] = [(math.inf, [])] * (width + 1)
+        for column in range(row, width):
+            before, chosen = best[column]
+            with_this = (before + of_row[column], [*chosen, column])
+            following[column + 1] = min(following[column], with_this, key=lambda item: item[0])
+            if not following[column + 1][1]:
+                following[column + 1] = with_this
+        best = following
+    return best[width][1]
+
+
+def _distance(a: RunValue, b: RunValue) -> float:
+    """Return how unlike two values are: 0 to 1, and more if they cannot be compared."""
+    if a.shape != b.shape:
+        return 4.0
+    if a.read is not None and b.read is not None:
+        return min(1.0, tensor_errors(a.read(), b.read()).rel_diff)
+    if a.fingerprint is None or b.fingerprint is None:
+        return 2.0
+    norms = a.fingerprint.norm + b.fingerprint.norm
+    return min(1.0, abs(a.fingerprint.norm - b.fingerprint.norm) / norms) if norms else 0.0
