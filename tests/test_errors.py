@@ -26,6 +26,7 @@ BUILTINS = {
     "HooksLeftError": (AssertionError,),
     "ScopeError": (RuntimeError,),
     "CaptureError": (RuntimeError,),
+    "CompareError": (ValueError,),
     "TraceError": (RuntimeError,),
     "GuardError": (RuntimeError,),
     "HookNameError": (ValueError,),

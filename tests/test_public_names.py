@@ -30,6 +30,7 @@ FUNCTIONS = _named(
         "debug": """
         compare_npy_folders read_trace trace_outputs
         find_bad_operations
+        packed_rows padded_rows
     """,
         "distributed": """
         gather_objects is_distributed rank_count reduce_metrics this_rank
@@ -91,6 +92,7 @@ CLASSES = _named(
         NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord
         Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder TraceRecord
         BadOperation BadOperations BadStep TensorSummary
+        Blame ComparedValue Comparison FusedRule PairRule RenameRule
     """,
         "distributed": """
         Exchange

@@ -14,6 +14,7 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── HookReturnError     RuntimeError         a return value that cannot replace what the hook was shown
     ├── ScopeError          RuntimeError         scopes that are left in another order than they were entered
     ├── CaptureError        RuntimeError         something captured that cannot be kept, or cannot be read
+    ├── CompareError        ValueError           two runs of which nothing can be compared
     ├── TraceError          RuntimeError         a trace that cannot be written, or cannot be read
     ├── GuardError          RuntimeError         what cannot be guarded, or a hook that broke its promise
     ├── HookNameError       ValueError           a hook that is not known by that name, or not the only one
@@ -37,6 +38,7 @@ from __future__ import annotations
 __all__ = [
     "CaptureError",
     "CheckpointError",
+    "CompareError",
     "ConfigError",
     "EngineBusy",
     "EngineClosed",
@@ -113,6 +115,10 @@ class ScopeError(HooklineError, RuntimeError):
 
 class CaptureError(HooklineError, RuntimeError):
     """What is asked of a capture cannot be had: too large, called several times, overwritten since."""
+
+
+class CompareError(HooklineError, ValueError):
+    """Nothing of two runs can be compared, or a swap finds no guilty module; the message says why."""
 
 
 class TraceError(HooklineError, RuntimeError):

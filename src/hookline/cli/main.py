@@ -32,6 +32,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "schema": ("hookline.cli.schema_command", "print the JSON schema of such files, for editors"),
     "serve": ("hookline.cli.serve_command", "serve a model over HTTP, with hooks"),
     "report": ("hookline.cli.report_command", "make the HTML page of one or more runs"),
+    "compare": ("hookline.cli.compare_command", "find where two traced runs part, and whether that is rounding"),
     "replay": ("hookline.cli.replay_command", "feed a run's records to another destination"),
     "new": ("hookline.cli.new_command", "write a file to start from: experiment, hook or sink"),
     "completion": ("hookline.cli.completion_command", "print what makes bash complete these commands"),

@@ -226,8 +226,13 @@ def _rank_pairs(a: Sequence[RunValue], b: Sequence[RunValue], notes: list[str]) 
     if ranks_a == ranks_b:
         return [(rank, rank) for rank in ranks_a]
     if len(ranks_a) == 1 or len(ranks_b) == 1:
-        notes.append(f"A has {len(ranks_a)} rank(s), B has {len(ranks_b)}: each rank is compared with the only one of the other.")
+        notes.append(
+            f"A has {len(ranks_a)} rank(s), B has {len(ranks_b)}: each is compared with the only one of the other run."
+        )
         return [(one, other) for one in ranks_a for other in ranks_b]
     common = [rank for rank in ranks_a if rank in ranks_b]
-    notes.append(f"A has ranks {ranks_a}, B has {ranks_b}: {common or 'none'} in common are compared. If ranks hold parts, give dims=.")
+    notes.append(
+        f"A has ranks {ranks_a}, B has {ranks_b}: {common or 'none'} in common are compared. If ranks hold parts, "
+        "give dims=."
+    )
     return [(rank, rank) for rank in common]

@@ -33,14 +33,15 @@ def compare(
     rows: tuple[Any, Any] | None = None,
     dims: DimsOption = None,
     mesh: Mapping[str, int] | None = None,
+    tensors_only: bool = False,
 ) -> Comparison:
     """Find where two runs part, and whether that is rounding or a bug.
 
     Recipe::
 
         found = hookline.compare("trace_a", "trace_b")
-        print(found)                      # the first divergence, then the largest errors
-        found.blame                       # 'transformer.h.3.mlp.c_fc', or None
+        print(found)  # the first divergence, then the largest errors
+        found.blame  # 'transformer.h.3.mlp.c_fc', or None
 
     Each run is the folder of a trace, what ``read_trace`` or ``capture`` gave, a safetensors file, or a dict from names
     to tensors. Values are paired by kind, site, leaf, step and call; by rows where both say whose their rows are. What
@@ -64,6 +65,7 @@ def compare(
         rows: For A and for B, whose the rows are: `padded_rows`, `packed_rows`, or a key for each row. Traces know.
         dims: How tensors lie on ranks, ``"b s h[tp] d"``, for all sites or by pattern; DTensors know.
         mesh: Sizes of the axes that ``dims`` names, the outermost first; needed if there are several.
+        tensors_only: Leave out what only fingerprints are there of, instead of estimating its error.
 
     Raises:
         CompareError: (a ValueError) nothing of the two can be compared; the message says why.
@@ -73,7 +75,8 @@ def compare(
     rows_a, rows_b = _row_pair(rows)
     run_a, run_b = read_run(a, "A", rows_a), read_run(b, "B", rows_b)
     found = align(run_a, run_b, rules=rules, dims=dims, mesh=mesh)
-    measured = measure(found.pairs, found.unpaired, same_sketches=_has_same_sketches(run_a, run_b))
+    pairs = [pair for pair in found.pairs if pair.has_tensors] if tensors_only else found.pairs
+    measured = measure(pairs, found.unpaired, same_sketches=_has_same_sketches(run_a, run_b))
     if not measured:
         raise CompareError(_why_nothing(found, run_a, run_b))
     floors = _measured_noise(a, rows_a, noise, found.notes, rules=rules, dims=dims, mesh=mesh)
@@ -111,9 +114,9 @@ def _why_nothing(found: Alignment, a: RunValues, b: RunValues) -> str:
     if found.unpaired:
         first = found.unpaired[0]
         return f"Nothing can be compared: {first.site or 'the model'} ({first.kind}): {first.why}. {_hint(found)}"
-    names = [sorted({value.site for value in run.values})[:3] for run in (a, b)]
+    have = [", ".join(map(repr, sorted({value.site for value in run.values})[:3])) for run in (a, b)]
     return (
-        f"A and B have no site in common: A has {', '.join(map(repr, names[0]))}…, B has {', '.join(map(repr, names[1]))}…. "
+        f"A and B have no site in common: A has {have[0]}…, B has {have[1]}…. "
         "Are they of the same model? Names can be made equal by rules=[RenameRule(pattern, replacement)]."
     )
 
@@ -122,9 +125,7 @@ def _hint(found: Alignment) -> str:
     return " ".join(found.notes)
 
 
-def _measured_noise(
-    a: RunSource, rows: Any, noise: Any, notes: list[str], **options: Any
-) -> NoiseFloors:
+def _measured_noise(a: RunSource, rows: Any, noise: Any, notes: list[str], **options: Any) -> NoiseFloors:
     """Return the noise floors that other runs of A show; nothing without them."""
     if noise is None:
         return {}

@@ -42,7 +42,7 @@ def value_key(value: ValuePair | ComparedValue) -> tuple[Any, ...]:
 def measure(
     pairs: Sequence[ValuePair], unpaired: list[UnpairedValue], *, same_sketches: bool
 ) -> list[tuple[ValuePair, TensorErrors]]:
-    """Return the errors of each pair, of the tensors or else of the fingerprints; add to ``unpaired`` what has neither."""
+    """Return the errors of each pair, from tensors or else fingerprints; add what has neither to ``unpaired``."""
     found = []
     for pair in pairs:
         try:

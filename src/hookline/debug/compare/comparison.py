@@ -81,7 +81,12 @@ class Comparison(ShownAsTable):
     @property
     def summary(self) -> str:
         """What was found, in a few lines."""
-        return "\n".join([self._counted(), *self._first_lines(), *self._remarks()])
+        return "\n".join([*self.headline, *self.remarks])
+
+    @property
+    def headline(self) -> list[str]:
+        """How many values are the same, where the runs part, and which module is to blame."""
+        return [self._counted(), *self._first_lines()]
 
     def _counted(self) -> str:
         counts = Counter(_class_of(value.verdict) for value in self.values)
@@ -93,22 +98,24 @@ class Comparison(ShownAsTable):
     def _first_lines(self) -> list[str]:
         first = self.first
         if first is None:
-            return ["Nothing differs."] if self.ok else []
+            is_equal = all(value.errors.is_equal for value in self.values)
+            return [f"Nothing differs{'' if is_equal else ' by more than is allowed'}."] if self.ok else []
         place = f", first at {first.where}" if first.where else ""
         lines = [f"First divergence: {first.label}: {first.verdict}, {_error_text(first)}{place}."]
-        for blame in self.blamed[:_MAX_LISTED]:
-            lines.append(f"Blamed: {blame.module or ('the inputs' if blame.is_input else 'the model')}. {blame.why}")
+        lines += [f"Blamed: {_blamed_name(blame)}. {blame.why}" for blame in self.blamed[:_MAX_LISTED]]
         follow = sum(bool(value.follows) for value in self.values)
         if follow:
             lines.append(f"{follow} later values follow from it.")
         return lines
 
-    def _remarks(self) -> list[str]:
-        lines = [f"Only in {name}: {_listed(sites)}." for name, sites in zip("AB", (self.only_a, self.only_b), strict=True)
-                 if sites]  # fmt: skip
+    @property
+    def remarks(self) -> list[str]:
+        """What was not compared, what is an estimate, how values were paired, and what is wrong with the traces."""
+        sides = (("A", self.only_a), ("B", self.only_b))
+        lines = [f"Only in {name}: {_listed(sites)}." for name, sites in sides if sites]
         lines += [
-            f"Not compared: {value.site or '(the model)'} ({value.kind}, step {value.step}, call {value.call}): {value.why}."
-            for value in self.unpaired[:_MAX_LISTED]
+            f"Not compared: {one.site or '(the model)'} ({one.kind}, step {one.step}, call {one.call}): {one.why}."
+            for one in self.unpaired[:_MAX_LISTED]
         ]
         if len(self.unpaired) > _MAX_LISTED:
             lines.append(f"Not compared: {len(self.unpaired) - _MAX_LISTED} more.")
@@ -152,6 +159,10 @@ class Comparison(ShownAsTable):
         from hookline.debug.compare.comparison_page import write_page
 
         return write_page(self, path)
+
+
+def _blamed_name(blame: Blame) -> str:
+    return blame.module or ("the inputs" if blame.is_input else "the model")
 
 
 def _class_of(verdict: str) -> str:

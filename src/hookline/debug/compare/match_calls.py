@@ -35,6 +35,11 @@ class ValuePair:
     is_sure: bool = True
     """Whether it is known that they belong together, so that a difference may be blamed on the site."""
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether both can be read, not only estimated."""
+        return self.a.read is not None and self.b.read is not None
+
 
 @dataclass(frozen=True, slots=True)
 class UnpairedValue:
@@ -83,12 +88,13 @@ class CallMatcher:
             self._refuse(a[0], f"no row of one run is in the other, or their shapes differ: {shapes}")
             return
         left = [f"{count} only in {side}" for side, count in (("A", found.left_a), ("B", found.left_b)) if count]
-        how = f"{len(found.keys)} rows by request and position{f' ({", ".join(left)})' if left else ''}"
+        rest = f" ({', '.join(left)})" if left else ""
+        how = f"{len(found.keys)} rows by request and position{rest}"
         self.pairs.append(ValuePair(found.a, found.b, _joined(found.a.note, found.b.note, how), found.keys))
 
     def _match_steps(self, a: Sequence[RunValue], b: Sequence[RunValue]) -> None:
         steps_a, steps_b = _by_step(a), _by_step(b)
-        left = {step for step in steps_a.keys() ^ steps_b.keys()}
+        left = steps_a.keys() ^ steps_b.keys()
         if left:
             have = "A" if left & steps_a.keys() else "B"
             self._note(f"Steps {sorted(left)[:6]} are only in {have} for some sites; the others are compared.")

@@ -16,7 +16,18 @@ from torch import Tensor
 from hookline.debug.compare.run_values import RunValue
 from hookline.sites.targets import name_matcher
 
-__all__ = ["DEFAULT_RULES", "FusedRule", "PairRule", "RenameRule", "Rule", "fuse_parts", "fused_names", "pair_rule_for", "rename", "sum_of_pair"]
+__all__ = [
+    "DEFAULT_RULES",
+    "FusedRule",
+    "PairRule",
+    "RenameRule",
+    "Rule",
+    "fuse_parts",
+    "fused_names",
+    "pair_rule_for",
+    "rename",
+    "sum_of_pair",
+]
 
 
 @dataclass(frozen=True, slots=True)

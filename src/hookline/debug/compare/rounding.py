@@ -21,7 +21,7 @@ _UNITS: Final = {
 """The largest relative error of rounding one number."""
 _NARROW: Final = 2.0**-12
 """Dtypes with a unit above this are summed in float32, so that their errors grow less from operation to operation."""
-_ALLOWED: Final = 4.0
+_ALLOWED: Final = 3.0
 """Up to this many times the floor is rounding: two runs each have their own, and the floor is of one."""
 _TOO_MUCH: Final = 64.0
 """From this many times the floor on it is a bug."""

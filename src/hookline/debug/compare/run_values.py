@@ -150,7 +150,7 @@ def _of_cache(cache: Cache, name: str) -> RunValues:
     for place, (step, site, call) in enumerate(calls):
         forward += [((2 * place + 1, 0), one) for one in _leaves_of(site, "output", call.output, step, call.call)]
         if "inputs" in call.kept():
-            given = {**dict(enumerate(call.inputs)), **call.kwargs}
+            given: dict[Any, Any] = {**dict(enumerate(call.inputs)), **call.kwargs}
             # A module takes its input before the modules in it are called; the outer one first.
             when = 2 * begins.get((step, site), place), site.count(".") if site else -1
             forward += [(when, one) for one in _leaves_of(site, "input", given, step, call.call)]

@@ -149,10 +149,8 @@ def _add_bad_block(sums: _Sums, x: Tensor, y: Tensor) -> None:
 
 def exceeds_tolerance(a: Tensor, b: Tensor, atol: float, rtol: float) -> bool:
     """Return whether some entry of ``b`` is further from ``a`` than ``atol + rtol * |a|``."""
-    for x, y in _blocks(_flat(a), _flat(b)):
-        if not torch.allclose(y, x, rtol=rtol, atol=atol, equal_nan=True):
-            return True
-    return False
+    blocks = _blocks(_flat(a), _flat(b))
+    return any(not torch.allclose(y, x, rtol=rtol, atol=atol, equal_nan=True) for x, y in blocks)
 
 
 def first_difference(a: Tensor, b: Tensor, limit: float) -> tuple[int, ...] | None:
@@ -195,6 +193,6 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     narrow = all(one.is_floating_point() and one.element_size() <= 4 for one in (a, b))
     dtype = torch.float32 if narrow else torch.float64
     same = a is b
-    for x, y in zip(a.split(_BLOCK), b.split(_BLOCK), strict=True):
+    for x, y in zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True):
         first = x.to(dtype)
         yield first, first if same else y.to(device=x.device, dtype=dtype)

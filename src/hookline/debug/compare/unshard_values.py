@@ -54,7 +54,9 @@ def join_ranks(
         if layout is None or all(axis is None for axis in layout.axes):
             found += members
         elif missing := set(layout.coordinates) - {member.rank for member in members}:
-            notes[f"{run.name}: parts of ranks {sorted(missing)} are missing; sharded tensors cannot be put together."] = None
+            notes[
+                f"{run.name}: parts of ranks {sorted(missing)} are missing; sharded tensors cannot be put together."
+            ] = None
         else:
             found.append(_joined(members, layout))
     found.sort(key=lambda value: value.order)
@@ -91,7 +93,9 @@ def _by_placements(members: Sequence[RunValue]) -> _Layout:
 def _by_dims(members: Sequence[RunValue], dims: str, mesh: Mapping[str, int] | None) -> _Layout | None:
     parts = [_PART.fullmatch(part) for part in dims.split()]
     if not parts or not all(parts):
-        raise OptionError(f"dims={dims!r}: write a name for each dimension, with [axis] where ranks share it: 'b s h[tp] d'.")
+        raise OptionError(
+            f"dims={dims!r}: write a name for each dimension, with [axis] where ranks share it: 'b s h[tp] d'."
+        )
     if len(parts) != len(members[0].shape):
         return None
     cut = {part[2]: ("sum" if part[3] else dim) for dim, part in enumerate(parts) if part is not None and part[2]}

@@ -1,0 +1,105 @@
+"""Compare two runs, for people and for CI: ``hookline compare A B``.
+
+`main` calls `compare`, which reads the options and calls `hookline.debug.compare`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from tyro.conf import Positional
+
+from hookline.cli.main import DONE, FAILED
+from hookline.cli.parse import parse
+from hookline.cli.screen import tell
+from hookline.config.run_options import flag
+from hookline.errors import OptionError
+
+__all__ = ["CompareOptions", "compare"]
+
+
+@dataclass
+class CompareOptions:
+    """Find where two runs part, and whether that is rounding or a bug.
+
+    Exit codes: 0 the same within the thresholds (or rounding), 1 they differ, 2 they cannot be compared.
+
+    Examples:
+      hookline compare trace_a trace_b
+      hookline compare trace_a trace_b --noise trace_float64 --html compared.html
+      hookline compare trace_a trace_b --threshold 'layers.#.mlp=1e-3' --threshold 'lm_head=max_abs:0.1' --json
+      hookline compare one_gpu two_gpus --dims '*.q_proj=b s h[tp]'
+    """
+
+    a: Annotated[Positional[str], flag("A")]
+    """The reference: the folder of a trace, or a safetensors file."""
+    b: Annotated[Positional[str], flag("B")]
+    """The run in question."""
+    atol: Annotated[float | None, flag("NUMBER")] = None
+    """Allow each number to differ by this much."""
+    rtol: Annotated[float | None, flag("NUMBER")] = None
+    """Allow each number to differ by this part of it."""
+    threshold: Annotated[tuple[str, ...], flag("PATTERN=BOUND ...")] = ()
+    """Bounds for sites: a relative error, or MEASURE:NUMBER[,…] with rel, rel_diff, max_abs or mean_abs."""
+    noise: Annotated[tuple[str, ...], flag("PATH ...")] = ()
+    """Other traces of A that differ by rounding alone (float64, repeated, permuted): what is noise at each site."""
+    dims: Annotated[tuple[str, ...], flag("[PATTERN=]DIMS ...")] = ()
+    """How tensors lie on ranks, such as 'b s h[tp] d', for all sites or for those that a pattern matches."""
+    mesh: Annotated[tuple[str, ...], flag("AXIS=RANKS ...")] = ()
+    """How many ranks each axis of --dims has, the outermost first."""
+    tensors: Annotated[bool, flag()] = False
+    """Compare only what both traces have tensors of; no estimates from fingerprints."""
+    json: Annotated[bool, flag()] = False
+    """Print everything as JSON."""
+    html: Annotated[str | None, flag("FILE")] = None
+    """Write a page with a heat map, which opens from disk."""
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Print where the runs part; return 0 if they do not, 1 if they do."""
+    options = parse(CompareOptions, arguments, "compare")
+    from hookline.debug.compare.compare import compare as compare_runs
+    from hookline.debug.compare.error_thresholds import parse_thresholds
+
+    found = compare_runs(
+        options.a,
+        options.b,
+        atol=options.atol,
+        rtol=options.rtol,
+        thresholds=parse_thresholds(options.threshold),
+        noise=list(options.noise) or None,
+        dims=_dims(options.dims),
+        mesh=_mesh(options.mesh),
+        tensors_only=options.tensors,
+    )
+    page = None if options.html is None else found.write_html(options.html)
+    if options.json:
+        tell(json.dumps(found.to_json(), indent=1, allow_nan=False))
+    else:
+        tell(str(found))
+        if page is not None:
+            tell(f"The page is {page}.")
+    return DONE if found.ok else FAILED
+
+
+def _dims(texts: Sequence[str]) -> Any:
+    """Return one string for all sites, or strings by pattern."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return texts[0]
+    pairs = [text.partition("=") for text in texts]
+    if not all(sign for _, sign, _ in pairs):
+        raise OptionError("--dims: write one 'b s h[tp] d' for all sites, or PATTERN='b s h[tp] d' for each.")
+    return {pattern: dims for pattern, _, dims in pairs} or None
+
+
+def _mesh(texts: Sequence[str]) -> dict[str, int] | None:
+    found = {}
+    for text in texts:
+        axis, _, size = text.partition("=")
+        if not size.isdecimal():
+            raise OptionError(f"--mesh {text!r}: write AXIS=RANKS, such as dp=2.")
+        found[axis] = int(size)
+    return found or None

@@ -1,0 +1,141 @@
+"""Write the page of a comparison: a heat map of layer by call, and the values; one HTML file that needs nothing else.
+
+`Comparison.write_html` calls `write_page`; ``comparison.html``, ``.css`` and ``.js`` beside this file draw it.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from hookline.debug.compare.compared_value import ComparedValue
+    from hookline.debug.compare.comparison import Comparison
+
+__all__ = ["write_page"]
+
+_BOUNDS: Final = (0.0, 1.0, 3.0, 8.0, 64.0, 1e3, 1e5)
+"""Up to how many times the rounding each colour goes; beyond the last there is one more."""
+_LEVELS: Final = (
+    "equal to the bit", "up to rounding", "3× (still rounding)", "8×", "64×", "1,000×", "100,000×", "more",
+    "NaN or Inf in one alone",
+)  # fmt: skip
+_MAX_VALUES: Final = 20_000
+"""A page of so many values is 8 MB, and a browser still draws it at once."""
+
+
+def write_page(comparison: Comparison, path: str | Path) -> Path:
+    """Write the page of ``comparison``; return its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(_page(comparison), encoding="utf-8")
+        temporary.replace(path)  # a reader sees the old page or the new one
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _page(comparison: Comparison) -> str:
+    here = files("hookline.debug.compare")
+    values, cut = _shown(comparison)
+    remarks = [*comparison.remarks, *([cut] if cut else [])]
+    parts = {
+        "title": html.escape(" and ".join(comparison.names)),
+        "state": "same" if comparison.ok else "differs",
+        "summary": html.escape("\n".join(comparison.headline)),
+        "remarks": f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in remarks)}</ul>" if remarks else "None.",
+        "style": (here / "comparison.css").read_text(encoding="utf-8"),
+        "script": (here / "comparison.js").read_text(encoding="utf-8"),
+        # "<" would end the script element inside of a name.
+        "data": json.dumps(_data(comparison, values), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    template = (here / "comparison.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _shown(comparison: Comparison) -> tuple[list[ComparedValue], str]:
+    """Return the values that the page holds, in the order of the calls, and a remark if they are not all."""
+    values = comparison.values
+    if len(values) <= _MAX_VALUES:
+        return values, ""
+    kept = {id(value) for value in comparison.worst[:_MAX_VALUES]}
+    text = f"The page shows the {_MAX_VALUES:,} values with the largest errors, of {len(values):,}."
+    return [value for value in values if id(value) in kept], text
+
+
+def _data(comparison: Comparison, values: list[ComparedValue]) -> dict[str, Any]:
+    places = {id(value): place for place, value in enumerate(values)}
+    kinds = list(dict.fromkeys(value.kind for value in values))
+    firsts = {id(blame.value) for blame in comparison.blamed}
+    first = comparison.first
+    if first is not None:  # the map that shows it comes first
+        kinds.sort(key=lambda kind: kind != first.kind)
+    return {
+        "levels": _LEVELS,
+        "values": [{**_value(value), "first": id(value) in firsts} for value in values],
+        "worst": [places[id(value)] for value in comparison.worst if id(value) in places],
+        "maps": [_map(kind, [(places[id(value)], value) for value in values if value.kind == kind]) for kind in kinds],
+    }
+
+
+def _value(value: ComparedValue) -> dict[str, Any]:
+    errors, mark = value.errors, "~" if value.errors.is_estimate and not value.errors.is_equal else ""
+    numbers = {"max": errors.max_abs, "mean": errors.mean_abs, "rel": errors.rel_l2, "diff": errors.rel_diff}
+    keys = ("site", "kind", "leaf", "step", "call", "rank", "verdict", "where", "follows", "how")
+    return {
+        **{key: getattr(value, key) for key in keys},
+        "level": _level(value),
+        "shown": {**{key: f"{mark}{number:.3g}" for key, number in numbers.items()}, "floor": f"{value.floor:.2g}"},
+    }
+
+
+def _level(value: ComparedValue) -> int:
+    if value.errors.mismatched:
+        return len(_BOUNDS) + 1
+    if value.errors.is_equal:
+        return 0
+    ratio = value.ratio if math.isfinite(value.ratio) else math.inf
+    return next((level for level, bound in enumerate(_BOUNDS) if level and ratio <= bound), len(_BOUNDS))
+
+
+def _map(kind: str, values: list[tuple[int, ComparedValue]]) -> dict[str, Any]:
+    """Return one heat map: rows are layers, columns are the parts of a layer, for each call."""
+    placed = [(place, value, *_layer_and_part(value)) for place, value in values]
+    rows = _unique(layer for _, _, layer, _ in placed)
+    parts = _unique(part for *_, part in sorted(placed, key=lambda item: item[3] == ""))
+    calls = _unique(_call_name(value) for _, value, _, _ in placed)
+    shown = dict(values)
+    cells = [[-1] * (len(parts) * len(calls)) for _ in rows]
+    for place, value, layer, part in placed:
+        column = calls.index(_call_name(value)) * len(parts) + parts.index(part)
+        row = cells[rows.index(layer)]
+        if row[column] < 0 or shown[row[column]].error < value.error:  # of several leaves the worst is shown
+            row[column] = place
+    return {"kind": kind, "rows": rows, "parts": parts, "calls": calls, "cells": cells}
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _call_name(value: ComparedValue) -> str:
+    rank = f" rank {value.rank}" if value.rank else ""
+    return f"step {value.step}, call {value.call}{rank}"
+
+
+def _layer_and_part(value: ComparedValue) -> tuple[str, str]:
+    """Return the layer of a value, up to the first number in its name, and what comes behind it."""
+    parts = value.site.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    if number is None:
+        return value.site or "(the model)", ""
+    return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])

@@ -1,0 +1,219 @@
+"""Which value of one run is held against which of the other; never a wrong one in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_compared import captured, gpt2
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.debug import FusedRule, RenameRule, packed_rows, padded_rows
+from hookline.debug.compare.compare import compare
+from hookline.debug.compare.name_rules import DEFAULT_RULES
+from hookline.debug.compare.run_values import RunValue, RunValues
+from hookline.debug.compare.unshard_values import join_ranks
+from hookline.debug.trace.trace_record import MeshPlacement
+from hookline.errors import CompareError, OptionError
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_dicts_caches_and_files_are_compared_by_name(tmp_path: Path) -> None:
+    """The same run from memory and from disk is equal to the bit."""
+    with hl.capture(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "#") as cache:
+        pass
+    with pytest.raises(CompareError, match="B holds nothing"):
+        compare({"x": _random(2)}, cache)
+    run = captured(gpt2())
+    path = run.save(tmp_path / "run.safetensors")
+    found = compare(run, path)
+    assert found.ok
+    assert all(value.errors.is_equal for value in found.values)
+    assert {value.kind for value in found.values} == {"output", "input"}
+    assert str(found).startswith(f"{len(found.values)} values compared")
+    with pytest.raises(CompareError, match="an int"):
+        compare({"x": _random(2)}, 3)  # type: ignore[arg-type]
+
+
+def test_missing_and_extra_sites_are_listed_and_the_rest_is_compared() -> None:
+    """They do not make a difference by themselves."""
+    x = _random(2, 3)
+    found = compare({"a": x, "b": x}, {"a": x, "c": x})
+    assert (found.ok, found.only_a, found.only_b) == (True, ["b output"], ["c output"])
+    assert "Only in A: b output." in found.summary
+
+
+def test_runs_without_a_site_in_common_cannot_be_compared() -> None:
+    """The error shows names of both, and how to make them equal; a rule does."""
+    a, b = {"encoder.x": _random(2)}, {"decoder.y": _random(2)}
+    with pytest.raises(CompareError, match=r"'encoder\.x'.*'decoder\.y'.*RenameRule"):
+        compare(a, b)
+    rules = [RenameRule("^encoder.x$", "one"), RenameRule("^decoder.y$", "one")]
+    assert compare(a, b, rules=rules).ok
+
+
+def test_a_prefix_that_one_model_has_more_is_taken_off_and_said() -> None:
+    """``model.layers.0`` is ``layers.0``; a name or two in common are no reason."""
+    names = [f"layers.{index}" for index in range(4)]
+    tensors = {name: _random(2, seed=index) for index, name in enumerate(names)}
+    found = compare({f"model.{name}": tensor for name, tensor in tensors.items()}, tensors)
+    assert found.ok
+    assert len(found.values) == 4
+    assert any("'model.'" in note for note in found.notes)
+    with pytest.raises(CompareError):
+        compare({"model.norm": _random(2)}, {"norm": _random(2)})
+
+
+def test_fused_projections_are_compared_with_their_parts_both_ways() -> None:
+    """Outputs along the last dimension; which rule was used is said, and a swapped order is a difference."""
+    q, k, v = (_random(2, 4, seed=seed) for seed in range(3))
+    parts = {"h.0.attn.q_proj": q, "h.0.attn.k_proj": k, "h.0.attn.v_proj": v}
+    fused = {"h.0.attn.qkv_proj": torch.cat([q, k, v], -1)}
+    for a, b in ((fused, parts), (parts, fused)):
+        found = compare(a, b)
+        (value,) = found.values
+        assert found.ok
+        assert "q_proj+k_proj+v_proj" in value.how
+        assert not found.only_a + found.only_b
+    assert not compare({"h.0.attn.qkv_proj": torch.cat([q, v, k], -1)}, parts).ok
+    rules = [FusedRule("in", ("left", "right"))]
+    assert compare({"m.in": torch.cat([q, k], -1)}, {"m.left": q, "m.right": k}, rules=rules).ok
+    gate = {"m.gate_proj": q, "m.up_proj": k}
+    assert compare(gate, {"m.gate_up_proj": torch.cat([q, k], -1)}).ok
+
+
+def test_residual_pairs_are_summed_for_layers_and_norms_give_the_first() -> None:
+    """As engines return them; the leaf "0" alone, which has the same name, is never taken for the sum."""
+    hidden, residual = _random(3, 4), _random(3, 4, seed=1)
+    engine = {"layers.0": (hidden, residual), "layers.0.norm": (hidden, residual)}
+    trainer = {"layers.0": (hidden + residual,), "layers.0.norm": hidden}
+    found = compare(engine, trainer)
+    assert found.ok
+    assert {value.how for value in found.values} == {"sum of hidden and residual", "the first of two"}
+    assert compare(trainer, engine).ok
+    assert not compare(engine, {"layers.0": (hidden,), "layers.0.norm": hidden}).ok
+    assert compare(engine, engine).ok  # two pairs are compared leaf by leaf
+
+
+def test_padded_packed_and_continuous_runs_are_compared_row_by_row() -> None:
+    """Rows by request and position; padding is never compared, and a wrong row is named."""
+    tokens = {"a": _random(5, 8), "b": _random(3, 8, seed=1)}
+    mask = torch.zeros(2, 5)
+    padded = torch.full((2, 5, 8), 77.0)
+    for row, (name, start) in enumerate((("a", 0), ("b", 2))):
+        mask[row, start : start + len(tokens[name])] = 1
+        padded[row, start : start + len(tokens[name])] = tokens[name]
+    packed = torch.cat([tokens["b"], tokens["a"]])
+    rows = padded_rows(mask, ["a", "b"]), packed_rows([3, 5], ["b", "a"])
+    found = compare({"h.0": padded}, {"h.0": packed}, rows=rows)
+    assert found.ok
+    assert found.values[0].shape == (8, 8)
+    packed[1, 3] += 1
+    found = compare({"h.0": padded}, {"h.0": packed}, rows=rows)
+    assert found.first is not None
+    assert found.first.where == "request b, position 1"
+    with pytest.raises(CompareError, match="give rows="):
+        compare({"h.0": padded.view(10, 8)}, {"h.0": padded})
+    with pytest.raises(OptionError, match="padding between"):
+        padded_rows(torch.tensor([[1, 0, 1]]))
+
+
+def _run(name: str, values: list[RunValue]) -> RunValues:
+    return RunValues(name, values)
+
+
+def _part(tensor: Tensor, rank: int, **options: Any) -> RunValue:
+    return RunValue("h.0", "output", "", 0, 0, 0, tuple(tensor.shape), "float32", lambda: tensor, rank, **options)
+
+
+def test_parts_of_ranks_are_put_together_by_dims_over_one_axis_and_two() -> None:
+    """The outermost axis changes last; ``sum`` adds; a missing rank is said."""
+    whole = _random(2, 3, 4, 6)
+    halves = whole.chunk(2, dim=2)
+    joined, notes = join_ranks(_run("A", [_part(half, rank) for rank, half in enumerate(halves)]), "b s h[tp] d")
+    (value,) = joined
+    assert value.read is not None
+    assert torch.equal(value.read(), whole)
+    assert value.shape == (2, 3, 4, 6)
+    assert not notes
+    quarters = [part for half in whole.chunk(2, dim=0) for part in half.chunk(2, dim=2)]
+    run = _run("A", [_part(part, rank) for rank, part in enumerate(quarters)])
+    (value,), _ = join_ranks(run, {"h.#": "b[dp] s h[tp] d"}, {"dp": 2, "tp": 2})
+    assert value.read is not None
+    assert torch.equal(value.read(), whole)
+    with pytest.raises(OptionError, match="mesh="):
+        join_ranks(run, "b[dp] s h[tp] d")
+    _, notes = join_ranks(_run("A", [_part(part, rank) for rank, part in enumerate(quarters[:3])]),
+                          "b[dp] s h[tp] d", {"dp": 2, "tp": 2})  # fmt: skip
+    assert "[3]" in notes[0]
+    sums = _run("A", [_part(whole / 2, rank) for rank in (0, 1)])
+    (value,), _ = join_ranks(sums, "b s h d[tp:sum]")
+    assert value.read is not None
+    assert torch.allclose(value.read(), whole)
+
+
+def test_parts_of_ranks_are_put_together_by_placements_and_copies_stay_apart() -> None:
+    """Uneven shards too; a rank whose copy differs must not vanish in a joined one."""
+    whole = _random(5, 4)
+    places = [MeshPlacement(("Shard(0)",), ("dp",), (2,), (rank,), (5, 4)) for rank in (0, 1)]
+    run = _run("A", [_part(part, rank, placements=places[rank]) for rank, part in enumerate((whole[:3], whole[3:]))])
+    (value,), _ = join_ranks(run)
+    assert value.read is not None
+    assert torch.equal(value.read(), whole)
+    copies = [MeshPlacement(("Replicate()",), ("dp",), (2,), (rank,), (5, 4)) for rank in (0, 1)]
+    kept, _ = join_ranks(_run("A", [_part(whole, rank, placements=copies[rank]) for rank in (0, 1)]))
+    assert [value.rank for value in kept] == [0, 1]
+
+
+class Twice(nn.Module):
+    """Calls its layer as often as it is told."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.layer(x)
+        return self.head(x)
+
+
+def test_a_site_that_is_called_more_often_in_one_run_is_compared_where_it_is_alike_and_said() -> None:
+    """The extra call is the first one here: call 1 of A belongs to call 0 of B. It is not blamed."""
+    x = _random(2, 4)
+    two, one = Twice(2), Twice(1)
+    with hl.capture(two, "*") as a, torch.no_grad():
+        two(x)
+    with hl.capture(one, "*") as b, torch.no_grad():
+        one(two.layer(x))
+    found = compare(a, b)
+    (note,) = [note for note in found.notes if note.startswith("layer")]
+    assert "called 2 time(s)" in note
+    assert "1 with 0" in note
+    assert found.ok
+    with hl.capture(one, "layer") as b, torch.no_grad():
+        one(_random(2, 4, seed=9))
+    found = compare(a, b)
+    assert not found.ok
+    assert not found.blamed  # which call it is cannot be known, so nothing is blamed
+
+
+def test_a_shape_that_differs_is_a_difference_and_has_its_reason() -> None:
+    """The others are compared; CI does not pass."""
+    found = compare({"a": _random(2, 3), "b": _random(2)}, {"a": _random(2, 4), "b": _random(2)})
+    assert not found.ok
+    assert found.blame is None
+    assert "its shape is (2, 3) in A and (2, 4) in B" in found.summary
+
+
+def test_default_rules_can_be_extended() -> None:
+    """They are a plain tuple."""
+    assert compare({"x": _random(2)}, {"y": _random(2)}, rules=[*DEFAULT_RULES, RenameRule("^y$", "x")]).ok

@@ -1,0 +1,147 @@
+"""The error measures are right, whatever the dtype, and what is not finite is told apart."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hookline.debug.compare.error_thresholds import AllowedErrors, parse_thresholds
+from hookline.debug.compare.rounding import RoundingModel, verdict_on
+from hookline.debug.compare.sketch_errors import sketch_errors
+from hookline.debug.compare.tensor_errors import exceeds_tolerance, first_difference, tensor_errors
+from hookline.debug.trace.trace_record import Fingerprint
+from hookline.errors import OptionError
+
+
+def _pair(dtype: torch.dtype, count: int = 150_001) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(3)
+    a = torch.randn(count, generator=source, dtype=torch.float64)
+    return a.to(dtype), (a + 1e-2 * torch.randn(count, generator=source, dtype=torch.float64)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_measures_are_those_of_float64_over_several_blocks(dtype: torch.dtype) -> None:
+    """Each is computed here by its definition, with the sum of products that the block-wise one avoids."""
+    a, b = _pair(dtype)
+    x, y = a.double(), b.double()
+    found = tensor_errors(a, b)
+    assert found.max_abs == pytest.approx((x - y).abs().max().item(), rel=1e-6)
+    assert found.mean_abs == pytest.approx((x - y).abs().mean().item(), rel=1e-5)
+    assert found.rel_l2 == pytest.approx(((x - y).norm() / x.norm()).item(), rel=1e-5)
+    assert found.rel_diff == pytest.approx((1 - 2 * (x * y).sum() / (x * x + y * y).sum()).item(), rel=1e-4, abs=1e-12)
+    assert found.rms_a == pytest.approx(x.square().mean().sqrt().item(), rel=1e-5)
+    assert not found.is_equal
+    assert tensor_errors(a, a.clone()).is_equal
+
+
+def test_two_dtypes_and_whole_numbers_are_compared_exactly() -> None:
+    """A rounded copy differs by its rounding; integers differ where they differ, beyond 2^24 too."""
+    a = torch.linspace(0.1, 1, 1000)
+    assert tensor_errors(a, a.bfloat16()).rel_l2 == pytest.approx(2**-9, rel=0.6)
+    big = torch.tensor([2**24, 7])
+    assert tensor_errors(big, big + torch.tensor([1, 0])).max_abs == 1
+    assert tensor_errors(torch.tensor([True, False]), torch.tensor([True, True])).max_abs == 1
+    assert tensor_errors(torch.tensor([1 + 2j]), torch.tensor([1 + 3j])).max_abs == pytest.approx(1)
+
+
+def test_what_is_not_finite_in_one_alone_is_an_error_and_in_both_is_none() -> None:
+    """NaN beside NaN is equal; NaN beside a number, or the other infinity, is not."""
+    nan, inf = math.nan, math.inf
+    both = tensor_errors(torch.tensor([nan, inf, 1.0, 2.0]), torch.tensor([nan, inf, 1.0, 2.5]))
+    assert (both.mismatched, both.bad_a, both.bad_b, both.max_abs) == (0, 2, 2, 0.5)
+    one = tensor_errors(torch.tensor([1.0, inf, 1.0]), torch.tensor([nan, -inf, 1.0]))
+    assert (one.mismatched, one.bad_a, one.bad_b, one.rel_l2) == (2, 1, 2, inf)
+    same = tensor_errors(torch.tensor([nan, 3.0]), torch.tensor([nan, 3.0]))
+    assert same.is_equal
+    assert same.norm_a == 3
+
+
+def test_squares_that_float32_cannot_hold_are_no_infinities() -> None:
+    """1e30 is a float32, its square is none."""
+    a = torch.full((10,), 1e30)
+    found = tensor_errors(a, a * 1.5)
+    assert found.mismatched == 0
+    assert found.rel_l2 == pytest.approx(0.5, rel=1e-6)
+
+
+def test_the_first_difference_is_found_behind_blocks_and_by_its_index() -> None:
+    """Small ones before it are passed over."""
+    a = torch.zeros(3, 40_000)
+    b = a.clone()
+    b[0, 5], b[2, 123] = 1e-6, 1.0
+    assert first_difference(a, b, 1e-3) == (2, 123)
+    assert first_difference(a, b, 0.0) == (0, 5)
+    assert first_difference(a, a, 0.0) is None
+    assert exceeds_tolerance(a, b, 0.5, 0.0)
+    assert not exceeds_tolerance(a, b, 1.0, 0.0)
+
+
+def test_an_estimate_from_sketches_is_near_the_error_and_says_so() -> None:
+    """Signs in groups, as traces have them; within a factor of 2 for this seed, and no more is promised."""
+    a, b = _pair(torch.float64, 4096)
+    signs = torch.randint(0, 2, (4096,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+
+    def of(x: Tensor) -> Fingerprint:
+        sketch = (x * signs).view(-1, 16).sum(0)
+        return Fingerprint(4096, x.mean().item(), x.norm().item(), x.abs().max().item(), 0, 0, hash(x.sum().item()),
+                           tuple(sketch.tolist()))  # fmt: skip
+
+    exact = tensor_errors(a, b)
+    found = sketch_errors(of(a), of(b), True, True)
+    assert found.is_estimate
+    assert exact.rel_l2 / 2 < found.rel_l2 < 2 * exact.rel_l2
+    assert sketch_errors(of(a), of(a), True, True).is_equal
+    other_seed = sketch_errors(of(a), of(b), False, True)
+    assert other_seed.rel_l2 <= exact.rel_l2  # the norms alone: no more than a lower bound
+
+
+def test_verdicts_have_three_words() -> None:
+    """By how many times the floor an error is, and by its size."""
+    assert verdict_on(0.0, 1e-7)[0] == "within rounding"
+    assert verdict_on(2e-7, 1e-7)[0] == "within rounding"
+    assert verdict_on(2e-6, 1e-7)[0] == "worse than rounding by 20×"
+    assert verdict_on(1e-4, 1e-7)[0] == "wrong"
+    assert verdict_on(0.5, 2e-2)[0] == "wrong"  # 25 times, but half of the values
+    assert verdict_on(1e-30, 0.0)[0] == "wrong"  # whole numbers have no rounding
+
+
+def test_the_modelled_floor_follows_the_coarsest_dtype_so_far() -> None:
+    """A float32 norm behind a bfloat16 layer has the error of bfloat16."""
+    model = RoundingModel()
+    fine = model.next_floor("float32", "float64")
+    coarse = model.next_floor("float32", "bfloat16")
+    after = model.next_floor("float32", "float32")
+    assert fine < 1e-6 < 2**-8 < coarse < after
+    assert model.next_floor("int64", "int64") == 0
+
+
+def test_thresholds_are_taken_by_the_first_pattern_and_before_tolerances() -> None:
+    """A number bounds the relative error; measures have names."""
+    a, b = _pair(torch.float32, 1000)
+    errors = tensor_errors(a, b)
+    allowed = AllowedErrors(atol=1.0, thresholds={"h.#.mlp": 1e-3, "h.*": {"max_abs": 1.0}, "never": 1.0})
+    assert not allowed.is_allowed("h.3.mlp", errors, lambda: (a, b))
+    assert allowed.is_allowed("h.3.attn", errors, lambda: (a, b))
+    assert allowed.is_allowed("other", errors, lambda: (a, b))
+    assert allowed.unused_patterns() == ["never"]
+    assert not AllowedErrors(thresholds={"h.*": 1.0}).has_say("other")
+    assert AllowedErrors(rtol=1e6).is_allowed("x", errors, lambda: (a, b))
+
+
+@pytest.mark.parametrize("text", ["no sign", "=1", "a=", "a=rel:x", "a=rel:1,b"])
+def test_a_threshold_that_says_nothing_is_refused(text: str) -> None:
+    """With what to write instead."""
+    with pytest.raises(OptionError, match="--threshold"):
+        parse_thresholds([text])
+
+
+def test_thresholds_of_the_command_line_are_read() -> None:
+    """The last ``=`` parts pattern and bound; an unknown measure is named."""
+    assert parse_thresholds(["a=1e-3", "b=max_abs:0.1,rel:2"]) == {"a": 1e-3, "b": {"max_abs": 0.1, "rel": 2.0}}
+    with pytest.raises(OptionError, match="max_abs"):
+        AllowedErrors(thresholds={"a": {"mx_abs": 1.0}})
+    with pytest.raises(OptionError, match="at least 0"):
+        AllowedErrors(atol=-1.0)
