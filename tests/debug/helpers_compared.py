@@ -54,4 +54,3 @@ def captured(model: nn.Module, run: Callable[[Any], Any] | None = None, **option
     with hl.capture(model, "*", exclude="*.attn_dropout", inputs=True, clone=True, **options) as cache, torch.no_grad():
         model(IDS) if run is None else run(model)
     return cache
-

@@ -16,7 +16,9 @@ from hookline.cli.main import main
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two runs that are the same but for one site, as safetensors files in the current folder."""
     monkeypatch.chdir(tmp_path)
-    tensors = {f"h.{index}.mlp": torch.randn(4, 3, generator=torch.Generator().manual_seed(index)) for index in range(3)}
+    tensors = {
+        f"h.{index}.mlp": torch.randn(4, 3, generator=torch.Generator().manual_seed(index)) for index in range(3)
+    }
     save_file(tensors, "a.safetensors")
     tensors["h.1.mlp"] = tensors["h.1.mlp"] + 0.01
     save_file(tensors, "b.safetensors")

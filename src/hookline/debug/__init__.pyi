@@ -1,5 +1,13 @@
 """The public names of ``hookline.debug``, each with the module it lives in."""
 
+from hookline.debug.compare.compared_value import Blame as Blame
+from hookline.debug.compare.compared_value import ComparedValue as ComparedValue
+from hookline.debug.compare.comparison import Comparison as Comparison
+from hookline.debug.compare.name_rules import FusedRule as FusedRule
+from hookline.debug.compare.name_rules import PairRule as PairRule
+from hookline.debug.compare.name_rules import RenameRule as RenameRule
+from hookline.debug.compare.row_layouts import packed_rows as packed_rows
+from hookline.debug.compare.row_layouts import padded_rows as padded_rows
 from hookline.debug.first_bad.bad_operation import BadOperation as BadOperation
 from hookline.debug.first_bad.bad_operation import BadStep as BadStep
 from hookline.debug.first_bad.bad_operation import TensorSummary as TensorSummary
@@ -10,14 +18,6 @@ from hookline.debug.precision.compare_npy import compare_npy_folders as compare_
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
 from hookline.debug.precision.precision_config import PrecisionConfig as PrecisionConfig
 from hookline.debug.precision.precision_record import PrecisionRecord as PrecisionRecord
-from hookline.debug.compare.compared_value import Blame as Blame
-from hookline.debug.compare.compared_value import ComparedValue as ComparedValue
-from hookline.debug.compare.comparison import Comparison as Comparison
-from hookline.debug.compare.name_rules import FusedRule as FusedRule
-from hookline.debug.compare.name_rules import PairRule as PairRule
-from hookline.debug.compare.name_rules import RenameRule as RenameRule
-from hookline.debug.compare.row_layouts import packed_rows as packed_rows
-from hookline.debug.compare.row_layouts import padded_rows as padded_rows
 from hookline.debug.trace.read_trace import TraceFolder as TraceFolder
 from hookline.debug.trace.read_trace import read_trace as read_trace
 from hookline.debug.trace.start_trace import Trace as Trace

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.debug.compare.compared_value import Blame, ComparedValue
+from hookline.debug.compare.comparison_page import PageContent, write_page
 from hookline.debug.compare.match_calls import UnpairedValue
 from hookline.debug.compare.rounding import WITHIN, WRONG
 from hookline.tables import ShownAsTable, Table
@@ -156,9 +157,9 @@ class Comparison(ShownAsTable):
 
     def write_html(self, path: str | Path) -> Path:
         """Write a page with a heat map, which opens from disk; return its path."""
-        from hookline.debug.compare.comparison_page import write_page
-
-        return write_page(self, path)
+        firsts = [blame.value for blame in self.blamed]
+        content = PageContent(self.names, self.ok, self.headline, self.remarks, self.values, self.worst, firsts)
+        return write_page(content, path)
 
 
 def _blamed_name(blame: Blame) -> str:

@@ -10,16 +10,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from hookline.debug.compare.compared_value import ComparedValue
-    from hookline.debug.compare.comparison import Comparison
+from hookline.debug.compare.compared_value import ComparedValue
 
-__all__ = ["write_page"]
+__all__ = ["PageContent", "write_page"]
 
 _BOUNDS: Final = (0.0, 1.0, 3.0, 8.0, 64.0, 1e3, 1e5)
 """Up to how many times the rounding each colour goes; beyond the last there is one more."""
@@ -31,58 +30,73 @@ _MAX_VALUES: Final = 20_000
 """A page of so many values is 8 MB, and a browser still draws it at once."""
 
 
-def write_page(comparison: Comparison, path: str | Path) -> Path:
-    """Write the page of ``comparison``; return its path."""
+@dataclass(frozen=True, slots=True)
+class PageContent:
+    """What the page of a comparison shows."""
+
+    names: tuple[str, str]
+    is_same: bool
+    headline: Sequence[str]
+    remarks: Sequence[str]
+    values: Sequence[ComparedValue]
+    """In the order of the calls."""
+    worst: Sequence[ComparedValue]
+    """The same, the largest error first."""
+    firsts: Sequence[ComparedValue]
+    """Where the runs part."""
+
+
+def write_page(content: PageContent, path: str | Path) -> Path:
+    """Write the page of a comparison; return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(_page(comparison), encoding="utf-8")
+        temporary.write_text(_page(content), encoding="utf-8")
         temporary.replace(path)  # a reader sees the old page or the new one
     finally:
         temporary.unlink(missing_ok=True)
     return path
 
 
-def _page(comparison: Comparison) -> str:
+def _page(content: PageContent) -> str:
     here = files("hookline.debug.compare")
-    values, cut = _shown(comparison)
-    remarks = [*comparison.remarks, *([cut] if cut else [])]
+    values, cut = _shown(content)
+    remarks = [*content.remarks, *([cut] if cut else [])]
     parts = {
-        "title": html.escape(" and ".join(comparison.names)),
-        "state": "same" if comparison.ok else "differs",
-        "summary": html.escape("\n".join(comparison.headline)),
+        "title": html.escape(" and ".join(content.names)),
+        "state": "same" if content.is_same else "differs",
+        "summary": html.escape("\n".join(content.headline)),
         "remarks": f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in remarks)}</ul>" if remarks else "None.",
         "style": (here / "comparison.css").read_text(encoding="utf-8"),
         "script": (here / "comparison.js").read_text(encoding="utf-8"),
         # "<" would end the script element inside of a name.
-        "data": json.dumps(_data(comparison, values), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "data": json.dumps(_data(content, values), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
     template = (here / "comparison.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def _shown(comparison: Comparison) -> tuple[list[ComparedValue], str]:
+def _shown(content: PageContent) -> tuple[Sequence[ComparedValue], str]:
     """Return the values that the page holds, in the order of the calls, and a remark if they are not all."""
-    values = comparison.values
+    values = content.values
     if len(values) <= _MAX_VALUES:
         return values, ""
-    kept = {id(value) for value in comparison.worst[:_MAX_VALUES]}
+    kept = {id(value) for value in content.worst[:_MAX_VALUES]}
     text = f"The page shows the {_MAX_VALUES:,} values with the largest errors, of {len(values):,}."
     return [value for value in values if id(value) in kept], text
 
 
-def _data(comparison: Comparison, values: list[ComparedValue]) -> dict[str, Any]:
+def _data(content: PageContent, values: Sequence[ComparedValue]) -> dict[str, Any]:
     places = {id(value): place for place, value in enumerate(values)}
     kinds = list(dict.fromkeys(value.kind for value in values))
-    firsts = {id(blame.value) for blame in comparison.blamed}
-    first = comparison.first
-    if first is not None:  # the map that shows it comes first
-        kinds.sort(key=lambda kind: kind != first.kind)
+    firsts = {id(value) for value in content.firsts}
+    if content.firsts:  # the map that shows where the runs part comes first
+        kinds.sort(key=lambda kind: kind != content.firsts[0].kind)
     return {
         "levels": _LEVELS,
         "values": [{**_value(value), "first": id(value) in firsts} for value in values],
-        "worst": [places[id(value)] for value in comparison.worst if id(value) in places],
+        "worst": [places[id(value)] for value in content.worst if id(value) in places],
         "maps": [_map(kind, [(places[id(value)], value) for value in values if value.kind == kind]) for kind in kinds],
     }
 
