@@ -93,6 +93,7 @@ CLASSES = _named(
         Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder TraceRecord
         BadOperation BadOperations BadStep TensorSummary
         Blame ComparedValue Comparison FusedRule PairRule RenameRule
+        FirstBadOperation
     """,
         "distributed": """
         Exchange

@@ -81,7 +81,7 @@ def describe_hooks(names: Sequence[str]) -> int:
 def _describe(name: str) -> None:
     from hookline.training.registry import HookRegistry
 
-    info = HookRegistry.get_all_info()[name]
+    info = HookRegistry.get_info(name)
     tell(f"{name}: {info['description']}")
     tell(f"  {_role(info)}, at {', '.join(info['hook_points']) or 'points of its own'}; needs {_needs(info)}")
     for line in _options(HookRegistry.get(name)):

@@ -13,6 +13,7 @@ from hookline.debug.first_bad.bad_operation import BadStep as BadStep
 from hookline.debug.first_bad.bad_operation import TensorSummary as TensorSummary
 from hookline.debug.first_bad.find_bad_operations import BadOperations as BadOperations
 from hookline.debug.first_bad.find_bad_operations import find_bad_operations as find_bad_operations
+from hookline.debug.first_bad.first_bad_hook import FirstBadOperation as FirstBadOperation
 from hookline.debug.precision.compare_npy import NpyComparison as NpyComparison
 from hookline.debug.precision.compare_npy import compare_npy_folders as compare_npy_folders
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker

@@ -20,11 +20,15 @@ from hookline.messages import caller_stacklevel, did_you_mean
 from hookline.specs.copy_config import own_copy
 from hookline.training.training_hook import InterventionHook, MetricInfo, TrainingHook
 
-__all__ = ["HookRegistry", "check_hook", "make_hook", "register_built_ins"]
+__all__ = ["DEBUG_HOOKS", "HookRegistry", "check_hook", "make_hook", "register_built_ins"]
 
 _Class = TypeVar("_Class", bound=type[TrainingHook])
 _GROUP: Final = "hookline.hooks"
 _BUILT_INS: Final = "hookline.analyses"
+DEBUG_HOOKS: Final = {
+    "first_bad_operation": "hookline.debug.first_bad.first_bad_hook:FirstBadOperation",
+}
+"""Hooks of ``hookline.debug``: found by name, and in no list, since they look for faults and measure nothing."""
 _SCOPES: Final = ("reads", "grads", "trains")
 
 
@@ -135,6 +139,10 @@ class HookRegistry(metaclass=_ShownByNames):
     @classmethod
     def get(cls, name: str) -> type[TrainingHook]:
         """Return the class of that name."""
+        if name in DEBUG_HOOKS and name not in cls._classes:
+            module, _, attribute = DEBUG_HOOKS[name].partition(":")
+            hook: type[TrainingHook] = getattr(importlib.import_module(module), attribute)
+            return hook
         if name not in cls._classes:
             with cls._loading:
                 if name not in cls._classes:  # while this thread waited, another may have loaded it
@@ -171,6 +179,11 @@ class HookRegistry(metaclass=_ShownByNames):
     def get_all_info(cls) -> dict[str, dict[str, Any]]:
         """Return for every hook its role (as ``"kind"``: observer or intervention), description, needs and points."""
         return {name: _info(hook) for name, hook in cls._all().items()}
+
+    @classmethod
+    def get_info(cls, name: str) -> dict[str, Any]:
+        """Return the same for one hook."""
+        return _info(cls.get(name))
 
     @classmethod
     def describe(cls, name: str) -> list[MetricInfo]:

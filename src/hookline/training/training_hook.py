@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hookline.lifecycle.points import HookPoint
     from hookline.lifecycle.run_context import RunDataContext
     from hookline.lifecycle.schedule import StepSchedule
+    from hookline.training.loops.run_step import RunStep
 
 __all__ = ["DebugInterventionHook", "InterventionHook", "LoopPoints", "MetricInfo", "Scope", "TrainingHook", "Window"]
 
@@ -104,6 +105,8 @@ class TrainingHook:
     """Names of hooks that run before it, where both are due."""
     priority: int = 0
     """Among hooks that ``before`` and ``after`` leave open, a higher one goes first; then the order they were given."""
+    wraps_steps: bool = False
+    """Have the loop make each step through ``around_step``."""
     manager: Any = None
     """The manager that it belongs to, once it does."""
 
@@ -115,6 +118,14 @@ class TrainingHook:
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Observe, and return metrics by name."""
         raise NotImplementedError(f"{type(self).__name__} has to say what it observes: define compute(self, ctx).")
+
+    def around_step(self, step: RunStep, batch: Any) -> Any:
+        """Make a step of the run, ``step(batch)``, and return its result; only with ``wraps_steps``.
+
+        For hooks that look at a step from its beginning to its end, and may run it again. A loop that hookline does
+        not own makes its steps by itself: there it is never called.
+        """
+        return step(batch)
 
     def start(self, model: nn.Module) -> None:
         """Attach hooks to the model, say: training begins, or goes on from a checkpoint."""

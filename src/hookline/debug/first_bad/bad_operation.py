@@ -168,6 +168,8 @@ _OTHER = "the second run ended with other bits than the first: the step is not d
 
 def describe_batch(batch: Any, ids: Any) -> str:
     """Return a batch in words: its ids if they are known, else the shapes of its tensors."""
+    if isinstance(ids, str):
+        return ids
     if ids is not None:
         return f"ids {short_repr(ids.tolist() if isinstance(ids, Tensor) else ids, 120)}"
     return "" if batch is None else f"of {_shapes(batch)}"

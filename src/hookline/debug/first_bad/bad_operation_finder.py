@@ -99,16 +99,25 @@ class BadOperationFinder:
         self._watch = watch(model, target, on=("forward", "backward"), stats=["nonfinite"], exclude=exclude)
         self._reader = StepReader(self._watch)
         self._kept = KeptSteps(parts, every=every, where=where)
-        self._is_looking = False
+        self._attributes: Callable[[], Callable[[], None]] | None = None
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def begin_step(self, batch: Any, again: SecondRun, attributes: Any = None, ids: Any = None) -> None:
-        """Keep how a step begins."""
+    def ids_of(self, batch: Any) -> Any:
+        """Return what names a batch, if that is known."""
+        return None if batch is None or hasattr(batch, "shown") else self._batch_ids(batch)
+
+    def begin_step(
+        self, batch: Any, again: SecondRun, attributes: Any = None, ids: Any = None, number: int | None = None
+    ) -> None:
+        """Keep how a step begins; ``number`` is that of the run, if it does not count from 0 here."""
+        if number is not None:
+            self.steps = number
+        self._attributes = attributes
         until = self._kept.needs_verdict_until
         if until >= 0:
             self._judge_all(self._reader.arrived_until(until), again)
-        ids = self._batch_ids(batch) if ids is None and batch is not None else ids
+        ids = self.ids_of(batch) if ids is None else ids
         self._kept.begin(self.steps, batch, ids, attributes)
         self.steps += 1
 
@@ -193,6 +202,7 @@ class BadOperationFinder:
         """Run a step again; return what was found, and whether it ended as the first time. The run stays as it is."""
         guard = Guard(*self._parts()[:4], loader=self._parts()[4])
         guard.save(["trains"])
+        put_back = None if self._attributes is None else self._attributes()
         is_latest = number == self.steps - 1
         ends = [_bits(tensor).clone() for tensor in self._state()] if again.is_step and is_latest else None
         try:
@@ -205,6 +215,8 @@ class BadOperationFinder:
                     earlier = self._run_again(number - 1, again).first
                     found = found if earlier is None or earlier.given else earlier
         finally:
+            if put_back is not None:
+                put_back()
             guard.release()
         return found, is_same
 

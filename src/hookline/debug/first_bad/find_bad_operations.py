@@ -15,6 +15,7 @@ from hookline.debug.first_bad.bad_operation import BadStep
 from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, SecondRun
 from hookline.debug.first_bad.followed_steps import FollowedSteps
 from hookline.errors import OptionError
+from hookline.lifecycle.run_phase import phase
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
@@ -196,7 +197,7 @@ class BadOperations(ShownAsTable):
             self.remove()
 
     def _end_followed(self, *args: Any) -> None:
-        if self._followed is not None:
+        if self._followed is not None and phase() != "intervention":
             self._followed.end_step(None)
 
     def _table(self) -> Table:

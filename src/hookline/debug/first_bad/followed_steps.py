@@ -86,13 +86,12 @@ class FollowedSteps:
         self._current.forwards.append((args, kwargs))
 
     def _ids(self, followed: _Followed) -> Any:
-        return None if not followed.batches else self._finder._batch_ids(followed.batches[0])
+        return None if not followed.batches else self._finder.ids_of(followed.batches[0])
 
     def end_step(self, loss: Any, batch: Any = None) -> list[BadStep]:
         """End the step, if one has begun; ``batch`` is that of the step, if it becomes known only now."""
         followed, self._current = self._current, None
-        if followed is None or known_phase() == "intervention":
-            self._current = followed
+        if followed is None:
             return []
         if batch is not None and not followed.batches:
             followed.batches = list(batch) if type(batch).__name__ == "MicroBatches" else [batch]

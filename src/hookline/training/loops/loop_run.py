@@ -24,6 +24,7 @@ from hookline.training.hook_metrics import to_host
 from hookline.training.loops.gradient_retention import GradientRetention
 from hookline.training.loops.loop_contexts import Contexts
 from hookline.training.loops.loop_result import LoopResult
+from hookline.training.loops.run_step import step_through_hooks
 from hookline.training.loops.training_step import Mean, StepResult
 from hookline.training.manager import HookManager
 from hookline.training.ranks.rank_model import check_alike
@@ -80,6 +81,7 @@ class Run:
         self.batch: Any = None
         self.batch_idx: int | None = None
         self._losses, self._accuracies = Mean(), Mean()
+        self._make_step = step_through_hooks(self)
 
     @property
     def position(self) -> int:
@@ -133,7 +135,7 @@ class Run:
     def train_step(self) -> None:
         """Train on the batch."""
         with _TRAINING:
-            result = self.adapter.train_and_schedule(self.batch)
+            result = self._make_step(self.batch)
         if self.ranks is not None and self.num_steps == 1:
             check_alike(self.adapter.model, self.ranks)
         self.take_result(result)
