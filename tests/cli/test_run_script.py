@@ -205,6 +205,95 @@ def test_an_optimizer_of_a_bare_tensor_is_not_the_end_of_the_search(folder: Path
     assert losses[0] < 50  # of the model alone
 
 
+FORKS = """
+import multiprocessing, os, sys
+import torch
+from torch import nn
+
+def train(steps):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=train, args=(7,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    optimizer = train(3)
+    if os.fork() == 0:  # goes on with what the parent trains, and leaves as any script does
+        optimizer.step()
+        sys.exit(0)
+    os.wait()
+"""
+
+UNABLE = """
+import hookline as hl
+
+class Fails(hl.TrainingHook):
+    name = "fails"
+    hook_points = {hl.HookPoint.POST_STEP}
+
+    def compute(self, ctx):
+        if ctx.step == 1:
+            raise ValueError("a bad day")
+        return {"step": ctx.step}
+
+class Steps(hl.TrainingHook):
+    name = "steps"
+    hook_points = {hl.HookPoint.POST_STEP}
+
+    def compute(self, ctx):
+        return {"step": ctx.step}
+
+class Evaluates(Steps):
+    name = "evaluates"
+    requires = {"loss_fn"}
+
+class Late(Steps):
+    name = "late"
+    step_schedule = hl.StepSchedule("stride", stride=5, warmup=100)
+"""
+
+
+def test_children_of_a_script_lose_nothing_and_hooks_that_cannot_run_are_named(folder: Path, capfd: Any) -> None:
+    """A child that was forked has a run of its own; one that goes on with its parent's model does not touch that run.
+
+    A hook that raises is switched off: it does not end a script that it does not own.
+    """
+    (folder / "script.py").write_text(FORKS)
+    (folder / "unable.py").write_text(UNABLE)
+    hooks = [f"unable.py:{name}" for name in ("Fails", "Evaluates", "Late", "Steps")]
+    assert main(["run", "--hooks", *hooks, "--no-report", "--", "script.py"]) == 0
+    err = capfd.readouterr().err
+    runs = folder / "runs" / "script"
+    assert sorted(path.name for path in runs.iterdir()) == ["script", "script_1"]
+    for name, steps in (("script", 7), ("script_1", 3)):
+        seen = [step for one in _records(runs / name) for step in one["metrics"].get("steps/step", [])]
+        assert seen == [*range(steps)], name
+        assert [one["point"] for one in _records(runs / name)].count("POST_EPOCH") == 1
+        facts = json.loads((runs / name / "run.json").read_text())
+        assert (facts["status"], facts["result"]["steps"]) == ("finished", steps)
+        assert (facts["hooks"]["fails"]["fired"], facts["hooks"]["fails"]["failed"]) == (2, 1)
+    assert err.count("the hook fails raised once and was switched off") == 2
+    assert err.count("the hook late has not fired: it is due at POST_STEP") == 2
+    assert "the hook evaluates has not fired: " in err
+    assert "loss_fn" in err
+    assert "the hook steps" not in err
+
+
+def test_a_hook_ends_a_script_if_that_is_asked_for(folder: Path, capfd: Any) -> None:
+    (folder / "script.py").write_text(TWO_OPTIMIZERS)
+    (folder / "unable.py").write_text(UNABLE)
+    asked = ["--hooks", "unable.py:Fails", "--on-hook-error", "raise", "--no-report"]
+    assert main(["run", *asked, "--", "script.py"]) == 1
+    assert "the hook fails raised once and ended the script" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_signals_reach_the_script(name: str, code: int, folder: Path, capfd: Any) -> None:
     (folder / "script.py").write_text(

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers_follow import Counting
+from helpers_hosts import metrics_of
 from helpers_ranks import run_ranks
 from helpers_training import nested_differences
 from torch import Tensor, nn
@@ -20,12 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.errors import LifecycleError, OptionError
+from hookline.testing.model_hooks import HOOK_CALLS
 
 L = pytest.importorskip("lightning")
 
 from lightning.fabric.utilities import registry  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 from hookline.integrations.fabric import FabricCallback  # noqa: E402
 from hookline.integrations.lightning import HooklineCallback  # noqa: E402
@@ -221,44 +225,55 @@ def test_hooks_go_on_from_lightnings_own_checkpoint(every: int, tmp_path: Path) 
     fit(tmp_path, _stateful(), **short)
     (file,) = (tmp_path / "saved").glob("*.ckpt")
     _, resumed = fit(tmp_path, _stateful(), max_epochs=2, checkpoint=str(file))
-    ours, theirs = resumed.manager.get_hook("remembers"), callback.manager.get_hook("remembers")
+    ours, theirs = resumed.manager.get_hook("counting"), callback.manager.get_hook("counting")
     assert (ours.count, resumed.manager.global_step) == (theirs.count, callback.manager.global_step) == (16, 13)
 
 
-class RemembersSteps(hl.TrainingHook):
-    name = "remembers"
-    hook_points = {POINTS.PRE_EPOCH, POINTS.POST_STEP}
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def compute(self, ctx: hl.RunDataContext) -> dict[str, int]:
-        self.count += 1
-        return {"count": self.count}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.count = state["count"]
-
-
 def _stateful() -> list[Any]:
-    return [RemembersSteps(), "norms"]
+    return [Counting(), "norms"]
 
 
 def test_metrics_go_to_the_loggers_of_the_trainer(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    callback = HooklineCallback([Seen()], report_to="trainer")
-    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    memory = hl.sinks.MemorySink()
+    callback = HooklineCallback([Seen()], sinks=[memory], report_to="trainer")
+    logger, board = CSVLogger(tmp_path, flush_logs_every_n_steps=1), TensorBoardLogger(tmp_path, "board")
     trainer = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=logger, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=1, accelerator="cpu", logger=[logger, board], enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, callbacks=[callback],
     )  # fmt: skip
     trainer.fit(Net(), *_data())
     text = Path(logger.log_dir, "metrics.csv").read_text()
     assert "seen/norm" in text.splitlines()[0]
     assert "val_loss" in text.splitlines()[0]
+    board.finalize("success")
+    assert len(list(Path(board.log_dir).glob("events.out.tfevents*"))) == 1  # no second run is opened
+    events = EventAccumulator(board.log_dir).Reload()
+    read = {(event.step, round(event.value, 5)) for event in events.Scalars("seen/norm")}
+    told = {key: value for key, value in metrics_of(memory).items() if key[0] == "seen/norm"}
+    assert read >= {(step, round(float(value), 5)) for (_, point, step), value in told.items() if point == "POST_STEP"}
+    assert len({step for step, _ in read}) == 7
+    assert "val_loss" in events.Tags()["scalars"]
+
+
+def test_a_trainer_may_have_two_callbacks_but_not_one_twice(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    sink = hl.sinks.MemorySink()
+    both = {"callbacks": [saving, HooklineCallback(["norms"], sinks=[sink])], "enable_checkpointing": True}
+    fit(tmp_path, [Counting()], max_epochs=2, max_steps=5, **both)
+    assert "norms/total_norm" in sink.latest
+    (file,) = (tmp_path / "saved").glob("*.ckpt")
+    _, resumed = fit(
+        tmp_path, [Counting()], max_epochs=2, checkpoint=str(file), callbacks=[HooklineCallback(["norms"], sinks=[])]
+    )
+    assert resumed.manager.get_hook("counting").count == 16
+    one = HooklineCallback([Counting()], sinks=[])
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):  # Lightning's own
+        fit(tmp_path, callbacks=[one, one], max_epochs=1)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[one])
+    trainer.callbacks.append(one)  # as configure_callbacks() of a module may do
+    with pytest.raises(OptionError, match="twice"):
+        one.on_train_start(trainer, Net())
 
 
 def test_without_sinks_metrics_are_lines_in_the_folder_of_the_run(tmp_path: Path) -> None:
@@ -349,13 +364,13 @@ def test_a_loop_with_fabric_is_the_same_and_its_epochs_are_seen(tmp_path: Path) 
 
 
 def test_hooks_go_on_from_a_checkpoint_of_fabric(tmp_path: Path) -> None:
-    first = FabricCallback([RemembersSteps()])
+    first = FabricCallback([Counting()])
     _fabric_loop(tmp_path, [first], epochs=2, save=True)
     first.close()
-    second = FabricCallback([RemembersSteps()])
+    second = FabricCallback([Counting()])
     _fabric_loop(tmp_path, [second], epochs=1, state=tmp_path / "state.ckpt")
     second.close()
-    assert second.manager.get_hook("remembers").count == 24
+    assert second.manager.get_hook("counting").count == 24
     assert (second.run.epoch, second.run.step) == (3, 20)
 
 
@@ -374,7 +389,10 @@ def test_the_entry_points_give_nothing_unless_a_run_file_asks(tmp_path: Path, mo
         assert len(_declared(group)) == 1
         assert registry._load_external_callbacks(group) == []
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("hooks: [norms]\noutput_dir: there\nsinks: {csv: true}\n")
+    spec = (
+        "specs: [{name: s, target_modules: [net.0], hook_factory: 'hookline.testing.model_hooks:dummy_hook_factory'}]"
+    )
+    (tmp_path / "run.yaml").write_text(f"hooks: [norms]\noutput_dir: there\nsinks: {{csv: true}}\n{spec}\n")
     monkeypatch.setenv("HOOKLINE_RUN", str(tmp_path / "run.yaml"))
     monkeypatch.setenv("HOOKLINE_RUN_NAME", "net")
     plain, _ = fit(tmp_path, max_epochs=1, callbacks=[])
@@ -382,6 +400,20 @@ def test_the_entry_points_give_nothing_unless_a_run_file_asks(tmp_path: Path, mo
 
     session = ScriptSession.of_lightning
     assert session is not None
+    net, calls = Net(), []
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    for _ in range(2):  # a second fit attaches hooks on modules once, too
+        HOOK_CALLS.clear()
+        trainer.fit(net, _data()[0])
+        trainer.fit_loop.epoch_progress.reset()
+        calls.append(len(HOOK_CALLS))
+        assert not net.net[0]._forward_hooks
+    assert calls == [7, 7]
+    HOOK_CALLS.clear()
+    ScriptSession.of_lightning.end()
     session.end()
     ScriptSession.of_lightning = None
     names = {path.name for path in (tmp_path / "there" / "net" / "script").iterdir()}

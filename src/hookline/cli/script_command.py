@@ -30,6 +30,7 @@ _START: Final = Path(__file__).resolve().parent.parent / "integrations" / "scrip
 """The folder of the ``sitecustomize`` that every Python of the command reads."""
 _BY_SIGNAL: Final = 128
 """Exit codes above it are those of signals."""
+_AFTER_ERROR: Final = {"disable": "was switched off", "warn": "stayed on", "raise": "ended the script"}
 _FORWARDED: Final = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -113,6 +114,9 @@ class _Closing:
         folders = [Path(each["folder"]) for each in followed if each["folder"]]
         for folder in folders:
             self._finish(folder)
+        for text in self._read("silent"):
+            for name, why in json.loads(text).items():
+                self._print(f"the hook {name} has not fired: {why}.", always=True)
         for text in self._read("failed"):
             self._print(f"not attached: {text}", always=True)
         if not followed and not self._read("failed"):
@@ -145,9 +149,18 @@ class _Closing:
         steps = (facts.get("result") or {}).get("steps")
         done = "" if steps is None else f": {steps} steps in {facts.get('seconds') or 0:.1f} s"
         self._print(f"{self._request.name}/{folder.name} {facts.get('status', 'ended')}{done}")
+        for hook, told in (facts.get("hooks") or {}).items():
+            if told.get("failed"):
+                self._print_failed(hook, told["failed"])
         names = {"records": LOG, **sink_files(self._request.options.sink, STRATEGY)}
         for label, name in ({"report": "report.html", **names} if has_page else names).items():
             self._print_file(label, folder / name)
+
+    def _print_failed(self, hook: str, count: int) -> None:
+        """Tell of a hook that raised, and what came of it."""
+        became = _AFTER_ERROR[self._request.options.hook.on_hook_error]
+        times = "once" if count == 1 else f"{count} times"
+        self._print(f"the hook {hook} raised {times} and {became}: its metrics are incomplete.", always=True)
 
     def _status(self, told: str | None) -> str:
         if self._code == 0:

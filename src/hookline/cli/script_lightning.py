@@ -27,7 +27,9 @@ def lightning_callbacks() -> list[Any]:
 
         def _make_host(self) -> HostRun:
             self._session = ScriptSession.of_lightning = ScriptSession(run_file)
-            return HostRun(manager=self._session.manager)
+            host = HostRun(manager=self._session.manager)
+            host.specs = self._session.specs
+            return host
 
         def _run_context(self, trainer: Any) -> dict[str, Any]:
             return self._session.context
@@ -35,10 +37,6 @@ def lightning_callbacks() -> list[Any]:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             super().on_train_start(trainer, pl_module)
             self._session.begin(pl_module, trainer.optimizers[0])
-            if self._session.specs:
-                from hookline.specs.hook_spec import register_hooks
-
-                register_hooks(pl_module, self._session.specs)
 
     return [SessionCallback(run_file=run_file)]
 

@@ -113,6 +113,8 @@ def read_script(arguments: Sequence[str], command: Sequence[str]) -> ScriptReque
     found = FoundExperiment(name, shlex.join(words), make=lambda config, strategy: None, strategies=(STRATEGY,))
     options = merged_options(options, settings)
     _check_flags(options)
+    if not any(word.startswith("--on-hook-error") for word in given) and "on_hook_error" not in settings.flags:
+        options.hook.on_hook_error = "disable"  # a hook does not end a script that it does not own
     options.experiment = path
     return ScriptRequest(words, name, Request(options, found, None, {}, settings))
 

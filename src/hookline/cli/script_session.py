@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from hookline.errors import HooklineError, NoMatchError
 from hookline.integrations.follow import follow
 from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
+from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.training.loops.loop_result import LoopResult
 from hookline.training.manager import HookManager
 
@@ -39,6 +39,8 @@ NOTES: Final = "HOOKLINE_RUN_NOTES"
 """The folder in which processes write down how far they came."""
 NAME: Final = "HOOKLINE_RUN_NAME"
 """What the folder of the run is called."""
+_ON_ERROR: Final = "disable"
+"""A hook that raises does not end a script that it does not own, unless that was asked for."""
 _FLUSH_EVERY: Final = 50
 """Steps: what a script loses at most when it is killed."""
 
@@ -111,7 +113,7 @@ class ScriptSession:
         self._file = HooksOfFile(run_file)
         self._asked: dict[str, Any] = read_document(run_file).values
         self._name = os.environ.get(NAME) or Path(sys.argv[0]).stem or "run"
-        self._output_dir = str(self._asked.get("output_dir", "runs"))
+        self._output_dir = str(Path(self._asked.get("output_dir", "runs")).absolute())  # the script may go elsewhere
         self._newest = BarMetricsSink()
         self._notes: RunNotes | None = None
         self._began = time.perf_counter()
@@ -120,7 +122,7 @@ class ScriptSession:
         self.specs = self._file.specs
         """Hooks on modules."""
         self.manager = self._make_manager()
-        atexit.register(self.end)
+        self._forget_end = at_process_end(self.end)
 
     def _make_manager(self) -> HookManager:
         from hookline.sinks.fan_out import FanOut
@@ -135,7 +137,7 @@ class ScriptSession:
             hooks=self._file.make_hooks(),
             sinks=fan_out,
             loop_type="epoch",
-            on_error=self._file.on_error,
+            on_error=self._file.on_error if self._file.says_on_error else _ON_ERROR,
             flush_every=_FLUSH_EVERY,
             **self._file.options,
         )
@@ -158,7 +160,7 @@ class ScriptSession:
         if self.specs:
             from hookline.specs.hook_spec import register_hooks
 
-            register_hooks(found.model, self.specs)
+            run.when_closed(register_hooks(found.model, self.specs).remove)
         return run
 
     def begin(self, model: Any, optimizer: Any) -> None:
@@ -188,13 +190,29 @@ class ScriptSession:
 
     def end(self) -> None:
         """Write how the run ended, and close the log and the sinks; may be called again."""
+        self._forget_end()
         notes, self._notes = self._notes, None
         self.manager.close()
         if notes is None:
             return
-        error = getattr(sys, "last_value", None)
+        error = error_of_process()
+        silent = _why_silent(self.manager)
+        if silent:
+            note("silent", json.dumps(silent))
         steps = self.manager.global_step + 1
         result = LoopResult(0, steps, stopped_early=False, loss=self._newest.newest.get("loss"))
         notes.end(
             "finished" if error is None else "failed", time.perf_counter() - self._began, result=result, error=error
         )
+
+
+def _why_silent(manager: HookManager) -> dict[str, str]:
+    """Return the hooks that have not fired, and why; one that raised has its own line."""
+    plan, steps = manager.plan(), manager.global_step + 1
+    silent = [name for name in manager.hooks if not manager.fired[name] and name not in manager.hook_errors]
+    found = {}
+    for name in silent:
+        due = [f"{row.point}, {row.when}" if row.when else row.point for row in plan.rows if row.hook == name]
+        waited = f"it is due at {' and '.join(due)}; the script made {steps} step{'s' * (steps != 1)}"
+        found[name] = plan.left_out.get(name) or waited
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hookline.distributed.ranks import this_rank
@@ -17,6 +17,7 @@ from hookline.errors import MissingPackageError, OptionError
 from hookline.integrations.follow import Follow
 from hookline.integrations.follow import follow as follow_loop
 from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import type_name
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["HooklineTracker", "follow"]
-
-_REPORT_TO: Final = (None, "sinks", "trackers")
 
 
 def follow(
@@ -86,8 +85,8 @@ def follow(
     """
     if not hasattr(accelerator, "register_for_checkpointing"):
         raise OptionError(f"follow(accelerator, model, optimizer) takes an Accelerator; got {type_name(accelerator)}.")
-    if report_to not in _REPORT_TO:
-        raise OptionError(f"report_to= is 'sinks' or 'trackers'; got {report_to!r}.")
+    if report_to is not None:
+        check_report_to(report_to, "trackers")
     given = sinks is not None or options.get("manager") is not None or options.get("run_file") is not None
     if not given and report_to is None:
         sinks, report_to = _usual_sinks(accelerator)

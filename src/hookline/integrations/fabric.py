@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hookline.errors import LifecycleError, NoMatchError, OptionError
+from hookline.errors import LifecycleError, NoMatchError
 from hookline.integrations.first_step import FirstStep
 from hookline.integrations.follow import Follow, follow
 from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.model_of_optimizer import find_model
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ class FabricCallback:
         report_to: str = "sinks",
         **options: Any,
     ) -> None:
-        if report_to not in ("sinks", "fabric"):
-            raise OptionError(f"report_to= is 'sinks' or 'fabric'; got {report_to!r}.")
+        check_report_to(report_to, "fabric")
         self._given = hooks, sinks, options
         self._reports = report_to == "fabric"
         self._fabric: Any = None

@@ -6,8 +6,6 @@ optimizer, epochs by the loader, the loss by ``backward()``, as `FollowedLoop` l
 
 from __future__ import annotations
 
-import atexit
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from hookline.errors import LifecycleError, OptionError
 from hookline.integrations.followed_loop import FollowedLoop
 from hookline.integrations.host_run import HostRun
+from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
@@ -142,7 +141,7 @@ class Follow:
             self._take_off()
             host.end_run()
             raise
-        atexit.register(self._close_at_exit)
+        self._forget_end = at_process_end(self._close_at_end)
 
     # -- what the user reads and says --------------------------------------------------------------------------
 
@@ -208,7 +207,7 @@ class Follow:
         if not self._is_open:
             return
         self._is_open = False
-        atexit.unregister(self._close_at_exit)
+        self._forget_end()
         self._take_off()
         try:
             if self._error is None and self._loop.has_begun_epoch and self._loop.steps_in_pass:
@@ -243,8 +242,8 @@ class Follow:
         for act in self._at_close:
             act()
 
-    def _close_at_exit(self) -> None:
-        self._error = getattr(sys, "last_value", None)  # of a script that an error has ended
+    def _close_at_end(self) -> None:
+        self._error = error_of_process()
         self.close()
 
 

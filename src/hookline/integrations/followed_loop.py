@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +36,7 @@ class FollowedLoop:
         self._model = model
         self._optimizers = optimizers
         self._scaler = scaler
+        self._process = os.getpid()  # a child that is forked later has this too, and is not followed
         self.epoch = 0
         """The epoch, counted from 0."""
         self.steps_in_pass = 0
@@ -124,7 +126,7 @@ class FollowedLoop:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is not self._optimizers[-1] or not self._has_begun_step or phase() == "intervention":
             return
-        if self._may_nest and _torch.is_inner_step(optimizer):
+        if self._process != os.getpid() or (self._may_nest and _torch.is_inner_step(optimizer)):
             return
         loss = self._losses.take(first=self._has_closure)  # which an optimizer may call many times
         found_inf = vars(optimizer).get("found_inf")  # a scaler lets fused optimizers decide by themselves
@@ -195,6 +197,8 @@ class FollowedLoop:
             self._end_epoch()
 
     def _begin_step(self, each: LoaderPass | None) -> None:
+        if self._process != os.getpid():
+            return
         self._begin_pass(each)
         if not self.has_begun_epoch:
             self.has_begun_epoch = True

@@ -15,7 +15,15 @@ from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.training.manager import HookManager
 
-__all__ = ["ManagerAndSpecs", "check_callback", "make_manager", "sinks_or_usual"]
+__all__ = [
+    "ManagerAndSpecs",
+    "check_callback",
+    "check_once",
+    "check_report_to",
+    "hook_names",
+    "make_manager",
+    "sinks_or_usual",
+]
 
 _LOOPS = ("epoch", "step")
 
@@ -85,15 +93,36 @@ def _split(hooks: Iterable[Any] | str | None) -> tuple[list[str], list[Any]]:
 # -- callbacks of trainers -----------------------------------------------------------------------------------
 
 
+def check_report_to(report_to: str | None, host: str) -> None:
+    """Raise if ``report_to`` is neither ``"sinks"`` nor what this host calls its own logger."""
+    if report_to not in ("sinks", host):
+        raise OptionError(f"report_to= is 'sinks' or {host!r}; got {report_to!r}. W&B's own sink goes into sinks=.")
+
+
 def check_callback(hooks: Any, report_to: str, options: Mapping[str, Any]) -> None:
     """Raise if a ``HooklineCallback`` was given no hooks, or an unknown ``report_to``."""
-    if report_to not in ("sinks", "trainer"):
-        raise OptionError(f"report_to= is 'sinks' or 'trainer'; got {report_to!r}. W&B's own sink goes into sinks=.")
+    check_report_to(report_to, "trainer")
     if hooks is None and not _brings_its_own(options):
         raise OptionError(
             "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
             "class; or run_file=, or manager=."
         )
+
+
+def check_once(callback: Any, callbacks: Iterable[Any]) -> None:
+    """Raise if a callback is among those of its trainer more than once: each event would count twice."""
+    if sum(each is callback for each in callbacks) > 1:
+        raise OptionError(
+            "The same HooklineCallback is among the callbacks twice, so every event would count twice. Next: leave "
+            "one out; other hooks go into the same callback, or into another one."
+        )
+
+
+def hook_names(hooks: Iterable[Any] | str | None) -> list[str]:
+    """Return what hooks are called that a callback was given, before any is made."""
+    names, objects = _split(hooks)
+    classes = [one if isinstance(one, type) else type(one) for one in objects]
+    return [*names, *(getattr(one, "name", "") or cls.__name__ for one, cls in zip(objects, classes, strict=True))]
 
 
 def sinks_or_usual(sinks: Iterable[Any] | None, options: Mapping[str, Any], *, reports: bool) -> Iterable[Any] | None:

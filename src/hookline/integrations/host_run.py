@@ -96,7 +96,7 @@ class HostRun:
         )  # fmt: skip
         self.manager = made.manager
         """Fires the hooks; has their metrics, errors and costs."""
-        self._specs = made.specs
+        self.specs = made.specs  # hooks on modules, attached for as long as a run lasts
         self._loop = loop
         every = _SNAPSHOTS[loop] if snapshot_every is None else snapshot_every
         self._snapshot_every = whole_number("snapshot_every", every, 0)
@@ -149,10 +149,10 @@ class HostRun:
         run = Run(adapter, manager)
         with ExitStack() as opened:
             opened.enter_context(run.written_at_the_end())
-            if self._specs:
+            if self.specs:
                 from hookline.specs.hook_spec import register_hooks
 
-                opened.callback(register_hooks(model, self._specs).remove)
+                opened.callback(register_hooks(model, self.specs).remove)
             self._run, self._open = run, opened.pop_all()
         self._needs_previous = manager.needs_prev_step_grads()
         self._needs_mean = manager.needs_grad_accumulation()

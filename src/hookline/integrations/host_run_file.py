@@ -51,6 +51,8 @@ class HooksOfFile:
         flags = file.flags()
         self.on_error: str = flags["on_hook_error"]
         """What happens when a hook raises."""
+        self.says_on_error = "on_error" in self._hooks.model_fields_set
+        """Whether the file says so, and it is not only the default."""
         reference = self._hooks.config.get("reference_weights", {}).get("path")
         self.options: dict[str, Any] = {
             "offload_state": flags["hook_offload_state"],

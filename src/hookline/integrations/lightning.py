@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookline.errors import MissingPackageError
 from hookline.integrations.host_log_sink import HostLogSink
-from hookline.integrations.host_manager import check_callback, sinks_or_usual
+from hookline.integrations.host_manager import check_callback, check_once, hook_names, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.lifecycle.run_phase import phase
 
@@ -59,6 +59,8 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
 
     Interventions train by ``training_step``; what it logs then is dropped. With manual optimization it makes steps
     itself, so hooks that need a loss are left out.
+
+    A Trainer may have several, with different hooks: their state is saved by the names of the hooks.
 
     Args:
         hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
@@ -114,10 +116,23 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         if self._made is not None:
             self._made.close()
 
+    @property
+    def state_key(self) -> str:
+        """What Lightning's checkpoints call its state: the class, and the names of the hooks."""
+        hooks, _, options = self._given
+        manager, file = options.get("manager"), options.get("run_file")
+        names = [
+            *hook_names(hooks),
+            *(manager.hooks if manager is not None else ()),
+            *([Path(file).name] if file else ()),
+        ]
+        return f"{type(self).__qualname__}[{', '.join(names)}]"
+
     # -- the run -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run, or go on with one from a checkpoint."""
+        check_once(self, trainer.callbacks)
         self._end(None)  # of a run that failed
         self._trainer = trainer
         schedulers = trainer.lr_scheduler_configs

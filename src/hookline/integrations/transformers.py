@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import HooklineWarning, LifecycleError, MissingPackageError, OptionError
+from hookline.errors import HooklineWarning, LifecycleError, MissingPackageError
 from hookline.integrations.host_log_sink import HostLogSink
-from hookline.integrations.host_manager import check_callback, sinks_or_usual
+from hookline.integrations.host_manager import check_callback, check_once, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.messages import caller_stacklevel
@@ -254,11 +254,8 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def _check_trainer(self) -> None:
         handler = getattr(self._trainer, "callback_handler", None)
-        if handler is not None and sum(one is self for one in handler.callbacks) > 1:
-            raise OptionError(
-                "The same HooklineCallback is among the callbacks twice, so every event would count twice. Next: leave "
-                "one out; other hooks go into the same callback, or into another one."
-            )
+        if handler is not None:
+            check_once(self, handler.callbacks)
         if self._reports and self._trainer is None:
             raise LifecycleError("report_to='trainer' found no Trainer to log with. Next: report_to='sinks'.")
 

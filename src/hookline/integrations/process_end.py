@@ -1,0 +1,50 @@
+"""Call a function when this process ends, also where ``atexit`` is not called: in a child of ``multiprocessing``.
+
+`Follow` and the session of a followed script use it, to write what hooks have returned. A child that was forked later
+does not call it: the run is that of its parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+
+__all__ = ["at_process_end", "error_of_process"]
+
+_BEFORE_OTHERS = 1
+"""Finalizers of a higher priority come first, and those without one may find queues closed."""
+
+
+def at_process_end(act: Callable[[], None]) -> Callable[[], None]:
+    """Call ``act`` at the end of this process; return a function that takes that back.
+
+    Recipe: ``cancel = at_process_end(run.close)``.
+
+    What is registered last is called first.
+    """
+    process = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == process:
+            act()
+
+    atexit.register(end)
+    # A child that multiprocessing has forked ends by os._exit(), which atexit does not hear of.
+    finalize = Finalize(None, end, exitpriority=_BEFORE_OTHERS) if parent_process() is not None else None
+
+    def cancel() -> None:
+        atexit.unregister(end)
+        if finalize is not None:
+            finalize.cancel()
+
+    return cancel
+
+
+def error_of_process() -> BaseException | None:
+    """Return the error that is ending this process; None if it ends well."""
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    return None if isinstance(error, SystemExit) else error
