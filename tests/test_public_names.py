@@ -31,6 +31,7 @@ FUNCTIONS = _named(
         compare_npy_folders read_trace trace_outputs
         find_bad_operations
         packed_rows padded_rows
+        doctor graph
     """,
         "distributed": """
         gather_objects is_distributed rank_count reduce_metrics this_rank
@@ -93,7 +94,7 @@ CLASSES = _named(
         Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder TraceRecord
         BadOperation BadOperations BadStep TensorSummary
         Blame ComparedValue Comparison FusedRule PairRule RenameRule
-        FirstBadOperation
+        FirstBadOperation AutogradGraph Diagnosis FoundHook GraphNode SilentSite
     """,
         "distributed": """
         Exchange

@@ -28,6 +28,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "run": ("hookline.cli.run_command", "train an experiment, or a script of your own, with hooks"),
     "hooks": ("hookline.cli.hooks_command", "list the hooks there are, or describe some"),
     "find": ("hookline.cli.find_command", "show the modules of a model that a pattern matches"),
+    "doctor": ("hookline.cli.doctor_command", "say who hooks what in a model, and where no hook would fire"),
     "check": ("hookline.cli.check_command", "check a run file, or a file of hooks"),
     "schema": ("hookline.cli.schema_command", "print the JSON schema of such files, for editors"),
     "serve": ("hookline.cli.serve_command", "serve a model over HTTP, with hooks"),

@@ -8,6 +8,13 @@ from hookline.debug.compare.name_rules import PairRule as PairRule
 from hookline.debug.compare.name_rules import RenameRule as RenameRule
 from hookline.debug.compare.row_layouts import packed_rows as packed_rows
 from hookline.debug.compare.row_layouts import padded_rows as padded_rows
+from hookline.debug.diagnose.autograd_graph import AutogradGraph as AutogradGraph
+from hookline.debug.diagnose.autograd_graph import GraphNode as GraphNode
+from hookline.debug.diagnose.autograd_graph import graph as graph
+from hookline.debug.diagnose.diagnosis import Diagnosis as Diagnosis
+from hookline.debug.diagnose.diagnosis import doctor as doctor
+from hookline.debug.diagnose.hook_owners import FoundHook as FoundHook
+from hookline.debug.diagnose.silent_sites import SilentSite as SilentSite
 from hookline.debug.first_bad.bad_operation import BadOperation as BadOperation
 from hookline.debug.first_bad.bad_operation import BadStep as BadStep
 from hookline.debug.first_bad.bad_operation import TensorSummary as TensorSummary

@@ -236,6 +236,20 @@ def parameter_hooks_of(module: nn.Module) -> Iterator[Any]:
             yield from leaf_hooks_of(parameter)
 
 
+def tensor_hooks_of(tensor: Tensor) -> list[Any]:
+    """Return every hook that ``Tensor.register_hook`` has put on a tensor (checked on torch 2.11 to 2.13)."""
+    hooks = getattr(tensor, "_backward_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def global_hooks() -> Iterator[tuple[str, Any]]:
+    """Return the hooks that torch runs for every module of the process: dictionary, callable (torch 2.11 to 2.13)."""
+    for attribute in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):
+        hooks = getattr(module_py, f"_global_{attribute}", None)
+        for hook in list(hooks.values()) if hooks else ():
+            yield attribute, hook
+
+
 leaf_hooks: Final = operator.attrgetter("_post_accumulate_grad_hooks")
 """The dictionary of a leaf's post-accumulate hooks, which is the leaf's own and no other's; None before the first."""
 

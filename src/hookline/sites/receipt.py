@@ -187,7 +187,11 @@ def _silent(attachment: Attachment) -> list[HookAtSite]:
     if not silent and _has_trained_uncalled(attachment, entries):
         return entries
     if attachment.everywhere and attachment.site_type is MODULE:
-        silent = [entry for entry in silent if not isinstance(_parent_of(entry)[0], nn.MultiheadAttention)]
+        silent = [
+            entry
+            for entry in silent
+            if not isinstance(_parent_in(entry.counter.model(), entry.name)[0], nn.MultiheadAttention)
+        ]
     if len(silent) == len(entries):
         return silent
     if attachment.site_type is FUNCTION:
@@ -239,7 +243,7 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
     module = entry.container.module()
     if module is None:
         return "the module is gone"
-    if isinstance(module, _CONTAINERS):
+    if is_container(module):
         return "a container is never called; hook its children"
     if attachment.kind.is_gradient and entry.container.calls_seen:
         return "it ran, but no backward pass came through its outputs before it came off"
@@ -250,27 +254,50 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
             "the model's own forward was never called, only parts of it (as training_step() and other methods do); "
             "hook the modules that are called"
         )
-    parent, child = _parent_of(entry)
-    cause = _cause_in_parent(parent, child) if parent is not None else None
+    cause = cause_around(entry.counter.model(), entry.name, module)
     if cause is not None:
         return cause
-    compiled = _compiled_without_guards(entry)
-    if compiled is not None:
-        return (
-            f"{compiled} runs compiled code that was made without guards (guard_filter_fn=, as vLLM has it), and so "
-            "never notices a hook that comes after it; attach before its first call, call torch.compiler.reset() "
-            "once the hook is on, or run it eagerly (torch.compiler.set_stance('force_eager'))"
-        )
     if attachment.kind is Kind.FULL_BACKWARD:
         return "it was not called, or no backward pass came through it; on='backward' sees more"
     return "its module was never called, or the call ended before the hook's turn"
 
 
-def _compiled_without_guards(entry: HookAtSite) -> str | None:
-    """Return which of the modules around the hooked one, itself included, has compiled code that checks nothing."""
-    model, module = entry.counter.model(), entry.container.module()
+def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str | None:
+    """Return why ``module``, ``name`` in ``model``, does not call its hooks, as far as the modules around it tell; None
+    if they do not.
+    """
+    if is_container(module):
+        return "a container is never called; hook its children"
+    parent, child = _parent_in(model, name)
+    cause = _cause_in_parent(parent, child) if parent is not None else None
+    if cause is not None:
+        return cause
+    compiled = _compiled_without_guards(model, name, module)
+    if compiled is None:
+        return None
+    return (
+        f"{compiled} runs compiled code that was made without guards (guard_filter_fn=, as vLLM has it), and so "
+        "never notices a hook that comes after it; attach before its first call, call torch.compiler.reset() "
+        "once the hook is on, or run it eagerly (torch.compiler.set_stance('force_eager'))"
+    )
+
+
+def is_container(module: nn.Module) -> bool:
+    """Return whether the module only holds others; a list with a forward of its own (parametrizations) is called."""
+    return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
+
+
+def calls_child(model: nn.Module, name: str) -> bool:
+    """Return whether the source of the module above ``name`` has a call of it: ``self.name(…)``."""
+    parent, child = _parent_in(model, name)
+    called = rf"self\.{re.escape(child)}(\[[^\]]*\])?\("
+    cls: Any = type(parent)  # mypy takes the hash of a class for that of its objects
+    return parent is not None and re.search(called, _source_of(cls)) is not None
+
+
+def _compiled_without_guards(model: nn.Module | None, path: str, module: nn.Module) -> str | None:
+    """Return which of the modules around ``module``, itself included, has compiled code that checks nothing."""
     around = [model, module] if model is not None else [module]
-    path = entry.name
     while model is not None and "." in path:
         path = path.rpartition(".")[0]
         with suppress(AttributeError):  # cut from the model meanwhile
@@ -278,10 +305,10 @@ def _compiled_without_guards(entry: HookAtSite) -> str | None:
     return next((type(one).__name__ for one in around if one is not None and recompile_guard.ignores_hooks(one)), None)
 
 
-def _parent_of(entry: HookAtSite) -> tuple[nn.Module | None, str]:
-    model = entry.counter.model()
-    path, _, child = entry.name.rpartition(".")
-    if model is None or not entry.name:
+def _parent_in(model: nn.Module | None, name: str) -> tuple[nn.Module | None, str]:
+    """Return the module that would call ``name``, which is no container, and by which attribute."""
+    path, _, child = name.rpartition(".")
+    if model is None or not name:
         return None, child
     try:
         parent = submodule(model, path)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hookline.testing.check_report import Finding, HookCheck
-from hookline.testing.checking import check_hook
-from hookline.testing.small_run import small_experiment
+from hookline._lazy import lazy_names
 
-__all__ = ["Finding", "HookCheck", "check_hook", "small_experiment"]
+# Names are imported when first used: pytest imports this package at each start, for the fixture `no_leaked_hooks`.
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,0 +1,223 @@
+"""What the doctor says of a model: whose hooks, where none fires, what was left, what it costs."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_training import differences, plain_step, train
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, prune
+
+import hookline as hl
+from hookline.cli.main import main
+from hookline.debug import doctor
+
+
+class Net(nn.Module):
+    """One module of each sort: called, used by its weights, called by ``forward()``, never called, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.body = nn.Linear(4, 4)
+        self.tied = nn.Linear(4, 4)
+        self.borrowed = nn.Linear(4, 4)
+        self.direct = nn.Linear(4, 4)
+        self.unused = nn.Linear(1, 1)
+        self.layers = nn.ModuleList([nn.BatchNorm1d(3)])
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attn(x, x, x)[0] + self.body(x)
+        x = self.tied(x) @ self.tied.weight
+        x = F.linear(x, self.borrowed.weight)
+        out: Tensor = self.drop(self.layers[0](self.direct.forward(x)))
+        return out
+
+
+def look(module: nn.Module, args: object, output: object) -> None:
+    """A hook of a user."""
+
+
+def test_every_hook_has_an_owner_and_a_place() -> None:
+    """Ours, torch's own, those of packages, and unknown ones with file and line."""
+    model = Net()
+    prune.l1_unstructured(model.body, "weight", 0.5)
+    parametrizations.weight_norm(model.tied)
+    foreign = model.direct.register_forward_hook(functools.partial(look))
+    on_tensor = model.unused.weight.register_hook(lambda grad: None)
+    with hl.attach(model, "attn", look) as handle, hl.watch(model, "body"):
+        found = {(hook.site, hook.kind): hook for hook in doctor(model).hooks}
+    assert found["attn", "forward"].owner == "hookline"
+    assert found["attn", "forward"].name == "look"
+    assert found["body", "forward"].owner == "hookline"
+    assert found["body", "forward_pre"].owner == "torch (pruning)"
+    assert found["body", "forward_pre"].where.startswith("torch/nn/utils/prune.py:")
+    assert found["tied", "parametrization"].owner == "torch (parametrization)"
+    assert "tied.parametrizations.weight" not in [site.name for site in doctor(model).silent]  # it is called
+    unknown = found["direct", "forward"]
+    assert unknown.owner == "unknown"
+    assert unknown.where.endswith(f"test_doctor.py:{look.__code__.co_firstlineno}")
+    assert found["unused.weight", "tensor"].owner == "unknown"
+    foreign.remove()
+    on_tensor.remove()
+    left = {(hook.site, hook.kind) for hook in doctor(model).hooks}
+    assert not {("attn", "forward"), ("direct", "forward"), ("unused.weight", "tensor")} & left
+    assert handle.removed
+
+
+@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
+def test_hooks_of_the_process_are_listed_too() -> None:
+    """On functions, and on every module by torch's own call."""
+    model = nn.Linear(2, 2)
+    with hl.attach_function("*.relu", lambda fn, inputs, outputs: None) as handle:
+        everywhere = register_module_forward_hook(look)
+        try:
+            found = {hook.site: hook for hook in doctor(model).hooks}
+        finally:
+            everywhere.remove()
+    assert found["(the process)"].kind == "forward"
+    assert found["(every module)"].where.endswith(f"test_doctor.py:{look.__code__.co_firstlineno}")
+    assert handle.removed
+    assert doctor(model).hooks == []
+
+
+def test_sites_that_never_fire_are_found_without_a_run() -> None:
+    """By the code around them; one that is called and lends its weights as well is not among them."""
+    silent = {site.name: site.reason for site in doctor(Net()).silent}
+    assert set(silent) == {"attn.out_proj", "borrowed", "direct", "layers"}
+    assert "never calls it; hook MultiheadAttention itself" in silent["attn.out_proj"]
+    assert "uses its weights in a function" in silent["borrowed"]
+    assert ".forward() directly" in silent["direct"]
+    assert "hook its children" in silent["layers"]
+
+
+def test_with_sample_inputs_the_uncalled_are_found_and_the_model_is_put_back() -> None:
+    """Buffers and random numbers too; what the forward raises is said."""
+    model = Net().train()
+    x = torch.randn(2, 3, 4)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    found = doctor(model, x)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    hl.assert_no_hooks(model, foreign=True)
+    silent = {site.name: site for site in found.silent}
+    assert set(silent) == {"attn.out_proj", "borrowed", "direct", "layers", "unused"}
+    assert not silent["unused"].is_certain
+    assert found.forward_us
+    wrong = doctor(model, {"x": torch.randn(2, 3, 5)})
+    assert wrong.error
+    assert any("the sample forward raised" in problem for problem in wrong.problems)
+    assert doctor(model, (x,)).error == doctor(model, {"x": x}).error == ""
+
+
+def test_a_hook_where_none_fires_is_a_problem_with_the_reason() -> None:
+    """So is one that sits twice, and one of ours that nobody can take off."""
+    model = Net()
+    assert doctor(model).problems == []
+    handle = hl.attach(model, "borrowed", look)
+    twice = [model.body.register_forward_hook(look) for _ in range(2)]
+    problems = doctor(model).problems
+    assert len(problems) == 2
+    assert problems[0].startswith("look (forward) on borrowed will not fire: Net uses its weights")
+    assert problems[1] == "look (forward) is on body 2 times"
+    del handle
+    found = doctor(model)
+    assert [hook.site for hook in found.leaks] == ["borrowed"]
+    assert "hookline.attached(model) gives one" in found.problems[-1]
+    for each in hl.attached(model):
+        each.remove(quiet=True)
+    twice.clear()
+    found = doctor(model)
+    assert [hook.site for hook in found.leaks] == ["body", "body"]
+    assert any("nothing holds its handle" in note for note in found.notes)
+
+
+def test_a_model_that_hooks_itself_is_no_problem() -> None:
+    """It keeps no handle, on purpose; a note says so."""
+
+    class Own(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_forward_pre_hook(lambda module, args: None)
+
+    found = doctor(Own())
+    assert found.problems == []
+    assert len(found.notes) == 1
+
+
+def test_the_fused_path_of_a_transformer_is_a_note() -> None:
+    """Hooks on its children fire, but switch the fused code off."""
+    layer = nn.TransformerEncoderLayer(4, 2, batch_first=True).eval()
+    assert any("fused code" in note for note in doctor(layer).notes)
+    assert not any("fused" in note for note in doctor(layer.train()).notes)
+
+
+def test_accelerates_replaced_forward_is_named() -> None:
+    """It keeps its hook in an attribute, and puts a forward of its own on the instance."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = nn.Linear(2, 2)
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    (found,) = doctor(model).hooks
+    assert (found.kind, found.owner, found.name) == ("forward replaced", "accelerate", "ModelHook")
+
+
+def test_the_cost_is_estimated_from_the_calls() -> None:
+    """None without hooks; more hooks cost more."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(8)))
+    assert doctor(model).cost_us == 0
+    assert "no hook is called" in doctor(model).cost_text()
+    with hl.attach(model, "*", look):
+        found = doctor(model, torch.ones(1))
+    assert found.cost_us > 0
+    assert "of the sample forward" in found.cost_text()
+
+
+def test_an_examined_run_keeps_every_bit() -> None:
+    """With a sample forward at every step; negative control: one that is not put back."""
+    plain = train(plain_step)
+
+    def examined(model: nn.Sequential, x: Tensor, target: Tensor) -> None:
+        assert doctor(model, x).error == ""
+        plain_step(model, x, target)
+
+    def disturbed(model: nn.Sequential, x: Tensor, target: Tensor) -> None:
+        with torch.no_grad():
+            model(x)
+        plain_step(model, x, target)
+
+    assert differences(plain, train(examined)) == []
+    assert differences(plain, train(disturbed))
+
+
+def test_the_command_prints_and_exits_by_the_problems(tmp_path, capsys, monkeypatch) -> None:
+    """As text and as JSON, with and without sample inputs."""
+    (tmp_path / "doctored.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def model():\n"
+        "    return nn.TransformerEncoderLayer(4, 2, batch_first=True)\n"
+        "def hooked():\n"
+        "    made = model()\n"
+        "    made.self_attn.out_proj.register_forward_hook(print)\n"
+        "    return made\n"
+        "sample = (torch.ones(1, 3, 4),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["doctor", "doctored.py:model", "--inputs", "doctored.py:sample"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("TransformerEncoderLayer: 0 hooks; no problems")
+    assert "self_attn.out_proj" in text
+    assert main(["doctor", "doctored.py:hooked", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["unheard"][0]["site"] == "self_attn.out_proj"
+    assert len(found["problems"]) == 1
+    assert main(["doctor", "doctored.py:modle"]) == 2
+    assert "model" in capsys.readouterr().err
