@@ -177,10 +177,17 @@ def one_stays_away() -> Any:
 
 
 def crossed() -> Any:
-    """Each rank reduces something else at the same time, with another number of names."""
+    """Each rank reduces something else at the same time, with another number of names; then only one rank gathers."""
     os.environ["HOOKLINE_RANK_TIMEOUT"] = "2"
     one, two = Exchange("watch of the encoder"), Exchange("watch of the decoder")
     for exchange, count in ((one, 3), (two, 500)):
         exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0))
     exchange, count = (one, 3) if this_rank() else (two, 500)
-    return refused(lambda: exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0)))
+    met = refused(lambda: exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0)))
+    afterwards = one.reduce([NamedPart("a", 3, 0)], np.ones(3), np.zeros(0)).added.tolist()
+    if this_rank():
+        dist.recv(torch.zeros(1), src=0)
+        return met, afterwards, ""
+    text = refused(lambda: gather_objects(0, what="a thing of one rank"))
+    dist.send(torch.zeros(1), dst=1)
+    return met, afterwards, text

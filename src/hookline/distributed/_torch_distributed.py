@@ -28,17 +28,16 @@ def default_store() -> Any:
         return None
 
 
-def new_gloo_group(name: str, timeout: timedelta) -> Any:
+def new_gloo_group(name: str, timeout: timedelta, store: Any, rank: int, size: int) -> Any:
     """Return a group of all ranks over gloo that only ranks which ask for the same ``name`` connect to.
 
     ``torch.distributed.new_group`` numbers groups by the order of the calls. Ranks that ask for different groups at
     the same moment would be connected to each other, and gloo ends the process when sizes do not match.
-    Where torch has no such constructor, fall back to ``new_group``.
+    It is not among the groups that ``destroy_process_group`` takes down, and is freed when nobody refers to it.
+    Where torch has no such constructor, fall back to ``new_group``, which has neither quality.
     """
-    store = default_store()
     if store is None or not hasattr(dist, "ProcessGroupGloo"):
         return dist.new_group(backend="gloo", timeout=timeout)
-    rank, size = dist.get_rank(), dist.get_world_size()
     own: Any = distributed_c10d.PrefixStore(f"hookline/{name}", store)
     gloo = dist.ProcessGroupGloo(own, rank, size, timeout)
     group = dist.ProcessGroup(own, rank, size)

@@ -1,7 +1,8 @@
 """Connect all ranks for hookline's own exchange, and name the ranks that did not come.
 
-`ranks` and `exchange` call it. A `Channel` is a gloo group of its own, so that nothing of hookline waits for, or is
-mistaken for, a collective of the training. It is made by all ranks when they first need it.
+`ranks` and `exchange` call it. There are two gloo groups for each process group of torch, one for objects and one for
+numbers, so that nothing of hookline waits for, or is mistaken for, a collective of the training. They are made by all
+ranks when they first need them, and still work when the process group has been destroyed.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +21,7 @@ from torch import Tensor
 from hookline.distributed import _torch_distributed
 from hookline.errors import ConfigError, RankError
 
-__all__ = ["Channel", "channel"]
+__all__ = ["Channel", "Connections", "connections", "kept_connections", "reaching", "stop_reaching"]
 
 _TIMEOUT: Final = "HOOKLINE_RANK_TIMEOUT"
 _DEFAULT_TIMEOUT: Final = 600.0
@@ -33,21 +36,19 @@ other, because gloo closes its connections."""
 class Channel:
     """All ranks, connected for one purpose."""
 
-    def __init__(self, name: str, group: Any) -> None:
-        self.name = name
+    def __init__(self, owner: Connections, group: Any) -> None:
+        self._owner = owner
         self._group = group
-        self._is_fake = dist.get_backend() == "fake"
-        """Whether this is torch's stand-in for many ranks, where nobody answers."""
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the ``value`` of every rank, by rank."""
-        if self._is_fake:
-            return [value] * dist.get_world_size()
-        found: list[Any] = [None] * dist.get_world_size()
+        if self._owner.is_fake:
+            return [value] * self._owner.size
+        found: list[Any] = [None] * self._owner.size
         try:
             dist.all_gather_object(found, value, group=self._group)
         except _FAILURES as error:
-            raise _missing(what, error) from error
+            raise self._owner.missing(what, error) from error
         return found
 
     def broadcast(self, value: Any, rank: int, what: str) -> Any:
@@ -56,11 +57,14 @@ class Channel:
         try:
             dist.broadcast_object_list(box, group=self._group, group_src=rank)
         except _FAILURES as error:
-            raise _missing(what, error) from error
+            raise self._owner.missing(what, error) from error
         return box[0]
 
     def reduce(self, added: Tensor, kept: Tensor, what: str) -> None:
-        """Put the sums over ranks in the place of ``added``, and the largest in the place of ``kept``."""
+        """Put the sums over ranks in the place of ``added``, and the largest in the place of ``kept``.
+
+        Both have the same sizes on all ranks, whatever each of them is doing: gloo ends the process if they have not.
+        """
         try:
             # Both are under way at once: the second waits for no answer to the first.
             works = [
@@ -71,33 +75,125 @@ class Channel:
                 if work is not None:  # the fake process group returns none
                     work.wait()
         except _FAILURES as error:
-            raise _missing(what, error) from error
+            raise self._owner.missing(what, error) from error
 
 
-class _Connections:
+class Connections:
     """The channels of one process group, and why they are broken, if they are."""
 
-    def __init__(self, world: Any) -> None:
-        self.world = world
-        self.channels: dict[str, Channel] = {}
-        self.broken = ""
+    def __init__(self) -> None:
+        self.world: Any = dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.is_fake = dist.get_backend() == "fake"
+        """Whether this is torch's stand-in for many ranks, where nobody answers."""
+        self.width = (0, 0)
+        """How many numbers are added, and how many kept, in every reduction: as many as the widest exchange has. It
+        changes when ranks agree on names, on all of them at once."""
+        self._store = _torch_distributed.default_store()
+        self._channels: dict[str, Channel] = {}
+        self._broken = ""
+
+    def channel(self, name: Literal["gather", "reduce"], what: str) -> Channel:
+        """Return one of the two channels; connect it the first time, which all ranks have to do."""
+        if self._broken:
+            raise RankError(f"The ranks have lost each other before: {self._broken}")
+        found = self._channels.get(name)
+        if found is None:
+            found = self._channels[name] = Channel(self, self._connect(name, what))
+        return found
+
+    def _connect(self, name: str, what: str) -> Any:
+        if self.is_fake:  # nobody is there to connect to
+            return self.world
+        limit = timedelta(seconds=timeout_seconds())
+        try:
+            return _torch_distributed.new_gloo_group(name, limit, self._store, self.rank, self.size)
+        except RuntimeError as error:
+            raise self.missing(what, error) from error
+
+    def missing(self, what: str, error: BaseException) -> RankError:
+        """Tell the others what this rank was doing, and return the error that names those that did not come."""
+        doing = self._exchange_last_words(what)
+        missing = [rank for rank in range(self.size) if rank not in doing]
+        if not missing:
+            text = f"Ranks waited for each other at different places: {at_places(doing)}."
+            advice = SAME_CALLS
+        else:
+            absent = ", ".join(map(str, missing))
+            text = f"Rank {absent} did not come within {timeout_seconds():g} s: {at_places(doing)}."
+            advice = (
+                "Look at the log of the missing rank for its own error; every rank has to make this call. A slow rank "
+                f"gets more time by {_TIMEOUT}=seconds."
+            )
+        self._broken = text
+        return RankError(f"{text} {advice} (gloo says: {_first_line(error)})", ranks=tuple(missing))
+
+    def _exchange_last_words(self, what: str) -> dict[int, str]:
+        """Leave a key in the store with what this rank was doing; return what the ranks that came were doing."""
+        doing = {self.rank: what}
+        store = self._store
+        if store is None:
+            return doing
+        try:
+            store.set(_word_key(self.rank), json.dumps(what))
+            others = [other for other in range(self.size) if other != self.rank]
+            deadline = time.monotonic() + _WAIT_FOR_WORD
+            while others and time.monotonic() < deadline:
+                for other in [each for each in others if store.check([_word_key(each)])]:
+                    doing[other] = json.loads(store.get(_word_key(other)))
+                    others.remove(other)
+                if others:
+                    time.sleep(0.02)
+        except (RuntimeError, OSError):  # the rank that holds the store is gone
+            pass
+        return doing
 
 
-_current = _Connections(None)
+SAME_CALLS: Final = "Every rank has to make the same calls in the same order."
 
 
-def channel(name: str, what: str = "") -> Channel:
-    """Return the channel ``name``; connect it the first time, which all ranks have to do."""
-    global _current
-    world = dist.group.WORLD
-    if _current.world is not world:  # another init_process_group has been called since
-        _current = _Connections(world)
-    if _current.broken:
-        raise RankError(f"The ranks have lost each other before: {_current.broken}")
-    found = _current.channels.get(name)
-    if found is None:
-        found = _current.channels[name] = Channel(name, _connect(name, what or name))
-    return found
+def at_places(doing: dict[int, str]) -> str:
+    """Return what each rank was doing, in words."""
+    return "; ".join(f"rank {rank} was at {each!r}" for rank, each in sorted(doing.items()))
+
+
+class _Used:
+    """The connections of the process group that there is, and older ones that are in use."""
+
+    current: Connections | None = None
+    kept: Connections | None = None
+
+
+def connections() -> Connections:
+    """Return the connections of the process group; inside of `reaching`, those."""
+    if _Used.kept is not None:
+        return _Used.kept
+    if _Used.current is None or _Used.current.world is not dist.group.WORLD:  # another init_process_group since
+        _Used.current = Connections()
+    return _Used.current
+
+
+def kept_connections() -> Connections | None:
+    """Return connections that are used though their process group has been destroyed, if there are such."""
+    return _Used.kept
+
+
+def stop_reaching() -> None:
+    """Use no connections of a destroyed process group any more, also inside of `reaching`: a rank is gone."""
+    _Used.kept = None
+
+
+@contextmanager
+def reaching(before: Connections | None) -> Iterator[None]:
+    """Reach the ranks of a run that began with ``before``, also if the process group has been destroyed since."""
+    if before is None or _Used.kept is not None or dist.is_initialized():
+        yield
+        return
+    _Used.kept = before
+    try:
+        yield
+    finally:
+        _Used.kept = None
 
 
 def timeout_seconds() -> float:
@@ -112,53 +208,12 @@ def timeout_seconds() -> float:
     return seconds
 
 
-def _connect(name: str, what: str) -> Any:
-    if dist.get_backend() == "fake":  # torch's stand-in for many ranks: nobody is there to connect to
-        return dist.group.WORLD
-    try:
-        return _torch_distributed.new_gloo_group(name, timedelta(seconds=timeout_seconds()))
-    except RuntimeError as error:
-        raise _missing(what, error) from error
-
-
-def _missing(what: str, error: Exception) -> RankError:
-    """Tell the others what this rank was doing, and return the error that names those that did not come."""
-    doing = _exchange_last_words(what)
-    missing = [rank for rank in range(dist.get_world_size()) if rank not in doing]
-    present = "; ".join(f"rank {rank} was at {each!r}" for rank, each in sorted(doing.items()))
-    if not missing:
-        text = f"Ranks waited for each other at different places: {present}."
-        advice = "Every rank has to make the same calls in the same order."
-    else:
-        text = f"Rank {', '.join(map(str, missing))} did not come within {timeout_seconds():g} s: {present}."
-        advice = (
-            "Look at the log of the missing rank for its own error; every rank has to make this call. A slow rank gets "
-            f"more time by {_TIMEOUT}=seconds."
-        )
-    _current.broken = text
-    first = error.__context__ if isinstance(error, ValueError) and error.__context__ is not None else error
-    return RankError(f"{text} {advice} (gloo says: {str(first).splitlines()[0][:200]})", ranks=tuple(missing))
-
-
-def _exchange_last_words(what: str) -> dict[int, str]:
-    """Leave a key in the store with what this rank was doing; return what the ranks that came were doing."""
-    rank, store = dist.get_rank(), _torch_distributed.default_store()
-    doing = {rank: what}
-    if store is None:
-        return doing
-    try:
-        store.set(_word_key(rank), json.dumps(what))
-        others = [other for other in range(dist.get_world_size()) if other != rank]
-        deadline = time.monotonic() + _WAIT_FOR_WORD
-        while others and time.monotonic() < deadline:
-            for other in [each for each in others if store.check([_word_key(each)])]:
-                doing[other] = json.loads(store.get(_word_key(other)))
-                others.remove(other)
-            if others:
-                time.sleep(0.02)
-    except (RuntimeError, OSError):  # the rank that holds the store is gone
-        pass
-    return doing
+def _first_line(error: BaseException) -> str:
+    """Return the first line of what gloo said; after it, torch's logger may have raised, which knows no such group."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, RuntimeError):
+        found = found.__context__
+    return (str(found or error).splitlines() or [""])[0][:200]
 
 
 def _word_key(rank: int) -> str:

@@ -6,16 +6,18 @@ hold the same shard, by `agreement`; `channels` does the communication.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
 import hookline
 from hookline.distributed.agreement import Agreed, Declaration, NamedPart, agree
-from hookline.distributed.channels import channel
+from hookline.distributed.channels import SAME_CALLS, Connections, at_places, connections
 from hookline.distributed.ranks import gather_objects, in_words, is_distributed, rank_names, this_rank
 from hookline.errors import RankError
 
@@ -28,6 +30,8 @@ _HEADER: Final = 3
 """Numbers ahead of the MAX buffer: a flag, the digest of what was agreed, and its complement."""
 _STEADY, _NEW_NAMES, _FAILED = 0, 1, 2
 _made: Counter[str] = Counter()
+_exchanges: WeakSet[Exchange] = WeakSet()
+"""Those that are in use. All reductions are as wide as the widest of them."""
 
 
 class Reduced(NamedTuple):
@@ -57,10 +61,12 @@ class Exchange:
 
     def __init__(self, what: str, options: Mapping[str, Any] | None = None) -> None:
         _made[what] += 1
+        _exchanges.add(self)
         self.what = what if _made[what] == 1 else f"{what} ({_made[what]})"
         self._options = {key: repr(value) for key, value in (options or {}).items()}
         self._agreed: Agreed | None = None
-        self._world: Any = None
+        self._connections: Connections | None = None
+        self._code = int.from_bytes(hashlib.sha256(self.what.encode()).digest()[:7], "big")
 
     def reduce(
         self,
@@ -84,8 +90,8 @@ class Exchange:
                 raise RankError(f"{self.what}: {failure}", ranks=(0,))
             own = Declaration.of(mine)
             return Reduced(agree(mine, [(own.names, own.shards)], 0), added, kept)
-        if self._world is not torch.distributed.group.WORLD:
-            self._agreed, self._world = None, torch.distributed.group.WORLD
+        if self._connections is not connections():
+            self._agreed, self._connections = None, connections()
         if self._agreed is None:
             self._agreed = self._new_agreement(mine, failure)
         flag = _FAILED if failure else _NEW_NAMES if mine != self._agreed.mine else _STEADY
@@ -100,23 +106,43 @@ class Exchange:
         self, agreed: Agreed, added: NDArray[np.float64], kept: NDArray[np.float64], flag: int
     ) -> Reduced | None:
         """Return the numbers of all ranks; None if some rank has new names, or has failed."""
-        largest = torch.full((_HEADER + agreed.kept,), _LEAST, dtype=torch.int64)
+        connected = connections()
+        num_added, num_kept = connected.width
+        largest = torch.full((_HEADER + num_kept,), _LEAST, dtype=torch.int64)
         view: NDArray[np.int64] = largest.numpy()
-        view[:_HEADER] = flag, agreed.digest, -agreed.digest
-        total = torch.zeros(agreed.added, dtype=torch.float64)
+        code = agreed.digest ^ self._code
+        view[:_HEADER] = flag, code, -code
+        total = torch.zeros(num_added, dtype=torch.float64)
         if flag == _STEADY:
             view[_HEADER + agreed.kept_index] = _as_ordered(kept)
             total.numpy()[agreed.added_index] = added * agreed.added_factor
-        channel(f"reduce/{self.what}", self.what).reduce(total, largest, self.what)
+        connected.channel("reduce", self.what).reduce(total, largest, self.what)
         if view[1] != -view[2]:
-            raise RankError(f"{self.what}: ranks do not have the same names at this call. Every rank has to make it.")
-        return None if view[0] else Reduced(agreed, total.numpy() / agreed.divisor, _from_ordered(view[_HEADER:]))
+            self._raise_of_places(connected)
+        if view[0]:
+            return None
+        found = view[_HEADER : _HEADER + agreed.kept]
+        return Reduced(agreed, total.numpy()[: agreed.added] / agreed.divisor, _from_ordered(found))
+
+    def _raise_of_places(self, connected: Connections) -> NoReturn:
+        """Raise, on every rank, the error that says which rank was reducing what."""
+        said = connected.channel("gather", self.what).gather(self.what, self.what)
+        if len(set(said)) == 1:
+            raise RankError(f"{self.what}: ranks do not have the same names at this call. {SAME_CALLS}")
+        places = at_places(dict(enumerate(said)))
+        raise RankError(
+            f"Ranks met at different places: {places}. {SAME_CALLS} Look for a call that only some ranks make.",
+            ranks=_minority(said),
+        )
 
     def _new_agreement(self, mine: tuple[NamedPart, ...], failure: str | None) -> Agreed:
         """Tell all ranks the names of this one; raise on every rank if one failed, or if they cannot go together."""
         own = Declaration.of(mine)
         # Names are the same on most ranks: a digest of them travels, and the shards, of which there are few.
-        said = gather_objects((hookline.__version__, self._options, failure, own.digest, own.shards), what=self.what)
+        width = _width_of_others(self)
+        said = gather_objects(
+            (hookline.__version__, self._options, failure, own.digest, own.shards, width), what=self.what
+        )
         _check_versions([each[0] for each in said])
         _check_failures(self.what, [each[2] for each in said])
         _check_options(self.what, [each[1] for each in said])
@@ -125,9 +151,21 @@ class Exchange:
         if len(different) == 1:
             names = {own.digest: own.names}
         else:
-            gather = channel("gather")
+            gather = connections().channel("gather", self.what)
             names = {digest: gather.broadcast(own.names, rank, self.what) for digest, rank in different.items()}
-        return agree(mine, [(names[digest], each[4]) for digest, each in zip(digests, said, strict=True)], this_rank())
+        agreed = agree(
+            mine, [(names[digest], each[4]) for digest, each in zip(digests, said, strict=True)], this_rank()
+        )
+        widths = [(agreed.added, agreed.kept), *(each[5] for each in said)]
+        connections().width = max(added for added, _ in widths), max(kept for _, kept in widths)
+        return agreed
+
+
+def _width_of_others(asking: Exchange) -> tuple[int, int]:
+    """Return how many numbers the widest of the other exchanges has on this rank."""
+    others = [each._agreed for each in _exchanges if each is not asking and each._connections is asking._connections]
+    agreed = [each for each in others if each is not None]
+    return max((each.added for each in agreed), default=0), max((each.kept for each in agreed), default=0)
 
 
 # -- what ranks must have in common ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hookline.distributed.channels import channel
+from hookline.distributed.channels import connections, kept_connections
 from hookline.errors import RankError
 
 __all__ = ["gather_objects", "is_distributed", "rank_count", "this_rank"]
@@ -19,17 +19,23 @@ __all__ = ["gather_objects", "is_distributed", "rank_count", "this_rank"]
 
 def this_rank() -> int:
     """Return the rank of this process; before ``init_process_group`` as ``torchrun`` says it, and 0 without either."""
-    return dist.get_rank() if _has_group() else _from_environment("RANK", 0)
+    kept = kept_connections()
+    if kept is not None:
+        return kept.rank
+    return dist.get_rank() if has_group() else _from_environment("RANK", 0)
 
 
 def rank_count() -> int:
     """Return the number of ranks; before ``init_process_group`` as ``torchrun`` says it, and 1 without either."""
-    return dist.get_world_size() if _has_group() else _from_environment("WORLD_SIZE", 1)
+    kept = kept_connections()
+    if kept is not None:
+        return kept.size
+    return dist.get_world_size() if has_group() else _from_environment("WORLD_SIZE", 1)
 
 
 def is_distributed() -> bool:
     """Return whether ranks can exchange something: there is a process group, and more than one rank in it."""
-    return _has_group() and dist.get_world_size() > 1
+    return kept_connections() is not None or (has_group() and dist.get_world_size() > 1)
 
 
 def gather_objects(value: Any, *, what: str) -> list[Any]:
@@ -43,7 +49,7 @@ def gather_objects(value: Any, *, what: str) -> list[Any]:
     """
     if not is_distributed():
         return [value]
-    found = channel("gather", what).gather((what, value), what)
+    found = connections().channel("gather", what).gather((what, value), what)
     doing = [each for each, _ in found]
     if len(set(doing)) > 1:
         others = tuple(rank for rank, each in enumerate(doing) if each != doing[0])
@@ -69,7 +75,8 @@ def rank_names(ranks: list[int] | tuple[int, ...]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _has_group() -> bool:
+def has_group() -> bool:
+    """Return whether ``init_process_group`` has been called, and the group not been destroyed since."""
     return dist.is_available() and dist.is_initialized()
 
 

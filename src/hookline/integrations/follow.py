@@ -209,6 +209,10 @@ class Follow:
         self._is_open = False
         self._forget_end()
         self._take_off()
+        with self.manager.reach_ranks():  # many loops destroy the process group before the process ends
+            self._finish()
+
+    def _finish(self) -> None:
         try:
             if self._error is None and self._loop.has_begun_epoch and self._loop.steps_in_pass:
                 self._host.end_epoch()

@@ -114,6 +114,9 @@ class MetricOutput:
         if self.ranks is not None:
             first, self._flushed_to = self._flushed_to + 1, step
             taken = self.ranks.reduce_steps(taken, first)
+            if self.ranks.alone:
+                self.note(self.ranks.alone, step)
+                self.ranks.alone = ""
         for point, metrics in taken.items():
             self._write(metrics, position, point, step)
             flushed |= metrics

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from hookline.error_policy import error_text
@@ -34,6 +35,10 @@ class RankMember:
     def ranks(self) -> RankSync | None:
         """What keeps this rank together with the others; None in one process, and before the run has begun."""
         return self._engine.ranks
+
+    def reach_ranks(self) -> AbstractContextManager[None]:
+        """Return a context in which the ranks of the run are reached, also if their group was destroyed since."""
+        return nullcontext() if self._engine.ranks is None else self._engine.ranks.reach()
 
     def _check_ranks(self, ranks: RankSync) -> None:
         ranks.check(self._global_step)

@@ -8,16 +8,20 @@ the communication, with its time-out.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from hookline.distributed.channels import connections, reaching, stop_reaching
 from hookline.distributed.exchange import Exchange
 from hookline.distributed.metric_rules import reduce_metrics
-from hookline.distributed.ranks import gather_objects, rank_count, rank_names, this_rank
+from hookline.distributed.ranks import gather_objects, has_group, is_distributed, rank_count, rank_names, this_rank
 from hookline.error_policy import error_text
-from hookline.errors import RankError
+from hookline.errors import HooklineWarning, RankError
 from hookline.lifecycle.points import HookPoint
+from hookline.messages import caller_stacklevel
 from hookline.training.ranks.packed_metrics import pack, pack_series, unpack, unpack_series
 from hookline.training.ranks.rank_notes import is_lost_connection, leave_note, read_notes
 from hookline.training.ranks.reduce_rules import ReduceRules
@@ -85,6 +89,7 @@ class RankSync:
 
     def __init__(self, rules: ReduceRules) -> None:
         self.rank, self.ranks = this_rank(), rank_count()
+        self._connections = connections() if is_distributed() else None
         self._rules = rules
         self._exchanges: dict[str, Exchange] = {}
         self._held: dict[str, RankFailure] = {}
@@ -98,6 +103,8 @@ class RankSync:
         self._checked_at: tuple[int, float] = (0, 0.0)
         self.is_lost = False
         """Whether ranks cannot reach each other any more; then nothing is exchanged, and this rank ends alone."""
+        self.alone = ""
+        """Why metrics are of this rank alone, where the process group was destroyed before they were written."""
         self._failed: dict[str, RankFailure] = {}
         """What hooks raised on any rank, once all know of it."""
         self.agreed_error: BaseException | None = None
@@ -116,29 +123,47 @@ class RankSync:
         """Return the step metrics of all ranks, with one exchange for all points; ``first`` begins what is flushed."""
         joined = {f"{point.name} {name}": one for point, found in series.items() for name, one in found.items()}
         packed = pack_series(joined, first, lambda name: self._rules.of(name.partition(" ")[2]))
-        reduced = self._call("metrics of steps", packed.values, packed.rules)
+        reduced = self._call("metrics of steps", packed.values, packed.rules, _steps_in_words(joined))
         found: dict[HookPoint, dict[str, StepSeries]] = {}
         for key, one in unpack_series(reduced, joined, first).items():
             point, _, name = key.partition(" ")
             found.setdefault(HookPoint[point], {})[name] = one
         return {point: found[point] for point in HookPoint if point in found}
 
-    def _call(self, what: str, values: dict[str, Any], rules: dict[str, str]) -> dict[str, Any]:
+    def reach(self) -> AbstractContextManager[None]:
+        """Return a context in which the other ranks can be reached, also once the process group was destroyed."""
+        return reaching(None if self.is_lost else self._connections)
+
+    def _call(self, what: str, values: dict[str, Any], rules: dict[str, str], steps: str = "") -> dict[str, Any]:
         if self.is_lost:
-            return {name: [value] if rules[name] == "concat" else value for name, value in values.items()}
+            return _of_one_rank(values, rules)
         exchange = self._exchanges.get(what)
         if exchange is None:
             exchange = self._exchanges[what] = Exchange(what)
         own = {_FAILED: float(len(self._held)), _STOP: float(_SIGNALS.index(self.signal or ""))}
         try:
-            found = reduce_metrics(exchange, values | own, rules | {_FAILED: "sum", _STOP: "max"})
-        except RankError:
+            with self.reach():
+                found = reduce_metrics(exchange, values | own, rules | {_FAILED: "sum", _STOP: "max"})
+        except RankError as error:
             self.is_lost = True
-            raise
+            if has_group():
+                raise
+            self._go_on_alone(f"{what}{steps}", error)
+            return _of_one_rank(values, rules)
         self._take_signal(found.pop(_STOP))
         if found.pop(_FAILED):
             self._learn_failures(what)
         return found
+
+    def _go_on_alone(self, what: str, error: RankError) -> None:
+        """Say that a record is of this rank alone: the run outlived the process group, and the others are gone."""
+        self.alone = (
+            f"From here on metrics are of rank {self.rank} alone, beginning with {what}: the process group was "
+            f"destroyed before they were written. {_short(error)}. Next: call close() of the run before "
+            "destroy_process_group()."
+        )
+        stop_reaching()  # what hooks exchange themselves is of this rank alone too
+        warnings.warn(self.alone, HooklineWarning, stacklevel=caller_stacklevel())
 
     def _take_signal(self, number: float) -> None:
         if number and self.agreed_signal is None:
@@ -206,7 +231,8 @@ class RankSync:
         if self.is_lost:
             return [value]
         try:
-            return gather_objects(value, what=what)
+            with self.reach():
+                return gather_objects(value, what=what)
         except RankError:
             self.is_lost = True
             raise
@@ -235,7 +261,7 @@ class RankSync:
         """Ask the other ranks every few seconds whether a hook failed or a signal came; call at each step."""
         if self._next_check is None:
             self._next_check, self._checked_at = step + 1, (step, time.perf_counter())
-        if step < self._next_check or self.is_lost:
+        if step < self._next_check or self.is_lost or not has_group():
             return
         before, began = self._checked_at
         seconds = (time.perf_counter() - began) / max(1, step - before)
@@ -244,6 +270,15 @@ class RankSync:
         wanted = int(_SECONDS_BETWEEN / max(found[_SECONDS], 1e-6))
         self._interval = max(1, min(wanted, 2 * self._interval))
         self._next_check, self._checked_at = step + self._interval, (step, time.perf_counter())
+
+
+def _of_one_rank(values: Mapping[str, Any], rules: Mapping[str, str]) -> dict[str, Any]:
+    return {name: [value] if rules[name] == "concat" else value for name, value in values.items()}
+
+
+def _steps_in_words(series: Mapping[str, StepSeries]) -> str:
+    steps = [step for one in series.values() for step in one.steps]
+    return f" {min(steps)} to {max(steps)}" if steps else ""
 
 
 def _told(failed: Mapping[int, str]) -> str:

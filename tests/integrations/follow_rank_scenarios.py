@@ -1,0 +1,79 @@
+"""What each of two processes does with a loop that is followed; `test_follow_ranks` starts them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers_hosts import metrics_of
+from torch import nn
+
+import hookline as hl
+from hookline.sinks import MemorySink
+
+__all__ = ["follow_and_leave"]
+
+
+class OneOfEach(hl.TrainingHook):
+    """One, on each rank."""
+
+    name = "one"
+    hook_points = {hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH}
+    reduce = "sum"
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, float]:
+        return {"of_each": 1.0}
+
+
+class _Loop:
+    """A model in DDP and its optimizer."""
+
+    def __init__(self) -> None:
+        self.model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.ones(3, 4)).sum().backward()
+            self.optimizer.step()
+
+    def follow(self) -> tuple[Any, MemorySink]:
+        sink = MemorySink()
+        watch = hl.watch(self.model.module, on=["forward"], stats=["mean"])
+        return hl.follow(self.model, self.optimizer, [OneOfEach(), watch], sinks=[sink]), sink
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def follow_and_leave() -> dict[str, Any]:
+    """Five runs one after the other; then two that are open when the process group is destroyed.
+
+    Both ranks close the first of these. Rank 0 closes the second alone: rank 1 has left by then, or leaves.
+    """
+    warnings.simplefilter("ignore")
+    loop = _Loop()
+    descriptors = []
+    for _ in range(5):
+        run, _ = loop.follow()
+        loop.train(2)
+        run.close()
+        descriptors.append(_descriptors())
+    (first, sink), (second, lonely) = loop.follow(), loop.follow()
+    loop.train(3)
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    first.close()
+    found = {"descriptors": descriptors, "closed": metrics_of(sink)}
+    if rank == 0:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            second.close()
+        found["told"] = [str(one.message) for one in caught if "alone" in str(one.message)]
+        found["alone"] = metrics_of(lonely)
+    return found

@@ -1,0 +1,38 @@
+"""A loop of several ranks that is followed: what it leaves open, and what is written when its process group is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from follow_rank_scenarios import follow_and_leave
+from helpers_ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_ranks(follow_and_leave)
+
+
+def test_runs_leave_no_connections_behind(both: list[dict[str, Any]]) -> None:
+    """All runs of a process group share the connections that the first has made."""
+    for found in both:
+        assert len(set(found["descriptors"])) == 1, found["descriptors"]
+
+
+def test_metrics_are_of_all_ranks_also_after_the_process_group_was_destroyed(both: list[dict[str, Any]]) -> None:
+    """``destroy_process_group()`` comes before ``close()``, as at the end of most scripts."""
+    metrics = both[0]["closed"]
+    assert {step: metrics["one/of_each", "POST_STEP", step] for step in range(3)} == {0: 2.0, 1: 2.0, 2: 2.0}
+    assert metrics["one/of_each", "POST_EPOCH", 0] == 2.0
+
+
+def test_metrics_of_one_rank_alone_are_marked(both: list[dict[str, Any]]) -> None:
+    """Rank 1 has left without closing: rank 0 writes its own, says which, and the record says so too."""
+    metrics, (told, *more) = both[0]["alone"], both[0]["told"]
+    assert metrics["one/of_each", "POST_STEP", 2] == 1.0
+    assert "of rank 0 alone" in told
+    assert "Next: call close() of the run before destroy_process_group()" in told
+    assert not more
+    assert [name for name, _, _ in metrics if name == "run/error"]
