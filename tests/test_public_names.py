@@ -30,8 +30,8 @@ FUNCTIONS = _named(
         "debug": """
         compare_npy_folders read_trace trace_outputs
         find_bad_operations
-        packed_rows padded_rows
         doctor graph
+        bisect packed_rows padded_rows
     """,
         "distributed": """
         gather_objects is_distributed rank_count reduce_metrics this_rank
@@ -93,8 +93,8 @@ CLASSES = _named(
         NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord
         Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder TraceRecord
         BadOperation BadOperations BadStep TensorSummary
-        Blame ComparedValue Comparison FusedRule PairRule RenameRule
         FirstBadOperation AutogradGraph Diagnosis FoundHook GraphNode SilentSite
+        Bisection Blame ComparedValue Comparison FusedRule PairRule RenameRule
     """,
         "distributed": """
         Exchange

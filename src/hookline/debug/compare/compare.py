@@ -113,16 +113,16 @@ def _has_same_sketches(a: RunValues, b: RunValues) -> bool:
 def _why_nothing(found: Alignment, a: RunValues, b: RunValues) -> str:
     if found.unpaired:
         first = found.unpaired[0]
-        return f"Nothing can be compared: {first.site or 'the model'} ({first.kind}): {first.why}. {_hint(found)}"
+        notes = " ".join(found.notes)
+        return f"Nothing can be compared: {first.site or 'the model'} ({first.kind}): {first.why}. {notes}"
+    if found.pairs:
+        count = len(found.pairs)
+        return f"{count} values are in A and in B, but no tensor of both: trace with tensors=, or take estimates."
     have = [", ".join(map(repr, sorted({value.site for value in run.values})[:3])) for run in (a, b)]
     return (
         f"A and B have no site in common: A has {have[0]}…, B has {have[1]}…. "
         "Are they of the same model? Names can be made equal by rules=[RenameRule(pattern, replacement)]."
     )
-
-
-def _hint(found: Alignment) -> str:
-    return " ".join(found.notes)
 
 
 def _measured_noise(a: RunSource, rows: Any, noise: Any, notes: list[str], **options: Any) -> NoiseFloors:

@@ -54,7 +54,8 @@ def measure(
             found.append((pair, tensor_errors(*tensors)))
         elif pair.a.fingerprint is not None and pair.b.fingerprint is not None:
             same_dtype = pair.a.dtype == pair.b.dtype
-            found.append((pair, sketch_errors(pair.a.fingerprint, pair.b.fingerprint, same_sketches, same_dtype)))
+            prints = pair.a.fingerprint, pair.b.fingerprint
+            found.append((pair, sketch_errors(*prints, same_sketches=same_sketches, same_dtype=same_dtype)))
         else:
             how = pair.how or "it was put together"
             unpaired.append(_unpaired(pair, f"{how}, and for that its tensors have to be in both traces: tensors="))
@@ -189,9 +190,12 @@ def _blame(first: ComparedValue, values: Sequence[ComparedValue]) -> Blame:
     inner = any(site.startswith(f"{first.site}.") for site in seen) if first.site else len(seen) > 1
     name = first.site or "The model"
     if inner:
-        return Blame(first.site, f"What the modules inside of {name} return is the same; its own code differs.", first)
+        return Blame(
+            first.site, f"All that the modules inside of {name} make is the same; its own code differs.", first
+        )
     if any(value.site == first.site and value.kind == takes for value in values):
-        return Blame(first.site, f"{name} is given the same and returns something else.", first)
+        what = "is given the same and returns something else" if first.kind == "output" else "hands on another gradient"
+        return Blame(first.site, f"{name} {what}.", first)
     caller = _caller(first.site, seen)
     return Blame(
         first.site,

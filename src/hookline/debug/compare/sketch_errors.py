@@ -19,7 +19,7 @@ _MEAN_OF_NORMAL: Final = math.sqrt(2 / math.pi)
 """The mean of |x| of normal numbers whose mean square is one."""
 
 
-def sketch_errors(a: Fingerprint, b: Fingerprint, same_sketches: bool, same_dtype: bool) -> TensorErrors:
+def sketch_errors(a: Fingerprint, b: Fingerprint, *, same_sketches: bool, same_dtype: bool) -> TensorErrors:
     """Return estimates: the norm of the difference from sketches, or, without, no less than the norms differ.
 
     ``same_sketches`` says whether both were made with the same seed, ``same_dtype`` whether hashes can be compared.
