@@ -13,6 +13,7 @@ from attaching import attaching, importing, twelve
 from capturing import capturing
 from compiled import compiled
 from csv_columns import csv_columns
+from debug_checks import debug_checks
 from emitting import emitting, emitting_five
 from firing import backward, capture, everywhere, forward, removed, single
 from functions import functions, operators, profiling
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "functions": functions,
     "operators": operators,
     "watching": watching,
+    "debug_checks": debug_checks,
     "ranks": ranks,
     "capturing": capturing,
     "managing": managing,
@@ -70,6 +72,7 @@ _STATISTICS = ("gpu_kernel", "gpu_eager", "gpu_compiled")
 ON_CPU = tuple(name for name in BENCHMARKS if name not in _STATISTICS)
 ON_GPU = (
     *_STATISTICS,
+    "debug_checks",
     "guarding_large",
     "removed",
     "forward",

@@ -32,6 +32,7 @@ FUNCTIONS = _named(
         find_bad_operations
         doctor graph
         bisect packed_rows padded_rows
+        on_trigger read_flight replay_check
     """,
         "distributed": """
         gather_objects is_distributed rank_count reduce_metrics this_rank
@@ -95,6 +96,7 @@ CLASSES = _named(
         BadOperation BadOperations BadStep TensorSummary
         FirstBadOperation AutogradGraph Diagnosis FoundHook GraphNode SilentSite
         Bisection Blame ComparedValue Comparison FusedRule PairRule RenameRule
+        Flight FlightRecorder Replay TriggeredHooks
     """,
         "distributed": """
         Exchange

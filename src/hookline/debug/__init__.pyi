@@ -23,6 +23,13 @@ from hookline.debug.first_bad.bad_operation import TensorSummary as TensorSummar
 from hookline.debug.first_bad.find_bad_operations import BadOperations as BadOperations
 from hookline.debug.first_bad.find_bad_operations import find_bad_operations as find_bad_operations
 from hookline.debug.first_bad.first_bad_hook import FirstBadOperation as FirstBadOperation
+from hookline.debug.first_bad.flight_file import Flight as Flight
+from hookline.debug.first_bad.flight_file import read_flight as read_flight
+from hookline.debug.first_bad.flight_recorder import FlightRecorder as FlightRecorder
+from hookline.debug.first_bad.replay_check import Replay as Replay
+from hookline.debug.first_bad.replay_check import replay_check as replay_check
+from hookline.debug.first_bad.triggers import TriggeredHooks as TriggeredHooks
+from hookline.debug.first_bad.triggers import on_trigger as on_trigger
 from hookline.debug.precision.compare_npy import NpyComparison as NpyComparison
 from hookline.debug.precision.compare_npy import compare_npy_folders as compare_npy_folders
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker

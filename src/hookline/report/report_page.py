@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from hookline.report.anomalies import count_judged, find_anomalies
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
+from hookline.report.minutes_before import minutes_before
 from hookline.report.plotly_script import packed_plotly
 from hookline.report.report_runs import RunData, distinct_names, find_runs, read_runs
 
@@ -83,6 +84,7 @@ def _page(runs: list[RunData[Collector]]) -> str:
         "script": "\n".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "plotly": packed_plotly(),
         "data": _data(runs),
+        "minutes": minutes_before([(run.name, run.folder) for run in runs]),
     }
     template = (here / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)

@@ -27,6 +27,7 @@ _GROUP: Final = "hookline.hooks"
 _BUILT_INS: Final = "hookline.analyses"
 DEBUG_HOOKS: Final = {
     "first_bad_operation": "hookline.debug.first_bad.first_bad_hook:FirstBadOperation",
+    "flight_recorder": "hookline.debug.first_bad.flight_recorder:FlightRecorder",
 }
 """Hooks of ``hookline.debug``: found by name, and in no list, since they look for faults and measure nothing."""
 _SCOPES: Final = ("reads", "grads", "trains")

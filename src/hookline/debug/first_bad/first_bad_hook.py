@@ -76,6 +76,11 @@ class FirstBadOperation(TrainingHook):
         self.reports: list[BadStep] = []
         """What was found, the first first."""
 
+    @property
+    def bad_steps(self) -> int:
+        """The number of steps of this run that had something that was not finite."""
+        return 0 if self._finder is None else self._finder.bad_steps
+
     def set_run_context(self, **context: Any) -> None:
         """Learn where the run is kept."""
         if context.get("run_dir") is not None:
@@ -128,7 +133,7 @@ class FirstBadOperation(TrainingHook):
         """End a step of a loop that is only followed; return how many steps were bad when that has changed."""
         if self._followed is not None:
             self._followed.end_step(ctx.raw("loss"), ctx.batch_data)
-        bad = 0 if self._finder is None else self._finder.bad_steps
+        bad = self.bad_steps
         if bad == self._told:
             return None
         self._told = bad

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hookline.observe.watch.stats_engine import WatchedPlace
     from hookline.observe.watch.watch import Watch
 
-__all__ = ["StepReader", "StepRows"]
+__all__ = ["StepReader", "StepRows", "copy_to_host"]
 
 
 @dataclass(slots=True)
@@ -72,23 +72,16 @@ class StepReader:
         copies = {device: rows.copy() for device, rows in self._engine.device_rows.items()}
         self._watch.reset()
         events: list[Any] = []
-        rows = {device: self._to_host(values, events) for device, values in copies.items()}
+        rows = {device: copy_to_host(values, events) for device, values in copies.items()}
         if isinstance(loss, Tensor):
-            loss = self._to_host(loss.detach(), events)
+            loss = copy_to_host(loss.detach(), events)
         self._pending.append(StepRows(number, rows, loss, events))
 
-    @staticmethod
-    def _to_host(values: Tensor, events: list[Any]) -> Tensor:
-        if values.device.type == "cpu":
-            return values.clone() if not values.dim() else values
-        if values.device.type != "cuda":
-            return values.cpu()
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(values.device))
-        events.append(event)
-        return host
+    def note_loss(self, number: int, loss: Any) -> None:
+        """Take the loss of a step that has ended; it comes by itself."""
+        events: list[Any] = []
+        host = copy_to_host(loss.detach(), events) if isinstance(loss, Tensor) else loss
+        self._pending.append(StepRows(number, {}, host, events))
 
     def arrived(self, *, wait: bool = False) -> list[StepRows]:
         """Return the steps whose numbers are on the host, the oldest first; each once."""
@@ -113,3 +106,17 @@ class StepReader:
         """Drop what has not been taken, and what is being counted."""
         self._pending.clear()
         self._watch.reset()
+
+
+def copy_to_host(values: Tensor, events: list[Any]) -> Tensor:
+    """Copy numbers to the host without waiting; what tells that they have arrived is added to ``events``."""
+    if values.device.type == "cpu":
+        return values.clone() if not values.dim() else values
+    if values.device.type != "cuda":
+        return values.cpu()
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(values.device))
+    events.append(event)
+    return host

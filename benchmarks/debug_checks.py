@@ -1,0 +1,106 @@
+"""Rows about the checks of `hookline.debug` that are always on: the check of modules, the flight recorder, a trigger.
+
+Takes the transformer of ``watching``, hands `Row`s to ``rows``. A sample is as many steps as one snapshot serves, so
+that the copy of the run which the check keeps is in it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from measure import Row, interleave, ratios, spread, trial, typical
+from subject import Setting
+from watching import FOUR, Training
+
+from hookline.debug import FlightRecorder, find_bad_operations, on_trigger
+
+__all__ = ["debug_checks"]
+
+STEPS = 16
+
+
+def debug_checks(setting: Setting) -> Iterator[Row]:
+    """Each alone, against the bare step."""
+    training = Training(FOUR, setting)
+    run = _Steps(training)
+    hooked: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "module check": run.checked,
+        "flight recorder": run.recorded,
+        "trigger, idle": run.triggered,
+        "bare": nullcontext,
+        "bare again": nullcontext,
+    }
+    trials = [trial(name, run, inner=1, batch=STEPS, hooked=on, device=setting.device) for name, on in hooked.items()]
+    samples = interleave(trials, setting.rounds(20))
+    on_gpu = setting.device.type == "cuda"
+    rows = {
+        "module check": ("`find_bad_operations` on all modules, forward and gradient, with its copy of the run every "
+                         f"{STEPS} steps", 1.15 if on_gpu else 1.10),
+        "flight recorder": ("`FlightRecorder` of the blocks, batch and random streams of every step", 1.02),
+        "trigger, idle": ("`on_trigger` that has nothing to do", 1.02),
+    }  # fmt: skip
+    for name, (words, at_most) in rows.items():
+        yield Row(
+            f"{name}, training step",
+            words,
+            "the same step without hooks",
+            f"{FOUR}, AdamW",
+            spread(ratios(samples, name, "bare")),
+            spread(ratios(samples, "bare again", "bare")),
+            f"{typical(samples, name) * 1e3:.1f} / {typical(samples, 'bare') * 1e3:.1f} ms",
+            at_most=at_most,
+        )
+
+
+class _Steps:
+    """Make a step in the way that is chosen now."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._step: Callable[[], object] = training.step
+
+    def __call__(self) -> None:
+        self._step()
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """By the check."""
+        training = self._training
+        step_fn = lambda batch: training.step()  # noqa: E731
+        with find_bad_operations(training.model, training.optimizer, step_fn=step_fn, every=STEPS) as check:
+            yield from self._by(check.step)
+        assert check.reports == []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """With the recorder."""
+        training = self._training
+        with tempfile.TemporaryDirectory() as folder:
+            recorder = FlightRecorder(to=Path(folder) / "flight.json", signals=())
+            with recorder.recording(training.model, training.optimizer):
+                yield from self._by(training.step)
+        assert recorder.written == []
+
+    @contextmanager
+    def triggered(self) -> Iterator[None]:
+        """With a trigger that looks at the loss."""
+        training = self._training
+        trigger = on_trigger("loss_spike", do=lambda model: None)
+        trigger.start(training.model)
+
+        def step() -> None:
+            training.step()
+            trigger.step(1.0)
+
+        yield from self._by(step)
+        trigger.finish()
+
+    def _by(self, step: Callable[[], object]) -> Iterator[None]:
+        before, self._step = self._step, step
+        try:
+            yield
+        finally:
+            self._step = before

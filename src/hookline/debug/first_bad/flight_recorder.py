@@ -1,0 +1,367 @@
+"""Record the last steps of a run, and write them when something happens: NaN, a loss spike, an exception, a signal.
+
+A lifecycle hook for the loops and run files, and a context manager (`recording`) for any other loop. It keeps a `Watch`
+of the repeated blocks of the model, reads it by `StepReader`, and writes by `write_flight`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from torch import Tensor, nn
+
+from hookline.debug.first_bad.bad_operation import describe_batch, find_ids
+from hookline.debug.first_bad.flight_file import Streams, write_flight
+from hookline.debug.first_bad.loss_history import LossHistory
+from hookline.debug.first_bad.step_reader import StepReader, StepRows
+from hookline.errors import OptionError
+from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.run_phase import phase
+from hookline.observe.watch.watch import Watch, watch
+from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
+from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.wrappers import clean_modules
+from hookline.training.training_hook import MetricInfo, TrainingHook
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from hookline.hook_types import Target
+    from hookline.lifecycle.run_context import RunDataContext
+    from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.training.loops.run_step import RunStep
+
+__all__ = ["FlightRecorder"]
+
+logger = logging.getLogger("hookline.debug.flight_recorder")
+
+FILE: Final = "flight_recorder.json"
+_FIRES, _COUNT, _SUM, _SQUARES, _BAD = 0, 1, 2, 3, 5
+"""Columns of a row, among those that are added up."""
+
+
+class FlightRecorder(TrainingHook):
+    """Record the last steps; write them to a file when something happens.
+
+    Recipe: ``HookManager(hooks=[hookline.debug.FlightRecorder()])``; ``hookline run EXPERIMENT --hooks
+    flight_recorder``; in any other loop::
+
+        with hookline.debug.FlightRecorder(to="flight.json").recording(model, optimizer) as recorder:
+            for batch in loader:
+                recorder.note(loss=train_step(batch), batch=batch)
+        print(hookline.debug.read_flight("flight.json"))
+
+    A step leaves its loss, learning rate, batch, random streams, and mean, norm and NaN of what the blocks of the model
+    return and of its gradients. Nothing waits for the device. The report of the run shows the file as "the minutes
+    before".
+
+    Args:
+        to: The file; by default ``flight_recorder.json`` in the folder of the run.
+        keep: How many steps are kept.
+        target: Which modules; by default the elements of the longest ``ModuleList`` or ``Sequential`` of the model.
+        spike: How many times its usual value makes a loss a spike; None for never.
+        signals: Signals at which the file is written; then they do what they did before.
+        write_every: Write also every so many steps, for what leaves no time to write (``kill -9``); None for never.
+    """
+
+    name = "flight_recorder"
+    description = "keep the last steps, and write them at NaN, a loss spike, an exception or a signal"
+    hook_points = frozenset({HookPoint.POST_STEP})
+    wraps_steps = True
+    pure = True
+    debug = True
+    reduce = "max"
+
+    def __init__(
+        self,
+        *,
+        to: str | Path | None = None,
+        keep: int = 64,
+        target: Target = None,
+        spike: float | None = 3.0,
+        signals: Sequence[str] = ("SIGTERM",),
+        write_every: int | None = None,
+    ) -> None:
+        if keep < 1 or (write_every is not None and write_every < 1):
+            raise OptionError(f"keep= and write_every= are at least 1; got {keep!r} and {write_every!r}.")
+        self._to = None if to is None else Path(to)
+        self._folder: Path | None = None
+        self._target = target
+        self._write_every = write_every
+        self._spike = spike
+        self._losses = None if spike is None else LossHistory(spike)
+        self._signals = [signal.Signals[name] for name in ([signals] if isinstance(signals, str) else signals)]
+        self._before: dict[int, Any] = {}
+        self._steps: deque[_FlightStep] = deque(maxlen=keep)
+        self._watch: Watch | None = None
+        self._reader: StepReader | None = None
+        self._streams: Streams | None = None
+        self._handle: Any = None
+        self._noted: dict[str, Any] = {}
+        self._wraps = False
+        self._last_bad = self._written_bad = -2
+        self._count = 0
+        self.written: list[str] = []
+        """Why the file was written, each time."""
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path | None:
+        """Where the file is written; None if nothing says where."""
+        return self._to or (None if self._folder is None else self._folder / FILE)
+
+    def set_run_context(self, **context: Any) -> None:
+        """Learn where the run is kept."""
+        if context.get("run_dir") is not None:
+            self._folder = Path(context["run_dir"])
+
+    def start(self, model: nn.Module) -> None:
+        """Begin to record."""
+        target = blocks_of(model) if self._target is None else self._target
+        self._watch = watch(model, target, on=("forward", "backward"), stats=["norm"])
+        self._reader = StepReader(self._watch)
+        self._streams = Streams()
+        self._wraps = False
+        self._take_signals()
+
+    def finish(self) -> None:
+        """Judge the last steps; take everything off."""
+        self._give_signals_back()
+        if self._reader is not None:
+            self._take(self._reader.arrived(wait=True))
+        if self._watch is not None:
+            self._watch.remove(quiet=True)
+        self._watch = self._reader = None
+
+    def reset(self) -> None:
+        """Forget the last run."""
+        self._steps.clear()
+        self.written = []
+        self._losses = None if self._spike is None else LossHistory(self._spike)
+        self._count, self._last_bad, self._written_bad = 0, -2, -2
+
+    def around_step(self, step: RunStep, batch: Any) -> Any:
+        """Make a step, and record it."""
+        self._wraps = True
+        streams = Streams()
+        try:
+            result = step(batch)
+        except BaseException as error:
+            self._add(step.number, step.epoch, batch, step.batch_idx, step.lr, None, streams)
+            self.write(f"{type(error).__name__}: {error}")
+            raise
+        self._add(step.number, step.epoch, batch, step.batch_idx, step.lr, result.loss, streams)
+        return result
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Record a step of a loop that is only followed; return how often the file was written, when that changes."""
+        if not self._wraps and self._reader is not None:
+            self._add(ctx.step or 0, ctx.epoch, ctx.batch_data, ctx.batch_idx, ctx.lr, ctx.raw("loss"), self._streams)
+            self._streams = Streams()
+        told, self._count = self._count, len(self.written)
+        return None if told == self._count else {"written": self._count}
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """Return the meaning of each metric."""
+        return [MetricInfo("written", "how often the last steps were written to the file")]
+
+    # -- any other loop ----------------------------------------------------------------------------------------
+
+    def recording(self, model: nn.Module, optimizer: Any) -> Self:
+        """Begin to record a loop of your own, in which a step of ``optimizer`` ends a step; for ``with``."""
+        if self.path is None:
+            raise OptionError("The recorder does not know where to write: give it a file, FlightRecorder(to=...).")
+        self.start(model)
+        inner = unwrap_optimizer(optimizer)
+        self._noted = {}
+        self._handle = attach_optimizer(inner, self._end_step, on="step_post", name=self.name)
+        return self
+
+    def note(self, *, loss: Any = None, batch: Any = None, ids: Any = None) -> None:
+        """Say what the loss and the batch of the step were that has just ended, or of the one that is under way."""
+        if self._reader is not None and self._steps and self._steps[-1].is_open:
+            self._steps[-1].note(loss, batch, ids)
+            self._reader.note_loss(self._steps[-1].number, loss)
+            self._take(self._reader.arrived())
+            if self._steps[-1].number == self._written_bad:
+                self._dump(self.written[-1])  # now with the batch
+        else:
+            self._noted = {"loss": loss, "batch": batch, "ids": ids}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.write(f"{type(error).__name__}: {error}")
+        if self._handle is not None:
+            self._handle.remove(quiet=True)
+            self._handle = None
+        self.finish()
+
+    def _end_step(self, optimizer: Any, *args: Any) -> None:
+        if phase() == "intervention":
+            return
+        noted, self._noted = self._noted, {}
+        number = self._steps[-1].number + 1 if self._steps else 0
+        lr = optimizer.param_groups[0]["lr"]
+        self._add(number, None, noted.get("batch"), None, lr, noted.get("loss"), self._streams, ids=noted.get("ids"))
+        self._steps[-1].is_open = not noted
+        self._streams = Streams()
+
+    # -- recording ---------------------------------------------------------------------------------------------
+
+    def _add(
+        self, number: int, epoch: int | None, batch: Any, index: int | None, lr: Any, loss: Any,
+        streams: Streams | None, *, ids: Any = None,
+    ) -> None:  # fmt: skip
+        if self._reader is None:
+            return
+        ids = find_ids(batch) if ids is None else ids
+        place = f"{index} of epoch {epoch}" if ids is None and index is not None else ids
+        step = _FlightStep(number, epoch, describe_batch(batch, place), lr, loss, streams)
+        if self._steps:
+            self._steps[-1].is_open = False
+        self._steps.append(step)
+        self._reader.end_step(number, loss if isinstance(loss, Tensor | float) else None)
+        self._take(self._reader.arrived())
+        if self._write_every is not None and (number + 1) % self._write_every == 0:
+            self.write(f"step {number}, as every {self._write_every} steps", quiet=True)
+
+    def _take(self, arrived: list[StepRows]) -> None:
+        """Give steps their numbers, and write if they are bad."""
+        by_number = {step.number: step for step in self._steps}
+        for rows in arrived:
+            step = by_number.get(rows.number)
+            if step is None or self._reader is None:
+                continue
+            bad = step.take(rows, self._reader.places)
+            if bad:
+                is_first, self._last_bad = step.number > self._last_bad + 1, step.number
+                if is_first:
+                    self._written_bad = step.number
+                    self.write(f"NaN or infinity at {bad[0]} in step {step.number}")
+            is_spike = self._losses is not None and self._losses.add(step.loss_value)[0]
+            if is_spike:
+                self.write(f"a loss spike, {step.loss_value:.4g} in step {step.number}")
+
+    def write(self, reason: str, *, quiet: bool = False) -> Path | None:
+        """Write the last steps to the file now; return where it is."""
+        path = self._dump(reason)
+        if path is not None:
+            self.written.append(reason)
+            if not quiet:
+                logger.warning("the last %d steps are in %s, because of %s", len(self._steps), path, reason)
+        return path
+
+    def _dump(self, reason: str) -> Path | None:
+        path = self.path
+        if path is None:
+            return None
+        if self._reader is not None:
+            by_number = {step.number: step for step in self._steps}
+            for rows in self._reader.arrived(wait=True):
+                if rows.number in by_number:
+                    by_number[rows.number].take(rows, self._reader.places)
+        write_flight(path, reason, [(step.facts(), step.streams) for step in self._steps])
+        return path
+
+    # -- signals -----------------------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._process = os.getpid()
+        for number in self._signals:
+            before = signal.getsignal(number)
+            if before is not None and before is not signal.SIG_IGN:  # None: set by another language
+                self._before[number] = before
+                signal.signal(number, self._receive)
+
+    def _give_signals_back(self) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, before)
+        self._before = {}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
+        if os.getpid() == self._process:  # not in a worker of a loader
+            self.write(signal.Signals(number).name)
+        if callable(before):
+            before(number, frame)
+        else:
+            signal.signal(number, before)
+            signal.raise_signal(number)
+
+
+class _FlightStep:
+    """One step that is kept."""
+
+    __slots__ = ("batch", "epoch", "is_open", "loss", "lr", "number", "statistics", "streams", "time")
+
+    def __init__(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any, streams: Streams | None) -> None:
+        self.number, self.epoch, self.batch, self.lr = number, epoch, batch, lr
+        self.loss = loss.detach() if isinstance(loss, Tensor) else loss
+        self.streams = streams
+        self.time = time.time()
+        self.statistics: dict[str, dict[str, float]] = {}
+        self.is_open = False
+
+    @property
+    def loss_value(self) -> float | None:
+        """The loss as a number; waits for the device."""
+        return None if self.loss is None else float(self.loss)
+
+    def note(self, loss: Any, batch: Any, ids: Any) -> None:
+        """Take what is known only after the step."""
+        self.loss = loss.detach() if isinstance(loss, Tensor) else loss
+        self.batch = describe_batch(batch, find_ids(batch) if ids is None else ids)
+        self.is_open = False
+
+    def take(self, rows: StepRows, places: list[WatchedPlace]) -> list[str]:
+        """Take the statistics that have arrived; return the places that were not finite, and ``"loss"``."""
+        bad = []
+        for _, place, row in rows.of_places(places):
+            count, fires = max(row[_COUNT], 1.0), max(row[_FIRES], 1.0)
+            norm = math.sqrt(row[_SQUARES] / fires) if row[_SQUARES] >= 0 else math.nan
+            self.statistics[place.label] = {"mean": float(row[_SUM] / count), "norm": norm, "bad": float(row[_BAD])}
+            if row[_BAD] > 0:
+                bad.append(place.label)
+        if rows.loss is not None:
+            self.loss = rows.loss
+            if not math.isfinite(float(rows.loss)):
+                bad.append("loss")
+        return bad
+
+    def facts(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        bad = [label for label, found in self.statistics.items() if found["bad"]]
+        return {
+            "step": self.number,
+            "epoch": self.epoch,
+            "time": self.time,
+            "loss": self.loss_value,
+            "lr": None if self.lr is None else float(self.lr),
+            "batch": self.batch,
+            "bad": ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else ""),
+            "statistics": self.statistics,
+        }
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model: the elements of its longest list of modules; else its children."""
+    lists = [
+        list(each.children()) for _, each in clean_modules(model) if isinstance(each, nn.ModuleList | nn.Sequential)
+    ]
+    return max(lists, key=len, default=[]) or list(model.children()) or [model]

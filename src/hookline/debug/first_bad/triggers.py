@@ -1,0 +1,216 @@
+"""Switch expensive hooks on for some steps when something happens, and off again.
+
+Users call `on_trigger`, which makes a `TriggeredHooks`: a lifecycle hook around others. At each step it judges the
+losses that have arrived on the host (`LossHistory`); a step waits for no device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from hookline.debug.first_bad.loss_history import LossHistory
+from hookline.debug.first_bad.step_reader import copy_to_host
+from hookline.errors import OptionError
+from hookline.lifecycle.points import HookPoint, validate_points
+from hookline.messages import suggest, type_name
+from hookline.training.registry import HookRegistry
+from hookline.training.training_hook import InterventionHook, TrainingHook
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.lifecycle.run_context import RunDataContext
+
+__all__ = ["TriggeredHooks", "on_trigger"]
+
+_EVENTS: Final = ("nan", "loss_spike", "new_best")
+Make = Callable[["nn.Module"], Any]
+"""Attaches something to a model, and returns what takes it off by ``remove()``."""
+
+
+def on_trigger(
+    when: str | Callable[[RunDataContext], bool],
+    *,
+    do: Any,
+    steps: int = 10,
+    spike: float = 3.0,
+) -> TriggeredHooks:
+    """Switch hooks on for the next ``steps`` steps when something happens, and off again.
+
+    Recipe::
+
+        closer = hookline.debug.on_trigger("loss_spike", do=[MyHook(), lambda model: hookline.watch(model)], steps=5)
+        manager = hookline.HookManager(hooks=[closer], sinks=[...])
+
+    Until then they cost nothing. In a loop of your own: ``closer.start(model)``, after each step ``closer.step(loss)``,
+    at the end ``closer.finish()``.
+
+    Args:
+        when: ``"nan"`` (a loss that is not finite, or a bad step of a `FirstBadOperation` of the same manager),
+            ``"loss_spike"``, ``"new_best"`` (the smallest loss so far), or a function of the context of POST_STEP.
+        do: What is switched on: lifecycle hooks (objects, classes, names), or functions ``make(model)`` that attach
+            something and return its handle; one, or several.
+        steps: For how many steps. What happens again meanwhile counts from there.
+        spike: How many times its usual value makes a loss a spike.
+    """
+    if isinstance(when, str) and when not in _EVENTS:
+        known = ", ".join(map(repr, _EVENTS))
+        raise OptionError(f"when= is one of {known}, or a function; got {when!r}{suggest(when, _EVENTS) or '.'}")
+    if not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"steps= is a number of steps, 1 or more; got {steps!r}.")
+    given = list(do) if isinstance(do, Iterable) and not isinstance(do, str | type) else [do]
+    if not given:
+        raise OptionError("do= is empty: give the hooks that are to be switched on.")
+    return TriggeredHooks(when, [_as_hook(each) for each in given], steps, LossHistory(spike))
+
+
+def _as_hook(given: Any) -> TrainingHook | Make:
+    if isinstance(given, str):
+        given = HookRegistry.create([given])[0]
+    elif isinstance(given, type) and issubclass(given, TrainingHook):
+        given = given()
+    if isinstance(given, TrainingHook):
+        if isinstance(given, InterventionHook) or given.needs_grads or given.needs_prev_step_grads:
+            raise OptionError(
+                f"{given.name!r} cannot be switched on for some steps: it intervenes, or the loop has to keep "
+                "gradients for it at every step. Give it a schedule instead, or another hook."
+            )
+        return given
+    if callable(given) and not isinstance(given, type):
+        make: Make = given
+        return make
+    raise OptionError(f"do= takes lifecycle hooks, their names, or functions of the model; got {type_name(given)}.")
+
+
+class TriggeredHooks(TrainingHook):
+    """Hooks that are on for some steps after something has happened; `on_trigger` makes it."""
+
+    description = "switch other hooks on when something happens"
+    reduce = "mean"
+
+    def __init__(
+        self,
+        when: str | Callable[[RunDataContext], bool],
+        hooks: list[TrainingHook | Make],
+        steps: int,
+        losses: LossHistory,
+    ) -> None:
+        self._when = when
+        self._hooks = [each for each in hooks if isinstance(each, TrainingHook)]
+        self._makes: list[Make] = [each for each in hooks if not isinstance(each, TrainingHook)]
+        self._num_steps = steps
+        self._losses = losses
+        self._arriving: deque[tuple[Any, list[Any]]] = deque()
+        self._model: nn.Module | None = None
+        self._left = 0
+        self._is_attached = False
+        self._bad = 0
+        self.name = f"on_{when}" if isinstance(when, str) else f"on_{getattr(when, '__name__', 'trigger')}"
+        points = {each: validate_points(each.hook_points) for each in self._hooks}
+        self._points = points
+        self.hook_points = frozenset({HookPoint.POST_STEP}.union(*points.values()))
+        self.times = 0
+        """How often it was triggered."""
+        self.made: list[Any] = []
+        """What the functions of ``do`` returned, of the last time; taken off by now or not."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the hooks are on."""
+        return self._left > 0
+
+    def start(self, model: nn.Module) -> None:
+        """Learn the model."""
+        self._model = model
+
+    def finish(self) -> None:
+        """Switch everything off."""
+        if self.is_on:
+            self._switch_off()
+        self._model = None
+        self._arriving.clear()
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Run the hooks that are on and due here; at the end of a step, see whether to switch."""
+        metrics = self._run_hooks(ctx) if self.is_on else {}
+        if ctx.hook_point is HookPoint.POST_STEP:
+            asked = self._when(ctx) if callable(self._when) else self._has_bad_step()
+            self._end_step(self._judge(ctx.raw("loss")) or asked, ctx.model)
+        return metrics or None
+
+    def step(self, loss: Any = None) -> bool:
+        """End a step of a loop of your own; return whether the hooks are on from now on."""
+        asked = self._when(loss) if callable(self._when) else False
+        self._end_step(self._judge(loss) or asked, self._model)
+        return self.is_on
+
+    def _run_hooks(self, ctx: RunDataContext) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for hook in self._hooks:
+            if ctx.hook_point in self._points[hook]:
+                found |= {f"{hook.name}/{key}": value for key, value in (hook.compute(ctx) or {}).items()}
+        return found
+
+    def _has_bad_step(self) -> bool:
+        """Return whether a check of the same manager has found a bad step since the last call."""
+        hooks = getattr(self.manager, "hooks", {})
+        bad, before = getattr(hooks.get("first_bad_operation"), "bad_steps", 0), self._bad
+        self._bad = bad
+        return self._when == "nan" and bad > before
+
+    def _judge(self, loss: Any) -> bool:
+        """Take a loss, and judge those that have arrived."""
+        if loss is not None and not callable(self._when):
+            events: list[Any] = []
+            host = copy_to_host(loss.detach(), events) if isinstance(loss, Tensor) else loss
+            self._arriving.append((host, events))
+        happened = False
+        while self._arriving and all(event.query() for event in self._arriving[0][1]):
+            value = float(self._arriving.popleft()[0])
+            is_spike, is_best = self._losses.add(value)
+            event = {"nan": not math.isfinite(value), "loss_spike": is_spike, "new_best": is_best}
+            happened = happened or event[str(self._when)]
+        return happened
+
+    def _end_step(self, happened: bool, model: nn.Module | None) -> None:
+        if self.is_on:
+            self._left -= 1
+            if not self._left and not happened:
+                self._switch_off()
+        if happened:
+            self.times += 1
+            is_new = self._left == 0 and not self._is_attached
+            self._left = self._num_steps
+            if is_new:
+                self._switch_on(model if self._model is None else self._model)
+
+    def _switch_on(self, model: nn.Module | None) -> None:
+        if model is None:
+            raise OptionError("The trigger does not know the model: call start(model) before the first step.")
+        self._is_attached = True
+        for hook in self._hooks:
+            hook.start(model)
+        self.made = [make(model) for make in self._makes]
+
+    def _switch_off(self) -> None:
+        self._left, self._is_attached = 0, False
+        for hook in self._hooks:
+            hook.finish()
+        for handle in self.made:
+            remove = getattr(handle, "remove", None)
+            if remove is not None:
+                remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know: the losses so far. It goes on with the hooks off."""
+        return {"losses": self._losses.state_dict(), "times": self.times}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self._losses.load_state_dict(state["losses"])
+        self.times = state["times"]

@@ -1,0 +1,162 @@
+"""The last steps are in the file when something happens, whatever ended the run, and recording changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_first_bad import Run, log_of_negative
+from helpers_house import House, differences, fingerprint, house_batch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.debug import FlightRecorder, read_flight
+
+
+def test_the_steps_before_a_nan_are_written_with_batch_loss_and_random_streams(tmp_path: Path) -> None:
+    """Three steps of a loop of one's own; the streams of a step are those that its dropout drew from."""
+    run, path = Run(log_of_negative), tmp_path / "flight.json"
+    begins = []
+    with FlightRecorder(to=path, keep=3).recording(run.model, run.optimizer) as recorder:
+        for batch in run.data:
+            begins.append(torch.get_rng_state())
+            recorder.note(loss=run.step(batch), batch=batch)
+    flight = read_flight(path)
+    assert recorder.written == ["NaN or infinity at layers.7/forward in step 2"] == [flight.reason]
+    assert [step["step"] for step in flight.steps] == [0, 1, 2]
+    assert flight.steps[2]["batch"] == "ids [2, 102]"
+    assert flight.steps[2]["loss"] == "nan"
+    assert flight.steps[2]["bad"].startswith("layers.7/forward")
+    assert 0 < flight.steps[1]["statistics"]["layers.11/backward"]["norm"] < 10
+    numpy_before = np.random.get_state()[1].copy()
+    flight.set_random(1)
+    assert torch.equal(torch.get_rng_state(), begins[1])
+    assert (np.random.get_state()[1] == numpy_before).all()
+    assert "layers.7/forward" in str(flight)
+    hl.assert_no_hooks(run.model)
+
+
+class Steps(hl.Experiment):
+    """House in one of our loops; ``at`` raises, or makes the loss large."""
+
+    def __init__(self, *, raises: int = -1, spikes: int = -1) -> None:
+        torch.manual_seed(0)
+        model = House().train()
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=1e-2), list(range(20)))
+        self.raises, self.spikes, self.losses = raises, spikes, []
+
+    def loss_fn(self, model: nn.Module, batch: int) -> Tensor:
+        loss = model(*house_batch(batch))["loss"]
+        if batch == self.raises:
+            raise RuntimeError("out of luck")
+        self.losses.append(loss.detach())
+        return loss * 100 if batch == self.spikes else loss
+
+
+def test_an_exception_and_a_spike_are_written_and_shown_in_the_report(tmp_path: Path) -> None:
+    """By the hook in a loop: the file lies in the folder of the run, and its page has the minutes before."""
+    for raises, spikes, reason in ((13, -1, "RuntimeError: out of luck"), (-1, 12, "a loss spike")):
+        folder = tmp_path / str(raises)
+        hook = FlightRecorder(keep=8)
+        manager = hl.HookManager(hooks=[hook], log=folder / "records.jsonl")
+        context = {"run_dir": str(folder)}
+        experiment = Steps(raises=raises, spikes=spikes)
+        if raises >= 0:
+            with pytest.raises(RuntimeError, match="out of luck"):
+                hl.step_loop(experiment, steps=20, manager=manager, snapshot_every=0, run_context=context)
+        else:
+            hl.step_loop(experiment, steps=20, manager=manager, snapshot_every=0, run_context=context)
+        flight = read_flight(folder / "flight_recorder.json")
+        assert flight.reason.startswith(reason)
+        assert [step["step"] for step in flight.steps] == list(range(max(raises, spikes) - 7, max(raises, spikes) + 1))
+        page = hl.write_report(folder).read_text(encoding="utf-8")
+        assert "The minutes before" in page
+        assert f"written because of {reason}" in page
+        manager.close()
+    (tmp_path / "13" / "flight_recorder.json").write_text("{")
+    assert "could not be read" in hl.write_report(tmp_path / "13").read_text(encoding="utf-8")
+
+
+_CHILD = """
+import os, signal, sys, torch
+from torch import nn
+import hookline as hl
+from hookline.debug import FlightRecorder
+
+def train(path, number, **options):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FlightRecorder(to=path, keep=4, **options).recording(model, optimizer) as recorder:
+        for step in range(10):
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 2)).square().mean()
+            loss.backward()
+            optimizer.step()
+            recorder.note(loss=loss, ids=[step])
+            if step == 6:
+                os.kill(os.getpid(), number)
+
+for path, number, options in ((sys.argv[1], signal.SIGTERM, {}), (sys.argv[2], signal.SIGKILL, {"write_every": 3})):
+    child = os.fork()
+    if not child:
+        train(path, number, **options)
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_real_signals_leave_a_file(tmp_path: Path) -> None:
+    """SIGTERM writes and then ends the process as ever; kill -9 leaves the file that was written last."""
+    paths = [str(tmp_path / name) for name in ("term.json", "kill.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, *paths], capture_output=True, text=True, env=environment, timeout=300, check=True
+    )
+    assert done.stdout.split() == [str(-signal.SIGTERM), str(-signal.SIGKILL)]
+    asked, killed = map(read_flight, paths)
+    assert asked.reason == "SIGTERM"
+    assert [step["batch"] for step in asked.steps] == [f"ids [{step}]" for step in (3, 4, 5, 6)]
+    assert [step["step"] for step in killed.steps] == [2, 3, 4, 5]
+
+
+def _train(hooks: list[Any]) -> dict[str, Tensor]:
+    experiment = Steps()
+    hl.step_loop(experiment, steps=20, manager=hl.HookManager(hooks=hooks), snapshot_every=0)
+    return fingerprint(experiment.model, experiment.optimizer, experiment.losses)
+
+
+class Drawing(FlightRecorder):
+    """Draws a number where it should only look."""
+
+    def around_step(self, step: Any, batch: Any) -> Any:
+        torch.rand(1)
+        return super().around_step(step, batch)
+
+
+def test_a_recorded_run_is_the_run_without_to_the_last_bit(tmp_path: Path) -> None:
+    """Twenty steps with dropout, BatchNorm and AdamW; negative control: a recorder that draws."""
+    bare = _train([])
+    assert differences(bare, _train([FlightRecorder(to=tmp_path / "a.json", write_every=5)])) == []
+    assert differences(bare, _train([Drawing(to=tmp_path / "b.json")])) != []
+
+
+def test_files_and_options_that_are_none_are_refused(tmp_path: Path) -> None:
+    """With what to do next."""
+    (tmp_path / "no.json").write_text("[]")
+    with pytest.raises(hl.errors.OptionError, match="no file of a flight recorder"):
+        read_flight(tmp_path / "no.json")
+    (tmp_path / "new.json").write_text(json.dumps({"format": "hookline flight", "version": 9}))
+    with pytest.raises(hl.errors.OptionError, match="version 9"):
+        read_flight(tmp_path / "new.json")
+    with pytest.raises(hl.errors.OptionError, match="keep="):
+        FlightRecorder(keep=0)
+    with pytest.raises(hl.errors.OptionError, match="to="):
+        FlightRecorder().recording(nn.Linear(2, 2), None)
