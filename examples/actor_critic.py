@@ -21,7 +21,7 @@ from torch.distributions import Categorical
 
 import hookline as hl
 
-EPOCHS, UPDATES, STEPS, POLES = 6, 20, 16, 64
+EPOCHS, UPDATES, STEPS, POLES = 6, 12, 16, 64
 
 
 class Poles:

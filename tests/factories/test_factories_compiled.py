@@ -79,10 +79,10 @@ def attach(model: nn.Module, folder: Path, observe: bool = False) -> tuple[dict[
     ("when", "mode", "observe"),
     [
         ("before", torch.inference_mode, False),
-        ("after", torch.inference_mode, False),
+        pytest.param("after", torch.inference_mode, False, marks=pytest.mark.variant),
         ("after", torch.inference_mode, True),
         ("before", torch.no_grad, True),
-        ("after", torch.no_grad, False),
+        pytest.param("after", torch.no_grad, False, marks=pytest.mark.variant),
     ],
 )
 def test_compiled_and_eager_tell_the_same(when: str, mode: Any, observe: bool, tmp_path: Path) -> None:

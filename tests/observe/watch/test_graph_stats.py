@@ -33,7 +33,7 @@ def compiled_as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.variant), torch.bfloat16])
 def test_inductor_finds_the_same(dtype: torch.dtype) -> None:
     """The vector, compiled into loops of its own, over unlike shapes and a mean that is far from zero."""
     layout = Layout.of(ALL)

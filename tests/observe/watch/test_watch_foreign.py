@@ -186,7 +186,7 @@ def test_a_backward_pass_of_a_forward_that_was_not_due_does_not_count() -> None:
     assert (watch.report()["fired"]["backward"], watch.report()["fired"]["head/backward"]) == (2, 2)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.variant), "aot_eager"])
 def test_compiled_code_tells_training_from_evaluation_too(backend: str) -> None:
     """In one graph, compiled once for each of the two; gradients are off while it runs, and were on when it began."""
     torch.compiler.reset()

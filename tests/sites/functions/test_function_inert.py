@@ -159,6 +159,7 @@ def test_training_with_hooks_on_every_operator_ends_with_the_same_bits(plain: di
     assert differences(train(hooking=hooks("aten.*")), plain) == []
 
 
+@pytest.mark.variant
 @pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("kinds", [KINDS[:2], KINDS[2:]], ids=["forward", "backward"])
 def test_hooks_of_one_pass_on_every_operator_end_with_the_same_bits(kinds: tuple[str, ...]) -> None:
