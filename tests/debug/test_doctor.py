@@ -159,6 +159,25 @@ def test_the_fused_path_of_a_transformer_is_a_note() -> None:
     assert not any("fused" in note for note in doctor(layer.train()).notes)
 
 
+def test_code_that_was_compiled_without_guards_is_named() -> None:
+    """A hook that comes after it is never noticed."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(2, 2))
+    options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+    torch.compile(model, backend="eager", options=options)(torch.ones(1, 2))
+    handle = hl.attach(model, "0", look)
+    try:
+        problems = doctor(model).problems
+        assert {hook.kind for hook in doctor(model).hooks} == {"forward"}
+        assert any(
+            "will not fire" in each and "compiled code that was made without guards" in each for each in problems
+        )
+    finally:
+        handle.remove(quiet=True)
+        torch.compiler.reset()
+    assert doctor(model).silent == []
+
+
 def test_accelerates_replaced_forward_is_named() -> None:
     """It keeps its hook in an attribute, and puts a forward of its own on the instance."""
     hooks = pytest.importorskip("accelerate.hooks")

@@ -318,6 +318,19 @@ def test_functions_may_be_checked_alone(tmp_path) -> None:
     assert hl.attached() == []
 
 
+def test_level_2_has_no_lines_of_functions_that_only_ask(tmp_path) -> None:
+    """``size`` and its like take a tensor and give none."""
+
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dim() == x.ndim
+            return x.view(x.size(0), -1).exp()
+
+    with PrecisionChecker(model := Asks(), path=tmp_path, level=2) as checker:
+        model(torch.ones(1, 4))
+    assert {record.name for record in checker.records} == {"torch.Tensor.view", "torch.Tensor.exp", "Asks"}
+
+
 def test_abort_on_error_ends_the_backward_too_and_the_line_is_written(tmp_path) -> None:
     """The error names the module."""
     model = mlp()

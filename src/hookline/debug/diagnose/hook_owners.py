@@ -162,7 +162,8 @@ def _foreign(name: str, module: nn.Module, held: _Held) -> Iterator[FoundHook]:
 def _replaced(name: str, module: nn.Module) -> Iterator[FoundHook]:
     """Return what stands in for a method of the module, and its parametrizations: no hooks, but they act like one."""
     own = vars(module).get("forward")
-    if own is not None and not _is_ours(own):
+    # With compiled code about, our hooks put the module's own forward there, for torch's guards to see.
+    if own is not None and not _is_ours(own) and _unpacked(own) is not type(module).forward:
         hook = getattr(module, "_hf_hook", None)  # accelerate keeps its hook there, and replaces forward
         owner = "accelerate" if hook is not None else owner_of(own)
         yield FoundHook(name, "forward replaced", hook_name(hook or own), owner, where_of(hook or own), True)

@@ -46,6 +46,11 @@ _KEPT: Final = 100_000
 """Records kept in memory; a record is about 400 bytes."""
 _FUNCTIONS: Final = "torch.*"
 """The functions of level 2: those of torch that a forward calls by name."""
+_QUESTIONS: Final = [
+    *("*.__get__", "*.size", "*.stride", "*.dim", "*.numel", "*.is_*", "*.item", "*.tolist", "*.data_ptr"),
+    *("*.__len__", "*.__bool__", "*.__repr__", "*.__format__", "*.__hash__", "*.get_device", "*.element_size"),
+]
+"""Functions that only ask a tensor something; each would write a line of the same tensor once more."""
 _OWN_CHECKS: Final = ("check_nan", "check_inf", "abort_on_error")
 
 
@@ -254,7 +259,15 @@ class PrecisionChecker:
         try:
             for kind, hook in hooks.items():
                 handles.add(
-                    attach_function(function, hook, on=kind, within=model, observe=True, name="PrecisionChecker")
+                    attach_function(
+                        function,
+                        hook,
+                        on=kind,
+                        within=model,
+                        exclude=_QUESTIONS if function == _FUNCTIONS else None,
+                        observe=True,
+                        name="PrecisionChecker",
+                    )
                 )
         except BaseException:
             handles.remove(quiet=True)
