@@ -177,17 +177,35 @@ def one_stays_away() -> Any:
 
 
 def crossed() -> Any:
-    """Each rank reduces something else at the same time, with another number of names; then only one rank gathers."""
-    os.environ["HOOKLINE_RANK_TIMEOUT"] = "2"
+    """Each rank reduces something else at the same time, with another number of names; then a hook keeps one rank."""
+    os.environ["HOOKLINE_RANK_TIMEOUT"] = "6"
     one, two = Exchange("watch of the encoder"), Exchange("watch of the decoder")
     for exchange, count in ((one, 3), (two, 500)):
         exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0))
     exchange, count = (one, 3) if this_rank() else (two, 500)
     met = refused(lambda: exchange.reduce([NamedPart("a", count, 0)], np.ones(count), np.zeros(0)))
     afterwards = one.reduce([NamedPart("a", 3, 0)], np.ones(3), np.zeros(0)).added.tolist()
-    if this_rank():
-        dist.recv(torch.zeros(1), src=0)
-        return met, afterwards, ""
-    text = refused(lambda: gather_objects(0, what="a thing of one rank"))
-    dist.send(torch.zeros(1), dst=1)
-    return met, afterwards, text
+    kept = refused(_blocked_in_a_hook)
+    if this_rank() == 0:
+        dist.send(torch.zeros(1), dst=1)
+    return met, afterwards, kept
+
+
+class Blocks(hookline.TrainingHook):
+    """Waits, on rank 1, until rank 0 says that it has given up."""
+
+    name = "blocks"
+    hook_points = {hookline.HookPoint.POST_STEP}
+
+    def compute(self, ctx: Any) -> None:
+        if this_rank() == 1 and ctx.step == 0:
+            dist.recv(torch.zeros(1), src=0)
+
+
+def _blocked_in_a_hook() -> None:
+    model = torch.nn.Linear(2, 1)  # without DDP, whose own collective would wait first
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hookline.follow(model, optimizer, [Blocks()], sinks=[]):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()

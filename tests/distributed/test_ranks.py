@@ -92,19 +92,33 @@ def test_a_rank_that_stays_away_is_named():
     assert "watch of Sequential" in late
 
 
-def test_ranks_that_reduce_different_things_end_with_an_error():
+@pytest.fixture(scope="module")
+def at_odds() -> list[Any]:
+    """What each of two ranks found that do different things."""
+    return run_ranks(f"{SCENARIOS}:crossed")
+
+
+def test_ranks_that_reduce_different_things_end_with_an_error(at_odds):
     """All reductions are equally wide, since gloo would end the process if buffers of different sizes met.
 
-    Nobody waits for the time-out, and the ranks are still connected. The error of a gather has gloo's own words.
+    Nobody waits for the time-out, and the ranks are still connected.
     """
-    found = run_ranks(f"{SCENARIOS}:crossed")
-    for text, afterwards, _ in found:
+    for text, afterwards, _ in at_odds:
         assert "rank 0 was at 'watch of the decoder'" in text
         assert "rank 1 was at 'watch of the encoder'" in text
         assert afterwards == [2.0, 2.0, 2.0]
-    alone = found[0][2]
-    assert "Rank 1 did not come within 2 s: rank 0 was at 'a thing of one rank'" in alone
-    assert "Timed out" in alone.partition("gloo says:")[2]
+
+
+def test_a_hook_that_keeps_a_rank_is_named(at_odds):
+    """A hook waits at a step on rank 1: rank 0 names the rank and the hooks that it may be in, with gloo's own words.
+
+    Rank 1 learns what happened as soon as its hook returns.
+    """
+    first, second = (found[2] for found in at_odds)
+    assert "Rank 1 did not come within 6 s: rank 0 was at 'state of the run'" in first
+    assert "The hooks at steps: blocks." in first
+    assert "Timed out" in first.partition("gloo says:")[2]
+    assert "state of the run" in second
 
 
 def test_without_ranks_everything_is_this_process(monkeypatch):

@@ -36,3 +36,18 @@ def test_metrics_of_one_rank_alone_are_marked(both: list[dict[str, Any]]) -> Non
     assert "Next: call close() of the run before destroy_process_group()" in told
     assert not more
     assert [name for name, _, _ in metrics if name == "run/error"]
+
+
+def test_a_model_in_join_is_warned_of(both: list[dict[str, Any]]) -> None:
+    """Ranks with different numbers of batches would wait for each other until the time-out."""
+    for found in both:
+        (told,) = found["joined"]
+        assert "Next: give every rank as many batches" in told
+
+
+def test_what_is_the_same_for_every_sample_counts_once_if_declared(both: list[dict[str, Any]]) -> None:
+    """A position embedding: √2 times its norm with two ranks, unless ``replicated=`` says that it is one."""
+    for found in both:
+        counts = found["counts"]
+        assert counts["declared"] == pytest.approx(counts["one process"])
+        assert counts["plain"] == pytest.approx(2**0.5 * counts["one process"])

@@ -1,6 +1,6 @@
 """Call what torch.distributed does not document, each with the versions it was checked on.
 
-`channels` and `shards` call it. Checked on torch 2.11 and 2.13.
+`channels`, `shards` and `rank_model` call it. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-__all__ = ["default_store", "fsdp_dimensions", "new_gloo_group"]
+__all__ = ["default_store", "fsdp_dimensions", "is_joining", "new_gloo_group"]
 
 
 def default_store() -> Any:
@@ -43,6 +43,14 @@ def new_gloo_group(name: str, timeout: timedelta, store: Any, rank: int, size: i
     group = dist.ProcessGroup(own, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
+
+
+def is_joining(model: nn.Module) -> bool:
+    """Return whether ``model.join()`` of DDP was entered, which lets ranks make different numbers of steps.
+
+    Without the attribute nobody is warned of it, and ranks that differ learn of it by the time-out.
+    """
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
 def fsdp_dimensions(model: nn.Module) -> set[tuple[str | None, tuple[int, ...]]]:

@@ -74,7 +74,7 @@ def test_a_run_whose_rank_was_killed_is_resumed_to_the_same_bits(killed):
 
 
 def _check_carried_over(found: Any, ranks: int) -> None:
-    result, warned = found
+    result, warned, *_ = found
     assert result["steps"] > STEPS
     (lost,) = [text for text in warned if "carry over" in text]
     assert f"saved by 2 processes and goes on with {ranks} process" in lost
@@ -93,11 +93,30 @@ def test_more_ranks_go_on_and_say_what_is_lost(killed, tmp_path):
     assert all(one == parameters[0] for one in parameters)
 
 
-def test_one_process_goes_on_with_what_two_have_saved_and_the_other_way_round(killed, tmp_path):
+@pytest.fixture(scope="module")
+def fewer_and_more(killed, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
+    """What one process found that goes on with what two have saved, and two with what one has."""
+    folder = tmp_path_factory.mktemp("other ranks")
+    shutil.copytree(killed[0] / "whole", folder / "copy")
+    shutil.copytree(killed[0] / "sharded by two", folder / "sharded by two")
+    shutil.copy(killed[0] / "sharded by two.pt", folder)
+    (alone,) = run_ranks(f"{SCENARIOS}:in_one_process", str(folder), ranks=1)
+    return alone, run_ranks(f"{SCENARIOS}:go_on_as_two", str(folder))
+
+
+def test_one_process_goes_on_with_what_two_have_saved_and_the_other_way_round(fewer_and_more):
     """A folder of two ranks is read by one process, and the file of one process by two ranks."""
-    shutil.copytree(killed[0] / "whole", tmp_path / "copy")
-    (alone,) = run_ranks(f"{SCENARIOS}:in_one_process", str(tmp_path), ranks=1)
+    alone, found = fewer_and_more
     _check_carried_over(alone, 1)
-    found = run_ranks(f"{SCENARIOS}:go_on", str(tmp_path), "alone", 2)
     assert [one[0]["steps"] for one in found] == [36, 36]
     assert any("saved by 1 process and goes on with 2 processes" in text for text in found[0][1])
+
+
+def test_a_sharded_model_goes_on_with_fewer_and_with_more_ranks(fewer_and_more):
+    """FSDP2 from two ranks to one and from one to two: parameters and moments to the last bit, and training goes on."""
+    alone, found = fewer_and_more
+    for case, warning in [(alone[2], "by 2 processes and goes on with 1 process"), (found[0][2], "by 1 process and")]:
+        assert case["differing"] == []
+        assert case["tensors"] > 10
+        assert case["steps"][0] < case["steps"][1]
+        assert any(warning in text for text in case["warned"])

@@ -20,14 +20,14 @@ from torch import Tensor
 from hookline.errors import CheckpointError
 from hookline.training.checkpoints.checkpoint_file import digest, read, write
 from hookline.training.hook_state import map_tensors
-from hookline.training.ranks.sharded_tensors import is_sharded, local_parts, place_parts, same_layout
+from hookline.training.ranks.sharded_tensors import is_sharded, local_parts, place_parts, same_layout, spread
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.training.ranks.rank_sync import RankSync
 
-__all__ = ["SUFFIX", "rank_digest", "read_ranks", "saved_ranks", "write_ranks"]
+__all__ = ["SUFFIX", "rank_digest", "read_alone", "read_ranks", "saved_ranks", "write_ranks"]
 
 SUFFIX: Final = ".ranks"
 """How the folder of a checkpoint of several ranks ends."""
@@ -127,13 +127,41 @@ def saved_ranks(path: Path) -> tuple[int, list[str]]:
         raise CheckpointError(f"{path} cannot be read ({error}).") from error
 
 
+def read_alone(
+    path: Path, model: nn.Module, optimizer: Any, home: Callable[[torch.device], torch.device]
+) -> dict[str, Any]:
+    """Return the tree that one process has written, with tensors laid out like those of model and optimizer."""
+    live = dict(model.named_parameters(remove_duplicate=False))
+    found = read(path, home)
+    if not any(map(is_sharded, live.values())):
+        plain: dict[str, Any] = place_parts(found, ())
+        return plain
+    tree: dict[str, Any] = place_parts(found, live.values())
+    core = tree["core"]
+    tensors = core["model"]["tensors"]
+    tensors |= {name: spread(value, live.get(name)) for name, value in tensors.items()}
+    if core["optimizer"] is not None:
+        indexed = _by_index(optimizer)
+        for index, state in core["optimizer"]["state"].get("state", {}).items():
+            state |= {
+                key: spread(value, indexed.get(index)) for key, value in state.items() if isinstance(value, Tensor)
+            }
+    return tree
+
+
 def read_ranks(
-    path: Path, model: nn.Module, optimizer: Any, rank: int, home: Callable[[torch.device], torch.device]
+    path: Path,
+    model: nn.Module,
+    optimizer: Any,
+    rank: int,
+    home: Callable[[torch.device], torch.device],
+    *,
+    same_ranks: bool,
 ) -> dict[str, Any]:
     """Return the tree of a rank, with the shared part read into tensors like those of model and optimizer."""
     found = read(path / f"rank{rank}.safetensors", home)
     live = dict(model.named_parameters(remove_duplicate=False))
-    tree: dict[str, Any] = place_parts(found, live.values())
+    tree: dict[str, Any] = place_parts(found, live.values(), same_ranks=same_ranks)
     shared = _read_shared(path, live, optimizer)
     core = tree["core"]
     core["model"]["tensors"] |= {
@@ -155,8 +183,7 @@ def _read_shared(path: Path, live: Mapping[str, Tensor], optimizer: Any) -> dict
 
     try:
         saved = FileSystemReader(str(path / _SHARED)).read_metadata().state_dict_metadata
-        groups = getattr(optimizer, "param_groups", ())
-        indexed = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+        indexed = _by_index(optimizer)
         templates = {name: _template(name, about, live, indexed) for name, about in saved.items()}
         load(templates, checkpoint_id=str(path / _SHARED))
     except Exception as error:  # torch's own errors have no common class
@@ -164,6 +191,12 @@ def _read_shared(path: Path, live: Mapping[str, Tensor], optimizer: Any) -> dict
             raise
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
     return templates
+
+
+def _by_index(optimizer: Any) -> dict[int, Tensor]:
+    """Return the parameters of an optimizer by their numbers in its state."""
+    groups = getattr(optimizer, "param_groups", ())
+    return dict(enumerate(parameter for group in groups for parameter in group["params"]))
 
 
 def _template(name: str, about: Any, live: Mapping[str, Tensor], indexed: Mapping[int, Tensor]) -> Tensor:

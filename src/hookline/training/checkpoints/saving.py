@@ -18,14 +18,14 @@ import torch
 from hookline.errors import CheckpointError, HooklineWarning, OptionError, RankError, ResumeError
 from hookline.messages import caller_stacklevel, type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.training.checkpoints.checkpoint_file import read
 from hookline.training.checkpoints.checkpoints import Checkpoints, differences, lock_folder, to_plain
 from hookline.training.checkpoints.loader_position import LoaderPosition
 from hookline.training.checkpoints.model_state import CoreState, set_streams, streams, unwrapped
 from hookline.training.checkpoints.rank_changes import adapt_to_ranks
-from hookline.training.checkpoints.rank_checkpoint import SUFFIX, read_ranks, saved_ranks
+from hookline.training.checkpoints.rank_checkpoint import SUFFIX, read_alone, read_ranks, saved_ranks
 from hookline.training.checkpoints.stop_signals import StopSignals
 from hookline.training.checkpoints.user_state import UserState
+from hookline.training.ranks.sharded_tensors import is_sharded, local_parts
 
 if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run
@@ -109,11 +109,12 @@ class Saving:
         tree: dict[str, Any] = {}
 
         def load() -> None:
+            model, optimizer = unwrapped(self._adapter.model), unwrap_optimizer(self._adapter.optimizer)
             if path.suffix == SUFFIX:
-                model, optimizer = unwrapped(self._adapter.model), unwrap_optimizer(self._adapter.optimizer)
-                tree.update(read_ranks(path, model, optimizer, rank, self._home))
+                same = before == (1 if ranks is None else ranks.ranks)
+                tree.update(read_ranks(path, model, optimizer, rank, self._home, same_ranks=same))
             else:
-                tree.update(read(path, self._home))
+                tree.update(read_alone(path, model, optimizer, self._home))
 
         if ranks is None:
             load()
@@ -295,7 +296,8 @@ class Saving:
         try:
             state = self._state(within=within)
             if self._ranks is None:
-                self._checkpoints.write(state, run.step + 1)
+                is_split = any(map(is_sharded, self._adapter.model.parameters()))  # FSDP2 on a mesh of one rank
+                self._checkpoints.write(local_parts(state) if is_split else state, run.step + 1)
             else:
                 self._checkpoints.write_ranks(state, run.step + 1, unwrapped(self._adapter.model), self._ranks)
         except Exception as error:

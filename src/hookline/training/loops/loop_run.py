@@ -27,7 +27,7 @@ from hookline.training.loops.loop_result import LoopResult
 from hookline.training.loops.run_step import step_through_hooks
 from hookline.training.loops.training_step import Mean, StepResult
 from hookline.training.manager import HookManager
-from hookline.training.ranks.rank_model import check_alike
+from hookline.training.ranks.rank_model import check_alike, warn_of_join
 from hookline.training.ranks.rank_sync import join_ranks
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class Run:
         self.loss = self.accuracy = None
         self.evaluated = False
         self.take_loader()
+        if self.num_epochs < 2 and self.manager is not None and self.manager.ranks is not None:
+            warn_of_join(self.adapter.model)
         if self.retention is not None:
             self.retention.begin_epoch(points, epoch)
 

@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hookline.distributed._torch_distributed import is_joining
 from hookline.distributed.ranks import rank_names
-from hookline.errors import RankError
+from hookline.errors import HooklineWarning, RankError
+from hookline.messages import caller_stacklevel
 
 if TYPE_CHECKING:
     from hookline.training.ranks.rank_sync import RankSync
 
-__all__ = ["RankModel", "bare_model", "check_alike"]
+__all__ = ["RankModel", "bare_model", "check_alike", "warn_of_join"]
 
 
 class RankModel(DistributedDataParallel):
@@ -42,6 +45,18 @@ def bare_model(model: nn.Module) -> nn.Module:
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
+
+
+def warn_of_join(model: nn.Module) -> None:
+    """Warn if the model is in ``model.join()``: ranks may then make different numbers of steps, and hooks cannot."""
+    if is_joining(model):
+        warnings.warn(
+            "The model is in model.join(), for ranks with different numbers of batches. Hooks exchange metrics at the "
+            "same steps on every rank: a rank that runs out of batches waits for the others until the time-out ends "
+            "the run. Next: give every rank as many batches: DistributedSampler(data, drop_last=True), or islice().",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
 
 
 def check_alike(model: nn.Module, ranks: RankSync) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +38,8 @@ _FAILED: Final = "\x1ffailed"
 """The number, beside the metrics, of failures since the last exchange."""
 _STOP: Final = "\x1fstop"
 _SECONDS: Final = "\x1fseconds"
+_STATE: Final = "state of the run"
+_OF_STEPS: Final = "metrics of steps"
 _SIGNALS: Final = ("", "SIGINT", "SIGTERM")
 
 
@@ -49,7 +51,12 @@ def join_ranks(hooks: Mapping[str, TrainingHook], flush_every: int | None = None
     described = [f"{name} ({hook.step_schedule})" if hook.step_schedule else name for name, hook in hooks.items()]
     said = {"hooks": ", ".join(described) or "none", "flush_every": str(flush_every)}
     _check_same(gather_objects(said, what="comparing the hooks of the ranks"))
-    return RankSync(ReduceRules(hooks))
+    return RankSync(ReduceRules(hooks), at_steps=[name for name, hook in hooks.items() if _is_at_steps(hook)])
+
+
+def _is_at_steps(hook: TrainingHook) -> bool:
+    points = [*hook.hook_points, *(point for of_loop in (hook.loop_points or {}).values() for point in of_loop)]
+    return any(HookPoint.of(point).is_step for point in points)
 
 
 def _check_same(said: list[dict[str, Any]]) -> None:
@@ -87,7 +94,8 @@ class RankFailure:
 class RankSync:
     """Exchange what ranks have to agree on."""
 
-    def __init__(self, rules: ReduceRules) -> None:
+    def __init__(self, rules: ReduceRules, at_steps: Sequence[str] = ()) -> None:
+        self._at_steps = at_steps
         self.rank, self.ranks = this_rank(), rank_count()
         self._connections = connections() if is_distributed() else None
         self._rules = rules
@@ -123,7 +131,7 @@ class RankSync:
         """Return the step metrics of all ranks, with one exchange for all points; ``first`` begins what is flushed."""
         joined = {f"{point.name} {name}": one for point, found in series.items() for name, one in found.items()}
         packed = pack_series(joined, first, lambda name: self._rules.of(name.partition(" ")[2]))
-        reduced = self._call("metrics of steps", packed.values, packed.rules, _steps_in_words(joined))
+        reduced = self._call(_OF_STEPS, packed.values, packed.rules, _steps_in_words(joined))
         found: dict[HookPoint, dict[str, StepSeries]] = {}
         for key, one in unpack_series(reduced, joined, first).items():
             point, _, name = key.partition(" ")
@@ -147,13 +155,20 @@ class RankSync:
         except RankError as error:
             self.is_lost = True
             if has_group():
-                raise
+                raise self._with_hooks(error, what) from error
             self._go_on_alone(f"{what}{steps}", error)
             return _of_one_rank(values, rules)
         self._take_signal(found.pop(_STOP))
         if found.pop(_FAILED):
             self._learn_failures(what)
         return found
+
+    def _with_hooks(self, error: RankError, what: str) -> RankError:
+        """Return the error with the hooks at steps, where ranks meet between steps: one may keep a rank from coming."""
+        names = ", ".join(self._at_steps)
+        if not names or what not in (_STATE, _OF_STEPS):
+            return error
+        return RankError(f"{error} The hooks at steps: {names}.", ranks=error.ranks)
 
     def _go_on_alone(self, what: str, error: RankError) -> None:
         """Say that a record is of this rank alone: the run outlived the process group, and the others are gone."""
@@ -265,7 +280,7 @@ class RankSync:
             return
         before, began = self._checked_at
         seconds = (time.perf_counter() - began) / max(1, step - before)
-        found = self._call("state of the run", {_SECONDS: seconds}, {_SECONDS: "max"})
+        found = self._call(_STATE, {_SECONDS: seconds}, {_SECONDS: "max"})
         # The slowest rank decides. The first steps are slow, so the distance grows by doubling at most.
         wanted = int(_SECONDS_BETWEEN / max(found[_SECONDS], 1e-6))
         self._interval = max(1, min(wanted, 2 * self._interval))

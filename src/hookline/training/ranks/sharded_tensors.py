@@ -15,10 +15,19 @@ from torch import Tensor
 from hookline.errors import ResumeError
 from hookline.training.hook_state import map_tensors
 
-__all__ = ["is_sharded", "local_part", "local_parts", "map_dicts", "place_again", "place_parts", "same_layout"]
+__all__ = [
+    "is_sharded",
+    "local_parts",
+    "map_dicts",
+    "place_parts",
+    "same_layout",
+    "spread",
+]
 
 _LOCAL: Final = "\x1flocal"
 """The key of a part of a sharded tensor in the state of its rank."""
+_Missing: Final = object()
+"""Stands for a part that cannot be placed."""
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -26,7 +35,7 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
-def local_part(tensor: Any) -> Tensor:
+def _local_part(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor; the tensor itself if it is not laid out over ranks."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part.detach()
@@ -37,7 +46,7 @@ def same_layout(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like.detach(), dtype=dtype)
 
 
-def place_again(part: Tensor, shape: Sequence[int], known: Sequence[Any]) -> Tensor:
+def _place_again(part: Tensor, shape: Sequence[int], known: Sequence[Any]) -> Tensor:
     """Return the sharded tensor of which `part` is this rank's, laid out like one of `known` that has its shape."""
     from torch.distributed.tensor import DTensor
 
@@ -57,20 +66,45 @@ def local_parts(tree: Any) -> Any:
     return map_tensors(tree, lambda tensor: _packed(tensor) if is_sharded(tensor) else tensor)
 
 
-def place_parts(tree: Any, like: Iterable[Tensor]) -> Any:
-    """Return what ``local_parts`` was given, with sharded tensors laid out as those of ``like``."""
+def place_parts(tree: Any, like: Iterable[Tensor], *, same_ranks: bool = True) -> Any:
+    """Return what ``local_parts`` was given, with sharded tensors laid out as those of ``like``.
+
+    Parts of another number of ranks make no tensor, and None is in their place; the one part of a single process is
+    the whole, of which every rank takes its part.
+    """
     sharded = [tensor for tensor in like if is_sharded(tensor)]
-    return map_dicts(tree, lambda one: place_again(one[_LOCAL], one["shape"], sharded) if _LOCAL in one else None)
+
+    def place(one: dict[Any, Any]) -> Any:
+        if _LOCAL not in one:
+            return None
+        part, shape = one[_LOCAL], one["shape"]
+        if tuple(part.shape) == tuple(shape):
+            return spread(part, next((tensor for tensor in sharded if tuple(tensor.shape) == tuple(shape)), part))
+        return _place_again(part, shape, sharded) if same_ranks else _Missing
+
+    return map_dicts(tree, place)
+
+
+def spread(whole: Tensor, like: Any) -> Tensor:
+    """Return a whole tensor laid out like another one of its shape; itself if that is not sharded, or this is."""
+    if not is_sharded(like) or is_sharded(whole) or tuple(whole.shape) != tuple(like.shape):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every rank has the whole, so nothing is sent.
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _packed(tensor: Tensor) -> dict[str, Any]:
-    return {_LOCAL: local_part(tensor), "shape": list(tensor.shape)}
+    return {_LOCAL: _local_part(tensor), "shape": list(tensor.shape)}
 
 
 def map_dicts(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
-    """Return the same structure with what `change` makes of a dictionary in its place; None leaves it."""
+    """Return the same structure with what `change` makes of a dictionary in its place; None leaves it as it is."""
     if type(value) is dict:
         changed = change(value)
+        if changed is _Missing:
+            return None
         return {key: map_dicts(item, change) for key, item in value.items()} if changed is None else changed
     if type(value) in (list, tuple):
         return type(value)(map_dicts(item, change) for item in value)
