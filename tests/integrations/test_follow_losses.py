@@ -125,6 +125,31 @@ def test_a_loss_that_no_hook_is_going_to_see_is_not_noted() -> None:
     assert all(ctx.loss is not None for ctx in seen.contexts)
 
 
+@pytest.mark.parametrize("parts", [(), ("loader",)], ids=["bare", "loader"])
+def test_steps_at_which_no_hook_is_due_are_counted_and_change_nothing_of_the_others(parts: Any) -> None:
+    """Steps that are only counted: at the others, a hook sees what it sees in a run where a hook is due at each."""
+
+    def train(*, seldom: bool) -> tuple[list[Any], list[int]]:
+        loop, seen, steps = Loop(), Seen(), []
+        seen.hook_points = {hl.HookPoint.PRE_STEP, POST_STEP}
+        if seldom:
+            seen.step_schedule = hl.StepSchedule("stride", stride=4)
+        with loop.follow([seen], **{name: getattr(loop, name) for name in parts}) as run:
+            handle = loop.model.register_forward_hook(lambda *_: steps.append(run.step))
+            loop.train(3)
+            handle.remove()
+            assert (run.step, run.epoch) == (20, 3 if parts else 0)
+            assert run.state_dict()["run"]["num_steps"] == 21
+        told = [
+            (ctx.hook_point, ctx.epoch, ctx.step, ctx.batch_idx, ctx.loss) for ctx in seen.contexts if ctx.step % 4 == 0
+        ]
+        return told, steps
+
+    every, seldom = train(seldom=False), train(seldom=True)
+    assert len(every[0]) == 12
+    assert seldom == every
+
+
 def test_an_iterator_of_a_followed_loader_is_copied_as_its_own() -> None:
     class Batches:
         def __iter__(self) -> Any:

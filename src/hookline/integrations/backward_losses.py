@@ -52,12 +52,13 @@ class BackwardLosses:
         on_forget: Callable[[], None] = lambda: None,
     ) -> None:
         self._scale = scale
-        self._is_wanted = is_wanted
+        self.is_wanted = is_wanted
+        """Whether a loss is noted at all."""
         self._most = most
         self._parameters = tuple(parameters)
         self._on_forget = on_forget
         self._noted: list[tuple[Tensor, Tensor | None]] = []
-        self._probe: Tensor | None = None
+        self.probe: Tensor | None = None
         """A parameter that got a gradient by the last backward: it tells when gradients are cleared."""
         self.keeps_all = False
         """Whether nothing is forgotten until `take`: a closure clears gradients each time that it is called."""
@@ -69,7 +70,7 @@ class BackwardLosses:
         noted, self.keeps_all = self._noted, False
         if not noted:
             return None
-        self._noted, self._probe = [], None
+        self._noted, self.probe = [], None
         if first:
             noted = noted[:1]
         if len(noted) == 1 and noted[0][1] is None:  # the usual case, without any arithmetic
@@ -85,32 +86,32 @@ class BackwardLosses:
         """Begin anew: what was noted belongs to no step."""
         if self.keeps_all:
             return
-        self._noted, self._probe = [], None
+        self._noted, self.probe = [], None
         self._on_forget()
 
     def remove(self) -> None:
         """Notice nothing more, and give torch its own functions back; may be called again."""
         for each in _REPLACED:
             each.discard(self)
-        self._noted, self._probe = [], None
+        self._noted, self.probe = [], None
 
     def note(self, loss: Any) -> None:
         """Note one, if it is a loss of training: a single real number, outside of interventions and evaluations."""
-        if not self._is_wanted() or phase() != "train" or not _is_number(loss):
+        if phase() != "train" or not _is_number(loss):
             return
-        if self._probe is not None and self._probe.grad is None:
+        if self.probe is not None and self.probe.grad is None:
             self.forget()
         if self._most is None or len(self._noted) < self._most:
             self._noted.append((loss.detach(), self._scale()))
 
     def note_gradients(self) -> None:
         """Look which parameter has got a gradient, after a backward."""
-        if self._noted and (self._probe is None or self._probe.grad is None):
-            self._probe = next((one for one in self._parameters if one.grad is not None), None)
+        if self._noted and (self.probe is None or self.probe.grad is None):
+            self.probe = next((one for one in self._parameters if one.grad is not None), None)
 
     def mark(self) -> _Mark:
         """Return something that changes when gradients are cleared; None where that cannot be told."""
-        grad = None if self._probe is None else self._probe.grad
+        grad = None if self.probe is None else self.probe.grad
         return None if grad is None else (id(grad), grad._version)
 
 
@@ -123,42 +124,58 @@ class _Within(threading.local):
 _within = _Within()
 
 
-def _tell_backward(original: Any, listening: tuple[BackwardLosses, ...], *args: Any, **kwargs: Any) -> Any:
-    """Call torch's ``backward(tensors, grad_tensors=None, …)``, and tell of the tensors."""
-    gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-    # With gradients, or inside of another backward, it is no loss: a part of a checkpoint, a stage of a pipeline.
-    if gradients is not None or _within.backward or torch.compiler.is_compiling():
-        return original(*args, **kwargs)
-    tensors = args[0] if args else kwargs.get("tensors")
-    given = tensors if isinstance(tensors, list | tuple) else (tensors,)
-    for losses in listening:
-        for loss in given:
-            losses.note(loss)
-    _within.backward = True
-    try:
-        return original(*args, **kwargs)
-    finally:
-        _within.backward = False
-        for losses in listening:
-            losses.note_gradients()
+def _make_backward(original: Any, replaced: ReplacedFunction[BackwardLosses]) -> Any:
+    """Make a ``backward(tensors, grad_tensors=None, …)`` that tells of the tensors."""
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        for one in replaced.listeners:  # a comprehension or a generator would be one call more
+            if one.is_wanted():
+                break
+        else:
+            return original(*args, **kwargs)
+        # With gradients, or inside of another backward, it is no loss: a part of a checkpoint, a stage of a pipeline.
+        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+        if gradients is not None or _within.backward:
+            return original(*args, **kwargs)
+        wanting = [losses for losses in replaced.listeners if losses.is_wanted()]
+        tensors = args[0] if args else kwargs.get("tensors")
+        for losses in wanting:
+            for loss in tensors if isinstance(tensors, list | tuple) else (tensors,):
+                losses.note(loss)
+        _within.backward = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _within.backward = False
+            for losses in wanting:
+                losses.note_gradients()
+
+    return backward
 
 
-def _tell_zero_grad(original: Any, listening: tuple[BackwardLosses, ...], *args: Any, **kwargs: Any) -> Any:
-    """Call a ``zero_grad``, and see whether it has cleared the gradients of a loss that was noted."""
-    if torch.compiler.is_compiling():
-        return original(*args, **kwargs)
-    before = [(losses, mark) for losses in listening if (mark := losses.mark()) is not None]
-    found = original(*args, **kwargs)
-    for losses, mark in before:
-        if losses.mark() != mark:
-            losses.forget()
-    return found
+def _make_zero_grad(original: Any, replaced: ReplacedFunction[BackwardLosses]) -> Any:
+    """Make a ``zero_grad`` that sees whether it has cleared the gradients of a loss that was noted."""
+
+    def zero_grad(*args: Any, **kwargs: Any) -> Any:
+        for one in replaced.listeners:
+            if one.probe is not None:
+                break
+        else:
+            return original(*args, **kwargs)
+        before = [(losses, mark) for losses in replaced.listeners if (mark := losses.mark()) is not None]
+        found = original(*args, **kwargs)
+        for losses, mark in before:
+            if losses.mark() != mark:
+                losses.forget()
+        return found
+
+    return zero_grad
 
 
 _REPLACED: tuple[ReplacedFunction[BackwardLosses], ...] = (
-    ReplacedFunction(torch.autograd, "backward", _tell_backward),
-    ReplacedFunction(Optimizer, "zero_grad", _tell_zero_grad),
-    ReplacedFunction(nn.Module, "zero_grad", _tell_zero_grad),
+    ReplacedFunction(torch.autograd, "backward", _make_backward),
+    ReplacedFunction(Optimizer, "zero_grad", _make_zero_grad),
+    ReplacedFunction(nn.Module, "zero_grad", _make_zero_grad),
 )
 
 

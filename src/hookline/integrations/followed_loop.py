@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from hookline.integrations.backward_losses import BackwardLosses
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
-from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import phase
 from hookline.sites import _torch
 
@@ -49,6 +48,11 @@ class FollowedLoop:
         self._latest_pass: LoaderPass | None = None
         """The one that gave a batch last, perhaps in evaluation mode."""
         self._has_begun_step = self._ends_with_step = self._has_closure = False
+        self._manager = host.manager
+        self._may_pass = not host.has_later_hooks and host.manager.loop_type == "epoch"
+        """Whether a step at which no hook is due is only counted."""
+        self._is_passing = False
+        """Whether that is so of the step that is being made."""
         self._may_nest = any(map(_has_several_steps, optimizers))
         self._holds = host.manager.needs_prev_step_grads()
         self._count_at_backward = 0
@@ -88,7 +92,7 @@ class FollowedLoop:
     def go_on(self, epoch: int, steps_in_pass: int) -> None:
         """Go on in the middle of a run."""
         self.epoch, self.steps_in_pass = epoch, steps_in_pass
-        self.has_begun_epoch = self._has_begun_step = False
+        self.has_begun_epoch = self._has_begun_step = self._is_passing = False
 
     def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
         """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
@@ -111,7 +115,7 @@ class FollowedLoop:
 
     @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if phase() == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
+        if self._is_passing or phase() == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
             return
         # The optimizer itself is the first argument; the rest is asked only where there is one, which is rare.
         self._has_closure = self._losses.keeps_all = (len(args) > 1 or bool(kwargs)) and any(
@@ -126,27 +130,33 @@ class FollowedLoop:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is not self._optimizers[-1] or not self._has_begun_step or phase() == "intervention":
             return
-        if self._process != os.getpid() or (self._may_nest and _torch.is_inner_step(optimizer)):
+        if self._may_nest and _torch.is_inner_step(optimizer):
             return
-        loss = self._losses.take(first=self._has_closure)  # which an optimizer may call many times
+        is_passing = self._is_passing
+        loss = None if is_passing else self._losses.take(first=self._has_closure)  # closures may be called many times
         found_inf = vars(optimizer).get("found_inf")  # a scaler lets fused optimizers decide by themselves
         if found_inf is not None and bool(found_inf):  # and this one has left the parameters alone
             return
         told, self.told_loss = self.told_loss, None
-        self._has_begun_step = False
+        self._has_begun_step = self._is_passing = False
         self.steps_in_pass += 1
-        if self._holds and self._host.manager.needs_prev_step_grads_next_step():
+        if not is_passing and self._process == os.getpid():
+            self._end_step(loss if told is None else told)
+        if self._ends_with_step:
+            with self._between_steps():
+                self._end_epoch()
+
+    def _end_step(self, loss: Any) -> None:
+        if self._holds and self._manager.needs_prev_step_grads_next_step():
             self._host.held.copy(self._model)  # the loop may clear them in place, before the next step begins
         with self._between_steps():
-            self._host.end_step(loss=loss if told is None else told)
-            if self._ends_with_step:
-                self._end_epoch()
+            self._host.end_step(loss=loss)
 
     def _wants_loss(self) -> bool:
         """Return whether a hook is going to see the loss of the step that is being made."""
-        manager = self._host.manager
-        step = manager.global_step + (not self._has_begun_step)
-        return self._host.has_later_hooks or manager.may_fire_at_step(HookPoint.POST_STEP, step)
+        if self._is_passing:
+            return False
+        return self._has_begun_step or not self._may_pass or not self._manager.is_next_step_quiet()
 
     def _note_backward(self) -> Tensor | None:
         """Remember which batch a backward is of; return the scale of its loss."""
@@ -157,7 +167,7 @@ class FollowedLoop:
     def _forget_batches(self) -> None:
         """Leave out the batches whose gradients the loop has cleared without a step: they are no part of one."""
         latest = self._pass
-        if latest is None or not self._has_begun_step:
+        if latest is None or not self._has_begun_step or self._is_passing:
             return
         if latest.count > self._count_at_backward:
             self._host.replace_batch(latest.batch, latest.count - 1)
@@ -174,12 +184,14 @@ class FollowedLoop:
         self._latest_pass = each
         if self._model.training and torch.is_grad_enabled():
             if self._has_begun_step and each is self._pass:
-                self._add_batch(each)
+                if not self._is_passing:
+                    self._add_batch(each)
             elif not self._has_begun_step:
                 self._begin_step(each)
             else:  # the loop had looked at a batch, and begins its pass now
                 self._begin_pass(each)
-                self._host.replace_batch(each.batch, each.count - 1)
+                if not self._is_passing:
+                    self._host.replace_batch(each.batch, each.count - 1)
 
     def _add_batch(self, each: LoaderPass) -> None:
         if self._is_left:
@@ -197,6 +209,13 @@ class FollowedLoop:
             self._end_epoch()
 
     def _begin_step(self, each: LoaderPass | None) -> None:
+        is_same = self.has_begun_epoch and each is self._pass and self._may_pass
+        if is_same and self._manager.is_next_step_quiet() and (run := self._host.run) is not None:
+            self._has_begun_step = self._is_passing = True
+            run.num_steps += 1
+            run.done += 1
+            run.step = self._manager.advance_step(run.epoch)
+            return
         if self._process != os.getpid():
             return
         self._begin_pass(each)

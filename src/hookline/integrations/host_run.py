@@ -105,7 +105,7 @@ class HostRun:
             self.manager.fan_out.add(report_to)
         self.held = HeldGradients()
         """Gradients that the host has cleared, and that hooks are to see."""
-        self._run: Run | None = None
+        self.run: Run | None = None  # what is under way
         self._open = ExitStack()
         self._phase: in_phase | None = None
         self.tells_phase = True
@@ -119,7 +119,7 @@ class HostRun:
     @property
     def is_running(self) -> bool:
         """Whether a run has begun and is not over."""
-        return self._run is not None
+        return self.run is not None
 
     def begin_run(
         self, model: Any, optimizer: Any, *, step: int = 0, run_context: Mapping[str, Any] | None = None, **parts: Any
@@ -134,7 +134,7 @@ class HostRun:
             parts: What else the host has: ``scheduler``, ``scheduler_per``, ``scaler``, ``loader``, ``loss_fn``,
                 ``accumulate``, ``clip_norm``, ``config``, … as for `Experiment`.
         """
-        if self._run is not None:
+        if self.run is not None:
             self.end_run()  # a host that failed said nothing
         adapter = HostAdapter(self._loop, model, optimizer, **parts)
         manager = self.manager
@@ -153,7 +153,7 @@ class HostRun:
                 from hookline.specs.hook_spec import register_hooks
 
                 opened.callback(register_hooks(model, self.specs).remove)
-            self._run, self._open = run, opened.pop_all()
+            self.run, self._open = run, opened.pop_all()
         self._needs_previous = manager.needs_prev_step_grads()
         self._needs_mean = manager.needs_grad_accumulation()
         self._accumulate = adapter.accumulate
@@ -165,9 +165,9 @@ class HostRun:
 
     def end_run(self, error: BaseException | None = None) -> None:
         """End the run, however it ended: finish hooks, take specs off, write everything. May be called again."""
-        if self._run is None:
+        if self.run is None:
             return
-        opened, self._open, self._run = self._open, ExitStack(), None
+        opened, self._open, self.run = self._open, ExitStack(), None
         self._leave_phase()
         self.held.release()
         self._in_epoch = self._in_step = False
@@ -246,7 +246,7 @@ class HostRun:
             batch: Its batch, or the first of several.
             batch_idx: Which batch of the epoch that is.
         """
-        run = self._run
+        run = self.run
         if run is None or self._in_step:
             run = self._running("begin_step")
             self._leave_step()
@@ -282,7 +282,7 @@ class HostRun:
 
     def hold_gradients(self) -> None:
         """Hold the gradients of the step if a hook is going to look: the host clears them before it ends the step."""
-        run = self._run
+        run = self.run
         if run is None or not self._in_step:
             return
         if self._needs_previous or self._needs_mean or self.manager.may_fire(HookPoint.POST_STEP):
@@ -298,7 +298,7 @@ class HostRun:
             trained: Whether the weights were updated; False where a scaler passed over the step.
             metrics: What else the step told of itself: ``{"train_acc": ...}``.
         """
-        run = self._run
+        run = self.run
         if run is None or not self._in_step:
             raise LifecycleError("end_step() ends a step that has not begun. Next: call begin_step() before it.")
         self._leave_step()
@@ -346,7 +346,7 @@ class HostRun:
         At the end of an epoch call `finish_steps` before it, and `end_epoch` after it.
         """
         self._leave_phase()
-        run = self._run
+        run = self.run
         if run is None or metrics is None:
             return
         together = run.evaluation if run.evaluated else {}  # one for each of several datasets
@@ -381,7 +381,7 @@ class HostRun:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; before the run has begun, as soon as it begins."""
         check_state(state, self._loop)
-        if self._run is None:
+        if self.run is None:
             self._pending = state
         else:
             self._load(state, None)
@@ -392,9 +392,9 @@ class HostRun:
         self._is_new = False
 
     def _running(self, what: str) -> Run:
-        if self._run is None:
+        if self.run is None:
             raise LifecycleError(f"{what}() belongs to a run, and none has begun. Next: call begin_run() first.")
-        return self._run
+        return self.run
 
 
 _TRAINING: Final = in_phase("train")

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from hookline.sites import _torch
+
 __all__ = ["ReplacedFunction"]
 
 _Listener = TypeVar("_Listener")
@@ -21,41 +23,45 @@ class ReplacedFunction(Generic[_Listener]):
 
     Recipe::
 
-        def tell(original, listeners, *args, **kwargs):
-            for listener in listeners:
-                listener(args)
-            return original(*args, **kwargs)
+        def make(original, replaced):
+            def backward(*args, **kwargs):
+                for listener in replaced.listeners:
+                    listener(args)
+                return original(*args, **kwargs)
+
+            return backward
 
 
-        backward = ReplacedFunction(torch.autograd, "backward", tell)
+        backward = ReplacedFunction(torch.autograd, "backward", make)
         backward.add(print)  # now torch.autograd.backward(loss) prints its arguments
         backward.discard(print)
 
     Args:
         owner: The module or class that has it.
         name: What it is called there.
-        tell: Called in its place, with the original, the listeners and the arguments.
+        make: Makes what is called in its place, of the original and this object. It is not traced by the compiler.
     """
 
-    def __init__(self, owner: Any, name: str, tell: Callable[..., Any]) -> None:
-        self._owner, self._name, self._tell = owner, name, tell
+    def __init__(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
+        self._owner, self._name, self._make = owner, name, make
         self._original: Any = None
         self._ours: Any = None
-        self._listeners: tuple[_Listener, ...] = ()
+        self.listeners: tuple[_Listener, ...] = ()
+        """Those that are told."""
         self._lock = threading.Lock()
 
     def add(self, listener: _Listener) -> None:
         """Tell ``listener`` from now on."""
         with self._lock:
-            if not self._listeners:
+            if not self.listeners:
                 self._replace()
-            self._listeners = (*self._listeners, listener)
+            self.listeners = (*self.listeners, listener)
 
     def discard(self, listener: _Listener) -> None:
         """Tell ``listener`` no more; may be called again."""
         with self._lock:
-            self._listeners = tuple(one for one in self._listeners if one is not listener)
-            if not self._listeners and self._ours is not None and self._there() is self._ours:
+            self.listeners = tuple(one for one in self.listeners if one is not listener)
+            if not self.listeners and self._ours is not None and self._there() is self._ours:
                 setattr(self._owner, self._name, self._original)
                 self._ours = None
 
@@ -65,12 +71,7 @@ class ReplacedFunction(Generic[_Listener]):
     def _replace(self) -> None:
         if self._ours is not None:  # still called, by a function that was put in front of it
             return
-        self._original = original = self._there()
-        tell = self._tell
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return tell(original, self._listeners, *args, **kwargs)
-
-        self._ours = replaced
-        setattr(self._owner, self._name, replaced)
+        self._original = self._there()
+        replaced = functools.wraps(self._original)(self._make(self._original, self))
+        self._ours = _torch.untraced_in_place(replaced)
+        setattr(self._owner, self._name, self._ours)
