@@ -24,8 +24,8 @@ FUNCTIONS = _named(
     {
         "hookline": """
         assert_no_hooks attach attach_everywhere attach_function attach_node attach_optimizer attach_tensor
-        attached capture clip_gradients epoch_loop find follow freeze load_run load_runs patch profile record
-        register_hooks rollback saved_tensors step_loop watch write_report
+        attached capture clip_gradients compare doctor epoch_loop find follow freeze graph load_run load_runs patch
+        profile record register_hooks rollback saved_tensors step_loop trace watch write_report
     """,
         "debug": """
         compare_npy_folders read_trace trace_outputs
@@ -88,7 +88,8 @@ CLASSES = _named(
     {
         "hookline": """
         Checkpoints Experiment HandleSet HookHandle HookManager HookPoint HookRegistry HookSpec
-        InterventionHook Kind MetricInfo MetricSink ModelDataContext RunDataContext Site StepSchedule TrainingHook
+        InterventionHook Kind MetricInfo MetricSink ModelDataContext PrecisionChecker RunDataContext Site StepSchedule
+        TrainingHook
     """,
         "debug": """
         NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord

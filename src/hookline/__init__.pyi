@@ -1,5 +1,6 @@
 """The public names of hookline, each with the module it lives in: the one list, for `_lazy` and for type checkers."""
 
+from hookline import debug as debug
 from hookline import distributed as distributed
 from hookline import edits as edits
 from hookline import errors as errors
@@ -17,6 +18,11 @@ from hookline import sites as sites
 from hookline import specs as specs
 from hookline import testing as testing
 from hookline import training as training
+from hookline.debug.compare.compare import compare as compare
+from hookline.debug.diagnose.autograd_graph import graph as graph
+from hookline.debug.diagnose.diagnosis import doctor as doctor
+from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
+from hookline.debug.trace.start_trace import trace as trace
 from hookline.errors import HooklineError as HooklineError
 from hookline.errors import HooklineWarning as HooklineWarning
 from hookline.guard.guard import rollback as rollback
