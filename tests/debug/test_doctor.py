@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import hookline as hl
 from hookline.cli.main import main
 from hookline.debug import doctor
+from hookline.debug.diagnose import diagnosis
 
 
 class Net(nn.Module):
@@ -187,15 +188,33 @@ def test_accelerates_replaced_forward_is_named() -> None:
     assert (found.kind, found.owner, found.name) == ("forward replaced", "accelerate", "ModelHook")
 
 
-def test_the_cost_is_estimated_from_the_calls() -> None:
-    """None without hooks; more hooks cost more."""
-    model = nn.Sequential(*(nn.Identity() for _ in range(8)))
+def test_the_cost_is_estimated_from_the_calls(monkeypatch) -> None:
+    """What one hook costs here, ours or torch's, times how often its module is called; without hooks nothing."""
+    block = nn.Identity()
+    model = nn.Sequential(block, nn.Identity(), block)
     assert doctor(model).cost_us == 0
     assert "no hook is called" in doctor(model).cost_text()
-    with hl.attach(model, "*", look):
+    with hl.attach(model, "*", look), block.register_forward_hook(look):
+        assert doctor(model).cost_us >= 0  # measured
+        monkeypatch.setattr(diagnosis, "_microseconds", lambda *, ours: 2.0 if ours else 0.5)
         found = doctor(model, torch.ones(1))
-    assert found.cost_us > 0
+        assert found.cost_us == (1 + 2 + 1) * 2.0 + 2 * 0.5
+        assert doctor(model).cost_us == 3 * 2.0 + 0.5
     assert "of the sample forward" in found.cost_text()
+
+
+def test_a_forward_that_somebody_replaced_is_listed() -> None:
+    """Also one that says it is the original's wrapper."""
+    model = nn.Linear(2, 2)
+    original = model.forward
+
+    @functools.wraps(original)
+    def louder(x: Tensor) -> Tensor:
+        return 2 * original(x)
+
+    model.forward = louder  # type: ignore[method-assign]
+    (found,) = doctor(model).hooks
+    assert found.kind == "forward replaced"
 
 
 def test_an_examined_run_keeps_every_bit() -> None:

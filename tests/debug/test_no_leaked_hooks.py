@@ -29,10 +29,6 @@ def look(module, args, output):
     pass
 
 
-def before(request):
-    pass
-
-
 SHARED[1].register_forward_hook(look)  # was there before: nobody's fault
 
 
@@ -41,6 +37,12 @@ def test_clean(no_leaked_hooks):
         SHARED(torch.ones(1, 1))
     local = nn.Linear(1, 1)
     local.register_forward_hook(look)  # goes with its model
+    KEPT.append(nn.Sequential(SHARED).register_forward_hook(look))  # likewise; SHARED was part of it
+
+
+def test_puts_a_hooked_model_into_another(no_leaked_hooks):
+    global WHOLE
+    WHOLE = nn.Sequential(SHARED)
 
 
 def test_leaves_ours(no_leaked_hooks):
@@ -81,11 +83,11 @@ def test_a_test_that_leaves_hooks_fails_and_says_which(pytester: pytest.Pytester
     """Of hookline, of torch, on a model, everywhere, on a function; a test that failed already has one error."""
     pytester.makepyfile(_TESTS)
     result = pytester.runpytest_inprocess("-p", "hookline.testing.pytest_plugin", "-p", "no:cacheprovider", "-q")
-    result.assert_outcomes(passed=7, failed=1, errors=5)
+    result.assert_outcomes(passed=8, failed=1, errors=5)
     text = result.stdout.str()
     for name in ("ours", "torchs", "one_on_its_own_model", "one_everywhere", "a_function_hook"):
         assert f"ERROR at teardown of test_leaves_{name}" in text
-    assert "1 hooks are left: look (forward) on 0, from " in text
+    assert "1 hooks are left: look (forward) on 0.0, from " in text
     assert "_leaves_hooks_fails_and_says_which.py:" in text
     assert "ERROR at teardown of test_fails_by_itself" not in text
 

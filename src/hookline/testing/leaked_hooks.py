@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 from torch import nn
 
-from hookline.debug.diagnose.hook_owners import FoundHook, hooks_of_process, hooks_on_model
+from hookline.debug.diagnose.hook_owners import FoundHook, HeldHandles, hooks_by_module, hooks_of_process
 from hookline.errors import HooksLeftError
 
 __all__ = ["HookLedger"]
@@ -28,22 +28,26 @@ class HookLedger:
 
     def check(self) -> None:
         """Raise `HooksLeftError` for hooks that were not there before, with their places and their code."""
-        left = _hooks() - self._before
+        now = _hooks()
         self._models.clear()
+        left = [found for key, hooks in now.items() for found in hooks[len(self._before.get(key, ())) :]]
         if left:
-            lines = [f"{hook.name} ({hook.kind}) on {hook.place}, from {hook.where}" for _, hook in left]
-            shown = "; ".join(lines[:8])
-            raise HooksLeftError(
-                f"{sum(left.values())} hooks are left: {shown}. Remove them, or attach in a with block."
-            )
+            shown = "; ".join(f"{hook.name} ({hook.kind}) on {hook.place}, from {hook.where}" for hook in left[:8])
+            raise HooksLeftError(f"{len(left)} hooks are left: {shown}. Remove them, or attach in a with block.")
 
 
-def _hooks() -> Counter[tuple[int, FoundHook]]:
-    """Return every hook of the process, with the model it is on."""
+def _hooks() -> dict[tuple[object, ...], list[FoundHook]]:
+    """Return every hook of the process, by the module it is on: what the module is part of may change."""
     gc.collect()  # models that nobody holds any more are in cycles
-    found = Counter((0, hook) for hook in hooks_of_process())
+    found: dict[tuple[object, ...], list[FoundHook]] = defaultdict(list)
+    for hook in hooks_of_process():
+        found[0, hook.site, hook.kind, hook.name, hook.where].append(hook)
+    held, seen = HeldHandles(), set[int]()
     for model in _models():
-        found.update((id(model), hook) for hook in hooks_on_model(model))
+        for module, hooks in hooks_by_module(model, held):
+            for hook in () if id(module) in seen else hooks:
+                found[id(module), hook.kind, hook.name, hook.where].append(hook)
+            seen.add(id(module))
     return found
 
 

@@ -29,7 +29,7 @@ from hookline.sites.signature import hook_name
 from hookline.sites.tensors.parameter_hooks import LeafHook, parameter_entries
 from hookline.sites.wrappers import walk
 
-__all__ = ["OURS", "UNKNOWN", "FoundHook", "hooks_of_process", "hooks_on_model"]
+__all__ = ["OURS", "UNKNOWN", "FoundHook", "HeldHandles", "hooks_by_module", "hooks_of_process", "hooks_on_model"]
 
 OURS: Final = "hookline"
 UNKNOWN: Final = "unknown"
@@ -73,19 +73,22 @@ class FoundHook:
 
 def hooks_on_model(model: nn.Module) -> list[FoundHook]:
     """Return every hook on the modules and parameters of a model, parents first."""
-    held = _Held()
-    found: list[FoundHook] = []
+    held = HeldHandles()
+    return [hook for _, hooks in hooks_by_module(model, held) for hook in hooks]
+
+
+def hooks_by_module(model: nn.Module, held: HeldHandles) -> Iterator[tuple[nn.Module, list[FoundHook]]]:
+    """Return each module of a model with its hooks, parents first; a shared one once."""
     seen: set[int] = set()
     for name, module, *_ in walk(model):
         if id(module) not in seen:
             seen.add(id(module))
-            found += [*_own(name, module, held), *_foreign(name, module, held), *_replaced(name, module)]
-    return found
+            yield module, [*_own(name, module, held), *_foreign(name, module, held), *_replaced(name, module)]
 
 
 def hooks_of_process() -> list[FoundHook]:
     """Return the hooks that are on no model in particular: of functions, operators, every module, every optimizer."""
-    held = _Held()
+    held = HeldHandles()
     found = [
         FoundHook("(every module)", kind.removesuffix("_hooks"), hook_name(hook), owner_of(hook), where_of(hook), True)
         for kind, hook in _torch.global_hooks()
@@ -124,7 +127,7 @@ def where_of(hook: Any) -> str:
     return f"{path if above is None else path.relative_to(above)}:{code.co_firstlineno}"
 
 
-def _own(name: str, module: nn.Module, held: _Held) -> Iterator[FoundHook]:
+def _own(name: str, module: nn.Module, held: HeldHandles) -> Iterator[FoundHook]:
     """Return the hooks of ours on a module: one that sits on several of its parameters once."""
     table = existing_hooks(module)
     entries = [] if table is None else list(table.entries())
@@ -142,7 +145,7 @@ def _our_owner(hook: Any) -> str:
     return OURS if _is_ours(hook) else f"{OURS}, for {owner_of(hook)}" if owner_of(hook) != UNKNOWN else OURS
 
 
-def _foreign(name: str, module: nn.Module, held: _Held) -> Iterator[FoundHook]:
+def _foreign(name: str, module: nn.Module, held: HeldHandles) -> Iterator[FoundHook]:
     for attribute, hook_id, hook in _torch.hooks_of(module):
         if not isinstance(hook, TorchHook) and not _is_ours(hook):
             kind = attribute.strip("_").removesuffix("_hooks")
@@ -163,7 +166,7 @@ def _replaced(name: str, module: nn.Module) -> Iterator[FoundHook]:
     """Return what stands in for a method of the module, and its parametrizations: no hooks, but they act like one."""
     own = vars(module).get("forward")
     # With compiled code about, our hooks put the module's own forward there, for torch's guards to see.
-    if own is not None and not _is_ours(own) and _unpacked(own) is not type(module).forward:
+    if own is not None and not _is_ours(own) and getattr(own, "__func__", None) is not type(module).forward:
         hook = getattr(module, "_hf_hook", None)  # accelerate keeps its hook there, and replaces forward
         owner = "accelerate" if hook is not None else owner_of(own)
         yield FoundHook(name, "forward replaced", hook_name(hook or own), owner, where_of(hook or own), True)
@@ -172,13 +175,14 @@ def _replaced(name: str, module: nn.Module) -> Iterator[FoundHook]:
             yield FoundHook(name, "parametrization", key, "torch (parametrization)", "torch.nn.utils.parametrize", True)
 
 
-class _Held:
+class HeldHandles:
     """The handles that are alive, found by walking all objects once (0.1 s for a million)."""
 
     def __init__(self) -> None:
         handles = [each for each in gc.get_objects() if issubclass(type(each), RemovableHandle)]
         self._ours = {id(each._attachment) for each in handles if isinstance(each, HookHandle)}
-        self._torchs = {(id(each.hooks_dict_ref()), each.id) for each in handles if not isinstance(each, HookHandle)}
+        torchs = [each for each in handles if not isinstance(each, HookHandle) and hasattr(each, "hooks_dict_ref")]
+        self._torchs = {(id(each.hooks_dict_ref()), each.id) for each in torchs}
 
     def has_ours(self, handle: HookHandle) -> bool:
         return id(handle._attachment) in self._ours
