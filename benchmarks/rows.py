@@ -14,6 +14,7 @@ from capturing import capturing
 from compiled import compiled
 from csv_columns import csv_columns
 from debug_checks import debug_checks
+from debugging import debug
 from emitting import emitting, emitting_five
 from firing import backward, capture, everywhere, forward, removed, single
 from functions import functions, operators, profiling
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "operators": operators,
     "watching": watching,
     "debug_checks": debug_checks,
+    "debug": debug,
     "ranks": ranks,
     "capturing": capturing,
     "managing": managing,
@@ -73,6 +75,7 @@ ON_CPU = tuple(name for name in BENCHMARKS if name not in _STATISTICS)
 ON_GPU = (
     *_STATISTICS,
     "debug_checks",
+    "debug",
     "guarding_large",
     "removed",
     "forward",
