@@ -50,8 +50,9 @@ def debug(setting: Setting) -> Iterator[Row]:
         yield _row(samples, training, "trace", f"fingerprints {words}, to disk", 1.25)
         yield _row(samples, training, "trace, forward", "fingerprints of outputs of every module, to disk")
         yield _row(samples, training, "trace, default kinds", f"fingerprints {words}, and gradients of parameters")
-        check = "`find_bad_operations`, with its snapshots"
-        yield _row(samples, training, "check of modules", check, 1.15 if on_gpu else 1.10)
+        check = "`find_bad_operations` on every module, forward and gradient, with its snapshots"
+        yield _row(samples, training, "check of modules", f"{check}, given `step_fn`", 1.15 if on_gpu else 1.10)
+        yield _row(samples, training, "check of modules, any loop", f"{check}, one each step")
         samples = _measured(training, _peers(training), setting, 10)
         yield _row(samples, training, "DebugMode", "torch's `DebugMode`: every operator, both passes, no hashes")
         yield _row(samples, training, "DebugMode, hashes", "the same with `log_tensor_hashes`")
@@ -66,7 +67,32 @@ _Hooked = dict[str, Callable[[], AbstractContextManager[object]]]
 def _measured(training: Training, hooked: _Hooked, setting: Setting, rounds: int) -> Samples:
     around = hooked | {"bare": nullcontext, "bare again": nullcontext}
     trials = [trial(name, training.step, inner=1, hooked=on, device=setting.device) for name, on in around.items()]
+    if "trace" in hooked:
+        checked = _Checked(training)
+        trials.append(trial("check of modules", checked.step, inner=1, hooked=checked.on, device=setting.device))
     return interleave(trials, setting.rounds(rounds))
+
+
+class _Checked:
+    """Makes its steps through a check of modules."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._check: Any = None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Put the check on."""
+        training = self._training
+        with find_bad_operations(training.model, training.optimizer, step_fn=self._step) as self._check:
+            yield
+
+    def _step(self, batch: Any) -> None:
+        self._training.step()
+
+    def step(self) -> None:
+        """Make a step."""
+        self._check.step(self._training.tokens)
 
 
 def _hooked(training: Training, folder: Path) -> _Hooked:
@@ -79,7 +105,7 @@ def _hooked(training: Training, folder: Path) -> _Hooked:
         "trace": traced(*FLOWS),
         "trace, forward": traced("output"),
         "trace, default kinds": traced(*FLOWS, "param_grad"),
-        "check of modules": lambda: find_bad_operations(training.model, training.optimizer),
+        "check of modules, any loop": lambda: find_bad_operations(training.model, training.optimizer),
     }
 
 

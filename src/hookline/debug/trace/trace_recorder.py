@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -63,14 +63,17 @@ class _DeviceRows:
     used: int = 0
 
 
+_Found: TypeAlias = FoundNumbers | tuple[torch.device, int]
+"""Numbers, or where they are."""
+
+
 class _PendingRecord(NamedTuple):
     place: int
     moment: TraceMoment
     rows: int | None
     tensor: int | None
     """The number among the tensors that wait."""
-    found: FoundNumbers | tuple[torch.device, int]
-    """Numbers, or where they are."""
+    found: _Found
 
 
 class _LastFingerprint:
@@ -81,14 +84,15 @@ class _LastFingerprint:
     def __init__(self) -> None:
         self.ref: Callable[[], Tensor | None] = lambda: None
         self.version = -1
-        self.found: FoundNumbers | None = None
+        self.found: _Found | None = None
 
-    def of(self, tensor: Tensor) -> FoundNumbers | None:
+    def of(self, tensor: Tensor) -> _Found | None:
         """Return the fingerprint of the very same tensor, unless it was changed since, which inference tensors hide."""
         same = self.ref() is tensor and not tensor.is_inference() and tensor._version == self.version
         return self.found if same else None
 
-    def keep(self, tensor: Tensor, found: FoundNumbers) -> None:
+    def keep(self, tensor: Tensor, found: _Found) -> None:
+        """Remember a fingerprint."""
         if not tensor.is_inference():
             self.ref, self.version, self.found = weakref.ref(tensor), tensor._version, found
 
@@ -187,12 +191,11 @@ class TraceRecorder:
             number = self._places[key] = self._writer.place_number(found)
         return number
 
-    def _fingerprint(self, tensor: Tensor, local: Tensor) -> FoundNumbers | tuple[torch.device, int]:
-        if local.device.type != "cpu":
-            return self._on_device(local)
+    def _fingerprint(self, tensor: Tensor, local: Tensor) -> _Found:
         known = self._last.of(tensor)
         if known is None:
-            known = fingerprint_on_cpu(local, self._tables, self._hash_step)
+            on_cpu = local.device.type == "cpu"
+            known = fingerprint_on_cpu(local, self._tables, self._hash_step) if on_cpu else self._on_device(local)
             self._last.keep(tensor, known)
         return known
 
@@ -233,6 +236,7 @@ class TraceRecorder:
         """Write what has come since the last time: one transfer from each device."""
         with self._lock:
             waiting, self._waiting = self._waiting, _Waiting()
+            self._last = _LastFingerprint()  # rows on devices begin anew
             if not waiting.records or self.is_spent or os.getpid() != self._process:
                 return
             try:
