@@ -1,4 +1,4 @@
-"""Rows about `hookline.debug`: what a trace and a check of every module add to a training step, beside other tools.
+"""Rows about traces: what a trace of every module adds to a training step, beside other tools, and how fast it is read.
 
 Takes the transformer of ``watching``, hands `Row`s to ``rows``. All run on one model in one process, but for msprobe,
 which changes torch when it is imported, and is measured in a process of its own, with ours beside it::
@@ -30,7 +30,7 @@ from subject import Setting
 from threads import NOTHING, in_child, installed
 from watching import FOUR, Training
 
-from hookline.debug import find_bad_operations, read_trace
+from hookline.debug.compare.compare import compare
 from hookline.debug.trace.start_trace import trace
 
 __all__ = ["debug"]
@@ -41,24 +41,20 @@ LARGE = 64 << 20
 
 
 def debug(setting: Setting) -> Iterator[Row]:
-    """Traces and checks of every module; torch's DebugMode, the detector of transformers, msprobe; reading."""
-    on_gpu = setting.device.type == "cuda"
-    training = Training(SMALL if on_gpu else FOUR, setting)
+    """Traces of every module; torch's DebugMode, the detector of transformers, msprobe; comparing."""
+    training = Training(SMALL if setting.device.type == "cuda" else FOUR, setting)
     with tempfile.TemporaryDirectory() as folder:
         samples = _measured(training, _hooked(training, Path(folder)), setting, 20)
         words = "of every module, outputs and gradients"
         yield _row(samples, training, "trace", f"fingerprints {words}, to disk", 1.25)
         yield _row(samples, training, "trace, forward", "fingerprints of outputs of every module, to disk")
         yield _row(samples, training, "trace, default kinds", f"fingerprints {words}, and gradients of parameters")
-        check = "`find_bad_operations` on every module, forward and gradient, with its snapshots"
-        yield _row(samples, training, "check of modules", f"{check}, given `step_fn`", 1.15 if on_gpu else 1.10)
-        yield _row(samples, training, "check of modules, any loop", f"{check}, one each step")
         samples = _measured(training, _peers(training), setting, 10)
         yield _row(samples, training, "DebugMode", "torch's `DebugMode`: every operator, both passes, no hashes")
         yield _row(samples, training, "DebugMode, hashes", "the same with `log_tensor_hashes`")
         yield _row(samples, training, "transformers", "transformers' `DebugUnderflowOverflow`: forward alone")
         yield _msprobe(setting)
-        yield reading(setting, Path(folder))
+        yield comparing(setting, Path(folder))
 
 
 _Hooked = dict[str, Callable[[], AbstractContextManager[object]]]
@@ -67,32 +63,7 @@ _Hooked = dict[str, Callable[[], AbstractContextManager[object]]]
 def _measured(training: Training, hooked: _Hooked, setting: Setting, rounds: int) -> Samples:
     around = hooked | {"bare": nullcontext, "bare again": nullcontext}
     trials = [trial(name, training.step, inner=1, hooked=on, device=setting.device) for name, on in around.items()]
-    if "trace" in hooked:
-        checked = _Checked(training)
-        trials.append(trial("check of modules", checked.step, inner=1, hooked=checked.on, device=setting.device))
     return interleave(trials, setting.rounds(rounds))
-
-
-class _Checked:
-    """Makes its steps through a check of modules."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._check: Any = None
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Put the check on."""
-        training = self._training
-        with find_bad_operations(training.model, training.optimizer, step_fn=self._step) as self._check:
-            yield
-
-    def _step(self, batch: Any) -> None:
-        self._training.step()
-
-    def step(self) -> None:
-        """Make a step."""
-        self._check.step(self._training.tokens)
 
 
 def _hooked(training: Training, folder: Path) -> _Hooked:
@@ -105,7 +76,6 @@ def _hooked(training: Training, folder: Path) -> _Hooked:
         "trace": traced(*FLOWS),
         "trace, forward": traced("output"),
         "trace, default kinds": traced(*FLOWS, "param_grad"),
-        "check of modules, any loop": lambda: find_bad_operations(training.model, training.optimizer),
     }
 
 
@@ -220,33 +190,25 @@ def in_own_process(rounds: int) -> Samples:
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-def reading(setting: Setting, folder: Path) -> Row:
-    """How fast tensors of a trace come from disk, beside a copy of as many bytes."""
-    model = torch.nn.Identity()
-    value = torch.randn(LARGE // 4)
-    with trace(model, to=folder / "read", kinds="output", tensors=True, budget=None):
-        for _ in range(4):
-            model(value)
-    kept = read_trace(folder / "read")
-
-    def read() -> None:
-        for record in kept.records:
-            kept.tensor(record).sum()
-
-    def copy() -> None:
-        for _ in kept.records:
-            value.clone()
-
-    seconds: dict[str, list[float]] = {"read": [], "copy": [], "copy again": []}
+def comparing(setting: Setting, folder: Path) -> Row:
+    """How long it takes to compare the tensors of two traces, beside the time that 1 GB/s would take."""
+    names, value = ("read_a", "read_b"), torch.randn(LARGE // 4)
+    for name in names:
+        model = torch.nn.Identity()
+        with trace(model, to=folder / name, kinds="output", tensors=True, budget=None):
+            for number in range(4):
+                model(value * (1 + 1e-6 * number * (name == "read_b")))
+    samples: Samples = {"compare": [], "compare again": [], "1 GB/s": []}
     for _ in range(setting.rounds(20)):
-        for name, call in (("read", read), ("copy", copy), ("copy again", copy)):
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    speed = 4 * LARGE / min(seconds["read"]) / 1e9
-    return Row("debug: reading a trace", "read tensors of a trace and add them up", "copy as many bytes",
-               f"four tensors of {LARGE >> 20} MiB", spread(ratios(seconds, "read", "copy")),
-               spread(ratios(seconds, "copy again", "copy")), f"{speed:.1f} GB/s")  # fmt: skip
+        for name in ("compare", "compare again"):
+            start = time.thread_time()
+            compare(folder / "read_a", folder / "read_b")
+            samples[name].append(time.thread_time() - start)
+        samples["1 GB/s"].append(8 * LARGE / 1e9)
+    speed = 8 * LARGE / typical(samples, "compare") / 1e9
+    return Row("debug: compare tensors", "`compare` of two traces with tensors", "their bytes at 1 GB/s",
+               f"four tensors of {LARGE >> 20} MiB in each", spread(ratios(samples, "compare", "1 GB/s")),
+               spread(ratios(samples, "compare again", "compare")), f"{speed:.2f} GB/s", at_most=1.0)  # fmt: skip
 
 
 if __name__ == "__main__":
