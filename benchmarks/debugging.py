@@ -169,21 +169,19 @@ def in_own_process(rounds: int) -> Samples:
         config.write_text(json.dumps(common | {"statistics": statistics}))
         debugger = PrecisionDebugger(config_path=str(config))
 
-        @contextmanager
-        def probed() -> Iterator[None]:
+        def probed() -> None:
             debugger.start(model=training.model)
-            try:
-                yield
-            finally:
-                debugger.stop()
-                debugger.step()
+            training.step()
+            debugger.stop()
+            debugger.step()  # which writes
 
         numbers = itertools.count()
         ours = lambda: trace(  # noqa: E731
             training.model, to=Path(folder) / str(next(numbers)), kinds=FLOWS, step=training.optimizer
         )
-        hooked = {"msprobe": probed, "trace": ours, "bare": nullcontext, "bare again": nullcontext}
+        hooked = {"trace": ours, "bare": nullcontext, "bare again": nullcontext}
         trials = [trial(name, training.step, inner=1, hooked=on) for name, on in hooked.items()]
+        trials.append(trial("msprobe", probed, inner=1))
         return interleave(trials, rounds)
 
 
