@@ -305,7 +305,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         HooklineCallback()
     with pytest.raises(OptionError, match="report_to="):
         HooklineCallback(["norms"], report_to="wandb")
-    with pytest.raises(LifecycleError, match="has made a step yet"):
+    with pytest.raises(LifecycleError, match="has been trained yet"):
         FabricCallback(["norms"]).manager
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 import hookline as hl
 from hookline.integrations.accelerate import follow
+from hookline.integrations.fabric import FabricCallback
 from hookline.integrations.lightning import HooklineCallback as LightningCallback
 from hookline.integrations.transformers import HooklineCallback
 from hookline.sinks import MemorySink
@@ -191,11 +192,27 @@ def by_lightning(parts: Parts, folder: Path) -> None:
     trainer.fit(Module(), parts.loader)
 
 
+def by_fabric(parts: Parts, folder: Path) -> None:
+    """A loop with Lightning Fabric."""
+    loss_fn = lambda model, batch: model(**batch)["loss"]  # noqa: E731
+    callback = FabricCallback(parts.hooks, sinks=[parts.sink], loss_fn=loss_fn)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, callbacks=[callback])
+    model, optimizer = fabric.setup(parts.model, parts.optimizer)
+    loader = fabric.setup_dataloaders(parts.loader)
+    for _ in range(EPOCHS):
+        for batch in loader:
+            optimizer.zero_grad()
+            fabric.backward(model(**batch)["loss"])
+            optimizer.step()
+    callback.close()
+
+
 HOSTS: dict[str, Callable[[Parts, Path], None]] = {
     "bare loop": by_bare_loop,
     "trainer": by_trainer,
     "accelerate": by_accelerate,
     "lightning": by_lightning,
+    "fabric": by_fabric,
 }
 
 

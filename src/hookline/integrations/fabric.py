@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hookline.errors import LifecycleError, NoMatchError
 from hookline.integrations.first_step import FirstStep
 from hookline.integrations.follow import Follow, follow
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_report_to
-from hookline.integrations.model_of_optimizer import find_model
+from hookline.integrations.model_of_optimizer import find_model, find_optimizers
 
 if TYPE_CHECKING:
     from hookline.training.manager import HookManager
@@ -34,8 +36,9 @@ class FabricCallback:
         fabric.save("checkpoint", {"model": model, "optimizer": optimizer, "hooks": callback})
         callback.close()
 
-    Hooks begin with the first step of an optimizer of a model that Fabric has set up, and see that model as it was
-    before. Points, epochs and losses are those of `hookline.follow`; the ``DataLoader`` of the loop is found.
+    Hooks begin with the first batch of a ``DataLoader`` while a model that Fabric has set up is in training mode, and
+    see that model as it was before; where several optimizers train it, with the first step of one of them. Points,
+    epochs and losses are those of `hookline.follow`; the ``DataLoader`` of the loop is found.
 
     Args:
         hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
@@ -57,6 +60,7 @@ class FabricCallback:
         self._reports = report_to == "fabric"
         self._fabric: Any = None
         self._modules: list[Any] = []
+        self._has_looked = False
         self._first: FirstStep | None = None
         self._run: Follow | None = None
         self._pending: Mapping[str, Any] | None = None
@@ -65,8 +69,17 @@ class FabricCallback:
         """Remember a model that Fabric has set up, and wait for the first step."""
         self._fabric = fabric
         self._modules.append(getattr(module, "module", module))  # the model itself, inside of Fabric's wrappers
+        self._has_looked = False
         if self._first is None and self._run is None:
-            self._first = FirstStep(self._begin)
+            self._first = FirstStep(self._begin, self._begin_at_batch)
+
+    def _begin_at_batch(self, first: FirstStep) -> bool:
+        is_training = torch.is_grad_enabled() and any(module.training for module in self._modules)
+        if self._has_looked or not is_training:
+            return False
+        self._has_looked = True  # once: it takes as long as a garbage collection
+        found = find_optimizers(self._modules)
+        return len(found) == 1 and self._begin(found[0], first)
 
     def _begin(self, optimizer: Any, first: FirstStep) -> bool:
         try:
@@ -93,8 +106,8 @@ class FabricCallback:
         """What follows the loop, once the first step has come."""
         if self._run is None:
             raise LifecycleError(
-                "No optimizer of a model that Fabric has set up has made a step yet. Next: call fabric.setup(model, "
-                "optimizer) with this callback among Fabric(callbacks=[...])."
+                "No model that Fabric has set up has been trained yet. Next: call fabric.setup(model, optimizer) with "
+                "this callback among Fabric(callbacks=[...])."
             )
         return self._run
 

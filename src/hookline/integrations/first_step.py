@@ -37,10 +37,17 @@ class FirstStep:
 
     Args:
         begin: Called with the optimizer and this object; returns whether the wait is over.
+        at_batch: Called with this object when a ``DataLoader`` gives a batch, before the loop gets it, for those who
+            can tell the optimizer before it makes a step; returns whether the wait is over.
     """
 
-    def __init__(self, begin: Callable[[Any, FirstStep], bool]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[Any, FirstStep], bool],
+        at_batch: Callable[[FirstStep], bool] = lambda first: False,
+    ) -> None:
         self._begin = begin
+        self._at_batch = at_batch
         self._is_over = False
         self._latest: LoaderPass | None = None
         self._others: WeakSet[Any] = WeakSet()  # looking for the model of one takes longer than most steps
@@ -70,6 +77,9 @@ class FirstStep:
 
     def _remember(self, latest: LoaderPass) -> None:
         self._latest = latest
+        if not self._is_over and phase() != "intervention" and self._at_batch(self):
+            self.remove()
+            latest.tell()  # the one who has begun gets this batch
 
     def _take_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._is_over or phase() == "intervention":

@@ -88,6 +88,10 @@ class LoaderPass:
         self._passes.on_batch(self)
         return batch
 
+    def tell(self) -> None:
+        """Announce the newest batch once more, to the one who has the pass now."""
+        self._passes.on_batch(self)
+
     def hand_to(self, passes: LoaderPasses) -> None:
         """Announce the rest of this pass to others."""
         self._passes = passes

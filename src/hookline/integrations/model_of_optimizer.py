@@ -1,19 +1,22 @@
 """Find the model whose parameters an optimizer trains, among all modules that are alive.
 
-The start of a followed script calls `find_model` at the first step of the script's optimizer.
+The start of a followed script calls `find_model` at the first step of the script's optimizer; the callback for Fabric
+looks for the optimizers of the models that were set up.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from hookline.errors import NoMatchError
+from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 
-__all__ = ["FoundModel", "find_model", "find_scaler"]
+__all__ = ["FoundModel", "find_model", "find_optimizers", "find_scaler"]
 
 
 class FoundModel(NamedTuple):
@@ -51,6 +54,20 @@ def find_model(optimizer: Any, modules: Iterable[nn.Module] | None = None) -> Fo
     fewest = min(trained for _, owned, trained in candidates if owned == most)
     equal = [module for module, owned, trained in candidates if owned == most and trained == fewest]
     return FoundModel(_outermost(equal), most, len(wanted))
+
+
+def find_optimizers(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return the optimizers that are alive and train one of ``modules``, without wrappers."""
+    from torch.optim import Optimizer
+
+    found: dict[int, Any] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), Optimizer) and "param_groups" in vars(one):
+            optimizer = unwrap_optimizer(one)
+            with suppress(NoMatchError):
+                find_model(optimizer, modules)
+                found[id(optimizer)] = optimizer
+    return list(found.values())
 
 
 def find_scaler() -> Any:
