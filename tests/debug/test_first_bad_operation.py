@@ -212,6 +212,34 @@ def test_what_was_given_and_what_does_not_repeat_is_said_so() -> None:
     assert "input of the step" in check.reports[0].operation.given
 
 
+class Masked(nn.Module):
+    """Hides entries by minus infinity; all of them at one step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(torch.ones(4, 4).triu(0 if x[0, 0] == 0 else 1).bool(), float("-inf"))
+
+
+def test_infinities_that_are_meant_are_said_once_and_hide_no_fault() -> None:
+    """A mask in the output of a module is given, not made; a softmax over nothing but minus infinity is to blame."""
+    model = nn.Sequential(Masked(), nn.Softmax(dim=-1), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        for number in (3.0, 2.0, 0.0, 1.0):
+            check.step(torch.full((4, 4), number))
+    given, made = check.reports
+    assert (given.step, given.verdict, given.operation.operator) == (0, "given", "aten.masked_fill.Scalar")
+    assert (made.step, made.verdict, made.operation.operator) == (2, "found", "aten._softmax.default")
+    assert check.bad_steps == 2
+
+
 class Aside(House):
     """House with a part whose result is not used, and is not finite at one step."""
 

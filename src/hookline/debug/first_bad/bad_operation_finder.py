@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hookline.debug.first_bad.bad_operation import BadOperation, BadStep, describe_batch, find_ids
 from hookline.debug.first_bad.kept_steps import KeptStep, KeptSteps, RunParts
 from hookline.debug.first_bad.operator_run import OperatorRun
-from hookline.debug.first_bad.step_reader import StepReader
+from hookline.debug.first_bad.step_reader import BAD, StepReader
 from hookline.distributed.ranks import is_distributed
 from hookline.guard.guard import Guard
 from hookline.lifecycle.run_phase import in_phase
@@ -47,8 +47,6 @@ class SecondRun(NamedTuple):
     has_backward: bool = True
 
 
-_BAD: Final = 5
-"""The column of a row that counts firings with NaN or infinity."""
 _EAGER: Final = "the model is compiled; the second run was eager, operator by operator, so its rounding may differ"
 
 
@@ -146,7 +144,8 @@ class BadOperationFinder:
         return [report for report in found if report is not None]
 
     def _judge(self, rows: StepRows, again: SecondRun) -> BadStep | None:
-        bad = [place.label for _, place, row in rows.of_places(self._reader.places) if row[_BAD] > 0]
+        found = rows.of_places(self._reader.places) if rows.is_bad() else []
+        bad = [place.label for _, place, row in found if row[BAD] > 0]
         bad = [label for label in bad if label not in self._expected]
         if rows.loss is not None and not math.isfinite(float(rows.loss)):
             bad.append("loss")
@@ -161,7 +160,11 @@ class BadOperationFinder:
             return None  # what a NaN in the weights does to every step from then on
         report = self._look(rows.number, tuple(bad), again)
         if report.verdict == "given" and report.operation is not None and report.operation.what == "Inf":
+            # A mask, say: said once, and not a fault that goes on.
             self._expected.update(label for label in bad if label != "loss")
+            self.bad_steps -= 1
+        if report.verdict in ("given", "did not repeat"):
+            self._last_bad = -2
         self.reports.append(report)
         logger.warning("%s", report)
         if self._on_report is not None:

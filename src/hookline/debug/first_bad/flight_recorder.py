@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hookline.debug.first_bad.bad_operation import describe_batch, find_ids
 from hookline.debug.first_bad.flight_file import Streams, write_flight
 from hookline.debug.first_bad.loss_history import LossHistory
-from hookline.debug.first_bad.step_reader import StepReader, StepRows
+from hookline.debug.first_bad.step_reader import BAD, StepReader, StepRows
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import phase
@@ -45,7 +45,7 @@ __all__ = ["FlightRecorder"]
 logger = logging.getLogger("hookline.debug.flight_recorder")
 
 FILE: Final = "flight_recorder.json"
-_FIRES, _COUNT, _SUM, _SQUARES, _BAD = 0, 1, 2, 3, 5
+_FIRES, _COUNT, _SUM, _SQUARES = 0, 1, 2, 3
 """Columns of a row, among those that are added up."""
 
 
@@ -335,8 +335,8 @@ class _FlightStep:
         for _, place, row in rows.of_places(places):
             count, fires = max(row[_COUNT], 1.0), max(row[_FIRES], 1.0)
             norm = math.sqrt(row[_SQUARES] / fires) if row[_SQUARES] >= 0 else math.nan
-            self.statistics[place.label] = {"mean": float(row[_SUM] / count), "norm": norm, "bad": float(row[_BAD])}
-            if row[_BAD] > 0:
+            self.statistics[place.label] = {"mean": float(row[_SUM] / count), "norm": norm, "bad": float(row[BAD])}
+            if row[BAD] > 0:
                 bad.append(place.label)
         if rows.loss is not None:
             self.loss = rows.loss

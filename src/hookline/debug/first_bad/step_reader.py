@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from hookline.observe.watch.stats_engine import WatchedPlace
     from hookline.observe.watch.watch import Watch
 
-__all__ = ["StepReader", "StepRows", "copy_to_host"]
+__all__ = ["BAD", "StepReader", "StepRows", "copy_to_host"]
+
+
+BAD: Final = 5
+"""The column of a row that counts firings with NaN or infinity."""
 
 
 @dataclass(slots=True)
@@ -42,14 +46,19 @@ class StepRows:
         for event in self.events:
             event.synchronize()
 
+    def is_bad(self) -> bool:
+        """Return whether a place had NaN or infinity."""
+        return any(bool(values[:, BAD].any()) for values in self.rows.values())
+
     def of_places(self, places: list[WatchedPlace]) -> list[tuple[int, WatchedPlace, NDArray[np.float64]]]:
         """Return for each place that had a tensor its position in the order of calls and its row; in that order."""
         found = []
+        arrays = {device: values.numpy() for device, values in self.rows.items()}
         for place in places:
             for device, row in place.rows.items():
-                values = self.rows.get(device)
+                values = arrays.get(device)
                 if values is not None and row.number < len(values) and values[row.number, 0] > 0:
-                    found.append((row.number, place, values[row.number].numpy()))
+                    found.append((row.number, place, values[row.number]))
         return sorted(found, key=lambda each: each[0])
 
 
