@@ -11,6 +11,7 @@ from adapters import adapters
 from analyses import analyses, hessian_products
 from attaching import attaching, importing, twelve
 from capturing import capturing
+from comparing import comparing
 from compiled import compiled
 from csv_columns import csv_columns
 from debug_checks import debug_checks
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "debug": debug,
     "ranks": ranks,
     "capturing": capturing,
+    "comparing": comparing,
     "managing": managing,
     "adapters": adapters,
     "emitting": emitting,
