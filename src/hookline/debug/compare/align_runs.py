@@ -67,6 +67,9 @@ def align(
     found.only_a = _unused(values_a, used)
     found.only_b = _unused(values_b, used)
     found.pairs.sort(key=lambda pair: pair.b.order)
+    if any(pair.keys for pair in found.pairs):
+        # Rows lie in other places: what has no rows, such as a mask, has to have another shape.
+        found.unpaired = [replace(value, is_difference=False) for value in found.unpaired]
     return found
 
 

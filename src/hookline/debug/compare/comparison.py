@@ -57,7 +57,8 @@ class Comparison(ShownAsTable):
     @property
     def ok(self) -> bool:
         """Whether all that was compared is the same, and nothing has another shape."""
-        return all(value.is_same for value in self.values) and not self.unpaired
+        differs = any(value.is_difference for value in self.unpaired)
+        return all(value.is_same for value in self.values) and not differs
 
     @property
     def first(self) -> ComparedValue | None:
@@ -99,8 +100,7 @@ class Comparison(ShownAsTable):
     def _first_lines(self) -> list[str]:
         first = self.first
         if first is None:
-            is_equal = all(value.errors.is_equal for value in self.values)
-            return [f"Nothing differs{'' if is_equal else ' by more than is allowed'}."] if self.ok else []
+            return [self._same_line()] if self.ok else []
         place = f", first at {first.where}" if first.where else ""
         lines = [f"First divergence: {first.label}: {first.verdict}, {_error_text(first)}{place}."]
         lines += [f"Blamed: {_blamed_name(blame)}. {blame.why}" for blame in self.blamed[:_MAX_LISTED]]
@@ -108,6 +108,12 @@ class Comparison(ShownAsTable):
         if follow:
             lines.append(f"{follow} later values follow from it.")
         return lines
+
+    def _same_line(self) -> str:
+        if all(value.errors.is_equal for value in self.values):
+            return "Nothing differs."
+        is_rounding = all(value.verdict == WITHIN for value in self.values)
+        return f"Nothing differs by more than {'rounding' if is_rounding else 'is allowed'}."
 
     @property
     def remarks(self) -> list[str]:

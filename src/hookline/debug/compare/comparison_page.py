@@ -64,7 +64,7 @@ def _page(content: PageContent) -> str:
     values, cut = _shown(content)
     remarks = [*content.remarks, *([cut] if cut else [])]
     parts = {
-        "title": html.escape(" and ".join(content.names)),
+        "title": html.escape(" and ".join(_short_names(content.names))),
         "state": "same" if content.is_same else "differs",
         "summary": html.escape("\n".join(content.headline)),
         "remarks": f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in remarks)}</ul>" if remarks else "None.",
@@ -75,6 +75,12 @@ def _page(content: PageContent) -> str:
     }
     template = (here / "comparison.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _short_names(names: tuple[str, str]) -> list[str]:
+    """Return the last parts of two paths, unless they are the same."""
+    short = [Path(name).name for name in names]
+    return short if len(set(short)) == 2 else list(names)
 
 
 def _shown(content: PageContent) -> tuple[Sequence[ComparedValue], str]:
@@ -97,7 +103,9 @@ def _data(content: PageContent, values: Sequence[ComparedValue]) -> dict[str, An
         "levels": _LEVELS,
         "values": [{**_value(value), "first": id(value) in firsts} for value in values],
         "worst": [places[id(value)] for value in content.worst if id(value) in places],
-        "maps": [_map(kind, [(places[id(value)], value) for value in values if value.kind == kind]) for kind in kinds],
+        "maps": [
+            _map(kind, [(places[id(value)], value) for value in values if value.kind == kind], firsts) for kind in kinds
+        ],
     }
 
 
@@ -121,7 +129,11 @@ def _level(value: ComparedValue) -> int:
     return next((level for level, bound in enumerate(_BOUNDS) if level and ratio <= bound), len(_BOUNDS))
 
 
-def _map(kind: str, values: list[tuple[int, ComparedValue]]) -> dict[str, Any]:
+def _weight(value: ComparedValue, firsts: set[int]) -> tuple[bool, float]:
+    return id(value) in firsts, value.error
+
+
+def _map(kind: str, values: list[tuple[int, ComparedValue]], firsts: set[int]) -> dict[str, Any]:
     """Return one heat map: rows are layers, columns are the parts of a layer, for each call."""
     placed = [(place, value, *_layer_and_part(value)) for place, value in values]
     rows = _unique(layer for _, _, layer, _ in placed)
@@ -132,7 +144,8 @@ def _map(kind: str, values: list[tuple[int, ComparedValue]]) -> dict[str, Any]:
     for place, value, layer, part in placed:
         column = calls.index(_call_name(value)) * len(parts) + parts.index(part)
         row = cells[rows.index(layer)]
-        if row[column] < 0 or shown[row[column]].error < value.error:  # of several leaves the worst is shown
+        # Of several leaves the one where the runs part is shown, else the worst.
+        if row[column] < 0 or _weight(shown[row[column]], firsts) < _weight(value, firsts):
             row[column] = place
     return {"kind": kind, "rows": rows, "parts": parts, "calls": calls, "cells": cells}
 

@@ -51,6 +51,8 @@ class UnpairedValue:
     step: int
     call: int
     why: str
+    is_difference: bool = True
+    """Whether it makes the runs differ; not a mask or the like, of runs whose rows lie in other places."""
 
 
 @dataclass(slots=True)
