@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -353,7 +354,7 @@ def test_without_a_model_every_module_of_the_process_is_checked(tmp_path) -> Non
 
 
 def test_a_compiled_model_is_checked_too(tmp_path) -> None:
-    """In one graph, by the numbers of the eager run."""
+    """In one graph, by the numbers of the eager run; functions are not seen in there, which is said."""
     torch.compiler.reset()
     model = mlp()
     eager, compiled = (PrecisionChecker(model, path=tmp_path, format="md5") for _ in range(2))
@@ -363,4 +364,11 @@ def test_a_compiled_model_is_checked_too(tmp_path) -> None:
         call(torch.ones(1, 4))
         checker.remove()
     assert [str(record) for record in compiled.records] == [str(record) for record in eager.records]
+    checker = PrecisionChecker(model, path=tmp_path, level=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hl.HooklineWarning)  # said once in a process
+        torch.compile(model, backend="eager")(torch.ones(1, 4))
+    with pytest.warns(hl.errors.HookNeverFired, match="never fired on .* functions"):
+        checker.remove()
+    assert [record.name for record in checker.records] == ["0", "1", "2", "Sequential"]
     torch.compiler.reset()

@@ -175,7 +175,7 @@ class _Command:
         name, hint = last[0]
         if self.name == "hooks":
             return _in_file(word) or Candidates([*_hooks(), *_SETS[:-1]])
-        if name == "experiment" or (self.name == "find" and name == "model"):
+        if name == "experiment" or (self.name in ("find", "doctor") and name == "model"):
             from hookline.experiments import EMBEDDED
 
             return _in_file(word) or Candidates([*EMBEDDED], has_files=True)

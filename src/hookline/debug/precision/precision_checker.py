@@ -100,6 +100,7 @@ class PrecisionChecker:
         self._manual: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._files = PrecisionFiles(self.config.path, self.config.save_tensors)
         self._general = HandleSet()
+        self._function_outputs = HandleSet()
         self._own = HandleSet()
         self.records: deque[PrecisionRecord] = deque(maxlen=_KEPT)
         """The tensors checked since `reset_counters`, at most 100,000."""
@@ -123,7 +124,9 @@ class PrecisionChecker:
                 ]
             )
         if self.config.level >= 2:
-            self._general = HandleSet([*self._general, *self._function_handles(_FUNCTIONS, "", model, self.config)])
+            handles = self._function_handles(_FUNCTIONS, "", model, self.config)
+            self._general = HandleSet([*self._general, *handles])
+            self._function_outputs = HandleSet(handles[1:2])
 
     def register_for_module(self, module: nn.Module, name: str = "", **checks: bool) -> HandleSet:
         """Check one module with options of its own: its outputs, and the gradients of its inputs.
@@ -170,8 +173,12 @@ class PrecisionChecker:
             self._own = HandleSet([*self._own, *handles])
         return handles
 
-    def remove(self) -> None:
-        """Take all hooks off and close the log; may be repeated."""
+    def remove(self, *, quiet: bool = False) -> None:
+        """Take all hooks off and close the log; may be repeated.
+
+        Warn, unless ``quiet``, if level 2 has seen no function although the model ran (in compiled code, say).
+        """
+        self._function_outputs.remove(quiet=quiet)
         self._general.remove(quiet=True)
         self._own.remove(quiet=True)
         self._manual.clear()
@@ -181,7 +188,7 @@ class PrecisionChecker:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.remove()
+        self.remove(quiet=exc_info[0] is not None)
 
     # -- where the run stands ----------------------------------------------------------------------------------
 
@@ -242,6 +249,8 @@ class PrecisionChecker:
     def _function_handles(
         self, function: Any, name: str, model: nn.Module | None, config: PrecisionConfig
     ) -> list[RemovableHandle]:
+        """Attach to functions, for what they take, give, are sent and send on, in this order."""
+
         def taken(fn: FunctionSite, inputs: Any) -> None:
             self._of_function(fn, name, "forward_input", inputs, config)
 
