@@ -172,7 +172,7 @@ def test_a_new_experiment_runs_as_it_is(tmp_path, capsys):
 
 def test_a_new_hook_keeps_what_hooks_promise(tmp_path):
     """`check_hook` finds nothing; it runs from its file with an argument."""
-    from hookline.cli.load_object import load_object
+    from hookline.config.load_object import load_object
     from hookline.testing import check_hook
 
     assert run_here("new", "hook", "far.py") == 0

@@ -239,7 +239,7 @@ def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
         name = "lines"
 
         def load(self):
-            from hookline.cli.load_object import load_object
+            from hookline.config.load_object import load_object
 
             return load_object(f"{EXPERIMENTS}:LinesSink", wanted="a sink")
 

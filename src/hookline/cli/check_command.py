@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from hookline.cli.load_object import add_current_folder_to_path, model_at
 from hookline.cli.main import DONE
+from hookline.cli.named_model import model_at
 from hookline.cli.parse import parse
 from hookline.cli.run_hooks import check_specs
 from hookline.cli.screen import print_table, tell
+from hookline.config.load_object import add_current_folder_to_path
 from hookline.config.run_options import flag
 from hookline.errors import ConfigError, HooklineError, OptionError
 

@@ -12,10 +12,11 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from hookline.cli.load_object import load_object, model_at
 from hookline.cli.main import DONE, FAILED
+from hookline.cli.named_model import model_at
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
+from hookline.config.load_object import load_object
 from hookline.config.run_options import flag
 
 __all__ = ["DoctorOptions", "doctor"]

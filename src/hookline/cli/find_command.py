@@ -11,8 +11,8 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from hookline.cli.load_object import model_at, with_shell_command
 from hookline.cli.main import DONE
+from hookline.cli.named_model import model_at, with_shell_command
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
 from hookline.config.run_options import flag

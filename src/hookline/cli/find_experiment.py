@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from hookline.cli.load_object import load_object
+from hookline.config.load_object import load_object
 from hookline.config.run_options import field_help
 from hookline.errors import ConfigError, OptionError
 from hookline.messages import did_you_mean, unknown_name_text

@@ -68,7 +68,7 @@ def _needs(info: Any) -> str:
 
 def describe_hooks(names: Sequence[str]) -> int:
     """Print the options and metrics of each hook; of all but those for debugging if none is named."""
-    from hookline.cli.run_hooks import known_name
+    from hookline.config.named_hooks import known_name
     from hookline.training.registry import HookRegistry
 
     with messages():

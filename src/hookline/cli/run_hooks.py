@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.hook_config import file_argument
-from hookline.cli.load_object import add_current_folder_to_path, load_object
-from hookline.errors import ConfigError, HookNameError, NoMatchError, OptionError
+from hookline.config.load_object import add_current_folder_to_path
+from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
+from hookline.errors import ConfigError, HookNameError, NoMatchError
 from hookline.messages import type_name, unknown_name_text
 
 if TYPE_CHECKING:
@@ -24,19 +25,15 @@ if TYPE_CHECKING:
     from hookline.training.training_hook import TrainingHook
 
 __all__ = [
-    "ALWAYS",
     "HookObjects",
     "check_factories",
     "check_specs",
     "choose_hooks",
-    "known_name",
     "specs_of_file",
     "valid_schedules",
     "valid_trackers",
 ]
 
-ALWAYS: Final = "training_metrics"
-"""The hook that every run has: loss, accuracy and learning rate."""
 _NONE: Final = "none"
 """The group of no hooks: every experiment has it."""
 PlacedSpec = tuple[str, Mapping[str, Any]]
@@ -90,23 +87,6 @@ def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: st
     return [name for name in HookRegistry.resolve(hook_sets[group]) if not HookRegistry.get(name).debug]
 
 
-def known_name(name: str) -> str:
-    """Return the name of a hook; one in a file or a module is registered first."""
-    if "," in name:
-        raise OptionError(f"--hooks {name}: names of hooks have blanks between them: {' '.join(name.split(','))}.")
-    if ":" not in name:
-        return name
-    from hookline.training.registry import HookRegistry
-    from hookline.training.training_hook import TrainingHook
-
-    found = load_object(name, wanted="a hook")
-    if not (isinstance(found, type) and issubclass(found, TrainingHook)):
-        raise OptionError(f"--hooks {name}: that is {found!r}, and a hook is a class derived from TrainingHook.")
-    if found.name not in HookRegistry.known() or HookRegistry.get(found.name) is not found:
-        HookRegistry.register(found)
-    return found.name
-
-
 @dataclass(frozen=True)
 class TrackerChoice:
     """A tracker on some modules."""
@@ -123,16 +103,11 @@ class TrackerChoice:
 
     def make(self) -> TrainingHook:
         """Return the tracker as a hook that reports it."""
-        from hookline.training.registry import HookRegistry
-
-        where = {"targets": ",".join(self.targets) or None, "exclude": list(self.exclude) or None}
-        (hook,) = HookRegistry.create([self.tracker], {self.tracker: self.options | where})
-        hook.name = self.name
-        return hook
+        return make_tracker(self.name, self.tracker, self.targets, self.exclude, self.options)
 
     def check(self, model: Any) -> list[str]:
         """Return the names of the modules it would be on; an error says where the file asks for them."""
-        from hookline.cli.load_object import with_shell_command
+        from hookline.cli.named_model import with_shell_command
         from hookline.sites.targets import select
 
         try:

@@ -20,7 +20,6 @@ from hookline.cli.hook_config import read_hook_config
 from hookline.cli.option_sources import RunSettings, settings_of_file, settings_of_run
 from hookline.cli.parse import NUMBERS
 from hookline.cli.run_hooks import (
-    ALWAYS,
     HookObjects,
     check_factories,
     check_specs,
@@ -29,6 +28,7 @@ from hookline.cli.run_hooks import (
     valid_schedules,
     valid_trackers,
 )
+from hookline.config.named_hooks import ALWAYS
 from hookline.config.run_options import FILE_KEYS, RunOptions, flat
 from hookline.errors import OptionError
 

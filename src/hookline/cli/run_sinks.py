@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 import hookline.sinks
-from hookline.cli.load_object import load_object
+from hookline.config.load_object import load_object
 from hookline.config.run_options import SinkOptions
 from hookline.errors import OptionError
 from hookline.messages import unknown_name_text

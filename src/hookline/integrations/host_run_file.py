@@ -6,14 +6,14 @@ decide, and is passed over, so that one file serves ``hookline run`` and every h
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import hookline.sinks
+from hookline.config.load_object import load_object
+from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
 from hookline.config.run_file import RunFile, SinkEntry, TrackerEntry
 from hookline.errors import ConfigError
 from hookline.guard.rng import kept_rng
@@ -26,8 +26,6 @@ __all__ = ["HooksOfFile"]
 
 logger = logging.getLogger(__name__)
 
-_ALWAYS: Final = "training_metrics"
-"""Every run of a run file has it."""
 _ARGUMENTS: Final = {"wandb": "project", "prometheus": "port"}
 """Sinks whose key has a value, and which argument that is."""
 _SINKS: Final = ("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
@@ -71,7 +69,7 @@ class HooksOfFile:
         with kept_rng():
             made = HookRegistry.create(names, config)
             self._set_schedules({hook.name: hook for hook in made})
-            return made + [_make_tracker(entry) for entry in self._file.trackers]
+            return made + [self._make_tracker(entry) for entry in self._file.trackers]
 
     def make_sinks(self) -> list[Any]:
         """Make the sinks."""
@@ -84,7 +82,7 @@ class HooksOfFile:
                 made.append(cls(**{_ARGUMENTS[name]: chosen}) if name in _ARGUMENTS else cls())
         for entry in sinks.others:
             path, options = (entry.sink, entry.options) if isinstance(entry, SinkEntry) else (entry, {})
-            made.append(_load(path, self._path.parent, "a sink")(**options))
+            made.append(load_object(self._from_here(path), wanted="a sink")(**options))
         return made
 
     def _names(self) -> list[str]:
@@ -98,16 +96,20 @@ class HooksOfFile:
         chosen += [self._known(name) for name in names or () if name != "none"]
         if not chosen and (group == "none" or names == ("none",) or list(names or ()) == ["none"]):
             return []
-        return list(dict.fromkeys([_ALWAYS, *HookRegistry.resolve(chosen)]))
+        return list(dict.fromkeys([ALWAYS, *HookRegistry.resolve(chosen)]))
 
     def _known(self, name: str) -> str:
-        """Return the name of a hook; a class in a file or module (``file.py:Class``) is registered first."""
-        if ":" not in name:
-            return name
-        cls = _load(name, self._path.parent, "a hook")
-        if cls.name not in HookRegistry.known() or HookRegistry.get(cls.name) is not cls:
-            HookRegistry.register(cls)
-        return str(cls.name)
+        return known_name(self._from_here(name))
+
+    def _make_tracker(self, entry: TrackerEntry) -> TrainingHook:
+        tracker = self._known(entry.tracker)
+        where = _listed(entry.target_modules), _listed(entry.exclude)
+        return make_tracker(entry.name or tracker, tracker, *where, entry.options)
+
+    def _from_here(self, path: str) -> str:
+        """Return ``file.py:Class`` with its folder, which is relative to that of the run file."""
+        where = path.rpartition(":")[0]
+        return str(self._path.parent / path) if where.endswith(".py") else path
 
     def _set_schedules(self, hooks: Mapping[str, TrainingHook]) -> None:
         for name, entry in self._hooks.schedules.items():
@@ -117,14 +119,8 @@ class HooksOfFile:
             hooks[name].step_schedule = StepSchedule(**entry.arguments())
 
 
-def _make_tracker(entry: TrackerEntry) -> TrainingHook:
-    def listed(patterns: list[str] | str | None) -> list[str]:
-        return [patterns] if isinstance(patterns, str) else list(patterns or ())
-
-    where = {"targets": ",".join(listed(entry.target_modules)) or None, "exclude": listed(entry.exclude) or None}
-    (hook,) = HookRegistry.create([entry.tracker], {entry.tracker: {**entry.options, **where}})
-    hook.name = entry.name or hook.name
-    return hook
+def _listed(patterns: list[str] | str | None) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns or ())
 
 
 def _sink_class(name: str) -> Any:
@@ -133,26 +129,3 @@ def _sink_class(name: str) -> Any:
     if hasattr(cls, "check"):
         cls.check()  # a missing package is an error now, with the line that installs it
     return cls
-
-
-def _load(path: str, folder: Path, what: str) -> Any:
-    """Return the class at ``file.py:Class``, relative to the run file, or at ``package.module:Class``."""
-    where, _, name = path.rpartition(":")
-    try:
-        module = _run_file(folder / where) if where.endswith(".py") else importlib.import_module(where)
-        return getattr(module, name)
-    except (ImportError, OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} is to be {what}, and cannot be loaded: {error}. Write package.module:Class."
-        ) from error
-
-
-def _run_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"hookline_file_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

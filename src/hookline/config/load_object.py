@@ -1,25 +1,24 @@
-"""Load the object that a name on the command line means: an experiment, a model, a hook, a sink.
+"""Load the object that a name means: an experiment, a model, a hook, a sink.
 
-`find_experiment`, `run_hooks` and `run_sinks` call `load_object`, and the commands ``find`` and ``check`` call
-`model_at`, with ``path/file.py:Name`` or ``package.module:Name``. An unknown name is an error that lists the names
-there are; an error inside a user's file comes through as it is.
+The command line, run files and adapters of trainers call `load_object` with ``path/file.py:Name`` or
+``package.module:Name``. An unknown name is an error that lists the names there are; an error inside a user's file comes
+through as it is.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hookline.errors import NoMatchError, OptionError
+from hookline.errors import OptionError
 from hookline.messages import unknown_name_text
 
-__all__ = ["add_current_folder_to_path", "load_object", "model_at", "with_shell_command"]
+__all__ = ["add_current_folder_to_path", "load_object"]
 
 
 def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence[str]] | None = None) -> Any:
@@ -125,43 +124,3 @@ def _is_own(value: Any, module: ModuleType) -> bool:
         return False
     home = getattr(value, "__module__", None) if isinstance(value, type) or callable(value) else module.__name__
     return home == module.__name__
-
-
-# -- models ----------------------------------------------------------------------------------------------------
-
-
-def with_shell_command(error: NoMatchError, model: str = "EXPERIMENT") -> str:
-    """Return the text of ``error`` with ``hookline find MODEL`` where it gives a line of Python."""
-    from hookline.sites.targets import SEE_ALL
-
-    return str(error).replace(SEE_ALL, f"See all: hookline find {shlex.quote(model)}")
-
-
-def model_at(path: str) -> Any:
-    """Return the model that a path names: itself, made by its class or a function, or that of an experiment."""
-    from torch import nn
-
-    from hookline.experiments import EMBEDDED
-
-    thing = load_object(EMBEDDED.get(path, path), wanted="a model")
-    if not isinstance(thing, nn.Module) and callable(thing):
-        thing = _made_model(thing, path)
-    model = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"{path} gives {thing!r}, and a model is an nn.Module.")
-    return model
-
-
-def _made_model(thing: Any, path: str) -> Any:
-    from hookline.training.loops.experiment import Experiment
-
-    if isinstance(thing, type) and issubclass(thing, Experiment) and thing is not Experiment:
-        config = None if thing.config_class is None else thing.config_class()
-        strategies = thing.strategies or ("default",)
-        return thing(config, strategies[0])  # type: ignore[arg-type]
-    try:
-        return thing()
-    except TypeError as error:
-        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise
-        raise OptionError(f"{path} cannot be called without arguments ({error}); name a function that can.") from None

@@ -1,0 +1,51 @@
+"""Find the model that a name on the command line means, for the commands ``find`` and ``check``.
+
+`find_command` and `check_command` call `model_at` with ``path/file.py:Name`` or ``package.module:Name``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from hookline.config.load_object import load_object
+from hookline.errors import NoMatchError, OptionError
+
+__all__ = ["model_at", "with_shell_command"]
+
+
+def with_shell_command(error: NoMatchError, model: str = "EXPERIMENT") -> str:
+    """Return the text of ``error`` with ``hookline find MODEL`` where it gives a line of Python."""
+    from hookline.sites.targets import SEE_ALL
+
+    return str(error).replace(SEE_ALL, f"See all: hookline find {shlex.quote(model)}")
+
+
+def model_at(path: str) -> Any:
+    """Return the model that a path names: itself, made by its class or a function, or that of an experiment."""
+    from torch import nn
+
+    from hookline.experiments import EMBEDDED
+
+    thing = load_object(EMBEDDED.get(path, path), wanted="a model")
+    if not isinstance(thing, nn.Module) and callable(thing):
+        thing = _made_model(thing, path)
+    model = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"{path} gives {thing!r}, and a model is an nn.Module.")
+    return model
+
+
+def _made_model(thing: Any, path: str) -> Any:
+    from hookline.training.loops.experiment import Experiment
+
+    if isinstance(thing, type) and issubclass(thing, Experiment) and thing is not Experiment:
+        config = None if thing.config_class is None else thing.config_class()
+        strategies = thing.strategies or ("default",)
+        return thing(config, strategies[0])  # type: ignore[arg-type]
+    try:
+        return thing()
+    except TypeError as error:
+        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise OptionError(f"{path} cannot be called without arguments ({error}); name a function that can.") from None
