@@ -78,6 +78,8 @@ def test_one_rank_with_other_weights_is_found_with_its_rank(tmp_path: Path, monk
     assert (found.first.rank, found.first.site, found.first.where) == (1, "layers.1.weight", "[3, 4]")
     assert all(value.is_same for value in found.values if value.rank == 0)
     assert "rank 1" in found.summary
+    within = compare(tmp_path / "b" / "rank_0", tmp_path / "b" / "rank_1")  # two ranks of one run
+    assert [blame.module for blame in within.blamed] == ["layers.1"]
 
 
 def test_one_rank_and_two_are_compared_through_dims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +133,65 @@ def test_a_trace_of_another_model_has_nothing_to_compare(tmp_path: Path, capsys:
     b = _traced(other, tmp_path / "b", lambda model, _: model(torch.ones(2, 8)), targets="0")
     assert main(["compare", str(a), str(b)]) == 2
     assert "no site in common" in capsys.readouterr().err
+
+
+def test_a_continuous_batch_is_compared_with_a_padded_one_row_by_row(tmp_path: Path) -> None:
+    """Requests begin and end at other steps; each token is found by its request and position."""
+    tokens = {"a": torch.randn(6, 8), "b": torch.randn(4, 8)}
+    rounds = [{"a": (0, 4)}, {"b": (0, 3), "a": (4, 5)}, {"a": (5, 6), "b": (3, 4)}]
+
+    def continuous(model: nn.Module, running: Any, change: float = 0.0) -> None:
+        for number, batch in enumerate(rounds):
+            lengths = [end - begin for begin, end in batch.values()]
+            running.set_rows([*batch], lengths=lengths, positions=[begin for begin, _ in batch.values()])
+            x = torch.cat([tokens[name][begin:end] for name, (begin, end) in batch.items()])
+            x[-1] += change * (number == 2)
+            model(x)
+
+    def padded(model: nn.Module, running: Any) -> None:
+        batch = torch.full((2, 6, 8), 9.0)
+        batch[0], batch[1, 2:] = tokens["a"], tokens["b"]
+        running.set_rows(["a", "b"], starts=[0, 2], lengths=[6, 4])
+        model(batch)
+
+    kept = {"tensors": True, "exclude": None}
+    one = _traced(Net(), tmp_path / "one", padded, **kept)
+    found = compare(one, _traced(Net(), tmp_path / "two", continuous, **kept))
+    assert found.ok
+    assert {value.how for value in found.values} == {"10 rows by request and position"}
+    wrong = _traced(Net(), tmp_path / "three", lambda model, running: continuous(model, running, 1.0), **kept)
+    found = compare(one, wrong)
+    assert found.blamed[0].is_input
+    assert found.first is not None
+    assert found.first.where == "request b, position 3"
+
+
+def test_estimates_are_no_bounds(tmp_path: Path) -> None:
+    """A tolerance on single numbers that passes by estimates says so; hashes of rounded numbers claim no equal bits."""
+    run = lambda model, _: model(torch.ones(2, 8))  # noqa: E731
+    a, b = (_traced(Net(), tmp_path / name, run, hash_step=0.5) for name in "ab")
+    found = compare(a, b, atol=1e-3)
+    assert found.ok
+    assert any("no bounds" in note for note in found.notes)
+    assert not any(value.errors.is_equal for value in found.values)
+
+
+def test_steps_that_do_not_meet_are_told(tmp_path: Path) -> None:
+    """One step beside one other is compared, and said; two steps beside one other cannot be."""
+
+    def run(model: nn.Module, running: Any, skipped: int, steps: int) -> None:
+        with running.paused():
+            for _ in range(skipped):
+                model(torch.ones(2, 8))
+        for _ in range(steps):
+            model(torch.ones(2, 8))
+
+    one = _traced(Net(), tmp_path / "one", lambda model, running: run(model, running, 0, 1))
+    late = _traced(Net(), tmp_path / "late", lambda model, running: run(model, running, 5, 1))
+    two = _traced(Net(), tmp_path / "two", lambda model, running: run(model, running, 0, 2))
+    found = compare(one, late)
+    assert found.ok
+    assert found.notes == ["Steps 0 of A are compared with steps 5 of B, in this order."]
+    with pytest.raises(CompareError, match=r"A has steps \[0, 1\], B has \[5\]"):
+        compare(two, late)
+    assert any("only in A" in note for note in compare(two, one).notes)

@@ -76,11 +76,18 @@ def compare(
     run_a, run_b = read_run(a, "A", rows_a), read_run(b, "B", rows_b)
     found = align(run_a, run_b, rules=rules, dims=dims, mesh=mesh)
     pairs = [pair for pair in found.pairs if pair.has_tensors] if tensors_only else found.pairs
-    measured = measure(pairs, found.unpaired, same_sketches=_has_same_sketches(run_a, run_b))
+    measured = measure(
+        pairs,
+        found.unpaired,
+        same_sketches=_has_same_sketches(run_a, run_b),
+        exact_hashes=not run_a.settings.get("hash_step"),
+    )
     if not measured:
         raise CompareError(_why_nothing(found, run_a, run_b))
     floors = _measured_noise(a, rows_a, noise, found.notes, rules=rules, dims=dims, mesh=mesh)
     values = compare_pairs(measured, allowed, floors)
+    if (atol is not None or rtol is not None) and any(errors.is_estimate for _, errors in measured):
+        found.notes.append("atol and rtol were held against estimates, which are no bounds: trace with tensors=.")
     found.notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
     return Comparison(
         values,
@@ -118,6 +125,9 @@ def _why_nothing(found: Alignment, a: RunValues, b: RunValues) -> str:
     if found.pairs:
         count = len(found.pairs)
         return f"{count} values are in A and in B, but no tensor of both: trace with tensors=, or take estimates."
+    steps = [sorted({value.step for value in run.values}) for run in (a, b)]
+    if {value.site for value in a.values} & {value.site for value in b.values} and not set(steps[0]) & set(steps[1]):
+        return f"A has steps {steps[0]}, B has {steps[1]}: none in common, and not as many. Trace the same steps."
     have = [", ".join(map(repr, sorted({value.site for value in run.values})[:3])) for run in (a, b)]
     return (
         f"A and B have no site in common: A has {have[0]}…, B has {have[1]}…. "

@@ -27,7 +27,7 @@ NoiseFloors: TypeAlias = Mapping[tuple[Any, ...], float]
 """The relative error of rounding, measured, by `value_key`."""
 
 _NEAR_ZERO: Final = 1e-3
-"""A value this much smaller than others of its kind may be nothing but rounding, as the gradient of a key's bias."""
+"""A gradient this much smaller than others of its kind may be nothing but rounding, as that of the bias of keys."""
 _MAX_PLACES: Final = 60
 """For so many values, in the order of the calls, the first place that differs is looked for."""
 _BACKWARD: Final = ("output_grad", "input_grad", "param_grad")
@@ -40,7 +40,7 @@ def value_key(value: ValuePair | ComparedValue) -> tuple[Any, ...]:
 
 
 def measure(
-    pairs: Sequence[ValuePair], unpaired: list[UnpairedValue], *, same_sketches: bool
+    pairs: Sequence[ValuePair], unpaired: list[UnpairedValue], *, same_sketches: bool, exact_hashes: bool = True
 ) -> list[tuple[ValuePair, TensorErrors]]:
     """Return the errors of each pair, from tensors or else fingerprints; add what has neither to ``unpaired``."""
     found = []
@@ -53,13 +53,23 @@ def measure(
         if tensors is not None:
             found.append((pair, tensor_errors(*tensors)))
         elif pair.a.fingerprint is not None and pair.b.fingerprint is not None:
-            same_dtype = pair.a.dtype == pair.b.dtype
-            prints = pair.a.fingerprint, pair.b.fingerprint
-            found.append((pair, sketch_errors(*prints, same_sketches=same_sketches, same_dtype=same_dtype)))
+            estimate = sketch_errors(
+                pair.a.fingerprint,
+                pair.b.fingerprint,
+                same_sketches=same_sketches,
+                same_dtype=pair.a.dtype == pair.b.dtype,
+                exact_hashes=exact_hashes,
+            )
+            found.append((pair, estimate))
         else:
-            how = pair.how or "it was put together"
-            unpaired.append(_unpaired(pair, f"{how}, and for that its tensors have to be in both traces: tensors="))
+            unpaired.append(_unpaired(pair, _why_unreadable(pair)))
     return found
+
+
+def _why_unreadable(pair: ValuePair) -> str:
+    if pair.how:
+        return f"{pair.how}, and for that its tensors have to be in both traces: trace with tensors="
+    return "one run has only its fingerprint, the other only its tensor: trace both with tensors="
 
 
 def _unpaired(pair: ValuePair, why: str) -> UnpairedValue:
@@ -127,7 +137,7 @@ def _judge(value: ComparedValue, usual: float) -> None:
         value.verdict, value.ratio = WRONG, math.inf
         return
     error = errors.rel_l2
-    if errors.rms_a < _NEAR_ZERO * usual:
+    if value.kind in _BACKWARD and errors.rms_a < _NEAR_ZERO * usual:
         lost = errors.rms_a * error if errors.norm_a else errors.norm_b / math.sqrt(max(errors.count, 1))
         error = lost / usual
     value.verdict, value.ratio = verdict_on(error, value.floor, is_estimate=errors.is_estimate)

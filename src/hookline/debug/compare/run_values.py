@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -26,6 +27,9 @@ __all__ = ["RunSource", "RunValue", "RunValues", "read_run"]
 
 _CACHE_KEY: Final = "hookline.capture"
 """What the metadata of a file has that `Cache.save` wrote."""
+
+_RANK: Final = re.compile(r"rank_\d+")
+"""The folder of one rank in that of a trace."""
 
 RunSource: TypeAlias = str | Path | TraceFolder | Cache | Mapping[str, Any]
 """What can be compared: the path of a trace or of a safetensors file, a read trace, a cache, tensors by name."""
@@ -94,7 +98,7 @@ def _read(source: Any, name: str) -> RunValues:
         path = Path(source)
         if path.suffix == ".safetensors" or path.is_file():
             return _of_file(path, name)
-        return _of_trace(read_trace(path), name)
+        return _of_rank(path, name) if _RANK.fullmatch(path.name) else _of_trace(read_trace(path), name)
     if isinstance(source, TraceFolder):
         return _of_trace(source, name)
     if isinstance(source, Cache):
@@ -119,6 +123,14 @@ def _of_trace(folder: TraceFolder, name: str) -> RunValues:
         if not record.recompute
     ]  # fmt: skip
     return RunValues(name, values, [f"{name}: {problem}" for problem in folder.problems], folder.head)
+
+
+def _of_rank(path: Path, name: str) -> RunValues:
+    """Read the folder of one rank, so that two ranks of one run can be compared."""
+    run = _of_trace(read_trace(path.parent), name)
+    rank = int(path.name.removeprefix("rank_"))
+    values = [replace(value, rank=0) for value in run.values if value.rank == rank]
+    return RunValues(name, values, run.problems, run.settings)
 
 
 def _reader(folder: TraceFolder, record: Any) -> Callable[[], Tensor]:

@@ -19,17 +19,20 @@ _MEAN_OF_NORMAL: Final = math.sqrt(2 / math.pi)
 """The mean of |x| of normal numbers whose mean square is one."""
 
 
-def sketch_errors(a: Fingerprint, b: Fingerprint, *, same_sketches: bool, same_dtype: bool) -> TensorErrors:
+def sketch_errors(
+    a: Fingerprint, b: Fingerprint, *, same_sketches: bool, same_dtype: bool, exact_hashes: bool = True
+) -> TensorErrors:
     """Return estimates: the norm of the difference from sketches, or, without, no less than the norms differ.
 
-    ``same_sketches`` says whether both were made with the same seed, ``same_dtype`` whether hashes can be compared.
+    ``same_sketches`` says whether both were made with the same seed, ``same_dtype`` whether hashes can be compared, and
+    ``exact_hashes`` whether hashes are of all bits, not of rounded numbers.
     ``max_abs`` is no more than a lower bound.
     """
     mismatched = abs(a.nan - b.nan) + abs(a.inf - b.inf)
     if same_sketches and same_dtype and a.hash == b.hash and not mismatched:
         bad = a.nan + a.inf
         return TensorErrors(
-            a.count, norm_a=a.norm, norm_b=b.norm, bad_a=bad, bad_b=bad, is_equal=True, is_estimate=True
+            a.count, norm_a=a.norm, norm_b=b.norm, bad_a=bad, bad_b=bad, is_equal=exact_hashes, is_estimate=True
         )
     distance = a.distance(b) if same_sketches else math.nan
     if math.isnan(distance):
