@@ -2,6 +2,8 @@
 
 Recipe::
 
+    with hookline.trace(model, to="trace"):
+        model(batch)
     folder = hookline.debug.read_trace("trace")
     for record in folder.records:
         print(record.site, record.kind, record.call, record.fingerprint.norm)

@@ -69,8 +69,9 @@ def trace(
                 train_step(batch)
         print(hookline.debug.read_trace("run_a"))
 
-    The run stays the run it would have been, bit for bit. Nothing waits for the device before a batch of records is
-    written: at the end of a step, or every 4,096 records. Whatever kills the process, what was written can be read.
+    The run stays the run it would have been, bit for bit. Records are written at the end of a step; those on a device
+    stay there for 5 seconds, or 4,096 of them, as fetching them waits for it. Whatever kills the process, what was
+    written can be read.
 
     Args:
         model: The model.
@@ -179,7 +180,7 @@ class Trace:
 
     def _advance(self) -> None:
         self._numbers.advance()
-        self._recorder.flush()
+        self._recorder.end_part()
 
     def set_rows(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -41,7 +42,11 @@ _MOST_RECORDS: Final = 4096
 """Records that wait for a batch."""
 _MOST_BYTES: Final = 64 << 20
 """Bytes of tensors that wait for a file."""
-_DEVICE_ROWS: Final = 1024
+_LINE_BYTES: Final = 400
+"""What a record adds to the files beside its tensor, at most: its share of a line, its place, its key."""
+_DEVICE_ROWS: Final = 4096
+_SECONDS: Final = 5.0
+"""How long fingerprints stay on a device where a step or forward ends: fetching them waits for the device."""
 _FOR_TENSORS: Final = 0.9
 """The share of the budget that tensors may take, so that fingerprints go on after them."""
 
@@ -147,6 +152,7 @@ class TraceRecorder:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._told: set[str] = set()
+        self._flushed = time.monotonic()
         self.records = 0
         """How many records were taken."""
         self.is_spent = False
@@ -241,7 +247,8 @@ class TraceRecorder:
     def _store(self, local: Tensor) -> int | None:
         """Keep a copy of a tensor for the next file; return its number there, None without room."""
         size = local.numel() * local.element_size()
-        if self._budget is not None and self._writer.bytes + self._waiting.bytes + size > self._budget * _FOR_TENSORS:
+        coming = self._waiting.bytes + len(self._waiting.records) * _LINE_BYTES + size
+        if self._budget is not None and self._writer.bytes + coming > self._budget * _FOR_TENSORS:
             self._tell(
                 f"The budget of {self._budget:,} bytes has no room for more tensors; from record {self.records} on "
                 "there are fingerprints alone. Give a larger budget=, or fewer tensors="
@@ -254,9 +261,16 @@ class TraceRecorder:
         self._waiting.bytes += size
         return len(self._waiting.tensors) - 1
 
+    def end_part(self) -> None:
+        """Write what has come, since a step or forward is over; what is on a device at most every 5 seconds."""
+        is_there = any(rows.used for rows in self._devices.values())
+        if not is_there or time.monotonic() - self._flushed >= _SECONDS:
+            self.flush()
+
     def flush(self) -> None:
         """Write what has come since the last time: one transfer from each device."""
         with self._lock:
+            self._flushed = time.monotonic()
             waiting, self._waiting = self._waiting, _Waiting()
             self._last = _LastFingerprint()  # rows on devices begin anew
             if not waiting.records or self.is_spent or os.getpid() != self._process:

@@ -132,6 +132,7 @@ class TraceSites:
         self.rows: RowTable | None = None
         """What the user has said of the rows of the forwards to come."""
         self.handles = HandleSet()
+        self._forward = -1
         self.parameters: list[_TracedParameter] = []
 
     def put_on(self, target: Target, exclude: Target) -> None:
@@ -184,6 +185,10 @@ class TraceSites:
 
     def take_output(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
         """Take what a module returns."""
+        if site.step != self._forward and not site.recompute:
+            self._forward = site.step
+            if not site.gradients:  # no backward pass has ended the step before
+                self._recorder.end_part()
         moment = self.numbers.moment(site)
         if moment is None:
             return
@@ -192,8 +197,8 @@ class TraceSites:
             self._recorder.take(site.name, "output", "", output, moment, rows)
         else:
             self._take_leaves(site.name, "output", output, moment, rows)
-        if not site.name and not site.gradients:  # no backward pass will end this step
-            self._recorder.flush()
+        if not site.name and not site.gradients:  # nor will one end this step
+            self._recorder.end_part()
 
     def count_call(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
         """Count a call whose output is not asked for."""
@@ -258,4 +263,4 @@ class TraceSites:
         """Take gradients at the end of a backward pass, when they are as final as they get without an optimizer."""
         if self.numbers.by_forward:
             self.read_gradients()
-            self._recorder.flush()
+            self._recorder.end_part()
