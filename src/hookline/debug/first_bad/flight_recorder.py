@@ -67,7 +67,7 @@ class FlightRecorder(TrainingHook):
     Args:
         to: The file; by default ``flight_recorder.json`` in the folder of the run.
         keep: How many steps are kept.
-        target: Which modules; by default the elements of the longest ``ModuleList`` or ``Sequential`` of the model.
+        target: Which modules; by default the elements of the longest ``ModuleList`` of the model, else ``Sequential``.
         spike: How many times its usual value makes a loss a spike; None for never.
         signals: Signals at which the file is written; then they do what they did before.
         write_every: Write also every so many steps, for what leaves no time to write (``kill -9``); None for never.
@@ -360,8 +360,9 @@ class _FlightStep:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model: the elements of its longest list of modules; else its children."""
-    lists = [
-        list(each.children()) for _, each in clean_modules(model) if isinstance(each, nn.ModuleList | nn.Sequential)
-    ]
-    return max(lists, key=len, default=[]) or list(model.children()) or [model]
+    """Return the repeated blocks of a model: the elements of its longest ``ModuleList``, else ``Sequential``."""
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists = [list(each.children()) for _, each in clean_modules(model) if isinstance(each, kind)]
+        if any(lists):
+            return max(lists, key=len)
+    return list(model.children()) or [model]
