@@ -47,6 +47,23 @@ class _Loop:
         return hl.follow(self.model, self.optimizer, [OneOfEach(), watch], sinks=[sink]), sink
 
 
+def _exit_in_the_middle(loop: _Loop) -> list[str]:
+    """The process of rank 1 ends in the middle of the run, by no error; rank 0 has not come so far, and never does."""
+    run, _ = loop.follow()
+    loop.train(2)
+    told: list[str] = []
+    if dist.get_rank() == 1:
+        os.environ["HOOKLINE_RANK_TIMEOUT"] = "0.5"  # so long it waits for rank 0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run._close_at_end()
+        del os.environ["HOOKLINE_RANK_TIMEOUT"]
+        told = [str(one.message) for one in caught if "alone" in str(one.message)]
+    dist.barrier()
+    run.__exit__(RuntimeError, RuntimeError("the other rank is gone"), None)
+    return told
+
+
 class _Positions(nn.Module):
     """Adds what is the same for every sample to what is not, as GPT-2 does."""
 
@@ -96,12 +113,19 @@ def follow_and_leave() -> dict[str, Any]:
             loop.train(1)
     joined = [str(one.message) for one in caught if "join()" in str(one.message)]
     counts = _positions()
+    exited = _exit_in_the_middle(loop)
     (first, sink), (second, lonely) = loop.follow(), loop.follow()
     loop.train(3)
     rank = dist.get_rank()
     dist.destroy_process_group()
     first.close()
-    found = {"descriptors": descriptors, "closed": metrics_of(sink), "joined": joined, "counts": counts}
+    found = {
+        "descriptors": descriptors,
+        "closed": metrics_of(sink),
+        "joined": joined,
+        "counts": counts,
+        "exited": exited,
+    }
     if rank == 0:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

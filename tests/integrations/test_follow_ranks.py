@@ -33,7 +33,8 @@ def test_metrics_of_one_rank_alone_are_marked(both: list[dict[str, Any]]) -> Non
     metrics, (told, *more) = both[0]["alone"], both[0]["told"]
     assert metrics["one/of_each", "POST_STEP", 2] == 1.0
     assert "of rank 0 alone" in told
-    assert "Next: call close() of the run before destroy_process_group()" in told
+    assert "beginning with metrics of steps 0 to 2" in told
+    assert "Next: call close() of the run on every rank, before destroy_process_group()" in told
     assert not more
     assert [name for name, _, _ in metrics if name == "run/error"]
 
@@ -51,3 +52,10 @@ def test_what_is_the_same_for_every_sample_counts_once_if_declared(both: list[di
         counts = found["counts"]
         assert counts["declared"] == pytest.approx(counts["one process"])
         assert counts["plain"] == pytest.approx(2**0.5 * counts["one process"])
+
+
+def test_a_process_that_ends_in_the_middle_does_not_wait_for_ranks_that_train(both: list[dict[str, Any]]) -> None:
+    """As ``sys.exit(1)`` on one rank: the others wait for it in a collective of DDP, so it has to go."""
+    (told,) = both[1]["exited"]
+    assert "of rank 1 alone" in told
+    assert "rank 0 did not end" in told

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -31,6 +31,10 @@ _FAILURES: Final = (RuntimeError, ValueError)
 _WAIT_FOR_WORD: Final = 2.0
 """Seconds to wait for what the other ranks were doing, once one did not come. They fail within milliseconds of each
 other, because gloo closes its connections."""
+
+_WAIT_AT_EXIT: Final = 60.0
+"""Seconds for which a process that ends waits for the others. If it ends by ``sys.exit(1)`` in the middle of training,
+they wait for it too, so it must not wait for long."""
 
 
 class Channel:
@@ -128,6 +132,26 @@ class Connections:
         self._broken = text
         return RankError(f"{text} {advice} (gloo says: {_first_line(error)})", ranks=tuple(missing))
 
+    def note_end(self, run: str) -> None:
+        """Tell the others, who may look, that this rank ends ``run``."""
+        if self._store is not None and not self.is_fake:
+            with suppress(RuntimeError, OSError):  # the rank that holds the store is gone
+                self._store.set(_end_key(run, self.rank), "1")
+
+    def wait_for_ends(self, run: str) -> list[int]:
+        """Wait until all ranks end ``run``, for a minute at most; return the ranks that do not."""
+        waiting = [rank for rank in range(self.size) if rank != self.rank]
+        if self._store is None or self.is_fake:
+            return []
+        deadline = time.monotonic() + min(_WAIT_AT_EXIT, timeout_seconds())
+        with suppress(RuntimeError, OSError):
+            while True:
+                waiting = [rank for rank in waiting if not self._store.check([_end_key(run, rank)])]
+                if not waiting or time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+        return waiting
+
     def _exchange_last_words(self, what: str) -> dict[int, str]:
         """Leave a key in the store with what this rank was doing; return what the ranks that came were doing."""
         doing = {self.rank: what}
@@ -214,6 +238,10 @@ def _first_line(error: BaseException) -> str:
     while found is not None and not isinstance(found, RuntimeError):
         found = found.__context__
     return (str(found or error).splitlines() or [""])[0][:200]
+
+
+def _end_key(run: str, rank: int) -> str:
+    return f"hookline/end/{run}/{rank}"
 
 
 def _word_key(rank: int) -> str:

@@ -130,6 +130,7 @@ class Follow:
         self._closes_sinks = closes_sinks
         self._is_open = True
         self._error: BaseException | None = None
+        self._is_exit = False
         self._at_close: list[Callable[[], None]] = []
         optimizers = _unwrapped(optimizer)
         host.tells_phase = False
@@ -209,12 +210,13 @@ class Follow:
         self._is_open = False
         self._forget_end()
         self._take_off()
-        with self.manager.reach_ranks():  # many loops destroy the process group before the process ends
-            self._finish()
+        # Many loops destroy the process group before the process ends.
+        with self.manager.ending_with_ranks(is_exit=self._is_exit and self._error is None) as together:
+            self._finish(together=together)
 
-    def _finish(self) -> None:
+    def _finish(self, *, together: bool) -> None:
         try:
-            if self._error is None and self._loop.has_begun_epoch and self._loop.steps_in_pass:
+            if together and self._error is None and self._loop.has_begun_epoch and self._loop.steps_in_pass:
                 self._host.end_epoch()
         finally:
             try:
@@ -248,6 +250,7 @@ class Follow:
 
     def _close_at_end(self) -> None:
         self._error = error_of_process()
+        self._is_exit = True
         self.close()
 
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hookline.error_policy import error_text
@@ -36,9 +37,21 @@ class RankMember:
         """What keeps this rank together with the others; None in one process, and before the run has begun."""
         return self._engine.ranks
 
-    def reach_ranks(self) -> AbstractContextManager[None]:
-        """Return a context in which the ranks of the run are reached, also if their group was destroyed since."""
-        return nullcontext() if self._engine.ranks is None else self._engine.ranks.reach()
+    @contextmanager
+    def ending_with_ranks(self, *, is_exit: bool = False) -> Iterator[bool]:
+        """End a run in the block: the other ranks are reached also if their group was destroyed since.
+
+        Yields whether all ranks end it; if not, hooks must not wait for the others.
+
+        With ``is_exit`` the process ends, for whatever reason: others may still train, and are not waited for long.
+        """
+        ranks = self._engine.ranks
+        if ranks is None:
+            yield True
+            return
+        with ranks.reach():
+            ranks.meet_at_end(is_exit=is_exit)
+            yield not ranks.is_lost
 
     def _check_ranks(self, ranks: RankSync) -> None:
         ranks.check(self._global_step)

@@ -7,6 +7,7 @@ the communication, with its time-out.
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ _FAILED: Final = "\x1ffailed"
 """The number, beside the metrics, of failures since the last exchange."""
 _STOP: Final = "\x1fstop"
 _SECONDS: Final = "\x1fseconds"
+_numbers: Final = itertools.count(1)
 _STATE: Final = "state of the run"
 _OF_STEPS: Final = "metrics of steps"
 _SIGNALS: Final = ("", "SIGINT", "SIGTERM")
@@ -98,6 +100,9 @@ class RankSync:
         self._at_steps = at_steps
         self.rank, self.ranks = this_rank(), rank_count()
         self._connections = connections() if is_distributed() else None
+        self._run = str(next(_numbers))
+        """The number of the run, the same on every rank."""
+        self._is_exit = False
         self._rules = rules
         self._exchanges: dict[str, Exchange] = {}
         self._held: dict[str, RankFailure] = {}
@@ -154,9 +159,9 @@ class RankSync:
                 found = reduce_metrics(exchange, values | own, rules | {_FAILED: "sum", _STOP: "max"})
         except RankError as error:
             self.is_lost = True
-            if has_group():
+            if has_group() and not self._is_exit:
                 raise self._with_hooks(error, what) from error
-            self._go_on_alone(f"{what}{steps}", error)
+            self._go_on_alone(f"beginning with {what}{steps}", _short(error))
             return _of_one_rank(values, rules)
         self._take_signal(found.pop(_STOP))
         if found.pop(_FAILED):
@@ -170,12 +175,23 @@ class RankSync:
             return error
         return RankError(f"{error} The hooks at steps: {names}.", ranks=error.ranks)
 
-    def _go_on_alone(self, what: str, error: RankError) -> None:
-        """Say that a record is of this rank alone: the run outlived the process group, and the others are gone."""
+    def meet_at_end(self, *, is_exit: bool) -> None:
+        """Tell the others that the run ends here; at the end of the process, wait for them, but not for long."""
+        self._is_exit = is_exit
+        if self.is_lost or self._connections is None:
+            return
+        self._connections.note_end(self._run)
+        missing = self._connections.wait_for_ends(self._run) if is_exit else []
+        if missing:
+            self.is_lost = True
+            leave_note(f"rank {self.rank}: its process ended while others were training")
+            self._go_on_alone("which were not written yet", f"{rank_names(missing)} did not end")
+
+    def _go_on_alone(self, which: str, reason: str) -> None:
+        """Say that records are of this rank alone: the run has not ended on all ranks, or some are gone."""
         self.alone = (
-            f"From here on metrics are of rank {self.rank} alone, beginning with {what}: the process group was "
-            f"destroyed before they were written. {_short(error)}. Next: call close() of the run before "
-            "destroy_process_group()."
+            f"Metrics are of rank {self.rank} alone from here on, {which}: {reason}. Next: call close() of the run on "
+            "every rank, before destroy_process_group()."
         )
         stop_reaching()  # what hooks exchange themselves is of this rank alone too
         warnings.warn(self.alone, HooklineWarning, stacklevel=caller_stacklevel())
