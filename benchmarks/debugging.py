@@ -121,7 +121,7 @@ def _detector(training: Training) -> Iterator[None]:
 def _row(samples: Samples, training: Training, name: str, words: str, at_most: float | None = None) -> Row:
     shape = SMALL if training.tokens.device.type == "cuda" else FOUR
     if name not in samples:
-        return Row(f"{name}, training step", words, "the same step without hooks", str(shape), NOTHING, NOTHING,
+        return Row(f"debug: {name}, training step", words, "the same step without hooks", str(shape), NOTHING, NOTHING,
                    "not installed")  # fmt: skip
     return Row(
         f"debug: {name}, training step",

@@ -285,8 +285,11 @@ class TraceRecorder:
 
     def _write(self, waiting: _Waiting) -> None:
         with torch.no_grad():
-            on_host = {device: (rows.numbers.cpu().numpy(), rows.hashes.cpu().numpy()) for device, rows in
-                       self._devices.items() if rows.used}  # fmt: skip
+            on_host = {
+                device: (rows.numbers[: rows.used].cpu().numpy(), rows.hashes[: rows.used].cpu().numpy())
+                for device, rows in self._devices.items()
+                if rows.used
+            }
         for rows in self._devices.values():
             rows.used = 0
         count, width = len(waiting.records), len(self._tables.starts)
