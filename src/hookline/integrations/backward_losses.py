@@ -60,6 +60,8 @@ class BackwardLosses:
         self._noted: list[tuple[Tensor, Tensor | None]] = []
         self.probe: Tensor | None = None
         """A parameter that got a gradient by the last backward: it tells when gradients are cleared."""
+        self.is_off = False
+        """Whether nothing is noted for now, whatever `is_wanted` would say."""
         self.keeps_all = False
         """Whether nothing is forgotten until `take`: a closure clears gradients each time that it is called."""
         for each in _REPLACED:
@@ -129,7 +131,7 @@ def _make_backward(original: Any, replaced: ReplacedFunction[BackwardLosses]) ->
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         for one in replaced.listeners:  # a comprehension or a generator would be one call more
-            if one.is_wanted():
+            if not one.is_off and one.is_wanted():
                 break
         else:
             return original(*args, **kwargs)
@@ -137,7 +139,7 @@ def _make_backward(original: Any, replaced: ReplacedFunction[BackwardLosses]) ->
         gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
         if gradients is not None or _within.backward:
             return original(*args, **kwargs)
-        wanting = [losses for losses in replaced.listeners if losses.is_wanted()]
+        wanting = [losses for losses in replaced.listeners if not losses.is_off and losses.is_wanted()]
         tensors = args[0] if args else kwargs.get("tensors")
         for losses in wanting:
             for loss in tensors if isinstance(tensors, list | tuple) else (tensors,):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hookline.integrations.backward_losses import BackwardLosses
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
-from hookline.lifecycle.run_phase import phase
+from hookline.lifecycle.run_phase import ENTERED
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class FollowedLoop:
     def go_on(self, epoch: int, steps_in_pass: int) -> None:
         """Go on in the middle of a run."""
         self.epoch, self.steps_in_pass = epoch, steps_in_pass
-        self.has_begun_epoch = self._has_begun_step = self._is_passing = False
+        self.has_begun_epoch = self._has_begun_step = self._is_passing = self._losses.is_off = False
 
     def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
         """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
@@ -115,7 +115,7 @@ class FollowedLoop:
 
     @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_passing or phase() == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
+        if self._is_passing or ENTERED.phase == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
             return
         # The optimizer itself is the first argument; the rest is asked only where there is one, which is rare.
         self._has_closure = self._losses.keeps_all = (len(args) > 1 or bool(kwargs)) and any(
@@ -128,17 +128,17 @@ class FollowedLoop:
 
     @_torch.untraced_in_place
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is not self._optimizers[-1] or not self._has_begun_step or phase() == "intervention":
+        if optimizer is not self._optimizers[-1] or not self._has_begun_step or ENTERED.phase == "intervention":
             return
         if self._may_nest and _torch.is_inner_step(optimizer):
             return
         is_passing = self._is_passing
         loss = None if is_passing else self._losses.take(first=self._has_closure)  # closures may be called many times
-        found_inf = vars(optimizer).get("found_inf")  # a scaler lets fused optimizers decide by themselves
+        found_inf = optimizer.__dict__.get("found_inf")  # a scaler lets fused optimizers decide by themselves
         if found_inf is not None and bool(found_inf):  # and this one has left the parameters alone
             return
         told, self.told_loss = self.told_loss, None
-        self._has_begun_step = self._is_passing = False
+        self._has_begun_step = self._is_passing = self._losses.is_off = False
         self.steps_in_pass += 1
         if not is_passing and self._process == os.getpid():
             self._end_step(loss if told is None else told)
@@ -154,8 +154,6 @@ class FollowedLoop:
 
     def _wants_loss(self) -> bool:
         """Return whether a hook is going to see the loss of the step that is being made."""
-        if self._is_passing:
-            return False
         return self._has_begun_step or not self._may_pass or not self._manager.is_next_step_quiet()
 
     def _note_backward(self) -> Tensor | None:
@@ -179,7 +177,7 @@ class FollowedLoop:
         return _NOTHING if self._scaler is None else _torch.between_scaler_steps(self._scaler)
 
     def _take_batch(self, each: LoaderPass) -> None:
-        if phase() == "intervention":
+        if ENTERED.phase == "intervention":
             return
         self._latest_pass = each
         if self._model.training and torch.is_grad_enabled():
@@ -201,7 +199,7 @@ class FollowedLoop:
             self._host.add_batch(each.batch)
 
     def _end_pass(self, each: LoaderPass) -> None:
-        if each is not self._pass or phase() == "intervention":
+        if each is not self._pass or ENTERED.phase == "intervention":
             return
         if self._has_begun_step:  # a loader that fetches ahead, and the step of the last batch is still to come
             self._ends_with_step = True
@@ -211,7 +209,7 @@ class FollowedLoop:
     def _begin_step(self, each: LoaderPass | None) -> None:
         is_same = self.has_begun_epoch and each is self._pass and self._may_pass
         if is_same and self._manager.is_next_step_quiet() and (run := self._host.run) is not None:
-            self._has_begun_step = self._is_passing = True
+            self._has_begun_step = self._is_passing = self._losses.is_off = True
             run.num_steps += 1
             run.done += 1
             run.step = self._manager.advance_step(run.epoch)
