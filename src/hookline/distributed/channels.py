@@ -21,7 +21,7 @@ from torch import Tensor
 from hookline.distributed import _torch_distributed
 from hookline.errors import ConfigError, RankError
 
-__all__ = ["Channel", "Connections", "connections", "kept_connections", "reaching", "stop_reaching"]
+__all__ = ["Channel", "Connections", "ConnectionsInUse", "connections", "reaching", "stop_reaching"]
 
 _TIMEOUT: Final = "HOOKLINE_RANK_TIMEOUT"
 _DEFAULT_TIMEOUT: Final = 600.0
@@ -181,43 +181,41 @@ def at_places(doing: dict[int, str]) -> str:
     return "; ".join(f"rank {rank} was at {each!r}" for rank, each in sorted(doing.items()))
 
 
-class _Used:
-    """The connections of the process group that there is, and older ones that are in use."""
+class ConnectionsInUse:
+    """Hold the connections that this process uses."""
 
     current: Connections | None = None
+    """Those of the process group that there is."""
     kept: Connections | None = None
+    """Older ones, whose process group has been destroyed, if such are used."""
 
 
 def connections() -> Connections:
     """Return the connections of the process group; inside of `reaching`, those."""
-    if _Used.kept is not None:
-        return _Used.kept
-    if _Used.current is None or _Used.current.world is not dist.group.WORLD:  # another init_process_group since
-        _Used.current = Connections()
-    return _Used.current
-
-
-def kept_connections() -> Connections | None:
-    """Return connections that are used though their process group has been destroyed, if there are such."""
-    return _Used.kept
+    if ConnectionsInUse.kept is not None:
+        return ConnectionsInUse.kept
+    current = ConnectionsInUse.current
+    if current is None or current.world is not dist.group.WORLD:  # another init_process_group since
+        current = ConnectionsInUse.current = Connections()
+    return current
 
 
 def stop_reaching() -> None:
     """Use no connections of a destroyed process group any more, also inside of `reaching`: a rank is gone."""
-    _Used.kept = None
+    ConnectionsInUse.kept = None
 
 
 @contextmanager
 def reaching(before: Connections | None) -> Iterator[None]:
     """Reach the ranks of a run that began with ``before``, also if the process group has been destroyed since."""
-    if before is None or _Used.kept is not None or dist.is_initialized():
+    if before is None or ConnectionsInUse.kept is not None or dist.is_initialized():
         yield
         return
-    _Used.kept = before
+    ConnectionsInUse.kept = before
     try:
         yield
     finally:
-        _Used.kept = None
+        ConnectionsInUse.kept = None
 
 
 def timeout_seconds() -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hookline.distributed.channels import connections, kept_connections
+from hookline.distributed.channels import ConnectionsInUse, connections
 from hookline.errors import RankError
 
 __all__ = ["gather_objects", "is_distributed", "rank_count", "this_rank"]
@@ -19,7 +19,7 @@ __all__ = ["gather_objects", "is_distributed", "rank_count", "this_rank"]
 
 def this_rank() -> int:
     """Return the rank of this process; before ``init_process_group`` as ``torchrun`` says it, and 0 without either."""
-    kept = kept_connections()
+    kept = ConnectionsInUse.kept
     if kept is not None:
         return kept.rank
     return dist.get_rank() if has_group() else _from_environment("RANK", 0)
@@ -27,7 +27,7 @@ def this_rank() -> int:
 
 def rank_count() -> int:
     """Return the number of ranks; before ``init_process_group`` as ``torchrun`` says it, and 1 without either."""
-    kept = kept_connections()
+    kept = ConnectionsInUse.kept
     if kept is not None:
         return kept.size
     return dist.get_world_size() if has_group() else _from_environment("WORLD_SIZE", 1)
@@ -35,7 +35,7 @@ def rank_count() -> int:
 
 def is_distributed() -> bool:
     """Return whether ranks can exchange something: there is a process group, and more than one rank in it."""
-    return kept_connections() is not None or (has_group() and dist.get_world_size() > 1)
+    return ConnectionsInUse.kept is not None or (has_group() and dist.get_world_size() > 1)
 
 
 def gather_objects(value: Any, *, what: str) -> list[Any]:

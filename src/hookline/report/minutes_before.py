@@ -16,18 +16,21 @@ from typing import Any, Final
 
 from hookline.tables import Table, number_text
 
-__all__ = ["minutes_before"]
+__all__ = ["FLIGHT_FILE", "minutes_before"]
 
-_FILE: Final = "flight_recorder.json"
+FLIGHT_FILE: Final = "flight_recorder.json"
+"""What a recorder writes in the folder of its run."""
 _FORMAT: Final = "hookline flight"
 _MOST: Final = 40
 """Places that a row of statistics is shown for."""
 
 
 def minutes_before(runs: Sequence[tuple[str, Path]]) -> str:
-    """Return a section of the page for each run, by name and folder, in whose folder a recorder has written."""
-    found = {folder: name for name, folder in runs if (folder / _FILE).is_file()}
-    return "\n".join(_section(number, name, folder / _FILE) for number, (folder, name) in enumerate(found.items(), 1))
+    """Return a section of the page for each run, given by name and folder, in which a recorder has written."""
+    found = {folder: name for name, folder in runs}
+    return "\n".join(
+        _section(number, name, folder / FLIGHT_FILE) for number, (folder, name) in enumerate(found.items(), 1)
+    )
 
 
 def _section(number: int, name: str, path: Path) -> str:
@@ -37,7 +40,7 @@ def _section(number: int, name: str, path: Path) -> str:
             raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
         inside = f"{_steps(found).html()}\n<h3>What each block returned, and its gradient</h3>\n{_places(found).html()}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        inside = f'<p class="empty">{escape(_FILE)} could not be read ({escape(str(error))}).</p>'
+        inside = f'<p class="empty">{escape(FLIGHT_FILE)} could not be read ({escape(str(error))}).</p>'
     return (
         f'  <section id="minutes-{number}" tabindex="-1">\n'
         f'    <h2>The minutes before · {escape(name)}</h2>\n    <div class="wide-table">\n{inside}\n    </div>\n'

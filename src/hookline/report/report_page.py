@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hookline.report.anomalies import count_judged, find_anomalies
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
-from hookline.report.minutes_before import minutes_before
+from hookline.report.minutes_before import FLIGHT_FILE, minutes_before
 from hookline.report.plotly_script import packed_plotly
 from hookline.report.report_runs import RunData, distinct_names, find_runs, read_runs
 
@@ -78,13 +78,14 @@ def write_report(runs: Sequence[str | Path] | str | Path, out: str | Path | None
 
 def _page(runs: list[RunData[Collector]]) -> str:
     here = files("hookline.report")
+    recorded = [(run.name, run.folder) for run in runs if (run.folder / FLIGHT_FILE).is_file()]
     parts = {
         "title": html.escape(" · ".join(run.name for run in runs)),
         "style": (here / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "plotly": packed_plotly(),
         "data": _data(runs),
-        "minutes": minutes_before([(run.name, run.folder) for run in runs]),
+        "minutes": minutes_before(recorded) if recorded else "",
     }
     template = (here / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)

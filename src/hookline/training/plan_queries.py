@@ -27,7 +27,7 @@ class PlanQueries:
     def _set_plan(self, plan: Plan) -> None:
         self._plan = plan
         self._at_steps = tuple(plan.hooks_at(_STEP_POINTS))  # loops ask about these at every step
-        self._points_of_steps = tuple([plan.points[point] for point in _STEP_POINTS if point in plan.points])
+        self._points_of_steps = tuple(filter(None, map(plan.points.get, _STEP_POINTS)))
 
     def plan(self) -> Plan:
         """Return which hook runs at which point, in which order, on which steps, and what it needs."""

@@ -45,6 +45,9 @@ class Saving:
         self._run = run
         self._ranks = run.ranks
         self._adapter = adapter = run.adapter
+        # FSDP2 on a mesh of one rank; a plain Parameter is whole.
+        others = [each for each in adapter.model.parameters() if type(each) is not torch.nn.Parameter]
+        self._is_split = any(map(is_sharded, others))
         self._checkpoints = checkpoints
         self._own = UserState(adapter)
         self._core = CoreState(adapter, self._own)
@@ -296,8 +299,7 @@ class Saving:
         try:
             state = self._state(within=within)
             if self._ranks is None:
-                is_split = any(map(is_sharded, self._adapter.model.parameters()))  # FSDP2 on a mesh of one rank
-                self._checkpoints.write(local_parts(state) if is_split else state, run.step + 1)
+                self._checkpoints.write(local_parts(state) if self._is_split else state, run.step + 1)
             else:
                 self._checkpoints.write_ranks(state, run.step + 1, unwrapped(self._adapter.model), self._ranks)
         except Exception as error:

@@ -81,7 +81,8 @@ class Run:
         self.batch: Any = None
         self.batch_idx: int | None = None
         self._losses, self._accuracies = Mean(), Mean()
-        self._make_step = step_through_hooks(self)
+        wrapping = [] if manager is None else [hook for hook in manager.hooks.values() if hook.wraps_steps]
+        self._make_step = step_through_hooks(self, wrapping) if wrapping else adapter.train_and_schedule
 
     @property
     def position(self) -> int:
@@ -96,7 +97,7 @@ class Run:
         self.loss = self.accuracy = None
         self.evaluated = False
         self.take_loader()
-        if self.num_epochs < 2 and self.manager is not None and self.manager.ranks is not None:
+        if self.num_epochs < 2 and self.manager is not None and self.ranks is not None:
             warn_of_join(self.adapter.model)
         if self.retention is not None:
             self.retention.begin_epoch(points, epoch)

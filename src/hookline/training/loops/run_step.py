@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +66,9 @@ class RunStep:
         return AttributeSnapshot(self._run.adapter).put_back
 
 
-def step_through_hooks(run: Run) -> Callable[[Any], StepResult]:
-    """Return what makes a step of ``run``: the experiment's own step, or that inside of the hooks that wrap steps."""
+def step_through_hooks(run: Run, hooks: Sequence[TrainingHook]) -> Callable[[Any], StepResult]:
+    """Return what makes a step of ``run``: the experiment's own step, inside of the hooks that wrap steps."""
     make: Callable[[Any], StepResult] = run.adapter.train_and_schedule
-    hooks = [] if run.manager is None else [hook for hook in run.manager.hooks.values() if hook.wraps_steps]
     for hook in reversed(hooks):
         make = partial(_through, hook, RunStep(run, make))
     return make
