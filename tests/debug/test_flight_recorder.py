@@ -148,6 +148,38 @@ def test_a_recorded_run_is_the_run_without_to_the_last_bit(tmp_path: Path) -> No
     assert differences(bare, _train([Drawing(to=tmp_path / "b.json")])) != []
 
 
+def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder becomes a file; a NaN, steps by count and an exception all want to write. Later the folder is back."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    model = nn.Sequential(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = FlightRecorder(to=folder / "flight.json", write_every=2)
+
+    def run(steps: int) -> None:
+        with recorder.recording(model, optimizer):
+            for number in range(steps):
+                loss = model(torch.full((2, 2), float("nan") if number == 2 else 1.0)).sum()
+                loss.backward()
+                optimizer.step()
+                recorder.note(loss=loss, ids=[number])
+            raise KeyError("the end")
+
+    folder.rmdir()
+    folder.write_text("a file now")
+    with pytest.raises(KeyError, match="the end"):
+        run(5)
+    (record,) = [each for each in caplog.records if each.name == "hookline.debug.flight_recorder"]
+    assert "cannot be written" in record.getMessage()
+    assert recorder.written == []
+    folder.unlink()
+    with pytest.raises(KeyError, match="the end"):
+        run(1)
+    assert "the end" in read_flight(folder / "flight.json").reason
+
+
 def test_files_and_options_that_are_none_are_refused(tmp_path: Path) -> None:
     """With what to do next."""
     (tmp_path / "no.json").write_text("[]")

@@ -110,6 +110,7 @@ class FlightRecorder(TrainingHook):
         self._wraps = False
         self._last_bad = self._written_bad = -2
         self._count = 0
+        self._has_failed = False
         self.written: list[str] = []
         """Why the file was written, each time."""
 
@@ -149,6 +150,7 @@ class FlightRecorder(TrainingHook):
         self.written = []
         self._losses = None if self._spike is None else LossHistory(self._spike)
         self._count, self._last_bad, self._written_bad = 0, -2, -2
+        self._has_failed = False
 
     def around_step(self, step: RunStep, batch: Any) -> Any:
         """Make a step, and record it."""
@@ -248,9 +250,8 @@ class FlightRecorder(TrainingHook):
             bad = step.take(rows, self._reader.places)
             if bad:
                 is_first, self._last_bad = step.number > self._last_bad + 1, step.number
-                if is_first:
+                if is_first and self.write(f"NaN or infinity at {bad[0]} in step {step.number}") is not None:
                     self._written_bad = step.number
-                    self.write(f"NaN or infinity at {bad[0]} in step {step.number}")
             is_spike = self._losses is not None and self._losses.add(step.loss_value)[0]
             if is_spike:
                 self.write(f"a loss spike, {step.loss_value:.4g} in step {step.number}")
@@ -273,7 +274,18 @@ class FlightRecorder(TrainingHook):
             for rows in self._reader.arrived(wait=True):
                 if rows.number in by_number:
                     by_number[rows.number].take(rows, self._reader.places)
-        write_flight(path, reason, [(step.facts(), step.streams) for step in self._steps])
+        try:
+            write_flight(path, reason, [(step.facts(), step.streams) for step in self._steps])
+        except OSError as error:  # a full disk, a folder that is gone: no reason to end the run
+            if not self._has_failed:
+                logger.warning(
+                    "the last steps cannot be written to %s, because of %s; the run goes on, and this is said once. "
+                    "Next: make room there, or give FlightRecorder(to=...) another file",
+                    path,
+                    error,
+                )
+            self._has_failed = True
+            return None
         return path
 
     # -- signals -----------------------------------------------------------------------------------------------

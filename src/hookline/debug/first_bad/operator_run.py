@@ -1,9 +1,9 @@
 """Run a step at the level of operators, and find the one that made the first NaN or infinity.
 
-`StepAgain` runs the step inside an `OperatorRun`. Every operator is asked whether its inputs and its result are finite.
-A result that is not has an origin: the operator that made it from finite inputs, however many have passed it on since.
-Only an origin that reaches the loss, a gradient, a parameter or what a module returns is reported: an infinity that a
-mask puts in and a softmax takes out is no fault.
+`BadOperationFinder` runs the step inside an `OperatorRun`. Every operator is asked whether its inputs and its result
+are finite. A result that is not has an origin: the operator that made it from finite inputs, however many have passed
+it on since. Only an origin that reaches the loss, a gradient, a parameter or what a module returns is reported: an
+infinity that a mask puts in and a softmax takes out is no fault.
 """
 
 from __future__ import annotations
