@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import signal
-import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -327,56 +323,6 @@ def test_each_rank_has_its_folder(tmp_path, monkeypatch):
     assert folder.ranks == (1,)
     assert {each.rank for each in folder.records} == {1}
     assert any("no folder of rank 0" in each for each in folder.problems)
-
-
-KILLED = """
-import os, signal, sys, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from hookline.debug.trace.start_trace import trace
-
-folder = sys.argv[1]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
-trace(nn.Sequential(model[0]), to=f"{folder}/laid", kinds="parameter").remove()
-model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-running = trace(model, to=f"{folder}/killed", tensors="1", step="manual")
-for step in range(3):
-    model(torch.ones(2, 4)).sum().backward()
-    if step == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    running.step()
-"""
-
-
-def test_a_killed_process_leaves_a_readable_trace(tmp_path):
-    """``kill -9`` in the third step leaves the first two whole; the placements of a DTensor are in the records."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    folder = read_trace(tmp_path / "killed")
-    assert folder.steps == (0, 1)
-    assert any("was not closed" in each for each in folder.problems)
-    stored = [each for each in folder.records if each.tensor is not None]
-    assert len(stored) == 4
-    assert all(folder.tensor(each).shape == (2, 4) for each in stored)
-    with pytest.raises(TraceError, match="has a trace already"):
-        trace(nn.Linear(2, 2), to=tmp_path / "killed")
-    laid = {each.site: each.placements for each in read_trace(tmp_path / "laid").records}
-    assert laid["0.bias"] is None
-    weight = laid["0.weight"]
-    assert weight is not None
-    assert (weight.placements, weight.mesh_names, weight.mesh_shape, weight.coordinate) == (
-        ("Shard(0)",),
-        ("tp",),
-        (1,),
-        (0,),
-    )
-    assert weight.full_shape == (4, 4)
 
 
 def trained(folder: Any, disturb: bool = False) -> list[Tensor]:

@@ -69,9 +69,9 @@ def trace(
                 train_step(batch)
         print(hookline.debug.read_trace("run_a"))
 
-    The run stays the run it would have been, bit for bit. Records are written at the end of a step; those on a device
-    stay there for 5 seconds, or 4,096 of them, as fetching them waits for it. Whatever kills the process, what was
-    written can be read.
+    The run stays the run it would have been, bit for bit. Records are written when a step ends and when the next
+    forward begins; those on a device stay there for 5 seconds, or 4,096 of them, as fetching them waits for it.
+    Whatever kills the process, what was written can be read.
 
     Args:
         model: The model.

@@ -81,6 +81,10 @@ class StepNumbers:
         self.step = max(self.step, 0)
         return self.step
 
+    def knows(self, number: int) -> bool:
+        """Return whether a forward has begun already."""
+        return number in self._forwards
+
     def of_forward(self, number: int) -> _ForwardNumbers:
         """Return the numbers of a forward, which begins if it is a new one."""
         known = self._forwards.get(number)
@@ -132,7 +136,6 @@ class TraceSites:
         self.rows: RowTable | None = None
         """What the user has said of the rows of the forwards to come."""
         self.handles = HandleSet()
-        self._forward = -1
         self.parameters: list[_TracedParameter] = []
 
     def put_on(self, target: Target, exclude: Target) -> None:
@@ -148,6 +151,8 @@ class TraceSites:
         if named and "param_grad" in self._kinds and self.numbers.by_forward:
             passes = BackwardPasses(self._model, named, self._end_pass)
             self._add(passes.begin, "backward_pre", [self._model])
+            if not modules:  # forwards are steps, and nothing else counts them
+                self._add(self.count_call, "forward", [self._model])
 
     def _choose_modules(self, target: Target, exclude: Target, *, required: bool) -> list[nn.Module]:
         try:
@@ -185,10 +190,7 @@ class TraceSites:
 
     def take_output(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
         """Take what a module returns."""
-        if site.step != self._forward and not site.recompute:
-            self._forward = site.step
-            if not site.gradients:  # no backward pass has ended the step before
-                self._recorder.end_part()
+        self._end_the_one_before(site)
         moment = self.numbers.moment(site)
         if moment is None:
             return
@@ -197,15 +199,17 @@ class TraceSites:
             self._recorder.take(site.name, "output", "", output, moment, rows)
         else:
             self._take_leaves(site.name, "output", output, moment, rows)
-        if not site.name and not site.gradients:  # nor will one end this step
+        if not site.name and not site.gradients:  # nothing else comes of this forward
             self._recorder.end_part()
 
     def count_call(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
         """Count a call whose output is not asked for."""
+        self._end_the_one_before(site)
         self.numbers.moment(site)
 
     def take_input(self, module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
         """Take what a module is called with."""
+        self._end_the_one_before(site)
         forward = self.numbers.of_forward(site.step)
         if forward.is_due and not self.numbers.paused:
             call = forward.before.get(site.name, 0) + site.call
@@ -214,6 +218,14 @@ class TraceSites:
             self._take_leaves(site.name, "input", tuple(args), moment, rows)
             if kwargs:
                 self._take_leaves(site.name, "input", {"kwargs": dict(kwargs)}, moment, rows)
+
+    def _end_the_one_before(self, site: Site) -> None:
+        """Write what the forwards before have left, and their backward passes, when a new forward begins.
+
+        A process that is killed loses the forward under way at most, whatever ends a step.
+        """
+        if not site.recompute and not self.numbers.knows(site.step):
+            self._recorder.end_part()
 
     def take_output_grad(self, module: nn.Module, grads: Any, *, site: Site) -> None:
         """Take the gradients of what a module has returned."""
