@@ -26,6 +26,7 @@ from hookline.messages import caller_stacklevel
 from hookline.training.loops.experiment_adapter import whole_number
 from hookline.training.loops.loop_run import Run
 from hookline.training.loops.training_step import MicroBatches, StepResult
+from hookline.training.ranks.rank_model import warn_of_join
 
 if TYPE_CHECKING:
     from hookline.integrations.host_log_sink import HostLogSink
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["HostRun"]
 
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
-_SNAPSHOTS: Final = {"epoch": 1, "step": 100}
-"""How far apart snapshots are, as in the loops of hookline."""
+_SNAPSHOTS: Final = {"epoch": 1, "step": 100}  # how far apart, as in the loops of hookline
 _STEPS_TO_FLUSH: Final = 100
+_TRAINING: Final = in_phase("train")
 
 
 class HostRun:
@@ -208,6 +209,8 @@ class HostRun:
             return
         snapshot = (HookPoint.SNAPSHOT,) if self._has_snapshot(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
+        if run.num_epochs < 2 and self.manager.ranks is not None:
+            warn_of_join(run.adapter.model)
         run.fire(HookPoint.PRE_EPOCH)
 
     def end_epoch(self) -> None:
@@ -395,6 +398,3 @@ class HostRun:
         if self.run is None:
             raise LifecycleError(f"{what}() belongs to a run, and none has begun. Next: call begin_run() first.")
         return self.run
-
-
-_TRAINING: Final = in_phase("train")

@@ -97,7 +97,7 @@ class Run:
         self.loss = self.accuracy = None
         self.evaluated = False
         self.take_loader()
-        if self.num_epochs < 2 and self.manager is not None and self.ranks is not None:
+        if self.num_epochs < 2 and self.ranks is not None:
             warn_of_join(self.adapter.model)
         if self.retention is not None:
             self.retention.begin_epoch(points, epoch)
