@@ -79,25 +79,28 @@ def compare(
     measured = measure(
         pairs,
         found.unpaired,
+        problems := [*run_a.problems, *run_b.problems],
         same_sketches=_has_same_sketches(run_a, run_b),
         exact_hashes=not run_a.settings.get("hash_step"),
     )
     if not measured:
         raise CompareError(_why_nothing(found, run_a, run_b))
     floors = _measured_noise(a, rows_a, noise, found.notes, rules=rules, dims=dims, mesh=mesh)
+    found.notes += [*run_a.notes, *run_b.notes]
     values = compare_pairs(measured, allowed, floors)
     if (atol is not None or rtol is not None) and any(errors.is_estimate for _, errors in measured):
         found.notes.append("atol and rtol were held against estimates, which are no bounds: trace with tensors=.")
     found.notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
     return Comparison(
         values,
-        find_blame(values),
+        find_blame(values, found.unpaired),
         found.only_a,
         found.only_b,
         found.unpaired,
         found.notes,
-        [*run_a.problems, *run_b.problems],
+        problems,
         (_name_of(a, "A"), _name_of(b, "B")),
+        [*run_a.left_out, *run_b.left_out],
     )
 
 
@@ -145,7 +148,7 @@ def _measured_noise(a: RunSource, rows: Any, noise: Any, notes: list[str], **opt
         reference = read_run(a, "A", rows)
         other = read_run(source, f"noise run {number}", rows)
         found = align(reference, other, **options)
-        measured.append(measure(found.pairs, [], same_sketches=_has_same_sketches(reference, other)))
+        measured.append(measure(found.pairs, [], other.problems, same_sketches=_has_same_sketches(reference, other)))
         if not measured[-1]:
             raise CompareError(f"Noise run {number} has no site in common with A: give another run of the same model.")
         notes += [f"Noise: {problem}" for problem in other.problems]

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -40,16 +41,29 @@ def value_key(value: ValuePair | ComparedValue) -> tuple[Any, ...]:
 
 
 def measure(
-    pairs: Sequence[ValuePair], unpaired: list[UnpairedValue], *, same_sketches: bool, exact_hashes: bool = True
+    pairs: Sequence[ValuePair],
+    unpaired: list[UnpairedValue],
+    problems: list[str],
+    *,
+    same_sketches: bool,
+    exact_hashes: bool = True,
 ) -> list[tuple[ValuePair, TensorErrors]]:
-    """Return the errors of each pair, from tensors or else fingerprints; add what has neither to ``unpaired``."""
-    found = []
-    for pair in pairs:
+    """Return the errors of each pair, from tensors or else fingerprints.
+
+    What has neither is added to ``unpaired``, and tensors that cannot be read to ``problems``.
+    """
+    found, lost = [], []
+    for given in pairs:
+        pair = given
         try:
             tensors = _tensors(pair)
         except TraceError as error:
-            unpaired.append(_unpaired(pair, str(error)))
-            continue
+            lost.append(str(error))
+            if pair.a.fingerprint is None or pair.b.fingerprint is None:
+                unpaired.append(_unpaired(pair, str(error)))
+                continue
+            # From here on there are only fingerprints of it.
+            pair, tensors = replace(pair, a=replace(pair.a, read=None), b=replace(pair.b, read=None)), None
         if tensors is not None:
             found.append((pair, tensor_errors(*tensors)))
         elif pair.a.fingerprint is not None and pair.b.fingerprint is not None:
@@ -63,6 +77,8 @@ def measure(
             found.append((pair, estimate))
         else:
             unpaired.append(_unpaired(pair, _why_unreadable(pair)))
+    if lost:
+        problems.append(f"{len(lost)} tensors cannot be read; their fingerprints are compared. The first: {lost[0]}")
     return found
 
 
@@ -163,11 +179,11 @@ def _where(pair: ValuePair, value: ComparedValue) -> str:
 # -- the module to blame -----------------------------------------------------------------------------------------
 
 
-def find_blame(values: Sequence[ComparedValue]) -> list[Blame]:
+def find_blame(values: Sequence[ComparedValue], unpaired: Sequence[UnpairedValue] = ()) -> list[Blame]:
     """Return the modules in which the runs part, and mark what follows from them.
 
-    That is one: whatever differs later follows from the first. Only parameters that differ from the beginning do not
-    follow from anything, and are blamed each by themselves.
+    That is mostly one: whatever differs later follows from the first. Blamed by themselves are parameters that differ
+    from the beginning, and modules that were given the same to the bit in the step of the first.
     """
     differing = [value for value in values if not value.is_same and value.is_sure]
     if not differing:
@@ -177,11 +193,52 @@ def find_blame(values: Sequence[ComparedValue]) -> list[Blame]:
     computed = [value for value in differing if value.kind != "parameter" or value.step != start]
     if not roots:
         roots = computed[:1]
+    known = {root.module for root in roots}
+    for value in _given_the_same(computed, values, unpaired):
+        if value.module not in known:
+            known.add(value.module)
+            roots.append(value)
     blamed = _without_repeats([_blame(root, values) for root in roots])
+    own = {blame.module for blame in blamed}
+    chosen = {id(root) for root in roots}
     for value in differing:
-        if value not in roots:
-            value.follows = blamed[0].module or "(the model)"
+        if id(value) not in chosen:
+            value.follows = (value.module if value.module in own else blamed[0].module) or "(the model)"
     return blamed
+
+
+def _given_the_same(
+    computed: Sequence[ComparedValue], values: Sequence[ComparedValue], unpaired: Sequence[UnpairedValue]
+) -> list[ComparedValue]:
+    """Return the outputs that differ though all that their module was given is the same to the bit.
+
+    Only those in the step and on the rank of the first difference: later a cache, and another rank, bring it along.
+    A module with something in it that differs passes that on.
+    """
+    if not computed:
+        return []
+    step, rank = computed[0].step, computed[0].rank
+    inside = {name for value in computed if (value.step, value.rank) == (step, rank) for name in _around(value)}
+    given: dict[tuple[Any, ...], bool] = {}
+    for value in values:
+        if value.kind == "input":
+            key = value.site, value.step, value.call, value.rank
+            given[key] = given.get(key, True) and value.errors.is_equal
+    not_compared = {(one.site, one.step, one.call) for one in unpaired if one.kind == "input"}
+    return [
+        value for value in computed
+        if value.kind == "output" and (value.step, value.rank) == (step, rank) and value.site not in inside
+        and given.get((value.site, value.step, value.call, value.rank), False)
+        and (value.site, value.step, value.call) not in not_compared
+    ]  # fmt: skip
+
+
+def _around(value: ComparedValue) -> list[str]:
+    """Return the names of the modules around the one of a value; the model's is empty."""
+    if not value.site:
+        return []
+    parts = value.site.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
 def _without_repeats(found: Sequence[Blame]) -> list[Blame]:

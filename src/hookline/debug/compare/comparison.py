@@ -53,12 +53,14 @@ class Comparison(ShownAsTable):
     """What is wrong with the files of the traces."""
     names: tuple[str, str] = ("A", "B")
     """What the two runs are called."""
+    left_out: list[str] = field(default_factory=list)
+    """What a trace says is missing in it, so that nobody knows whether it is the same."""
 
     @property
     def ok(self) -> bool:
-        """Whether all that was compared is the same, and nothing has another shape."""
+        """Whether all that was compared is the same, nothing has another shape, and no trace left something out."""
         differs = any(value.is_difference for value in self.unpaired)
-        return all(value.is_same for value in self.values) and not differs
+        return all(value.is_same for value in self.values) and not differs and not self.left_out
 
     @property
     def first(self) -> ComparedValue | None:
@@ -100,13 +102,21 @@ class Comparison(ShownAsTable):
     def _first_lines(self) -> list[str]:
         first = self.first
         if first is None:
-            return [self._same_line()] if self.ok else []
+            return [self._same_line()] if self.ok else self._doubts()
         place = f", first at {first.where}" if first.where else ""
         lines = [f"First divergence: {first.label}: {first.verdict}, {_error_text(first)}{place}."]
         lines += [f"Blamed: {_blamed_name(blame)}. {blame.why}" for blame in self.blamed[:_MAX_LISTED]]
         follow = sum(bool(value.follows) for value in self.values)
         if follow:
             lines.append(f"{follow} later values follow from it.")
+        return lines
+
+    def _doubts(self) -> list[str]:
+        """Return why the runs are not the same, or why that is not known, though no module is to blame."""
+        count = sum(value.is_difference for value in self.unpaired)
+        lines = [f"The runs differ: {count} values could not be compared."] if count else []
+        if self.left_out:
+            lines.append("Unsure: a trace does not hold all that was to be traced; nothing that was compared is wrong.")
         return lines
 
     def _same_line(self) -> str:
@@ -131,7 +141,7 @@ class Comparison(ShownAsTable):
                 "Errors marked ~ are estimates from fingerprints, right to about a factor of 1.6: trace with tensors= "
                 "for exact ones."
             )
-        return [*lines, *self.notes, *self.problems]
+        return [*lines, *self.notes, *self.left_out, *self.problems]
 
     def _table(self) -> Table:
         shown = self.worst
@@ -149,7 +159,7 @@ class Comparison(ShownAsTable):
             "blamed": [{"module": blame.module, "why": blame.why, "inputs": blame.is_input} for blame in self.blamed],
             "only_a": self.only_a, "only_b": self.only_b,
             "not_compared": [{key: getattr(value, key) for key in UnpairedValue.__slots__} for value in self.unpaired],
-            "notes": self.notes, "problems": self.problems,
+            "notes": self.notes, "left_out": self.left_out, "problems": self.problems,
             "values": [value.to_json() for value in self.worst],
         }  # fmt: skip
         plain: dict[str, Any] = _plain(found)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from hookline.debug.compare.row_layouts import as_row_keys
@@ -30,6 +31,9 @@ _CACHE_KEY: Final = "hookline.capture"
 
 _RANK: Final = re.compile(r"rank_\d+")
 """The folder of one rank in that of a trace."""
+
+_MISSING: Final = ("left out", "is spent")
+"""What notes of a trace say if it does not hold all that was asked for."""
 
 RunSource: TypeAlias = str | Path | TraceFolder | Cache | Mapping[str, Any]
 """What can be compared: the path of a trace or of a safetensors file, a read trace, a cache, tensors by name."""
@@ -74,6 +78,10 @@ class RunValues:
     values: list[RunValue]
     problems: list[str] = field(default_factory=list)
     """What is wrong with the files, in words."""
+    notes: list[str] = field(default_factory=list)
+    """What the writer of a trace has to say."""
+    left_out: list[str] = field(default_factory=list)
+    """Those of its notes by which something is missing in it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What its sketches and hashes were made with."""
 
@@ -122,7 +130,10 @@ def _of_trace(folder: TraceFolder, name: str) -> RunValues:
         # Checkpointing repeats calls of the forward: such records are no calls of their own.
         if not record.recompute
     ]  # fmt: skip
-    return RunValues(name, values, [f"{name}: {problem}" for problem in folder.problems], folder.head)
+    notes = [f"{name}: {note}" for note in dict.fromkeys(folder.notes)]
+    missing = [note for note in notes if any(words in note for words in _MISSING)]
+    others = [note for note in notes if note not in missing]
+    return RunValues(name, values, [f"{name}: {one}" for one in folder.problems], others, missing, folder.head)
 
 
 def _of_rank(path: Path, name: str) -> RunValues:
@@ -130,7 +141,7 @@ def _of_rank(path: Path, name: str) -> RunValues:
     run = _of_trace(read_trace(path.parent), name)
     rank = int(path.name.removeprefix("rank_"))
     values = [replace(value, rank=0) for value in run.values if value.rank == rank]
-    return RunValues(name, values, run.problems, run.settings)
+    return replace(run, values=values)
 
 
 def _reader(folder: TraceFolder, record: Any) -> Callable[[], Tensor]:
@@ -195,7 +206,16 @@ def _leaves_of(site: str, kind: str, value: Any, step: int, call: int) -> list[R
 
 def _value_of(site: str, kind: str, leaf: str, step: int, call: int, tensor: Tensor) -> RunValue:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return RunValue(site, kind, leaf, step, call, 0, tuple(tensor.shape), dtype, lambda: tensor)
+    plain = _plain(tensor)
+    return RunValue(site, kind, leaf, step, call, 0, tuple(plain.shape), dtype, lambda: plain)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its entries: of a sparse one zeros too, of a nested one zeros as padding."""
+    if tensor.is_nested:
+        padded: Tensor = tensor.to_padded_tensor(0.0)
+        return padded
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _numbered(values: Sequence[RunValue]) -> list[RunValue]:
