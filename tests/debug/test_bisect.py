@@ -79,6 +79,62 @@ def test_what_the_model_itself_does_is_its_own_fault() -> None:
     assert bisect(WrongHead(1.0), WrongHead(0.0), torch.ones(2, 3)).module == ""
 
 
+class Attends(nn.Module):
+    """Scale between two projections; the caller gives one argument by name."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), scale
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.scale * mask)  # type: ignore[no-any-return]
+
+
+class ScaledNet(nn.Module):
+    """Call one module twice, with other code between, before and in another one."""
+
+    def __init__(self, *, between: float = 1.0, mask: float = 1.0, scale: float = 1.0, middle: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.middle, self.layers = nn.Linear(4, 4), nn.Linear(4, 4), nn.ModuleList([Attends(scale)])
+        self.middle.weight.data *= middle
+        self.between, self.mask = between, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(torch.tanh(self.shared(x)))
+        x = self.shared(x * self.between)
+        return self.layers[0](x, mask=torch.full((4,), self.mask))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "guilty", "innocent"),
+    [
+        ({"scale": 1.5}, "layers.0", ["layers.0.last"]),
+        ({"between": 1.5}, "", ["shared"]),
+        ({"mask": 1.5}, "", ["layers.0.last", "layers.0"]),
+        ({"middle": 1.5}, "middle", []),
+    ],
+)
+def test_a_module_that_its_right_input_heals_is_innocent(
+    tmp_path: Path, wrong: dict[str, float], guilty: str, innocent: list[str]
+) -> None:
+    """From the right model and from a trace; without inputs in the trace both suspects are named."""
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    traced = ScaledNet()
+    for name, kinds in {"outputs": ("output",), "both": ("input", "output")}.items():
+        with trace(traced, to=tmp_path / name, kinds=kinds, tensors=True), torch.no_grad():
+            traced(x)
+    for right in (ScaledNet(), tmp_path / "both"):
+        found = bisect(ScaledNet(**wrong), right, x)
+        assert (found.module, found.is_sure) == (guilty, True)
+        assert [check.site for check in found.checks if check.is_healed] == innocent
+    unsure = bisect(ScaledNet(**wrong), tmp_path / "outputs", x)
+    first = (innocent or [guilty])[0]
+    assert (unsure.module, unsure.is_sure, unsure.checks) == (first, False, [])
+    assert unsure.caller == ("layers.0" if first == "layers.0.last" else "")
+    assert "before it, found among" in str(unsure)
+
+
 @pytest.mark.parametrize(
     ("right", "inputs", "says"),
     [

@@ -1,7 +1,6 @@
 """Find the guilty module by putting tensors of a right run into a wrong model, and seeing whether the end heals.
 
-Users call `bisect`. It reads the right run by `run_values`, edits outputs by hooks of `hookline.sites`, and undoes each
-trial by the guard.
+Users call `bisect`. It reads the right run by `run_values`, and runs the wrong model by `bisect_trials`.
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hookline.debug.compare.rounding import WITHIN, RoundingModel, verdict_on
+from hookline.debug.bisect_trials import ROOT, BisectTrials, CallLeaves, SiteCall
 from hookline.debug.compare.run_values import RunSource, RunValue, read_run
-from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.errors import CompareError, OptionError
 from hookline.guard.guard import rollback
 from hookline.observe.capture.capture import capture
-from hookline.observe.capture.stored_value import each_tensor
-from hookline.sites.attach import attach
-from hookline.sites.site_info import Site
 from hookline.sites.targets import named_modules, select
-from hookline.sites.tree import leaves
 from hookline.tables import ShownAsTable, Table
 
 __all__ = ["Bisection", "BisectionTrial", "bisect"]
@@ -32,19 +26,21 @@ __all__ = ["Bisection", "BisectionTrial", "bisect"]
 _HEALED: Final = 0.02
 """The end is healed if no more than this part of its error is left, or what is left is rounding."""
 
-_Calls: TypeAlias = dict[int, dict[str, RunValue]]
-"""The outputs of one site: by call, then by leaf."""
+_Inputs: TypeAlias = Callable[[Sequence[SiteCall]], dict[SiteCall, dict[str, RunValue]]]
+"""Returns what some calls were given in the right run."""
 
 
 @dataclass(frozen=True, slots=True)
 class BisectionTrial:
-    """One run of the wrong model with outputs of the right one put in."""
+    """One run of the wrong model with tensors of the right one put in."""
 
     site: str
     """The last site, in the order of the calls, whose output was put in; those before it were, too."""
     error: float
     """The relative error of the end."""
     is_healed: bool
+    call: int = 0
+    """Which call of the site."""
 
 
 @dataclass(slots=True, repr=False)
@@ -61,14 +57,44 @@ class Bisection(ShownAsTable):
     error: float
     """The relative error of the end, with nothing put in."""
     trials: list[BisectionTrial] = field(default_factory=list)
+    call: int = 0
+    """Which call of the module is guilty."""
+    caller: str = ""
+    """The module that makes this call."""
+    is_sure: bool = False
+    """Whether it is the module; False: it, or the code of the caller before it, since its right input is not known."""
+    checks: list[BisectionTrial] = field(default_factory=list)
+    """Runs with the right input of the site put in; a site that heals by it is innocent."""
 
     def _table(self) -> Table:
-        rows = [(trial.site, f"{trial.error:.3g}", "healed" if trial.is_healed else "wrong") for trial in self.trials]
-        title = (
-            f"Guilty: {self.module or 'the code of the model itself'}, found among {self.num_sites} sites by "
-            f"{len(self.trials)} runs; without help the end is off by {self.error:.3g}."
-        )
-        return Table(("outputs of A up to", "error of the end", "the end is"), rows, numbers=(1,), title=title)
+        rows = [_row(trial, "") for trial in self.trials] + [_row(check, "input of ") for check in self.checks]
+        return Table(("outputs of A up to", "error of the end", "the end is"), rows, numbers=(1,), title=self._title())
+
+    def _title(self) -> str:
+        guilty = _shown(self.module, self.call) if self.module else "the code of the model itself"
+        if not self.is_sure:
+            guilty += f", or the code of {self.caller or 'the model itself'} before it"
+        lines = [
+            f"Guilty: {guilty}, found among {self.num_sites} sites by {len(self.trials) + len(self.checks)} runs; "
+            f"without help the end is off by {self.error:.3g}."
+        ]
+        innocent = [_shown(check.site, check.call) for check in self.checks if check.is_healed]
+        if innocent:
+            lines.append(f"Given its right input, {innocent[-1]} is right: what is handed to it is wrong.")
+        if not self.is_sure:
+            lines.append(
+                'Trace inputs too (kinds=("input", "output"), tensors=True), or give the right model, to know.'
+            )
+        return "\n".join(lines)
+
+
+def _shown(site: str, call: int) -> str:
+    return f"{site} (call {call + 1})" if call else site
+
+
+def _row(trial: BisectionTrial, before: str) -> tuple[str, str, str]:
+    state = "healed" if trial.is_healed else "wrong"
+    return before + _shown(trial.site, trial.call), f"{trial.error:.3g}", state
 
 
 def bisect(
@@ -87,14 +113,16 @@ def bisect(
         found = hookline.debug.bisect(wrong_model, right_model, {"input_ids": ids})
         print(found)
 
-    The outputs of the right run are put into ``model``, at all sites up to some place in the order of the calls. If the
-    end heals, the guilty module is at or before that place; halving finds it in log2(sites) runs. It need not be where
-    values first differ: errors that do not reach the end are passed over. Where several are guilty, the last is found.
+    The outputs of the right run are put into ``model``, at all calls up to some place. If the end heals, the guilty
+    call is at or before that place; halving finds it in log2(calls) runs. Then its right input is put in: if that heals
+    the end, the module is innocent, and the one that calls it is tried. The guilty module need not be where values
+    first differ: errors that do not reach the end are passed over. Where several are guilty, the last is found.
     ``model`` is left as it was, random streams included.
 
     Args:
         model: The wrong model.
-        right: A trace of the right run with tensors of outputs, a cache, or the right model, which is run once.
+        right: A trace of the right run with tensors of outputs, and of inputs to tell a module from the code that calls
+            it; a cache, likewise; or the right model, which is run twice.
         inputs: What the right run was given: a tensor, a tuple of arguments, a dict of keyword arguments, or a function
             that runs the model that it is given and returns the end.
         targets: Among which modules to look.
@@ -105,24 +133,63 @@ def bisect(
     """
     run = _runner(inputs)
     values = read_run(_recorded(right, run) if isinstance(right, nn.Module) else right, "the right run").values
-    sites, end = _sites_and_end(model, values, targets)
-    trials = _Trials(model, run, sites, end, tolerance)
-    found = Bisection("", len(sites), trials.error_with(0))
-    if trials.is_right(found.error):
+    outputs, end = _outputs_and_end(model, values, targets)
+    trials = BisectTrials(model, run, end, tolerance)
+    error = trials.run_alone()
+    # The order is that of the wrong model's own calls: a cache keeps all calls of a shared module together.
+    calls = [call for call in trials.ended if call in outputs]
+    if not calls:
+        raise CompareError("No output of the right run belongs to a module of this model, or targets= leaves none.")
+    found = Bisection("", len({name for name, _ in calls} | {""}), error)
+    if trials.is_right(error):
         raise CompareError(
-            f"The end of the model does not differ from the right run (relative error {found.error:.3g}): there is "
+            f"The end of the model does not differ from the right run (relative error {error:.3g}): there is "
             "nothing to find. Give tolerance= to hold it to less."
         )
-    # With the first `low` sites the end is wrong, with `high` it is healed: with all of them it is the right run's own.
-    low, high = 0, len(sites)
+    before, call = _halve(found, trials, calls, outputs)
+    given = _inputs_of_model(right, run) if isinstance(right, nn.Module) else _inputs_of_run(values)
+    _blame(found, trials, before, call, given)
+    return found
+
+
+def _halve(
+    found: Bisection, trials: BisectTrials, calls: list[SiteCall], outputs: Mapping[SiteCall, CallLeaves]
+) -> tuple[dict[SiteCall, CallLeaves], SiteCall]:
+    """Return the call whose right output heals the end, and the outputs before it, which do not."""
+    # With the first `low` calls the end is wrong, with `high` it is healed: with all it is the right end.
+    low, high = 0, len(calls) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        error = trials.error_with(middle)
-        is_healed = trials.is_right(error) or (math.isfinite(error) and error <= _HEALED * found.error)
-        found.trials.append(BisectionTrial(sites[middle - 1][0], error, is_healed))
-        low, high = (low, middle) if is_healed else (middle, high)
-    found.module = sites[high - 1][0]
-    return found
+        error = trials.error_with({call: outputs[call] for call in calls[:middle]})
+        site, call = calls[middle - 1]
+        found.trials.append(BisectionTrial(site, error, _is_healed(found, trials, error), call))
+        low, high = (low, middle) if found.trials[-1].is_healed else (middle, high)
+    return {call: outputs[call] for call in calls[:low]}, [*calls, ROOT][low]
+
+
+def _is_healed(found: Bisection, trials: BisectTrials, error: float) -> bool:
+    return trials.is_right(error) or (math.isfinite(error) and error <= _HEALED * found.error)
+
+
+def _blame(
+    found: Bisection, trials: BisectTrials, before: Mapping[SiteCall, CallLeaves], call: SiteCall, given: _Inputs
+) -> None:
+    """Go from the call that was found to the innermost around it that its right input does not heal."""
+    chain = [call]
+    while chain[-1] != ROOT:
+        chain.append(trials.callers.get(chain[-1], ROOT))
+    right = given(chain)
+    for suspect, caller in zip(chain, [*chain[1:], ROOT], strict=True):
+        found.module, found.call = suspect
+        found.caller, found.is_sure = caller[0], suspect == ROOT
+        if suspect == ROOT or not right.get(suspect):
+            return
+        error, is_whole = trials.error_given(before, suspect, right[suspect])
+        check = BisectionTrial(suspect[0], error, _is_healed(found, trials, error), suspect[1])
+        found.checks.append(check)
+        if not check.is_healed:
+            found.is_sure = is_whole
+            return
 
 
 def _runner(inputs: Any) -> Callable[[nn.Module], Any]:
@@ -137,103 +204,56 @@ def _runner(inputs: Any) -> Callable[[nn.Module], Any]:
     raise OptionError("bisect() takes inputs as a tensor, a tuple of arguments, a dict, or a function of the model.")
 
 
-def _recorded(model: nn.Module, run: Callable[[nn.Module], Any]) -> Any:
+def _recorded(model: nn.Module, run: Callable[[nn.Module], Any], targets: Any = "*", *, inputs: bool = False) -> Any:
     """Return what flows through the right model."""
-    with rollback(model), torch.no_grad(), capture(model, "*", clone=True, scope="process") as cache:
+    with (
+        rollback(model),
+        torch.no_grad(),
+        capture(model, targets, clone=True, inputs=inputs, scope="process") as cache,
+    ):
         run(model)
         cache.remove(quiet=True)
     return cache
 
 
-def _sites_and_end(
-    model: nn.Module, values: Sequence[RunValue], targets: Any
-) -> tuple[list[tuple[str, _Calls]], dict[str, RunValue]]:
-    """Return the sites whose outputs can be put in, in the order of the calls, the model last; and its output."""
+def _inputs_of_model(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Inputs:
+    """Run the right model once more for the inputs of a few calls: those of all would take twice the memory."""
+
+    def given(calls: Sequence[SiteCall]) -> dict[SiteCall, dict[str, RunValue]]:
+        known = {name for name, _ in named_modules(model)}
+        names = list(dict.fromkeys(name for name, _ in calls if name in known and name))
+        if not names:
+            return {}
+        return _inputs_of_run(read_run(_recorded(model, run, names, inputs=True), "the right run").values)(calls)
+
+    return given
+
+
+def _inputs_of_run(values: Sequence[RunValue]) -> _Inputs:
+    found = _by_call(values, "input")
+    return lambda calls: {call: found[call] for call in calls if call in found}
+
+
+def _by_call(values: Sequence[RunValue], kind: str) -> dict[SiteCall, dict[str, RunValue]]:
+    """Return the tensors of one kind at the first step: by site and call, then by leaf."""
     first = min(value.step for value in values)
-    known = {name for name, _ in named_modules(model)}
-    found: dict[str, _Calls] = {}
-    order: dict[str, int] = {}
+    found: dict[SiteCall, dict[str, RunValue]] = {}
     for value in values:
-        if value.kind == "output" and value.step == first and value.read is not None and value.site in known:
-            found.setdefault(value.site, {}).setdefault(value.call, {})[value.leaf] = value
-            order[value.site] = max(order.get(value.site, 0), value.order)
-    if "" not in found:
+        if value.kind == kind and value.step == first and value.read is not None:
+            found.setdefault((value.site, value.call), {})[value.leaf] = value
+    return found
+
+
+def _outputs_and_end(
+    model: nn.Module, values: Sequence[RunValue], targets: Any
+) -> tuple[dict[SiteCall, dict[str, RunValue]], dict[str, RunValue]]:
+    """Return the outputs that can be put in, and that of the model itself."""
+    outputs = _by_call(values, "output")
+    end = outputs.get(ROOT)
+    if end is None:
         raise CompareError(
             "The right run has no tensors of the output of the model itself, so that nobody knows when the end is "
             "healed. Trace all modules: trace(model, tensors=True)."
         )
-    end = found.pop("")[0]
-    chosen = {name for name, _ in select(model, targets)}
-    sites = [(name, found[name]) for name in sorted(found, key=order.__getitem__) if name in chosen]
-    if not sites:
-        raise CompareError("No output of the right run belongs to a module of this model, or targets= leaves none.")
-    return [*sites, ("", {0: end})], end
-
-
-class _Trials:
-    """Runs the wrong model with outputs of the right one put in."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        run: Callable[[nn.Module], Any],
-        sites: list[tuple[str, _Calls]],
-        end: dict[str, RunValue],
-        tolerance: float | None,
-    ) -> None:
-        self.model, self.run, self.sites, self.end = model, run, sites, end
-        self.tolerance = tolerance
-        rounding = RoundingModel()
-        dtype = next(iter(end.values())).dtype
-        own = next((str(one.dtype).removeprefix("torch.") for one in model.parameters()), dtype)
-        self.floor = max(rounding.next_floor(dtype, own) for _ in sites)
-
-    def is_right(self, error: float) -> bool:
-        """Return whether an error of the end is within the tolerance, or rounding."""
-        if self.tolerance is not None:
-            return error <= self.tolerance
-        return verdict_on(error, self.floor)[0] == WITHIN
-
-    def error_with(self, count: int) -> float:
-        """Return the relative error of the end, with the outputs of the first ``count`` sites put in."""
-        put_in = dict(self.sites[:count])
-        with rollback(self.model), torch.no_grad():
-            if not put_in:
-                return self._error(self.run(self.model))
-
-            def swap(module: nn.Module, args: Any, output: Any, *, site: Site) -> Any:
-                calls = put_in[site.name]
-                return _with_tensors(output, calls.get(site.call, {}), site)
-
-            with attach(self.model, list(put_in), swap, name="bisect") as handle:
-                end = self.run(self.model)
-                handle.remove(quiet=True)
-            return self._error(end)
-
-    def _error(self, end: Any) -> float:
-        errors = []
-        for path, tensor in leaves(end):
-            value = self.end.get(str(path))
-            if isinstance(tensor, Tensor) and value is not None and value.shape == tuple(tensor.shape):
-                assert value.read is not None
-                errors.append(tensor_errors(value.read().to(tensor.device), tensor).rel_l2)
-        if not errors:
-            raise CompareError("The end of the model has no tensor of the shape that the right run ends with.")
-        return max(errors)
-
-
-def _with_tensors(output: Any, right: Mapping[str, RunValue], site: Site) -> Any:
-    """Return an output with the tensors of the right run in place of its own."""
-
-    def change(path: str, tensor: Tensor) -> Tensor:
-        value = right.get(str(path)) or (next(iter(right.values())) if len(right) == 1 else None)
-        if value is None or value.read is None:
-            return tensor
-        if value.shape != tuple(tensor.shape):
-            raise CompareError(
-                f"The output of {site.name!r} has shape {tuple(tensor.shape)}, and {value.shape} in the right run: run "
-                "both with the same inputs."
-            )
-        return value.read().to(device=tensor.device, dtype=tensor.dtype, copy=True)
-
-    return each_tensor(output, change)
+    chosen = {name for name, _ in select(model, targets)} - {""}
+    return {call: one for call, one in outputs.items() if call[0] in chosen}, end
