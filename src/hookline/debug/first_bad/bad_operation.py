@@ -129,12 +129,14 @@ class BadStep(ShownAsTable):
     places: tuple[str, ...]
     """Where the check saw it, the first first: ``"layers.3/forward"``."""
     verdict: str
-    """``"found"``, ``"given"`` (the number came from outside), ``"did not repeat"`` or ``"not run again"``."""
+    """``"found"``, ``"given"`` (the number came from outside), ``"did not repeat"``, ``"not repeated"`` (the steps
+    before it could not be, so nothing is blamed), ``"not found in the forward"`` or ``"not run again"``."""
     operation: BadOperation | None = None
     batch: str = ""
     """The batch: its ids, or the shapes of its tensors."""
     is_same: bool | None = None
-    """Whether the second run ended with the bits of the first; None where that was not compared."""
+    """Whether the second run ended with the bits of the first; None where that was not compared, or where no parameter
+    was finite at the end, so that equal bits tell nothing."""
     notes: tuple[str, ...] = field(default=())
     """What a reader should know: that compiled code ran eagerly, what was missing to run the step again."""
 
@@ -143,9 +145,7 @@ class BadStep(ShownAsTable):
         if self.operation is not None:
             told = self.operation.headline()
         else:
-            told = {"did not repeat": "did not repeat: the step was run again from the same state and was finite"}.get(
-                self.verdict, self.verdict
-            )
+            told = _TOLD.get(self.verdict, self.verdict)
         return f"step {self.step}: {told}"
 
     def _table(self) -> Table:
@@ -163,6 +163,10 @@ class BadStep(ShownAsTable):
         return asdict(self)
 
 
+_TOLD = {
+    "did not repeat": "did not repeat: the step was run again from the same state and was finite",
+    "not repeated": "the steps could not be repeated: something outside was changed",
+}
 _OTHER = "the second run ended with other bits than the first: the step is not deterministic, or runs another way"
 
 

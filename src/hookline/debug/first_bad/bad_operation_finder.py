@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -47,6 +47,12 @@ class SecondRun(NamedTuple):
     has_backward: bool = True
 
 
+_UNREPEATED: Final = "not repeated"
+_OUTSIDE: Final = (
+    "the steps since the last copy of the run were made again and ended elsewhere, so something outside was changed: "
+    "data that the step fetches itself, a counter, an optimizer that was not given"
+)
+_ROUNDED: Final = "the steps before it were repeated up to rounding only: they are not deterministic"
 _EAGER: Final = "the model is compiled; the second run was eager, operator by operator, so its rounding may differ"
 
 
@@ -183,10 +189,13 @@ class BadOperationFinder:
         if any(map(_torch.is_compiled, self._model.modules())):
             notes = (*notes, _EAGER)
         try:
-            operation, is_same = self._protected(number, again)
+            operation, is_same, note = self._protected(number, again)
+        except _UnrepeatedError:
+            return BadStep(number, places, _UNREPEATED, batch=batch, notes=(*notes, _OUTSIDE))
         except _SecondRunError as error:
             note = f"the second run raised {type(error.cause).__name__}: {error.cause}"
             return BadStep(number, places, "not run again", batch=batch, notes=(*notes, note))
+        notes = (*notes, note) if note else notes
         if operation is None and not again.has_backward:
             return BadStep(number, places, "not found in the forward", None, batch, is_same, notes)
         if operation is None:
@@ -201,8 +210,11 @@ class BadOperationFinder:
             return again.note or "nothing says how to run the step again: give step_fn=, or loss_fn= and note_batch()"
         return "" if kept is not None else "the beginning of the step is not kept any more"
 
-    def _protected(self, number: int, again: SecondRun) -> tuple[BadOperation | None, bool | None]:
-        """Run a step again; return what was found, and whether it ended as the first time. The run stays as it is."""
+    def _protected(self, number: int, again: SecondRun) -> tuple[BadOperation | None, bool | None, str]:
+        """Run a step again; return what was found, whether it ended as the first time, and a note.
+
+        The run stays as it is.
+        """
         guard = Guard(*self._parts()[:4], loader=self._parts()[4])
         guard.save(["trains"])
         put_back = None if self._attributes is None else self._attributes()
@@ -210,31 +222,48 @@ class BadOperationFinder:
         ends = [_bits(tensor).clone() for tensor in self._state()] if again.is_step and is_latest else None
         try:
             with in_phase("intervention"), self._watch.paused(), guard.protecting("first bad operation"):
-                run = self._run_again(number, again)
-                is_same = None if ends is None else all(map(torch.equal, map(_bits, self._state()), ends))
+                run, note = self._run_again(number, again)
+                is_same = None if ends is None else self._ends_as(ends)
                 found = run.first
                 if run.begins_bad and self._kept.has(number - 1):
                     # The step before has made it, in a gradient or in the optimizer.
-                    earlier = self._run_again(number - 1, again).first
-                    found = found if earlier is None or earlier.given else earlier
+                    with suppress(_UnrepeatedError):
+                        earlier = self._run_again(number - 1, again)[0].first
+                        found = found if earlier is None or earlier.given else earlier
         finally:
             if put_back is not None:
                 put_back()
             guard.release()
-        return found, is_same
+        return found, is_same, note
 
-    def _run_again(self, number: int, again: SecondRun) -> OperatorRun:
+    def _run_again(self, number: int, again: SecondRun) -> tuple[OperatorRun, str]:
         assert again.run is not None
         try:
             kept = self._kept.back_to(number, again.run)
+            difference = "" if kept.marks is None else kept.marks.difference(self._model)
+            if difference == "other":
+                raise _UnrepeatedError
             with _eager(), OperatorRun(self._model) as run:
                 run.note_end(again.run(kept))
-            return run
+            return run, _ROUNDED if difference else ""
+        except _UnrepeatedError:
+            raise
         except Exception as error:
             raise _SecondRunError(error) from error
 
+    def _ends_as(self, ends: list[Tensor]) -> bool | None:
+        """Return whether the state has the bits ``ends``; None if they tell nothing, since no parameter is finite."""
+        if not all(map(torch.equal, map(_bits, self._state()), ends)):
+            return False
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return True if any(bool(each.detach().isfinite().any()) for each in trained) else None
+
     def _state(self) -> list[Tensor]:
         return [tensor.detach() for tensor in (*self._model.parameters(), *self._model.buffers())]
+
+
+class _UnrepeatedError(Exception):
+    """The steps before did not lead to the state in which the step began."""
 
 
 class _SecondRunError(Exception):

@@ -14,6 +14,7 @@ from torch import nn
 from hookline.debug.first_bad.bad_operation import BadStep
 from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, SecondRun
 from hookline.debug.first_bad.followed_steps import FollowedSteps
+from hookline.debug.first_bad.run_optimizers import OtherOptimizers, join_optimizers, list_optimizers
 from hookline.errors import OptionError
 from hookline.lifecycle.run_phase import phase
 from hookline.messages import type_name
@@ -68,7 +69,8 @@ def find_bad_operations(
 
     Args:
         model: The model.
-        optimizer: What trains it.
+        optimizer: What trains it; a list of all optimizers where there are several. Without ``step_fn`` the step of the
+            last one ends a step.
         step_fn: ``step_fn(batch)`` makes one whole step and returns the loss. All that it changes beside the parts
             given here, and what it prints, happens again in the second run.
         loss_fn: ``loss_fn(model, batch)`` returns the loss; in the place of ``step_fn``.
@@ -93,9 +95,10 @@ def find_bad_operations(
         raise OptionError(f"step_fn= is a function of the batch that makes a step; got {type_name(step_fn)}.")
     if step_fn is None and optimizer is None:
         raise OptionError("Nothing says when a step is over: give step_fn=, or the optimizer.")
+    joined = join_optimizers(optimizer)
     finder = BadOperationFinder(
         model,
-        lambda: (model, optimizer, scheduler, scaler, loader),
+        lambda: (model, joined, scheduler, scaler, loader),
         target=target,
         exclude=exclude,
         every=every if step_fn is not None else 1,
@@ -130,14 +133,15 @@ class BadOperations(ShownAsTable):
         self._finder = finder
         self._step_fn = step_fn
         self._removed = False
-        self._again = SecondRun(lambda kept: None if step_fn is None else step_fn(kept.batch))
         self._followed: FollowedSteps | None = None
+        self._others: OtherOptimizers | None = None
         self._handle: Any = None
         if step_fn is None:
             self._followed = FollowedSteps(finder, model, loss_fn)
-            self._handle = attach_optimizer(
-                unwrap_optimizer(optimizer), self._end_followed, on="step_post", name="first bad operation"
-            )
+            last = unwrap_optimizer(list_optimizers(optimizer)[-1])
+            self._handle = attach_optimizer(last, self._end_followed, on="step_post", name="first bad operation")
+        else:
+            self._others = OtherOptimizers(model, optimizer)
 
     @property
     def reports(self) -> list[BadStep]:
@@ -182,8 +186,9 @@ class BadOperations(ShownAsTable):
         self._removed = True
         if self._handle is not None:
             self._handle.remove(quiet=True)
-        if self._followed is not None:
-            self._followed.remove()
+        for part in (self._followed, self._others):
+            if part is not None:
+                part.remove()
         self._finder.remove()
 
     def __enter__(self) -> Self:
@@ -195,6 +200,13 @@ class BadOperations(ShownAsTable):
                 self.flush()
         finally:
             self.remove()
+
+    @property
+    def _again(self) -> SecondRun:
+        step_fn = self._step_fn
+        if step_fn is None or (self._others is not None and self._others.note):
+            return SecondRun(None, "" if self._others is None else self._others.note)
+        return SecondRun(lambda kept: step_fn(kept.batch))
 
     def _end_followed(self, *args: Any) -> None:
         if self._followed is not None and phase() != "intervention":

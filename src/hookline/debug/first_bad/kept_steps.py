@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hookline.debug.first_bad.state_marks import StateMarks
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import Snapshot, interrupts_deferred, roots_of
 from hookline.guard.tensor_copies import Where
@@ -30,6 +31,8 @@ class KeptStep:
     ids: Any
     """What names the batch."""
     random: RandomStates
+    marks: StateMarks | None = None
+    """The state, in a few numbers; None where a snapshot has all of it."""
 
 
 @dataclass(slots=True)
@@ -65,7 +68,8 @@ class KeptSteps:
         """Keep the beginning of a step; ``attributes`` saves what else it may change, and returns what puts it back."""
         if not self._windows or len(self._windows[-1].steps) >= self._every:
             self._begin_window(attributes)
-        self._windows[-1].steps.append(KeptStep(number, batch, ids, RandomStates()))
+        steps = self._windows[-1].steps
+        steps.append(KeptStep(number, batch, ids, RandomStates(), StateMarks(self._parts()[0]) if steps else None))
 
     def _begin_window(self, attributes: Callable[[], Callable[[], None]] | None) -> None:
         roots = roots_of(*self._parts())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.debug.first_bad.operator_places import OperatorPlace, OperatorPlaces
+from hookline.debug.first_bad.run_optimizers import JoinedOptimizers, join_optimizers
 from hookline.errors import GuardError, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.rng import RandomStates
@@ -54,7 +55,7 @@ def replay_check(
     Args:
         step_fn: ``step_fn(*args)`` makes one step.
         model: The model.
-        optimizer: What trains it.
+        optimizer: What trains it; a list of all optimizers where there are several.
         args: What the step is called with: the batch.
         times: How often it is run, 2 or more.
         scheduler: The scheduler, if the step moves it.
@@ -66,7 +67,7 @@ def replay_check(
     check_model(model, None)
     if not isinstance(times, int) or times < 2:
         raise OptionError(f"times= is how often the step is run, 2 or more; got {times!r}.")
-    parts = (model, optimizer, scheduler, scaler)
+    parts = (model, join_optimizers(optimizer), scheduler, scaler)
     guard = Guard(*parts, loader=loader)
     snapshot = Snapshot(roots_of(*parts, loader))
     snapshot.take("all", gradients=True, batch=args)
@@ -152,10 +153,11 @@ def _left_behind(result: Any, model: nn.Module, optimizer: Any) -> Iterator[_Mar
         yield _Mark(f"parameter {name}", None, _bits_of(parameter))
     for name, buffer in model.named_buffers():
         yield _Mark(f"buffer {name}", None, _bits_of(buffer))
-    for parameter, state in getattr(optimizer, "state", {}).items():
-        for key, value in state.items() if isinstance(parameter, Tensor) else ():
-            if isinstance(value, Tensor):
-                yield _Mark(f"{key} of the optimizer", None, _bits_of(value))
+    for each in optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else (optimizer,):
+        for parameter, state in getattr(each, "state", {}).items():
+            for key, value in state.items() if isinstance(parameter, Tensor) else ():
+                if isinstance(value, Tensor):
+                    yield _Mark(f"{key} of the optimizer", None, _bits_of(value))
 
 
 def _compare(runs: list[list[_Mark]]) -> Replay:
