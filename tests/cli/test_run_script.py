@@ -193,9 +193,19 @@ for _ in range(5):
 """
 
 
+FOR_BOTH = """
+experiment: mod_arithmetic
+config: {modulus: 7}
+seed: 3
+hooks: {names: [own_hook.py:Drawing]}
+"""
+
+
 def test_an_optimizer_of_a_bare_tensor_is_not_the_end_of_the_search(folder: Path, capfd: Any) -> None:
+    """The run file is one for an experiment too: what it says of training is passed over behind a ``--``."""
     (folder / "script.py").write_text(TWO_OPTIMIZERS)
-    assert main(["run", "--hooks", "own_hook.py:Drawing", "--no-report", "--", "script.py"]) == 0
+    (folder / "run.yaml").write_text(FOR_BOTH)
+    assert main(["run", "run.yaml", "--no-report", "--", sys.executable, "script.py"]) == 0
     err = capfd.readouterr().err
     assert "not attached" not in err
     assert "script/script finished: 5 steps" in err
@@ -319,6 +329,13 @@ def test_a_run_file_may_name_the_command(folder: Path, capfd: Any) -> None:
     assert "nothing was seen" in err
     assert main(["run", "run.yaml", "--dry-run"]) == 0
     assert "training_metrics, norms" in capfd.readouterr().out
+    (folder / "run.yaml").write_text("hooks: [norms]\n")  # the command is in the line, so the file need not name it
+    assert main(["run", "run.yaml", "--dry-run", "--", "script.py", "d"]) == 0
+    out = capfd.readouterr().out
+    assert "script.py d\n" in out
+    assert "training_metrics, norms" in out
+    assert main(["run", "run.yaml", "--dry-run"]) == 2
+    assert "does not say what to run" in capfd.readouterr().err
 
 
 WRONG = {

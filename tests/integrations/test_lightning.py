@@ -202,6 +202,25 @@ def test_the_points_come_in_order_with_batch_loss_and_evaluation(case: str, step
     assert case == "manual" or rates == [5e-3, 2.5e-3]
 
 
+def test_interventions_train_whatever_training_step_calls_its_arguments(tmp_path: Path) -> None:
+    class Short(Net):
+        def training_step(self, b: Any, i: int) -> Tensor:  # type: ignore[override]
+            return self.loss(b)
+
+    class One(Net):
+        def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+            return self.loss(batch)
+
+    class Any_(Net):
+        def training_step(self, *given: Any) -> Tensor:
+            assert given[1:] == (0,) or given[1] > 0
+            return self.loss(given[0])
+
+    for module in (Short, One, Any_):
+        _, callback = fit(tmp_path, [TrainsAnEpoch()], module=module, max_epochs=1)
+        assert callback.manager.fired["trains"] > 2
+
+
 def test_a_watch_counts_training_and_not_validation(tmp_path: Path) -> None:
     counts: list[int] = []
 

@@ -43,10 +43,15 @@ class RunSettings:
     """Whether the run file names the experiment, and not the command line."""
     command: list[str] = field(default_factory=list)
     """The command that starts a script, in place of an experiment."""
+    says_on_error: bool = False
+    """Whether the run file says what happens when a hook raises, and it is not only the default."""
 
 
-def settings_of_file(options: RunOptions) -> tuple[RunSettings, str]:
-    """Return the settings of a run file, if there is one, and the path of the experiment."""
+def settings_of_file(options: RunOptions, *, has_command: bool = False) -> tuple[RunSettings, str]:
+    """Return the settings of a run file, if there is one, and the path of the experiment.
+
+    A file need not say what to run, if the command line ``has_command``: an experiment that it names is passed over.
+    """
     from hookline.config.read_settings import ENDINGS, read_document
 
     path = options.experiment
@@ -60,8 +65,9 @@ def settings_of_file(options: RunOptions) -> tuple[RunSettings, str]:
     document = read_document(file)
     settings, experiment = _of_run_file(document)
     settings.says_experiment = path is None
-    path = path or experiment
-    if path is None and not settings.command and not settings.mistakes.has_any(("experiment",), ("command",)):
+    path = path or (None if has_command else experiment)
+    says_what = has_command or path is not None or settings.command
+    if not says_what and not settings.mistakes.has_any(("experiment",), ("command",)):
         settings.mistakes.add_text(
             f"{file} does not say what to run: experiment: NAME, or path/file.py:Class; or command: python train.py."
         )
@@ -75,6 +81,7 @@ def _of_run_file(document: Any) -> tuple[RunSettings, str | None]:
     run = RunFile.of(document, mistakes)
     settings = RunSettings(run.flags(), dict(run.config), dict(run.hooks.config), mistakes=mistakes)
     settings.command = run.command_words()
+    settings.says_on_error = "on_error" in run.hooks.model_fields_set
     settings.specs = run.given_specs()
     settings.trackers = [entry.model_dump() for entry in run.trackers]
     settings.schedules = {name: entry.arguments() for name, entry in run.hooks.schedules.items()}

@@ -49,6 +49,8 @@ _NOT_USED: Final = {
     name for group in (TrainingOptions, OutputOptions, CheckpointOptions) for name in vars(group()) if name not in _USED
 }
 """The flags that are about training or about the screen, which are the script's own."""
+_PASSED_OVER: Final = {*_NOT_USED, "console", "loop"}
+"""What a run file may say for experiments, where the command stands behind the ``--``."""
 _QUIET: Final = ("silent", "none")
 
 
@@ -113,15 +115,18 @@ def read_script(arguments: Sequence[str], command: Sequence[str]) -> ScriptReque
     found = FoundExperiment(name, shlex.join(words), make=lambda config, strategy: None, strategies=(STRATEGY,))
     options = merged_options(options, settings)
     _check_flags(options)
-    if not any(word.startswith("--on-hook-error") for word in given) and "on_hook_error" not in settings.flags:
+    if not any(word.startswith("--on-hook-error") for word in given) and not settings.says_on_error:
         options.hook.on_hook_error = "disable"  # a hook does not end a script that it does not own
     options.experiment = path
     return ScriptRequest(words, name, Request(options, found, None, {}, settings))
 
 
 def _settings(options: RunOptions, command: Sequence[str]) -> tuple[RunSettings, str]:
-    """Return the settings of the run file, if there is one; refuse an experiment beside a command."""
-    settings, path = settings_of_file(options)
+    """Return the settings of the run file, if there is one; refuse an experiment beside a command.
+
+    Behind a ``--``, the command decides how it trains: what a file says of that is passed over, as in trainers.
+    """
+    settings, path = settings_of_file(options, has_command=bool(command))
     if path:
         raise OptionError(
             f"Two things were asked to run: the experiment {path!r}, and the command "
@@ -132,6 +137,9 @@ def _settings(options: RunOptions, command: Sequence[str]) -> tuple[RunSettings,
             f"The run file names a command ({shlex.join(settings.command)}), and another stands behind the --. Next: "
             "leave one of them out."
         )
+    if command and not settings.command:
+        settings.config = {}
+        settings.flags = {name: value for name, value in settings.flags.items() if name not in _PASSED_OVER}
     return settings, path
 
 

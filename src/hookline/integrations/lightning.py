@@ -257,16 +257,21 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         trainer = self._trainer
         module = trainer.lightning_module
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        taken = inspect.signature(module.training_step).parameters
-        given = {"batch_idx": 0, "dataloader_idx": 0}
+        given = (batch, 0) if _takes_two(module.training_step) else (batch,)
         with _logging_nothing(module):
-            output = trainer.strategy.training_step(batch, *[given[name] for name in list(taken)[1:] if name in given])
+            output = trainer.strategy.training_step(*given)
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         return loss
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         for logger in self._trainer.loggers if self._trainer is not None else ():
             logger.log_metrics(metrics, step=step)
+
+
+def _takes_two(step: Callable[..., Any]) -> bool:
+    """Return whether a ``training_step`` takes the index of the batch too, as Lightning decides: by count, not name."""
+    taken = inspect.signature(step).parameters
+    return len(taken) > 1 or any(one.kind is one.VAR_POSITIONAL for one in taken.values())
 
 
 @contextmanager
