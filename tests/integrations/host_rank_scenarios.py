@@ -87,7 +87,12 @@ def save_and_resume(folder: str) -> dict[str, Any]:
     def followed_loop() -> Any:
         return _follow()
 
-    return run_cases([transformers_trainer, accelerate_loop, accelerate_on_rank_0, lightning_trainer, followed_loop])
+    def guarded_epochs() -> Any:
+        return {host.__name__: host() for host in (_accelerate_trains, _fabric_trains, _followed_trains)}
+
+    return run_cases(
+        [transformers_trainer, accelerate_loop, accelerate_on_rank_0, lightning_trainer, followed_loop, guarded_epochs]
+    )
 
 
 def _accelerate(folder: Path, *, everywhere: bool) -> Any:
@@ -186,3 +191,82 @@ def _follow() -> Any:
         "of this rank": train(1, own)[2:],
         "of rank 0": train(1, of_first)[2:],
     }
+
+
+# -- interventions that train -------------------------------------------------------------------------------------
+
+
+class TrainsAhead(hl.InterventionHook):
+    """Train one epoch more, and tell the weights of every rank, and how the hook sees the model."""
+
+    name = "ahead"
+    hook_points = {hl.HookPoint.POST_EPOCH}
+    reduce = {"weights": "concat"}
+
+    def intervene(self, run_ctx: hl.RunDataContext, model_ctx: Any) -> dict[str, Any]:
+        self.seen = type(run_ctx.model).__name__
+        model_ctx.run_training_epoch()
+        return {"weights": float(sum(each.detach().double().sum() for each in model_ctx.model.parameters()))}
+
+
+def _rows() -> tuple[nn.Linear, Any, TensorDataset]:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    return net, torch.optim.SGD(net.parameters(), 0.1), TensorDataset(torch.randn(8, 3))
+
+
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).square().mean()
+    return loss
+
+
+def _ahead(hook: TrainsAhead, sink: MemorySink) -> Any:
+    return hook.seen, [value for (name, _, _), value in metrics_of(sink).items() if name == "ahead/weights"]
+
+
+def _accelerate_trains() -> Any:
+    import accelerate
+
+    from hookline.integrations.accelerate import follow
+
+    net, made, data = _rows()
+    hook, sink, accelerator = TrainsAhead(), MemorySink(), accelerate.Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(net, made, DataLoader(data, 2))
+    with follow(accelerator, model, optimizer, [hook], loader=loader, sinks=[sink], loss_fn=_loss):
+        for batch in loader:
+            accelerator.backward(_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return _ahead(hook, sink)
+
+
+def _fabric_trains() -> Any:
+    import lightning
+
+    from hookline.integrations.fabric import FabricCallback
+
+    net, made, data = _rows()
+    hook, sink = TrainsAhead(), MemorySink()
+    callback = FabricCallback([hook], sinks=[sink], loss_fn=_loss)
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp", callbacks=[callback])
+    fabric.launch()
+    model, optimizer = fabric.setup(net, made)
+    loader = fabric.setup_dataloaders(DataLoader(data, 2))
+    for batch in loader:
+        fabric.backward(_loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    callback.close()
+    return _ahead(hook, sink)
+
+
+def _followed_trains() -> Any:
+    net, optimizer, data = _rows()
+    hook, sink, model = TrainsAhead(), MemorySink(), nn.parallel.DistributedDataParallel(net)
+    loader = DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False))
+    with hl.follow(model, optimizer, [hook], loader=loader, sinks=[sink], loss_fn=_loss):
+        for batch in loader:
+            _loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return _ahead(hook, sink)

@@ -1,4 +1,4 @@
-"""The state of hooks in checkpoints of other trainers, with several ranks: each rank goes on with its own."""
+"""Other trainers with several ranks: each rank goes on with its own hook state, and guarded steps average gradients."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ def test_a_followed_loop_goes_on_with_the_state_of_each_rank(both: list[dict[str
     count, told = second["of rank 0"]
     assert count == 102
     assert "state_dict(all_ranks=True)" in told[0]
+
+
+def test_an_intervention_that_trains_averages_gradients_over_ranks(both: list[dict[str, Any]]) -> None:
+    """Each rank has other rows; after a guarded epoch all have the weights of the others, and hooks see the model."""
+    found = both[0]["guarded_epochs"]
+    assert set(found) == {"_accelerate_trains", "_fabric_trains", "_followed_trains"}
+    for seen, [(first, second)] in found.values():
+        assert seen == "Linear"
+        assert first == second
 
 
 def test_another_number_of_ranks_is_told_what_begins_anew(both: list[dict[str, Any]]) -> None:

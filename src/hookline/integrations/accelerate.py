@@ -24,8 +24,8 @@ from hookline.messages import type_name
 from hookline.sinks.fan_out import FanOut, own_rank
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.sink import Record
-from hookline.sites.wrappers import unwrap
 from hookline.training.checkpoints import checkpoint_file
+from hookline.training.ranks.rank_model import averaging_model
 
 try:
     from accelerate.tracking import GeneralTracker
@@ -93,7 +93,7 @@ def follow(
     log = HostLogSink(lambda metrics, step: accelerator.log(metrics, step=step)) if report_to == "trackers" else None
     folder = Path(accelerator.project_dir or ".") / "hookline"
     run = follow_loop(
-        unwrap(model),
+        averaging_model(model),
         optimizer,
         hooks,
         sinks=sinks,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from hookline.errors import LifecycleError, NoMatchError
 from hookline.integrations.first_step import FirstStep
@@ -17,6 +18,7 @@ from hookline.integrations.follow import Follow, follow
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.model_of_optimizer import find_model, find_optimizers
+from hookline.training.ranks.rank_model import averaging_model
 
 if TYPE_CHECKING:
     from hookline.training.manager import HookManager
@@ -68,7 +70,11 @@ class FabricCallback:
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Remember a model that Fabric has set up, and wait for the first step."""
         self._fabric = fabric
-        self._modules.append(getattr(module, "module", module))  # the model itself, inside of Fabric's wrappers
+        # Inside of Fabric's own wrapper, but with what averages gradients over ranks: interventions train by it.
+        inside = averaging_model(getattr(module, "_forward_module", module))
+        self._modules.append(
+            inside if isinstance(inside, DistributedDataParallel) else getattr(module, "module", module)
+        )
         self._has_looked = False
         if self._first is None and self._run is None:
             self._first = FirstStep(self._begin, self._begin_at_batch)

@@ -16,11 +16,12 @@ from hookline.distributed._torch_distributed import is_joining
 from hookline.distributed.ranks import rank_names
 from hookline.errors import HooklineWarning, RankError
 from hookline.messages import caller_stacklevel
+from hookline.sites.wrappers import inner_key, unwrap
 
 if TYPE_CHECKING:
     from hookline.training.ranks.rank_sync import RankSync
 
-__all__ = ["RankModel", "bare_model", "check_alike", "warn_of_join"]
+__all__ = ["RankModel", "averaging_model", "bare_model", "check_alike", "warn_of_join"]
 
 
 class RankModel(DistributedDataParallel):
@@ -45,6 +46,18 @@ def bare_model(model: nn.Module) -> nn.Module:
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
+
+
+def averaging_model(model: nn.Module) -> nn.Module:
+    """Return the `DistributedDataParallel` among the wrappers of a model; the model inside all of them if none is one.
+
+    Recipe: ``averaging_model(prepared)`` is what a guarded step trains, so that its gradients are averaged over ranks.
+    """
+    inside: nn.Module | None = model
+    while inside is not None and not isinstance(inside, DistributedDataParallel):
+        key = inner_key(inside)
+        inside = None if key is None else inside._modules[key]
+    return unwrap(model) if inside is None else inside
 
 
 def warn_of_join(model: nn.Module) -> None:
