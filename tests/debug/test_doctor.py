@@ -98,6 +98,41 @@ def test_sites_that_never_fire_are_found_without_a_run() -> None:
     assert "hook its children" in silent["layers"]
 
 
+def _twin(*, is_silent: bool) -> nn.Module:
+    """Return one of two classes with one name, between which Python's search by name does not tell."""
+    if not is_silent:
+
+        class Twin(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+    else:
+
+        class Twin(nn.Module):  # type: ignore[no-redef]
+            def __init__(me) -> None:
+                super().__init__()
+                me.direct, me.linear, me.called = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+                nn.init.zeros_(me.called.weight)
+
+            def forward(me, x: Tensor) -> Tensor:
+                x = F.linear(me.direct.forward(x), me.linear.weight)
+                return me.called(x) @ me.called.weight
+
+    class Heir(Twin):
+        """Has the forward of its base."""
+
+    return Heir()
+
+
+def test_the_source_is_that_of_the_class_itself_and_of_the_forward_it_inherits() -> None:
+    """Not of another class of that name, and whatever the methods call ``self``."""
+    assert doctor(_twin(is_silent=False)).silent == []
+    silent = {site.name: site.reason for site in doctor(_twin(is_silent=True)).silent}
+    assert set(silent) == {"direct", "linear"}
+    assert ".forward() directly" in silent["direct"]
+    assert "uses its weights in a function" in silent["linear"]
+
+
 def test_with_sample_inputs_the_uncalled_are_found_and_the_model_is_put_back() -> None:
     """Buffers and random numbers too; what the forward raises is said."""
     model = Net().train()

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hookline.distributed import _torch_distributed
 from hookline.distributed.channels import ConnectionsInUse, connections
 from hookline.errors import RankError
 
-__all__ = ["gather_objects", "is_distributed", "rank_count", "this_rank"]
+__all__ = ["first_of_ranks", "gather_objects", "is_distributed", "rank_count", "this_rank"]
 
 
 def this_rank() -> int:
@@ -59,6 +60,21 @@ def gather_objects(value: Any, *, what: str) -> list[Any]:
             ranks=others,
         )
     return [each for _, each in found]
+
+
+def first_of_ranks(key: str, value: str) -> str:
+    """Return the ``value`` of the rank that asked first for ``key``; no rank waits for another, and none has to ask.
+
+    Recipe: ``folder = first_of_ranks("folder of my log", datetime.now().strftime("%H%M%S"))``.
+    Without a process group, or where its store has gone, it is this rank's own.
+    """
+    store = _torch_distributed.default_store() if has_group() else None
+    if store is None or not value:
+        return value
+    try:
+        return bytes(store.compare_set(f"hookline/first/{key}", "", value)).decode() or value
+    except (RuntimeError, OSError, NotImplementedError, TypeError):  # the rank that holds it is gone, or a fake store
+        return value
 
 
 def in_words(by_rank: list[Any]) -> str:

@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ _WRITES: Final = 3
 """As often a parameter is written to by training, and not by loading a state."""
 # Modules whose forward is never called; their children's are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NO_FORWARD: Final = "init|reset|tie_"
+"""What is in the names of methods that make weights ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +293,10 @@ def is_container(module: nn.Module) -> bool:
 def calls_child(model: nn.Module, name: str) -> bool:
     """Return whether the source of the module above ``name`` has a call of it: ``self.name(…)``."""
     parent, child = _parent_in(model, name)
-    called = rf"self\.{re.escape(child)}(\[[^\]]*\])?\("
     cls: Any = type(parent)  # mypy takes the hash of a class for that of its objects
+    # Not every class calls it "self"; any name would take F.linear(…) for a call of self.linear.
+    first = {"self", *(code.co_varnames[0] for code in (one.__code__ for one in _methods_of(cls)) if code.co_argcount)}
+    called = rf"\b({'|'.join(map(re.escape, sorted(first)))})\.{re.escape(child)}(\[[^\]]*\])?\("
     return parent is not None and re.search(called, _source_of(cls)) is not None
 
 
@@ -338,10 +343,28 @@ def _cause_in_parent(parent: nn.Module, child: str) -> str | None:
     return None
 
 
-# Python parses the whole file for it: 50 ms for a large one, and models repeat classes.
+# Files are read for it, and models repeat classes.
 @functools.lru_cache(maxsize=64)
 def _source_of(cls: type) -> str:
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):  # made in a shell, or built in
-        return ""
+    """Return the source of a class's methods, inherited ones too if the forward is.
+
+    Each is read by the line that its code has: by the name of the class, Python finds another one of that name.
+    """
+    found = []
+    for method in _methods_of(cls):
+        with suppress(OSError, TypeError):  # made in a shell, or built in
+            found.append(inspect.getsource(method))
+    return "\n".join(found)
+
+
+def _methods_of(cls: type) -> list[FunctionType]:
+    """Return the methods that a forward may call: those of the class, and of its bases down to where its forward is.
+
+    What only makes weights ready (``__init__``, ``reset_parameters``, ``tie_weights``) reads them, and is no use.
+    """
+    own: dict[str, Any] = {}
+    for base in cls.__mro__:
+        own = {**vars(base), **own}
+        if "forward" in own:
+            break
+    return [one for name, one in own.items() if isinstance(one, FunctionType) and not re.search(_NO_FORWARD, name)]

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from collections import defaultdict
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -15,9 +18,12 @@ import numpy as np
 from torch import Tensor
 
 from hookline.debug.precision.tensor_numbers import as_numpy
-from hookline.distributed.ranks import this_rank
+from hookline.distributed.ranks import first_of_ranks, this_rank
 
 __all__ = ["PrecisionFiles"]
+
+_NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Counts the checks of this process by their path: the nth check of each rank has one folder."""
 
 
 class PrecisionFiles:
@@ -69,9 +75,11 @@ class PrecisionFiles:
                 self._log = None
 
     def _made_folder(self) -> Path:
-        """Return the folder, made at the first call. Ranks that begin in one second share it."""
+        """Return the folder, made at the first call; the rank that comes first names it for all."""
         if self.folder is None:
-            self.folder = _new_folder(self._path / datetime.now().strftime("%Y%m%d_%H%M%S"))
+            number = next(_NUMBERS[str(self._path)])
+            now = datetime.now().strftime("%Y%m%d_%H%M%S")
+            self.folder = _new_folder(self._path / first_of_ranks(f"precision/{self._path}/{number}", now))
         return self.folder
 
 
