@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import BadOperation, BadStep, describe_batch, find_ids
+from hookline.debug.first_bad.followed_batch import FollowedBatch
 from hookline.debug.first_bad.kept_steps import KeptStep, KeptSteps, RunParts
 from hookline.debug.first_bad.operator_run import OperatorRun
 from hookline.debug.first_bad.step_reader import BAD, StepReader
@@ -100,6 +101,7 @@ class BadOperationFinder:
         self._expected: set[str] = set()
         """Places whose infinities turned out to be meant."""
         self._last_bad = -2
+        self._run: OperatorRun | None = None
         self._watch = watch(model, target, on=("forward", "backward"), stats=["nonfinite"], exclude=exclude)
         self._reader = StepReader(self._watch)
         self._kept = KeptSteps(parts, every=every, where=where)
@@ -109,7 +111,12 @@ class BadOperationFinder:
 
     def ids_of(self, batch: Any) -> Any:
         """Return what names a batch, if that is known."""
-        return None if batch is None or hasattr(batch, "shown") else self._batch_ids(batch)
+        return None if batch is None or isinstance(batch, FollowedBatch) else self._batch_ids(batch)
+
+    @property
+    def operators_run(self) -> int:
+        """How many operators the second run that is under way has made."""
+        return 0 if self._run is None else self._run.num_operators
 
     def begin_step(
         self, batch: Any, again: SecondRun, attributes: Any = None, ids: Any = None, number: int | None = None
@@ -181,7 +188,7 @@ class BadOperationFinder:
 
     def _look(self, number: int, places: tuple[str, ...], again: SecondRun) -> BadStep:
         kept = self._kept.get(number)
-        batch = "" if kept is None else describe_batch(getattr(kept.batch, "shown", kept.batch), kept.ids)
+        batch = _describe(kept)
         why = self._why_not(kept, again)
         if why:
             return BadStep(number, places, "not run again", batch=batch, notes=(why,))
@@ -189,13 +196,16 @@ class BadOperationFinder:
         if any(map(_torch.is_compiled, self._model.modules())):
             notes = (*notes, _EAGER)
         try:
-            operation, is_same, note = self._protected(number, again)
+            operation, at, is_same, note = self._protected(number, again)
         except _UnrepeatedError:
             return BadStep(number, places, _UNREPEATED, batch=batch, notes=(*notes, _OUTSIDE))
         except _SecondRunError as error:
             note = f"the second run raised {type(error.cause).__name__}: {error.cause}"
             return BadStep(number, places, "not run again", batch=batch, notes=(*notes, note))
         notes = (*notes, note) if note else notes
+        if operation is not None:
+            batch = _describe(self._kept.get(at), operation.number)
+            notes = notes if at == number else (*notes, f"the operator ran in step {at}; the batch is that step's")
         if operation is None and not again.has_backward:
             return BadStep(number, places, "not found in the forward", None, batch, is_same, notes)
         if operation is None:
@@ -210,8 +220,8 @@ class BadOperationFinder:
             return again.note or "nothing says how to run the step again: give step_fn=, or loss_fn= and note_batch()"
         return "" if kept is not None else "the beginning of the step is not kept any more"
 
-    def _protected(self, number: int, again: SecondRun) -> tuple[BadOperation | None, bool | None, str]:
-        """Run a step again; return what was found, whether it ended as the first time, and a note.
+    def _protected(self, number: int, again: SecondRun) -> tuple[BadOperation | None, int, bool | None, str]:
+        """Run a step again; return what was found, in which step, whether it ended as the first time, and a note.
 
         The run stays as it is.
         """
@@ -224,17 +234,18 @@ class BadOperationFinder:
             with in_phase("intervention"), self._watch.paused(), guard.protecting("first bad operation"):
                 run, note = self._run_again(number, again)
                 is_same = None if ends is None else self._ends_as(ends)
-                found = run.first
+                found, at = run.first, number
                 if run.begins_bad and self._kept.has(number - 1):
                     # The step before has made it, in a gradient or in the optimizer.
                     with suppress(_UnrepeatedError):
                         earlier = self._run_again(number - 1, again)[0].first
-                        found = found if earlier is None or earlier.given else earlier
+                        if earlier is not None and not earlier.given:
+                            found, at = earlier, number - 1
         finally:
             if put_back is not None:
                 put_back()
             guard.release()
-        return found, is_same, note
+        return found, at, is_same, note
 
     def _run_again(self, number: int, again: SecondRun) -> tuple[OperatorRun, str]:
         assert again.run is not None
@@ -244,12 +255,15 @@ class BadOperationFinder:
             if difference == "other":
                 raise _UnrepeatedError
             with _eager(), OperatorRun(self._model) as run:
+                self._run = run
                 run.note_end(again.run(kept))
             return run, _ROUNDED if difference else ""
         except _UnrepeatedError:
             raise
         except Exception as error:
             raise _SecondRunError(error) from error
+        finally:
+            self._run = None
 
     def _ends_as(self, ends: list[Tensor]) -> bool | None:
         """Return whether the state has the bits ``ends``; None if they tell nothing, since no parameter is finite."""
@@ -272,6 +286,15 @@ class _SecondRunError(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
         self.cause = cause
+
+
+def _describe(kept: KeptStep | None, number: int | None = None) -> str:
+    """Return the batch of a step in words; of several, the one in which the operator of that ``number`` ran."""
+    if kept is None:
+        return ""
+    if isinstance(kept.batch, FollowedBatch):
+        return kept.batch.describe(number)
+    return describe_batch(kept.batch, kept.ids)
 
 
 def _scales(scaler: Any) -> bool:

@@ -6,8 +6,8 @@ model in training begins a step. What the model was given is kept, and so is the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import BadStep
 from hookline.debug.first_bad.bad_operation_finder import SecondRun
+from hookline.debug.first_bad.followed_batch import FollowedBatch
 from hookline.debug.first_bad.kept_steps import KeptStep
 from hookline.lifecycle.run_phase import known_phase
 from hookline.sites import _torch
@@ -32,21 +33,6 @@ _FORWARD_ALONE: Final = (
 _NO_STEP: Final = "forward and backward were run again, without the step of the optimizer"
 
 
-class _Followed:
-    """What one step was given: forwards, batches, the autocast of the first."""
-
-    def __init__(self) -> None:
-        self.forwards: list[tuple[Any, Any]] = []
-        self.batches: list[Any] = []
-        self.autocast: list[tuple[str, torch.dtype]] = []
-
-    @property
-    def shown(self) -> Any:
-        """The batch as it is described: as it was told, else as the model was given it."""
-        found = self.batches or [args for args, _ in self.forwards]
-        return found[0] if len(found) == 1 else tuple(found)
-
-
 class FollowedSteps:
     """Begin steps at forwards of the model, and run them again as far as is known how."""
 
@@ -56,8 +42,8 @@ class FollowedSteps:
         self._finder = finder
         self._model = model
         self._loss_fn = loss_fn
-        self._current: _Followed | None = None
-        self._latest = _Followed()
+        self._current: FollowedBatch | None = None
+        self._latest = FollowedBatch()
         self._noted: list[tuple[Any, Any]] = []
         self._handle = attach(
             model, self._begin_forward, on="forward_pre", with_kwargs=True, observe=True, name="first bad operation"
@@ -65,28 +51,24 @@ class FollowedSteps:
 
     def note_batch(self, batch: Any, ids: Any = None) -> None:
         """Name the batch of the forwards that follow."""
+        ids = self._finder.ids_of(batch) if ids is None else ids
         if self._current is None:
             self._noted.append((batch, ids))
         else:
-            self._current.batches.append(batch)
+            self._current.add(batch, ids)
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         is_training = self._model.training and torch.is_grad_enabled() and known_phase() in (None, "train")
         if not is_training or _torch.in_recomputation():
             return
         if self._current is None:
-            self._current = self._latest = followed = _Followed()
+            self._current = self._latest = followed = FollowedBatch()
             noted, self._noted = self._noted, []
-            followed.batches = [batch for batch, _ in noted]
+            for batch, ids in noted:
+                followed.add(batch, ids)
             followed.autocast = _autocast()
-            ids = next((each for _, each in noted if each is not None), None)
-            self._finder.begin_step(
-                followed, self._second_run(followed), ids=self._ids(followed) if ids is None else ids
-            )
+            self._finder.begin_step(followed, self._second_run(followed))
         self._current.forwards.append((args, kwargs))
-
-    def _ids(self, followed: _Followed) -> Any:
-        return None if not followed.batches else self._finder.ids_of(followed.batches[0])
 
     def end_step(self, loss: Any, batch: Any = None) -> list[BadStep]:
         """End the step, if one has begun; ``batch`` is that of the step, if it becomes known only now."""
@@ -94,7 +76,8 @@ class FollowedSteps:
         if followed is None:
             return []
         if batch is not None and not followed.batches:
-            followed.batches = list(batch) if type(batch).__name__ == "MicroBatches" else [batch]
+            for each in batch if type(batch).__name__ == "MicroBatches" else [batch]:
+                followed.add(each, self._finder.ids_of(each))
         return self._finder.end_step(loss, self._second_run(followed))
 
     def flush(self) -> list[BadStep]:
@@ -106,23 +89,42 @@ class FollowedSteps:
         self._handle.remove(quiet=True)
         self._current = None
 
-    def _second_run(self, followed: _Followed) -> SecondRun:
+    def _second_run(self, followed: FollowedBatch) -> SecondRun:
         has_backward = self._loss_fn is not None and bool(followed.batches)
         note = _NO_STEP if has_backward else _FORWARD_ALONE
         return SecondRun(self._again, note, is_step=False, has_backward=has_backward)
 
     def _again(self, kept: KeptStep) -> Any:
-        followed: _Followed = kept.batch
+        followed: FollowedBatch = kept.batch
         self._model.train()
-        with ExitStack() as entered:
-            for device, dtype in followed.autocast:
-                entered.enter_context(torch.autocast(device, dtype=dtype))
-            if self._loss_fn is None or not followed.batches:
-                return [self._model(*args, **kwargs) for args, kwargs in followed.forwards]
-            losses = [self._loss_fn(self._model, batch) for batch in followed.batches]
-        for loss in losses:
+        followed.starts = []
+        if self._loss_fn is None or not followed.batches:
+            return [self._forward_again(followed, args, kwargs) for args, kwargs in followed.forwards]
+        losses = []
+        for batch in followed.batches:  # forward and backward in turns, as the loop makes them
+            self._begin_part(followed)
+            with _under(followed.autocast):
+                loss = self._loss_fn(self._model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss)
         return losses
+
+    def _forward_again(self, followed: FollowedBatch, args: Any, kwargs: Any) -> Any:
+        self._begin_part(followed)
+        with _under(followed.autocast):
+            return self._model(*args, **kwargs)
+
+    def _begin_part(self, followed: FollowedBatch) -> None:
+        followed.starts.append(self._finder.operators_run)
+
+
+@contextmanager
+def _under(autocast: list[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Cast as the first forward of the step did."""
+    with ExitStack() as entered:
+        for device, dtype in autocast:
+            entered.enter_context(torch.autocast(device, dtype=dtype))
+        yield
 
 
 def _autocast() -> list[tuple[str, torch.dtype]]:
