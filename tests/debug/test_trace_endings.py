@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
+import warnings
+from typing import Any
 
 import pytest
+import torch
 from helpers_waiting import PATIENCE
-from torch import nn
+from torch import Tensor, nn
 
+import hookline as hl
 from hookline.debug import read_trace
 from hookline.debug.trace.start_trace import trace
-from hookline.errors import TraceError
+from hookline.errors import HooklineWarning, TraceError
 
 KINDS = ("output", "input+output", "output+output_grad", "output_grad", "input_grad", "param_grad", "output+param_grad")
 MODES = ("forward", "optimizer", "manual", "no_grad")
@@ -83,3 +89,154 @@ def test_a_killed_process_leaves_the_steps_before_the_last_one(tmp_path):
         (0,),
     )
     assert weight.full_shape == (4, 4)
+
+
+class Interrupted:
+    """``os.write`` that writes half of a text once and then is ended by an exception, or for ever by another."""
+
+    def __init__(self, error: BaseException, *, ends: bool) -> None:
+        self.error, self.is_due, self.ends = error, False, ends
+
+    def __call__(self, file: int, text: bytes) -> int:
+        """Write, or half of it."""
+        if not self.is_due:
+            return WRITE(file, text)
+        self.is_due = not self.ends
+        WRITE(file, text[: len(text) // 2])
+        raise self.error
+
+
+WRITE = os.write
+
+
+def end_in_the_fourth(model: nn.Sequential, to: Any, error: BaseException) -> None:
+    """Trace four forwards; the last one is ended by an exception before its second module."""
+    with trace(model, to=to, kinds="output", tensors="0"):
+        for _ in range(3):
+            model(torch.ones(2, 4))
+        with hl.attach(model, "1", lambda module, args: (_ for _ in ()).throw(error), on="forward_pre"):
+            model(torch.ones(2, 4))
+
+
+def four_forwards(to: Any, write: Interrupted) -> None:
+    """Trace four forwards; writing is interrupted in the third."""
+    model = nn.Linear(4, 4)
+    with trace(model, to=to, kinds="output"):
+        for step in range(4):
+            write.is_due = write.is_due or step == 2
+            model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of the run")])
+def test_ctrl_c_and_exceptions_leave_all_records(tmp_path, monkeypatch, error):
+    """In the middle of a forward, and, for Ctrl-C, in the middle of a line; what was cut is written again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(type(error)):
+        end_in_the_fourth(model, tmp_path / "t", error)
+    folder = read_trace(tmp_path / "t")
+    assert folder.problems == ()
+    assert [(each.site, each.step) for each in folder.records][-2:] == [("", 2), ("0", 3)]
+    if isinstance(error, ValueError):
+        return
+    write = Interrupted(error, ends=True)
+    monkeypatch.setattr("hookline.debug.trace.trace_files.os.write", write)
+    with trace(model, to=tmp_path / "cut", kinds="output", tensors="0"):
+        for step in range(4):
+            write.is_due = step == 2
+            try:
+                model(torch.ones(2, 4))
+            except KeyboardInterrupt:
+                assert step == 2
+    folder = read_trace(tmp_path / "cut")
+    assert [each.order for each in folder.records] == list(range(len(folder)))
+    assert [each.step for each in folder.records if each.site == "1"][:2] == [0, 1]
+    assert folder.steps == (0, 1, 2)  # the forward that was ended before it began is none
+    assert all("is no JSON" in each for each in folder.problems)
+    assert len(folder.problems) == 1
+    assert {folder.tensor(each).shape for each in folder.records if each.site == "0"} == {(2, 4)}
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
+    """One warning; whoever reads it later finds the note, or, with no room for it, a trace that was not closed."""
+    for name in ("freed", "full"):
+        write = Interrupted(OSError(errno.ENOSPC, "No space left on device"), ends=name == "freed")
+        monkeypatch.setattr("hookline.debug.trace.trace_files.os.write", write)
+        with pytest.warns(HooklineWarning) as told:
+            four_forwards(tmp_path / name, write)
+        assert len(told) == 1
+        folder = read_trace(tmp_path / name)
+        assert folder.steps == (0,)  # what was not yet on disk when the third forward began is lost
+        said = " ".join(folder.notes if name == "freed" else folder.problems)
+        assert ("the rest was left out" if name == "freed" else "was not closed") in said
+
+
+class Sparse(nn.Module):
+    """Returns a sparse tensor beside a dense one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.to_sparse()
+
+
+def notes_of(folder: Any, model: nn.Module, **options: Any) -> tuple[tuple[str, ...], list[str]]:
+    """Trace two steps of SGD; return notes and warnings."""
+    optimizers = options.pop("optimizers", [torch.optim.SGD(model.parameters(), lr=0.1)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with trace(model, to=folder, **options):
+            for _ in range(2):
+                found = model(torch.ones(2, 4))
+                (found[0] if isinstance(found, tuple) else found).sum().backward()
+                for each in optimizers:
+                    each.step()
+    return read_trace(folder).notes, [str(each.message) for each in told]
+
+
+def test_what_a_trace_leaves_out_is_in_its_notes(tmp_path):
+    """Sparse outputs, a spent budget, and parameters of an optimizer that was not given; nothing of a whole trace."""
+    notes, told = notes_of(tmp_path / "sparse", nn.Sequential(nn.Linear(4, 4), Sparse()), kinds="output")
+    assert any("1 output 1: a sparse tensor (torch.sparse_coo) was left out" in each for each in notes)
+    assert len(told) == len(notes) == 2
+    notes, _ = notes_of(tmp_path / "budget", nn.Linear(4, 4), kinds="output", budget=300)
+    assert "is spent" in notes[0]
+    assert "all from step 1, (model) output, on was left out" in notes[0]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    both = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+    notes, told = notes_of(tmp_path / "one", model, step=both[0], optimizers=both)
+    assert "param_grad of 2 parameter(s) (1.weight, 1.bias) was left out" in notes[0]
+    assert len(told) == len(notes) == 1
+    assert notes_of(tmp_path / "both", model, step=both, optimizers=both, tensors="1") == ((), [])
+    assert not [
+        each for each in read_trace(tmp_path / "one").records if (each.site, each.kind) == ("1.bias", "param_grad")
+    ]
+
+
+def test_names_of_tensors_that_match_nothing_are_told(tmp_path):
+    """Each pattern for itself, with the nearest names; nothing of it is missing in the trace."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    notes, told = notes_of(tmp_path / "t", model, tensors=["0", "nothing_matches", "0.weight"])
+    assert notes == ()
+    assert len(told) == 1
+    assert "tensors='nothing_matches'" in told[0]
+    assert "nearest: " in told[0]
+
+
+def test_numbers_too_large_for_a_sketch_are_traced_without_warnings(tmp_path):
+    """A run that diverges: norms stay right, and no warning of numpy comes."""
+    model = nn.Identity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with trace(model, to=tmp_path, kinds="output"):
+            model(torch.full((5000,), 3e38))
+            model(torch.full((5000,), 1e300, dtype=torch.float64))
+    one, two = (each.fingerprint for each in read_trace(tmp_path).records)
+    assert one.norm == pytest.approx(3e38 * 5000**0.5)
+    assert two.absmax == 1e300
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_words(tmp_path):
+    """A file in the way, at its place or above it; nothing is locked afterwards."""
+    (tmp_path / "file").write_text("mine")
+    for to in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TraceError, match="Give a folder that can be made and written to"):
+            trace(nn.Linear(2, 2), to=to)
+    assert (tmp_path / "file").read_text() == "mine"

@@ -81,7 +81,8 @@ def fingerprint_on_cpu(tensor: Tensor, tables: SketchTables, hash_step: float = 
     total, squares = _moments(numbers, max(high, -low))
     words = flat if not hash_step else _rounded(numbers, hash_step)
     found = (total / count, math.sqrt(squares), max(high, -low), nan, inf)
-    return FoundNumbers(found, _hash(words, tables), _sketch(numbers.numpy(), tables))
+    with np.errstate(over="ignore", invalid="ignore"):  # of numbers near 1e38 the sums are infinite, or NaN
+        return FoundNumbers(found, _hash(words, tables), _sketch(numbers.numpy(), tables))
 
 
 def _moments(numbers: Tensor, absmax: float) -> tuple[float, float]:

@@ -63,7 +63,8 @@ class TraceFolder:
         """What is wrong with the files, in words: cut lines, a writer that was killed, files that are missing. Records
         that could be read are there all the same."""
         self.notes: tuple[str, ...] = tuple(note for rank in sorted(ranks) for note in ranks[rank].notes)
-        """What the writer has to say, such as that the budget was spent."""
+        """What the writer has to say: what it left out and why (a spent budget, sparse tensors, parameters of another
+        optimizer, a full disk), each once; and what the user has noted."""
         self._rows = {rank: lines.rows for rank, lines in ranks.items()}
 
     def tensor(self, record: TraceRecord) -> Tensor:
@@ -178,6 +179,8 @@ def _read_rank(folder: Path, rank: int, problems: list[str]) -> _RankLines:
 def _lines(file: Path, rank: int, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     with file.open("rb") as lines:
         for number, text in enumerate(lines, 1):
+            if text == b"\n":
+                continue
             try:
                 line = json.loads(text)
                 if not isinstance(line, dict):
@@ -195,7 +198,10 @@ def _take(line: dict[str, Any], found: _RankLines, rank: int, file: Path) -> Non
         _check_version(line["head"], file)
         found.head = line["head"]
     elif "batch" in line:
-        found.records += _records(line, found, rank)
+        records = _records(line, found, rank)
+        while found.records and found.records[-1].order >= line["order"]:  # its writer was interrupted: it came again
+            found.records.pop()
+        found.records += records
     elif "place" in line:
         found.places[line["place"]] = _place(line)
     elif "rows" in line:

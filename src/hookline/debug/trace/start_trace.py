@@ -25,8 +25,9 @@ from hookline.debug.trace.trace_sites import StepNumbers, TraceSites
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import OptionError
 from hookline.lifecycle.schedule import StepSchedule
-from hookline.messages import suggest
+from hookline.messages import nearest_names, suggest
 from hookline.observe.watch.watch_steps import OptimizerSteps
+from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.targets import check_model, name_matcher
 from hookline.sites.wrappers import unwrap
 
@@ -123,7 +124,7 @@ def trace(
     )
     found = Trace(unwrap(model), recorder, writer.folder, wanted, StepNumbers(step == "forward", schedule))
     try:
-        found._begin(targets, exclude, None if isinstance(step, str) else step)
+        found._begin(targets, exclude, None if isinstance(step, str) else step, tensors)
     except BaseException:
         found.remove()
         raise
@@ -148,12 +149,29 @@ class Trace:
         # The recorder does not refer to this object: what waits is written when it is deleted, or the process ends.
         self._finalizer = weakref.finalize(self, recorder.close)
 
-    def _begin(self, targets: Target, exclude: Target, optimizer: Any) -> None:
+    def _begin(
+        self, targets: Target, exclude: Target, optimizer: Any, tensors: bool | str | Sequence[str] = False
+    ) -> None:
         if optimizer is not None:
             self._steps = OptimizerSteps(StepSchedule(), optimizer, self._sites.read_gradients, self._advance)
+            given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+            self._sites.optimizers = tuple(map(unwrap_optimizer, given))
         self._sites.put_on(targets, exclude)
+        self._tell_of_unknown(tensors)
         self._sites.read_parameters()
         self._recorder.flush()
+
+    def _tell_of_unknown(self, tensors: bool | str | Sequence[str]) -> None:
+        """Warn of names of ``tensors=`` that nothing answers to; on a stage of a pipeline that may be right."""
+        patterns = [] if isinstance(tensors, bool) else [tensors] if isinstance(tensors, str) else tensors
+        names = self._sites.names
+        for each in patterns:
+            if not any(map(name_matcher(each), names)):
+                near = ", ".join(repr(name or "(model)") for name in nearest_names(each, names))
+                self._recorder.warn(
+                    f"trace(tensors={each!r}): no site that is traced has such a name, so no tensor is stored for it; "
+                    f"nearest: {near}."
+                )
 
     @property
     def records(self) -> int:

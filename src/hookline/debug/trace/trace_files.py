@@ -11,6 +11,7 @@ one with ``rows`` gives one to a table of rows. A line with ``batch`` has many r
 and their numbers as base64 (``numbers`` float64, ``sketches`` float32, ``hashes`` uint64), since writing each number as
 text would take longer than finding it. A line with ``note`` is for people, and one with ``end`` is the last of a trace
 that was closed. Each batch is handed to the system in one call: whatever kills the process, at most one line is cut.
+What Ctrl-C or a full disk has cut ends where the next line begins; a batch that comes again has the same ``order``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from hookline.debug.trace.trace_record import MeshPlacement, RowTable
 from hookline.errors import TraceError
-from hookline.file_lock import lock_holder, take_lock
+from hookline.file_lock import FileLock, lock_holder, take_lock
 
 __all__ = ["FORMAT", "VERSION", "RecordBatch", "TracePlace", "TraceWriter"]
 
@@ -99,21 +100,39 @@ class TraceWriter:
         """Lines that go out with the next batch."""
         self._order = 0
         self._files = 0
-        self._own.mkdir(parents=True, exist_ok=True)
+        self._file = -1
+        self._is_cut = False
+        """Whether a line was begun and not ended."""
+        try:
+            self._own.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+            self._begin(head)
+        except OSError as error:
+            raise TraceError(
+                f"A trace cannot be written to {folder} ({error}). Give a folder that can be made and written to."
+            ) from error
+
+    def _take_lock(self) -> FileLock:
         lock = take_lock(self._own / _LOCK)
         if lock is None:
             raise TraceError(
                 f"{self._own} is being written by process {lock_holder(self._own / _LOCK)}. Give each process a folder "
                 "of its own, or start them as ranks of one run (torchrun)."
             )
-        self._lock = lock
+        return lock
+
+    def _begin(self, head: Mapping[str, Any]) -> None:
+        """Make the file of records; if that fails, let others at the folder."""
         try:
             self._file = self._new_file()
+            write_head(self.folder, head)
+            self._append({"head": {"format": FORMAT, "version": VERSION, "rank": self.rank, **head}})
         except BaseException:
-            lock.release()
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+            self._lock.release()
             raise
-        write_head(folder, head)
-        self._append({"head": {"format": FORMAT, "version": VERSION, "rank": rank, **head}})
 
     def _new_file(self) -> int:
         try:
@@ -130,16 +149,18 @@ class TraceWriter:
         """Return the number of a place; a new one is written with the next batch."""
         number = self._places.get(place)
         if number is None:
-            number = self._places[place] = len(self._places)
+            number = len(self._places)
             self._pending.append({"place": number, **asdict(place)})
+            self._places[place] = number  # last: Ctrl-C in between leaves no number without its line
         return number
 
     def rows_number(self, table: RowTable) -> int:
         """Return the number of a table of rows; a new one is written with the next batch."""
         number = self._rows.get(table)
         if number is None:
-            number = self._rows[table] = len(self._rows)
+            number = len(self._rows)
             self._pending.append({"rows": number, **asdict(table)})
+            self._rows[table] = number
         return number
 
     def add_tensors(self, tensors: Sequence[Tensor]) -> list[str]:
@@ -169,8 +190,8 @@ class TraceWriter:
             "sketches": _base64(batch.sketches, "<f4"),
             "hashes": _base64(batch.hashes, "<u8"),
         }
-        self._order += count
         self._append(*self._pending, line)
+        self._order += count  # a batch that Ctrl-C has cut comes again, with the same numbers
         self._pending.clear()
 
     def add_note(self, text: str) -> None:
@@ -190,9 +211,13 @@ class TraceWriter:
 
     def _append(self, *lines: dict[str, Any]) -> None:
         text = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode()
+        if self._is_cut:
+            text = b"\n" + text
+        self._is_cut = True
         done = 0
         while done < len(text):
             done += os.write(self._file, text[done:])
+        self._is_cut = False
         self.bytes += len(text)
 
 

@@ -29,8 +29,9 @@ from hookline.debug.trace.fingerprints import (
 )
 from hookline.debug.trace.reference_trace import ReferenceKey, ReferenceTrace
 from hookline.debug.trace.trace_files import RecordBatch, TracePlace, TraceWriter
-from hookline.debug.trace.trace_record import MeshPlacement, RowTable, layer_of
-from hookline.distributed.shards import arrived, placed
+from hookline.debug.trace.trace_record import RowTable, layer_of
+from hookline.debug.trace.traced_tensor import in_words, mesh_placement, unreadable
+from hookline.distributed.shards import arrived
 from hookline.errors import HooklineWarning
 from hookline.factories.export_files import can_store
 from hookline.factories.served_batch import measurable
@@ -155,6 +156,8 @@ class TraceRecorder:
         self._flushed = time.monotonic()
         self.records = 0
         """How many records were taken."""
+        self._failure: str | None = None
+        """Why nothing more can be written."""
         self.is_spent = False
         """Whether the budget is spent, or the files cannot be written any more."""
 
@@ -167,17 +170,20 @@ class TraceRecorder:
         self, site: str, kind: str, leaf: str, tensor: Tensor, moment: TraceMoment, rows: RowTable | None = None
     ) -> None:
         """Add one record; whatever goes wrong with it is noted and does not end the run."""
-        if self.is_spent or os.getpid() != self._process:  # a forked worker has no files of its own
+        if os.getpid() != self._process:  # a forked worker has no files of its own
+            return
+        if self.is_spent:
+            self._tell_of_budget(in_words(site, kind, leaf), moment.step)
             return
         try:
             local = measurable(arrived(tensor) if type(tensor) is not Tensor else tensor)
             if local is None:
-                self._tell(f"{site or '(model)'} {kind} {leaf}: a tensor without numbers that can be read was left out")
+                self.tell(f"{in_words(site, kind, leaf)}: {unreadable(tensor)} was left out")
                 return
             with self._lock, torch.no_grad():
                 self._add(site, kind, leaf, tensor, local, moment, rows)
         except Exception as error:
-            self._tell(f"{site or '(model)'} {kind} {leaf} was left out: {type(error).__name__}: {error}")
+            self.tell(f"{in_words(site, kind, leaf)} was left out: {type(error).__name__}: {error}")
 
     def _add(
         self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor, moment: TraceMoment, rows: RowTable | None
@@ -213,7 +219,7 @@ class TraceRecorder:
         number = self._places.get(key)
         if number is None:
             dtype = str(local.dtype).removeprefix("torch.")
-            placements = _mesh_placement(tensor) if is_laid else None
+            placements = mesh_placement(tensor) if is_laid else None
             dims = self._dims_of(site, kind)
             found = TracePlace(site, kind, leaf, tuple(local.shape), dtype, layer_of(site), dims, placements)
             number = self._places[key] = self._writer.place_number(found)
@@ -249,13 +255,13 @@ class TraceRecorder:
         size = local.numel() * local.element_size()
         coming = self._waiting.bytes + len(self._waiting.records) * _LINE_BYTES + size
         if self._budget is not None and self._writer.bytes + coming > self._budget * _FOR_TENSORS:
-            self._tell(
+            self.tell(
                 f"The budget of {self._budget:,} bytes has no room for more tensors; from record {self.records} on "
                 "there are fingerprints alone. Give a larger budget=, or fewer tensors="
             )
             return None
         if not can_store(local) and not local.is_complex():
-            self._tell(f"Tensors of {local.dtype} cannot be stored; they have fingerprints alone")
+            self.tell(f"Tensors of {local.dtype} cannot be stored; they have fingerprints alone")
             return None
         self._waiting.tensors.append(local.detach().clone())
         self._waiting.bytes += size
@@ -271,17 +277,18 @@ class TraceRecorder:
         """Write what has come since the last time: one transfer from each device."""
         with self._lock:
             self._flushed = time.monotonic()
-            waiting, self._waiting = self._waiting, _Waiting()
+            waiting = self._waiting
+            if waiting.records and not self.is_spent and os.getpid() == self._process:
+                try:
+                    self._write(waiting)  # after Ctrl-C in it, all waits still
+                except Exception as error:
+                    self._fail(error)
+                else:
+                    self.is_spent = self._budget is not None and self._writer.bytes >= self._budget
+            self._waiting = _Waiting()
             self._last = _LastFingerprint()  # rows on devices begin anew
-            if not waiting.records or self.is_spent or os.getpid() != self._process:
-                return
-            try:
-                self._write(waiting)
-            except OSError as error:
-                self.is_spent = True
-                self._warn(f"The trace in {self._writer.folder} ends here: it cannot be written ({error}).")
-            else:
-                self._check_budget()
+            for rows in self._devices.values():
+                rows.used = 0
 
     def _write(self, waiting: _Waiting) -> None:
         with torch.no_grad():
@@ -290,19 +297,18 @@ class TraceRecorder:
                 for device, rows in self._devices.items()
                 if rows.used
             }
-        for rows in self._devices.values():
-            rows.used = 0
         count, width = len(waiting.records), len(self._tables.starts)
         numbers, sketches = np.empty((count, 5)), np.empty((count, width), np.float32)
         hashes = np.empty(count, np.uint64)
-        for index, record in enumerate(waiting.records):
-            found = record.found
-            if isinstance(found, FoundNumbers):
-                numbers[index], sketches[index], hashes[index] = found.numbers, found.sketch, found.hash
-            else:
-                rows_there, hashes_there = on_host[found[0]]
-                numbers[index], sketches[index] = rows_there[found[1], :5], rows_there[found[1], 5:]
-                hashes[index] = hashes_there[found[1]].view(np.uint64)
+        with np.errstate(over="ignore"):  # sums of a run that diverges can be too large for a sketch
+            for index, record in enumerate(waiting.records):
+                found = record.found
+                if isinstance(found, FoundNumbers):
+                    numbers[index], sketches[index], hashes[index] = found.numbers, found.sketch, found.hash
+                else:
+                    rows_there, hashes_there = on_host[found[0]]
+                    numbers[index], sketches[index] = rows_there[found[1], :5], rows_there[found[1], 5:]
+                    hashes[index] = hashes_there[found[1]].view(np.uint64)
         records = waiting.records
         keys = self._store_waiting(waiting, numbers, sketches, hashes)
         self._writer.add_records(
@@ -341,54 +347,49 @@ class TraceRecorder:
             return True
         return self._reference.is_apart(record.key, *own)
 
-    def _check_budget(self) -> None:
-        if self._budget is not None and self._writer.bytes >= self._budget:
-            self._tell(
-                f"The budget of {self._budget:,} bytes is spent: nothing is traced any more. Give a larger budget="
+    def _tell_of_budget(self, what: str, step: int) -> None:
+        if self._failure is None:
+            self.tell(
+                f"The budget of {self._budget:,} bytes is spent: nothing is traced any more; all from step {step}, "
+                f"{what}, on was left out. Give a larger budget="
             )
-            self.is_spent = True
+
+    def _fail(self, error: Exception) -> None:
+        """End the trace, and not the run."""
+        self.is_spent = True
+        if self._failure is None:
+            self._failure = f"The trace ends early, and the rest was left out: it could not be written ({error})."
+            self.warn(f"Trace in {self._writer.folder}: {self._failure}")
 
     def note(self, text: str) -> None:
         """Write a sentence into the trace."""
         with self._lock:
             if self._writer.is_open and os.getpid() == self._process:
-                self._writer.add_note(text)
+                try:
+                    self._writer.add_note(text)
+                except OSError as error:
+                    self._fail(error)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Say something once, in the trace and as a warning."""
         if text.partition(";")[0] in self._told:
             return
         self._told.add(text.partition(";")[0])
         self.note(text + ".")
-        self._warn(f"Trace in {self._writer.folder}: {text}.")
+        self.warn(f"Trace in {self._writer.folder}: {text}.")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
 
     def close(self) -> None:
         """Write the rest, and close the files; may be called again."""
         with self._lock:
-            if os.getpid() == self._process:
-                self.flush()
+            if os.getpid() != self._process:
+                return
+            self.flush()
+            try:
+                if self._failure is not None and self._writer.is_open:
+                    self._writer.add_note(self._failure)
                 self._writer.close()
-
-
-def _mesh_placement(tensor: Any) -> MeshPlacement | None:
-    where = placed(tensor)
-    if where is None:
-        return None
-    mesh, own = where.mesh, where.mesh.get_coordinate()
-    return MeshPlacement(
-        placements=tuple(_in_words(each) for each in where.placements),
-        mesh_names=tuple(mesh.mesh_dim_names or ()),
-        mesh_shape=tuple(mesh.mesh.shape),
-        coordinate=tuple(own or ()),
-        full_shape=tuple(tensor.shape),
-    )
-
-
-def _in_words(placement: Any) -> str:
-    """Return a placement in the words of the format, the same in all versions of torch."""
-    if placement.is_shard():
-        return f"Shard({placement.dim})"
-    return f"Partial({placement.reduce_op})" if placement.is_partial() else "Replicate()"
+            except OSError as error:
+                self._fail(error)

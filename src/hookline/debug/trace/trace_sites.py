@@ -28,6 +28,7 @@ from hookline.sites.tree import leaves
 if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.sites.site_info import Site
+    from hookline.sites.targets import Named
     from hookline.sites.tensors.parameter_hooks import NamedParameter
 
 __all__ = ["StepNumbers", "TraceSites"]
@@ -137,16 +138,23 @@ class TraceSites:
         """What the user has said of the rows of the forwards to come."""
         self.handles = HandleSet()
         self.parameters: list[_TracedParameter] = []
+        self.names: list[str] = []
+        """The sites and parameters that hooks are on."""
+        self._has_told = False
+        self.optimizers: tuple[Any, ...] = ()
+        """Those whose steps are the steps of the trace."""
 
     def put_on(self, target: Target, exclude: Target) -> None:
         """Select modules and parameters, and put the hooks on."""
         of_modules = self._kinds & {"output", "input", "output_grad", "input_grad"}
         of_parameters = self._kinds & {"parameter", "param_grad"}
-        modules = self._choose_modules(target, exclude, required=not of_parameters) if of_modules else []
+        chosen = self._choose_modules(target, exclude, required=not of_parameters) if of_modules else []
+        modules = [module for _, module in chosen]
         named: list[NamedParameter] = []
         if of_parameters:
             named = self._choose_parameters(target, exclude, required=not modules)
             self.parameters = [_TracedParameter(item) for item in named]
+        self.names = [*(name for name, _ in chosen), *(item.name for item in named)]
         self._hook(modules)
         if named and "param_grad" in self._kinds and self.numbers.by_forward:
             passes = BackwardPasses(self._model, named, self._end_pass)
@@ -154,9 +162,9 @@ class TraceSites:
             if not modules:  # forwards are steps, and nothing else counts them
                 self._add(self.count_call, "forward", [self._model])
 
-    def _choose_modules(self, target: Target, exclude: Target, *, required: bool) -> list[nn.Module]:
+    def _choose_modules(self, target: Target, exclude: Target, *, required: bool) -> list[Named]:
         try:
-            return [module for _, module in without_scripted(select(self._model, target, exclude=exclude), target)]
+            return without_scripted(select(self._model, target, exclude=exclude), target)
         except NoMatchError:
             if required:
                 raise
@@ -264,15 +272,38 @@ class TraceSites:
         """Take the gradients of parameters as they are now; of those of one optimizer alone, if given."""
         if "param_grad" not in self._kinds or not self.numbers.is_due:
             return
-        own = None if of is None else {id(each) for group in of.param_groups for each in group["params"]}
+        own = None if of is None else _ids_of(of)
+        if own is not None:
+            self._tell_of_others()
         moment = TraceMoment(max(self.numbers.step, 0), 0)
         for each in self.parameters:
             value = each.current()
             if value is not None and value.grad is not None and (own is None or id(value) in own):
                 self._recorder.take(each.name, "param_grad", "", value.grad, moment)
 
+    def _tell_of_others(self) -> None:
+        """Say once which parameters have gradients that are not read, as none of the given optimizers has them."""
+        if self._has_told:
+            return
+        own = set[int]().union(*map(_ids_of, self.optimizers))
+        left_out = [each.name for each in self.parameters if _has_gradient(each.current(), own)]
+        if left_out:
+            self._has_told = True
+            self._recorder.tell(
+                f"param_grad of {len(left_out)} parameter(s) ({', '.join(left_out[:3])}{', …' * (len(left_out) > 3)}) "
+                "was left out: no optimizer of step= has them. Give all optimizers: step=[first, second]"
+            )
+
     def _end_pass(self) -> None:
         """Take gradients at the end of a backward pass, when they are as final as they get without an optimizer."""
         if self.numbers.by_forward:
             self.read_gradients()
             self._recorder.end_part()
+
+
+def _ids_of(optimizer: Any) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+
+def _has_gradient(parameter: Tensor | None, besides: set[int]) -> bool:
+    return parameter is not None and parameter.grad is not None and id(parameter) not in besides
