@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from hookline.debug.compare.match_calls import CallMatcher, UnpairedValue, ValuePair
+from hookline.debug.compare.match_calls import CALLS_DIFFER, STEPS_LEFT, CallMatcher, UnpairedValue, ValuePair
 from hookline.debug.compare.name_rules import (
     FusedRule,
     Rule,
@@ -26,6 +26,7 @@ from hookline.debug.compare.unshard_values import DimsOption, join_ranks
 
 __all__ = ["Alignment", "align"]
 
+_MAX_NOTES: Final = 3
 _Slot: TypeAlias = tuple[str, str, str]
 """Kind, site, leaf."""
 _Slots: TypeAlias = dict[_Slot, list[RunValue]]
@@ -70,7 +71,20 @@ def align(
     if any(pair.keys for pair in found.pairs):
         # Rows lie in other places: what has no rows, such as a mask, has to have another shape.
         found.unpaired = [replace(value, is_difference=False) for value in found.unpaired]
+        # And steps of their own: rows of all steps were paired.
+        found.notes = [note for note in found.notes if not note.startswith(STEPS_LEFT)]
+    found.notes = _shortened(found.notes)
     return found
+
+
+def _shortened(notes: list[str]) -> list[str]:
+    """Return the notes with no more than a few on sites that were called another number of times."""
+    on_calls = [note for note in notes if CALLS_DIFFER in note]
+    if len(on_calls) <= _MAX_NOTES:
+        return notes
+    kept = [note for note in notes if CALLS_DIFFER not in note or note in on_calls[:_MAX_NOTES]]
+    more = len(on_calls) - _MAX_NOTES
+    return [*kept, f"{more} more sites and steps have another number of calls in A than in B."]
 
 
 def _unused(values: Iterable[RunValue], used: set[int]) -> list[str]:

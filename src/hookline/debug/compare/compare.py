@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hookline.debug.compare.align_runs import Alignment, align
-from hookline.debug.compare.compare_values import NoiseFloors, compare_pairs, find_blame, measure, noise_floors
+from hookline.debug.compare.compare_values import compare_pairs, find_blame, measure
 from hookline.debug.compare.comparison import Comparison
 from hookline.debug.compare.error_thresholds import AllowedErrors
+from hookline.debug.compare.judge_errors import NoiseFloors, noise_floors
 from hookline.debug.compare.name_rules import DEFAULT_RULES, Rule
 from hookline.debug.compare.run_values import RunSource, RunValues, read_run
 from hookline.debug.compare.unshard_values import DimsOption

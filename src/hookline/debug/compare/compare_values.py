@@ -5,39 +5,26 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from torch import Tensor
 
 from hookline.debug.compare.compared_value import Blame, ComparedValue
 from hookline.debug.compare.error_thresholds import AllowedErrors
+from hookline.debug.compare.judge_errors import BACKWARD, ErrorJudge, NoiseFloors
 from hookline.debug.compare.match_calls import UnpairedValue, ValuePair
-from hookline.debug.compare.rounding import WITHIN, WRONG, RoundingModel, unit_of, verdict_on
+from hookline.debug.compare.part_errors import add_part_errors
+from hookline.debug.compare.rounding import UNSURE, WITHIN
 from hookline.debug.compare.sketch_errors import sketch_errors
 from hookline.debug.compare.tensor_errors import TensorErrors, first_difference, tensor_errors
 from hookline.errors import TraceError
 
-__all__ = ["NoiseFloors", "compare_pairs", "find_blame", "measure", "noise_floors", "value_key"]
+__all__ = ["compare_pairs", "find_blame", "measure"]
 
-NoiseFloors: TypeAlias = Mapping[tuple[Any, ...], float]
-"""The relative error of rounding, measured, by `value_key`."""
-
-_NEAR_ZERO: Final = 1e-3
-"""A gradient this much smaller than others of its kind may be nothing but rounding, as that of the bias of keys."""
 _MAX_PLACES: Final = 60
 """For so many values, in the order of the calls, the first place that differs is looked for."""
-_BACKWARD: Final = ("output_grad", "input_grad", "param_grad")
-
-
-def value_key(value: ValuePair | ComparedValue) -> tuple[Any, ...]:
-    """Return what tells a value of A from the others."""
-    one = value.a if isinstance(value, ValuePair) else value
-    return one.kind, one.site, one.leaf, one.step, one.call
 
 
 def measure(
@@ -65,7 +52,8 @@ def measure(
             # From here on there are only fingerprints of it.
             pair, tensors = replace(pair, a=replace(pair.a, read=None), b=replace(pair.b, read=None)), None
         if tensors is not None:
-            found.append((pair, tensor_errors(*tensors)))
+            errors = tensor_errors(*tensors)
+            found.append((pair, errors if pair.a.kind in BACKWARD else add_part_errors(errors, *tensors)))
         elif pair.a.fingerprint is not None and pair.b.fingerprint is not None:
             estimate = sketch_errors(
                 pair.a.fingerprint,
@@ -103,17 +91,15 @@ def compare_pairs(
     measured: Sequence[tuple[ValuePair, TensorErrors]], allowed: AllowedErrors, noise: NoiseFloors
 ) -> list[ComparedValue]:
     """Return the verdict on each pair, in the order of the calls."""
-    model, found = RoundingModel(), []
-    usual = _usual_sizes([(pair.a.kind, errors) for pair, errors in measured])
+    judge, found = ErrorJudge(measured, noise), []
     places = _MAX_PLACES
     for pair, errors in sorted(measured, key=lambda item: item[0].a.order):
         value = _compared(pair, errors)
-        value.floor = _floor(value, model.next_floor(value.dtype_a, value.dtype_b), noise)
-        _judge(value, usual.get(value.kind, 0.0))
+        judge.judge(pair, value)
         if allowed.has_say(value.site):
             value.is_same = allowed.is_allowed(value.site, errors, lambda pair=pair: _tensors(pair))  # type: ignore[misc]
         else:
-            value.is_same = value.verdict == WITHIN
+            value.is_same, value.is_unsure = value.verdict == WITHIN, value.verdict == UNSURE
         if not value.is_same and places and not errors.is_estimate:
             places -= 1
             value.where = _where(pair, value)
@@ -129,42 +115,13 @@ def _compared(pair: ValuePair, errors: TensorErrors) -> ComparedValue:
     )  # fmt: skip
 
 
-def _floor(value: ComparedValue, modelled: float, noise: NoiseFloors) -> float:
-    """Return the measured noise, where there is some, but no less than the rounding of one number."""
-    measured = noise.get(value_key(value))
-    if measured is None:
-        return modelled
-    # Noise is that of A: where B has a coarser dtype, its rounding has to be modelled.
-    is_coarser = unit_of(value.dtype_b) > unit_of(value.dtype_a)
-    return max(measured, modelled if is_coarser else unit_of(value.dtype_a, value.dtype_b))
-
-
-def _usual_sizes(measured: Sequence[tuple[str, TensorErrors]]) -> dict[str, float]:
-    """Return the median root mean square of each kind."""
-    sizes: dict[str, list[float]] = defaultdict(list)
-    for kind, errors in measured:
-        sizes[kind].append(errors.rms_a)
-    return {kind: statistics.median(of_kind) for kind, of_kind in sizes.items()}
-
-
-def _judge(value: ComparedValue, usual: float) -> None:
-    errors = value.errors
-    if errors.mismatched:
-        value.verdict, value.ratio = WRONG, math.inf
-        return
-    error = errors.rel_l2
-    if value.kind in _BACKWARD and errors.rms_a < _NEAR_ZERO * usual:
-        lost = errors.rms_a * error if errors.norm_a else errors.norm_b / math.sqrt(max(errors.count, 1))
-        error = lost / usual
-    value.verdict, value.ratio = verdict_on(error, value.floor, is_estimate=errors.is_estimate)
-
-
 def _where(pair: ValuePair, value: ComparedValue) -> str:
     """Return the first row or position that differs by more than rounding."""
     tensors = _tensors(pair)
     if tensors is None:
         return ""
-    limit = 8 * value.floor * value.errors.rms_a
+    # A row or channel that is off is small beside the whole: the limit is then that of most of its own entries.
+    limit = 8 * value.floor * value.errors.rms_a if not value.is_in_part else value.errors.max_abs / 16
     index = first_difference(*tensors, limit)
     if index is None:
         index = first_difference(*tensors, 0.0)
@@ -185,7 +142,7 @@ def find_blame(values: Sequence[ComparedValue], unpaired: Sequence[UnpairedValue
     That is mostly one: whatever differs later follows from the first. Blamed by themselves are parameters that differ
     from the beginning, and modules that were given the same to the bit in the step of the first.
     """
-    differing = [value for value in values if not value.is_same and value.is_sure]
+    differing = [value for value in values if not value.is_same and value.is_sure and not value.is_unsure]
     if not differing:
         return []
     start = min(value.step for value in values)
@@ -260,9 +217,12 @@ def _blame(first: ComparedValue, values: Sequence[ComparedValue]) -> Blame:
         return Blame(
             first.site, f"All that the modules inside of {name} make is the same; its own code differs.", first
         )
-    if any(value.site == first.site and value.kind == takes for value in values):
-        what = "is given the same and returns something else" if first.kind == "output" else "hands on another gradient"
-        return Blame(first.site, f"{name} {what}.", first)
+    given = [value for value in values if value.site == first.site and value.kind == takes]
+    if given:
+        here = [value.errors for value in given if (value.step, value.call) == (first.step, first.call)]
+        how = "to the bit" if here and all(errors.is_equal for errors in here) else "up to rounding"
+        what = f"is given the same {how} and returns something else"
+        return Blame(first.site, f"{name} {what if first.kind == 'output' else 'hands on another gradient'}.", first)
     caller = _caller(first.site, seen)
     return Blame(
         first.site,
@@ -278,7 +238,8 @@ def _blame_caller(first: ComparedValue, seen: set[str]) -> Blame:
         return Blame("", "The model was given other inputs.", first, is_input=True)
     caller = _caller(first.site, seen)
     what = "hands other values to" if first.kind == "input" else "gives another gradient to"
-    return Blame(caller, f"The code of {caller or 'the model'} {what} {first.site}; all before it is the same.", first)
+    text = f"The code of {caller or 'the model'} {what} {first.site}; all that was compared before it is the same."
+    return Blame(caller, text, first)
 
 
 def _caller(site: str, seen: set[str]) -> str:
@@ -288,16 +249,3 @@ def _caller(site: str, seen: set[str]) -> str:
         if site in seen:
             return site
     return ""
-
-
-def noise_floors(
-    measured: Sequence[Sequence[tuple[ValuePair, TensorErrors]]],
-) -> dict[tuple[Any, ...], float]:
-    """Return the largest relative error at each place of several runs that differ from A by rounding alone."""
-    found: dict[tuple[Any, ...], float] = {}
-    for of_run in measured:
-        for pair, errors in of_run:
-            if not errors.mismatched and math.isfinite(errors.rel_l2):
-                key = value_key(pair)
-                found[key] = max(found.get(key, 0.0), errors.rel_l2)
-    return found

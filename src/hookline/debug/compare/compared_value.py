@@ -35,7 +35,13 @@ class ComparedValue:
     ratio: float = 0.0
     """How many times the floor the error is."""
     verdict: str = WITHIN
-    """``"within rounding"``, ``"worse than rounding by N×"`` or ``"wrong"``."""
+    """``"within rounding"``, ``"worse than rounding by N×"``, ``"wrong"``, or ``"unsure"``."""
+    doubt: str = ""
+    """Why it is unsure."""
+    is_in_part: bool = False
+    """Whether the verdict is on one row or channel, which is lost in the norm of the whole."""
+    is_unsure: bool = False
+    """Whether it is not known if it counts as the same."""
     is_same: bool = True
     """Whether it counts as the same: by the user's thresholds, or, where there are none, within rounding."""
     where: str = ""
@@ -74,6 +80,7 @@ class ComparedValue:
             "max_abs": errors.max_abs, "mean_abs": errors.mean_abs, "rel_l2": errors.rel_l2,
             "rel_diff": errors.rel_diff, "not_finite": [errors.bad_a, errors.bad_b], "equal": errors.is_equal,
             "estimate": errors.is_estimate, "floor": self.floor, "verdict": self.verdict, "same": self.is_same,
+            "doubt": self.doubt, "part_rel": errors.part_rel,
             "where": self.where, "follows": self.follows, "how": self.how, "sure": self.is_sure,
         }  # fmt: skip
 

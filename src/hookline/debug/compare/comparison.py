@@ -16,7 +16,7 @@ from typing import Any, Final
 from hookline.debug.compare.compared_value import Blame, ComparedValue
 from hookline.debug.compare.comparison_page import PageContent, write_page
 from hookline.debug.compare.match_calls import UnpairedValue
-from hookline.debug.compare.rounding import WITHIN, WRONG
+from hookline.debug.compare.rounding import UNSURE, WITHIN, WRONG, unseen_below
 from hookline.tables import ShownAsTable, Table
 
 __all__ = ["Comparison"]
@@ -94,7 +94,7 @@ class Comparison(ShownAsTable):
 
     def _counted(self) -> str:
         counts = Counter(_class_of(value.verdict) for value in self.values)
-        parts = [f"{counts[key]} {key}" for key in (WITHIN, "worse than rounding", WRONG) if counts[key]]
+        parts = [f"{counts[key]} {key}" for key in (WITHIN, "worse than rounding", WRONG, UNSURE) if counts[key]]
         equal = sum(value.errors.is_equal for value in self.values)
         bits = f", {equal} of them equal to the bit" if equal else ""
         return f"{len(self.values)} values compared: {', '.join(parts)}{bits}."
@@ -109,21 +109,29 @@ class Comparison(ShownAsTable):
         follow = sum(bool(value.follows) for value in self.values)
         if follow:
             lines.append(f"{follow} later values follow from it.")
-        return lines
+        return [*lines, *self._doubts()]
 
     def _doubts(self) -> list[str]:
         """Return why the runs are not the same, or why that is not known, though no module is to blame."""
         count = sum(value.is_difference for value in self.unpaired)
         lines = [f"The runs differ: {count} values could not be compared."] if count else []
+        unsure = [value for value in self.values if value.is_unsure]
+        if unsure:
+            first = unsure[0]
+            more = f" {len(unsure) - 1} more are unsure." if len(unsure) > 1 else ""
+            lines.append(f"Unsure: {first.label}: {_error_text(first)}: {first.doubt}.{more}")
         if self.left_out:
-            lines.append("Unsure: a trace does not hold all that was to be traced; nothing that was compared is wrong.")
+            lines.append("Unsure: a trace does not hold all that was to be traced; what it left out is not compared.")
         return lines
 
     def _same_line(self) -> str:
         if all(value.errors.is_equal for value in self.values):
             return "Nothing differs."
         is_rounding = all(value.verdict == WITHIN for value in self.values)
-        return f"Nothing differs by more than {'rounding' if is_rounding else 'is allowed'}."
+        if not is_rounding:
+            return "Nothing differs by more than is allowed."
+        floors = [unseen_below(value.floor, is_estimate=value.errors.is_estimate) for value in self.values]
+        return f"Nothing differs by more than rounding; an error of less than {max(floors):.2g} would not be seen."
 
     @property
     def remarks(self) -> list[str]:
@@ -131,7 +139,8 @@ class Comparison(ShownAsTable):
         sides = (("A", self.only_a), ("B", self.only_b))
         lines = [f"Only in {name}: {_listed(sites)}." for name, sites in sides if sites]
         lines += [
-            f"Not compared: {one.site or '(the model)'} ({one.kind}, step {one.step}, call {one.call}): {one.why}."
+            f"Not compared: {one.site or '(the model)'} ({one.kind}{one.leaf and f' {one.leaf}'}, step {one.step}, "
+            f"call {one.call}): {one.why}."
             for one in self.unpaired[:_MAX_LISTED]
         ]
         if len(self.unpaired) > _MAX_LISTED:
@@ -183,7 +192,7 @@ def _blamed_name(blame: Blame) -> str:
 
 
 def _class_of(verdict: str) -> str:
-    return verdict if verdict in (WITHIN, WRONG) else "worse than rounding"
+    return verdict if verdict in (WITHIN, WRONG, UNSURE) else "worse than rounding"
 
 
 def _sortable(error: float) -> float:
@@ -199,6 +208,8 @@ def _error_text(value: ComparedValue) -> str:
     errors = value.errors
     if errors.mismatched:
         return f"{errors.bad_b} of {errors.count} numbers are NaN or Inf, in A {errors.bad_a}"
+    if value.is_in_part:
+        return f"relative error {errors.part_rel:.3g} of one row or channel, {value.error:.3g} of all"
     about = "about " if errors.is_estimate else ""
     return f"relative error {about}{value.error:.3g}, where rounding makes {value.floor:.2g}"
 

@@ -45,11 +45,11 @@ class AllowedErrors:
     def is_allowed(self, site: str, errors: TensorErrors, tensors: Callable[[], tuple[Tensor, Tensor] | None]) -> bool:
         """Return whether the user allows these errors at ``site``; raise nothing where no option speaks of it."""
         bounds = self.bounds_for(site)
+        if errors.mismatched:  # no bound allows NaN or infinity in one run alone, not even an infinite one
+            return False
         if bounds is not None:
             return all(getattr(errors, field) <= limit for field, limit in bounds.items())
         atol, rtol = self._atol or 0.0, self._rtol or 0.0
-        if errors.mismatched:
-            return False
         if errors.max_abs <= atol:
             return True
         pair = tensors() if rtol else None

@@ -16,8 +16,10 @@ from hookline.debug.compare.run_values import RunValue
 from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.debug.trace.trace_record import RowKey
 
-__all__ = ["CallMatcher", "UnpairedValue", "ValuePair"]
+__all__ = ["CALLS_DIFFER", "STEPS_LEFT", "CallMatcher", "UnpairedValue", "ValuePair"]
 
+CALLS_DIFFER: Final = "the calls that are most alike are compared"
+STEPS_LEFT: Final = "Only some steps: "
 _MAX_LIKENESS: Final = 64
 """Most comparisons that are made to find which calls belong together; beyond, they are paired from the first on."""
 
@@ -99,7 +101,7 @@ class CallMatcher:
         left = steps_a.keys() ^ steps_b.keys()
         if left:
             have = "A" if left & steps_a.keys() else "B"
-            self._note(f"Steps {sorted(left)[:6]} are only in {have} for some sites; the others are compared.")
+            self._note(f"{STEPS_LEFT}{sorted(left)[:6]} are only in {have} for some sites; the others are compared.")
         for step in (step for step in steps_a if step in steps_b):
             self._match_calls(steps_a[step], steps_b[step])
 
@@ -112,8 +114,8 @@ class CallMatcher:
         pairs = _most_alike(a, b)
         calls = ", ".join(f"{one.call} with {other.call}" for one, other in pairs)
         self.notes.append(
-            f"{site} ({a[0].kind}) was called {len(a)} time(s) in step {a[0].step} of A and {len(b)} in B; the calls "
-            f"that are most alike are compared, in order ({calls}), and are not blamed."
+            f"{site} ({a[0].kind}) was called {len(a)} time(s) in step {a[0].step} of A and {len(b)} in B; "
+            f"{CALLS_DIFFER}, in order ({calls}), and are not blamed."
         )
         for one, other in pairs:
             self._pair(one, other, how=f"call {one.call} of A with call {other.call} of B", is_sure=False)

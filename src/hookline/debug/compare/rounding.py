@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
-__all__ = ["WITHIN", "WRONG", "RoundingModel", "unit_of", "verdict_on"]
+__all__ = ["UNSURE", "WITHIN", "WRONG", "RoundingModel", "unit_of", "unseen_below", "verdict_on"]
 
 WITHIN: Final = "within rounding"
 WRONG: Final = "wrong"
+UNSURE: Final = "unsure"
 
 _UNITS: Final = {
     "float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "complex64": 2.0**-24,
@@ -42,21 +43,53 @@ class RoundingModel:
     def __init__(self) -> None:
         self._unit = 0.0
         self._place = 0
+        self._inside: dict[str, float] = {}
+        """The coarsest unit of what was seen of each module and of the modules in it."""
 
-    def next_floor(self, dtype_a: str, dtype_b: str) -> float:
-        """Return the relative error that rounding has made by the next value; 0 for whole numbers."""
+    def next_floor(
+        self,
+        dtype_a: str,
+        dtype_b: str,
+        *,
+        site: str = "",
+        kind: str = "output",
+        is_equal: bool = False,
+        has_inputs: bool = False,
+    ) -> float:
+        """Return the relative error that rounding has made by the next value; 0 for whole numbers.
+
+        What is the same to the bit in both runs has brought no error to what comes after it, whatever its dtype. It
+        counts only for the module that made it and for the code around it.
+        """
         units = [_UNITS[dtype] for dtype in (dtype_a, dtype_b) if dtype in _UNITS]
         if not units:
             return 0.0
-        self._unit = max(self._unit, *units)
+        own = max(units)
+        if not is_equal:
+            self._unit = max(self._unit, own)
+        # Where its inputs were not compared, and for an input itself, the code around the module may be what rounds.
+        around = site if kind == "output" and has_inputs else site.rpartition(".")[0]
+        for name in (site, *_names_around(site)):
+            self._inside[name] = max(self._inside.get(name, 0.0), own)
+        unit = max(self._unit, own, self._inside.get(around, 0.0))
         self._place += 1
         growth = math.sqrt(self._place)
-        return self._unit * (2 + growth / 4 if self._unit > _NARROW else 4 + growth)
+        return unit * (2 + growth / 4 if unit > _NARROW else 4 + growth)
+
+
+def _names_around(site: str) -> list[str]:
+    parts = site.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
 def unit_of(*dtypes: str) -> float:
     """Return the unit of the coarsest dtype; 0 for whole numbers."""
     return max((_UNITS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+
+
+def unseen_below(floor: float, *, is_estimate: bool = False) -> float:
+    """Return the relative error up to which the verdict is that it is rounding."""
+    return max(_ALLOWED * floor, _ESTIMATE if is_estimate else 0.0)
 
 
 def verdict_on(error: float, floor: float, *, is_estimate: bool = False) -> tuple[str, float]:

@@ -51,5 +51,6 @@ def sketch_errors(
         bad_b=b.nan + b.inf,
         mismatched=mismatched,
         is_estimate=True,
+        is_blind=same_sketches and same_dtype and a.hash != b.hash and a.nan + a.inf > 0,
     )
     return found

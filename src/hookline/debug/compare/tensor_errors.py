@@ -47,6 +47,12 @@ class TensorErrors:
     """Whether the two are the same to the last bit."""
     is_estimate: bool = False
     """Whether the figures come from fingerprints, not from the tensors."""
+    is_blind: bool = False
+    """Whether fingerprints cannot say if it is the same: NaN or infinity is in both, and the hashes differ."""
+    part_rel: float = 0.0
+    """The largest relative error of one row or channel; 0 where it was not measured."""
+    part_abs: float = 0.0
+    """The largest norm of the difference in one row or channel."""
 
     @property
     def rms_a(self) -> float:
