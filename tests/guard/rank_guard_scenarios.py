@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +94,12 @@ def fails_on_one_rank() -> dict[str, Any]:
     for kind in MAKERS:
         without, *_ = trained(kind, [])
         for policy in ("disable", "warn"):
-            weights, manager, _, ended = trained(kind, [Ahead(fails_on=1)], on_error=policy)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                weights, manager, _, ended = trained(kind, [Ahead(fails_on=1)], on_error=policy)
             off = "ahead" in manager.plan().left_out
-            found[f"{kind} {policy}"] = {"same": weights == without, "ended": ended, "off": off}
+            told = {who for one in caught for who in re.findall(r" on (ranks? [\d, ]+)\.$", str(one.message))}
+            found[f"{kind} {policy}"] = {"same": weights == without, "ended": ended, "off": off, "told": sorted(told)}
         _, manager, _, ended = trained(kind, [Ahead(fails_on=1)])
         found[f"{kind} raise"] = {"ended": ended, "step": manager.global_step}
     return found

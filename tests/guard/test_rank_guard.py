@@ -33,7 +33,7 @@ def test_an_intervention_that_raises_on_one_rank_is_undone_on_all_and_the_run_go
     """Both ranks go on with the weights of a run without it; under disable it is off on both."""
     for found in both:
         case = found["fails_on_one_rank"][f"{kind} {policy}"]
-        assert case == {"same": True, "ended": "went on", "off": policy == "disable"}
+        assert case == {"same": True, "ended": "went on", "off": policy == "disable", "told": ["rank 1"]}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -85,14 +85,14 @@ class Manual(Net):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         loss = self.loss(batch)
         for optimizer in self.optimizers():
             optimizer.zero_grad()
         self.manual_backward(loss)
         for optimizer in self.optimizers():
             optimizer.step()
-        return loss
+        return loss if batch_idx % 2 else None  # Lightning asks for none here
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.AdamW(self.net[0].parameters()), torch.optim.SGD(self.net[4].parameters(), lr=0.1)]
@@ -246,6 +246,22 @@ def test_hooks_go_on_from_lightnings_own_checkpoint(every: int, tmp_path: Path) 
     _, resumed = fit(tmp_path, _stateful(), max_epochs=2, checkpoint=str(file))
     ours, theirs = resumed.manager.get_hook("counting"), callback.manager.get_hook("counting")
     assert (ours.count, resumed.manager.global_step) == (theirs.count, callback.manager.global_step) == (16, 13)
+
+
+def test_a_checkpoint_that_is_saved_after_training_has_the_state_of_its_end(tmp_path: Path) -> None:
+    class SavesLast(L.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    last = str(tmp_path / "last.ckpt")
+    for hooks, told in ((_stateful(), 0), ((), 1)):
+        fit(tmp_path, hooks, max_epochs=1, callbacks=[SavesLast()])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _, resumed = fit(tmp_path, _stateful(), max_epochs=2, checkpoint=last)
+        assert sum("so hooks begin anew" in str(one.message) for one in caught) == told
+        assert resumed.manager.get_hook("counting").count == (8 if told else 16)
+        assert resumed.manager.global_step == 13
 
 
 def _stateful() -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers_follow import Counting
 from helpers_hosts import metrics_of
 from helpers_loops import noting
 from helpers_trainer import left_by_trainer, make_trainer, tiny_gpt2, tokens
@@ -241,15 +242,24 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
 
 
 def test_two_callbacks_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Each has its hooks and sinks, and both see every step; afterwards the Trainer's methods are its own."""
-    one, other = noting(), noting()
-    trainer = make_trainer(
-        tmp_path, HooklineCallback([one], sinks=[]), HooklineCallback([other], sinks=[]), num_train_epochs=1
-    )
-    trainer.train()
+    """Each has its hooks, sinks and state, and both see every step; afterwards the Trainer's methods are its own."""
+
+    def train(*hooks: Any, resume: str | None = None) -> None:
+        callbacks = [HooklineCallback([hook], sinks=[]) for hook in hooks]
+        trainer = make_trainer(tmp_path, *callbacks, num_train_epochs=1, save_strategy="steps", save_steps=5)
+        trainer.train(resume_from_checkpoint=resume)
+        assert not {"training_step", "evaluation_loop"} & set(vars(trainer))
+
+    one, other, first, second = noting(), noting(), Sums(), Counting()
+    train(one, first, second, other)
     assert one.points == other.points
     assert len(one.at("POST_STEP")) == 10
-    assert not {"training_step", "evaluation_loop"} & set(vars(trainer))
+    total, count = float(first.total), second.count
+    train(second := Counting(), noting(), first := Sums(), noting(), resume=str(tmp_path / "checkpoint-5"))
+    assert (float(first.total), second.count) == (total, count)
+    alone = Counting()
+    train(alone, resume=str(tmp_path / "checkpoint-5"))
+    assert alone.count == count
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "disable"])

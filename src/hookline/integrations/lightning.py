@@ -7,6 +7,7 @@ Users hand it to ``Trainer(callbacks=[...])``; the Trainer calls its events, and
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookline.errors import MissingPackageError
+from hookline.errors import HooklineWarning, MissingPackageError
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_callback, check_once, hook_names, sinks_or_usual
 from hookline.integrations.host_run import HostRun
+from hookline.integrations.method_listeners import Listener, listen
 from hookline.lifecycle.run_phase import phase
+from hookline.messages import caller_stacklevel
+from hookline.training.hook_state import copied
 
 try:
     from lightning.pytorch import Callback
@@ -55,7 +59,7 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
     The run stays the same, bit for bit. Hooks see the ``LightningModule`` as the model. A step is a batch in which an
     optimizer made a step, with the batches before it that were accumulated; with manual optimization, however many
     optimizers stepped. POST_EPOCH comes after the validation of the epoch. The state of the hooks is in Lightning's own
-    checkpoints. In hooks, ``ctx.config`` is ``module.hparams``.
+    checkpoints, also in one that is saved after ``fit()``. In hooks, ``ctx.config`` is ``module.hparams``.
 
     Interventions train by ``training_step``; what it logs then is dropped. With manual optimization it makes steps
     itself, so hooks that need a loss are left out.
@@ -92,6 +96,10 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         self._steps_before: int | None = None
         """How many steps were made, by our count, when the checkpoint was written that is being loaded."""
         self._logged: Mapping[str, Any] = {}
+        self._kept: dict[str, Any] | Exception = {}
+        """The state at the end of the run, for a checkpoint that is saved after it; or why there is none."""
+        self._backward_losses: list[Tensor] = []
+        self._stop_listening: Callable[[], None] = _do_nothing
 
     @property
     def _host(self) -> HostRun:
@@ -134,7 +142,14 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         """Begin a run, or go on with one from a checkpoint."""
         check_once(self, trainer.callbacks)
         self._end(None)  # of a run that failed
-        self._trainer = trainer
+        self._trainer, self._kept = trainer, {}
+        if trainer.global_step and getattr(trainer, "ckpt_path", None) and self._steps_before is None:
+            warnings.warn(
+                f"There is no state of {self.state_key} in {trainer.ckpt_path}, so hooks begin anew: it was saved "
+                "without them, or after an error.",
+                HooklineWarning,
+                stacklevel=caller_stacklevel(),
+            )
         schedulers = trainer.lr_scheduler_configs
         is_automatic = bool(pl_module.automatic_optimization)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
@@ -153,6 +168,9 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             run_context=self._run_context(trainer),
         )
         self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in trainer.optimizers]
+        if not is_automatic:
+            listener = Listener(self._note_backward, _do_nothing, _do_nothing)
+            self._stop_listening = listen(pl_module, "manual_backward", listener)
         self._has_begun_epoch = self._has_begun_step = False
         self._steps_before = None
 
@@ -162,7 +180,13 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         return {"run_dir": str(Path(trainer.log_dir or trainer.default_root_dir) / "hookline"), "strategy": "trainer"}
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the run."""
+        """End the run, and keep the state of the hooks: callbacks that save, and users, may do so after it."""
+        if self._is_training():
+            self._host.flush()
+            try:
+                self._kept = copied(self._host.state_dict(all_ranks=True))
+            except Exception as error:  # matters only to one who saves
+                self._kept = error
         self._end(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -172,7 +196,9 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
     def _end(self, error: BaseException | None) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._losses, self._trainer = [], [], None
+        self._stop_listening()
+        self._stop_listening = _do_nothing
+        self._handles, self._losses, self._backward_losses, self._trainer = [], [], [], None
         if self._made is not None:
             self._made.end_run(error)
 
@@ -205,6 +231,10 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         if phase() != "intervention":
             self._steps_seen += 1
 
+    def _note_backward(self, loss: Any, *_: Any, **__: Any) -> None:
+        if phase() != "intervention" and isinstance(loss, Tensor) and loss.numel() == 1:
+            self._backward_losses.append(loss.detach())
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step, if the optimizer made one in this batch, or if a scaler has skipped it."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -212,7 +242,8 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             self._losses.append(loss.detach())  # with automatic optimization, divided by the number of batches
         if not self._steps_seen and trainer.global_step == self._global_step:
             return  # gradients are accumulated
-        losses, self._losses = self._losses, []
+        losses = self._losses or self._backward_losses  # of manual optimization that returns none
+        self._losses, self._backward_losses = [], []
         self._has_begun_step = False
         self._host.hold_gradients()
         self._host.end_step(loss=sum(losses[1:], start=losses[0]) if losses else None, trained=self._steps_seen > 0)
@@ -241,8 +272,12 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the hooks on all ranks, for Lightning's checkpoint; nothing outside of training."""
-        return self._host.state_dict(all_ranks=True) if self._is_training() else {}
+        """Return the state of the hooks on all ranks, for Lightning's checkpoint; after training, that of its end."""
+        if self._is_training():
+            return self._host.state_dict(all_ranks=True)
+        if isinstance(self._kept, Exception):
+            raise self._kept
+        return self._kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have hooks go on where they were, once training begins."""
@@ -266,6 +301,10 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         for logger in self._trainer.loggers if self._trainer is not None else ():
             logger.log_metrics(metrics, step=step)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 def _takes_two(step: Callable[..., Any]) -> bool:

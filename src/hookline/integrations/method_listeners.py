@@ -1,7 +1,8 @@
 """Listen to calls of a method of one object, for as long as a run lasts.
 
-The adapter of the Hugging Face Trainer uses it, where the trainer tells callbacks too little: the batch and loss of a
-step, the beginning of an evaluation. The class and other objects are not touched, and the method comes back.
+The adapters of the Hugging Face Trainer and of Lightning use it, where it tells callbacks too little: the batch and
+loss of a step, the beginning of an evaluation, the losses of manual optimization. The class and other objects are
+not touched, and the method comes back.
 """
 
 from __future__ import annotations

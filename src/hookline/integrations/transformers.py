@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import copy
+import re
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,6 +43,8 @@ __all__ = ["STATE_FILE", "HooklineCallback"]
 
 STATE_FILE: Final = "hookline.safetensors"
 """The file in a checkpoint of the Trainer that has the state of the hooks."""
+_LONGEST_NAME: Final = 60
+"""Letters of the names of hooks in the name of a file."""
 _DEEPEST: Final = 12
 """Frames between an event and the Trainer that calls it; there are three."""
 
@@ -237,15 +241,29 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             tree = self._host.state_dict(all_ranks=True)  # the Trainer saves on every rank
             folder = _output_folder(self._trainer, args) / f"checkpoint-{state.global_step}"
             if state.is_world_process_zero and folder.is_dir():
-                checkpoint_file.write(folder / STATE_FILE, tree)
+                checkpoint_file.write(folder / self._state_files()[0], tree)
+
+    def _state_files(self) -> list[str]:
+        """Return what the file of the state is called, and what else it may have been called: one or several wrote."""
+        by_names = _file_by_names(self._host.manager.hooks)
+        handler = getattr(self._trainer, "callback_handler", None)
+        ours = [one for one in getattr(handler, "callbacks", ()) if isinstance(one, HooklineCallback)]
+        if len(ours) < 2:
+            return [STATE_FILE, by_names]
+        named_alike = [one for one in ours if _file_by_names(one.manager.hooks) == by_names]
+        if len(named_alike) > 1:  # then it is their order that tells
+            place = next(place for place, one in enumerate(named_alike, 1) if one is self)
+            by_names = by_names.replace(".", f"-{place}.")
+        return [by_names, STATE_FILE] if ours[0] is self else [by_names]
 
     def _load_state(self, folder: Path) -> None:
-        file = folder / STATE_FILE
-        if file.is_file():
-            self._host.load_state_dict(checkpoint_file.read(file))
-            return
+        names = self._state_files()
+        for file in (folder / name for name in names):
+            if file.is_file():
+                self._host.load_state_dict(checkpoint_file.read(file))
+                return
         warnings.warn(
-            f"There is no {STATE_FILE} in {folder}, so hooks begin anew: the checkpoint was saved without them.",
+            f"There is no {names[0]} in {folder}, so hooks begin anew: the checkpoint was saved without them.",
             HooklineWarning,
             stacklevel=caller_stacklevel(),
         )
@@ -308,6 +326,14 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         self._begin(args, int(state.global_step), given)
         if kept["run"]["within"]:
             self._host.begin_epoch(epoch)
+
+
+def _file_by_names(hooks: Iterable[str]) -> str:
+    """Return the file of the state where a Trainer has several callbacks: by the names of the hooks, in any order."""
+    names = "+".join(sorted(hooks))
+    path = Path(STATE_FILE)
+    told = re.sub(r"[^\w+-]", "_", names)[:_LONGEST_NAME]
+    return f"{path.stem}-{told}-{zlib.crc32(names.encode()):08x}{path.suffix}"
 
 
 class _Failing:

@@ -43,6 +43,8 @@ _numbers: Final = itertools.count(1)
 _STATE: Final = "state of the run"
 _OF_STEPS: Final = "metrics of steps"
 _SIGNALS: Final = ("", "SIGINT", "SIGTERM")
+_LONGEST: Final = 160
+"""How much of the text of another library is told."""
 
 
 def join_ranks(hooks: Mapping[str, TrainingHook], flush_every: int | None = None) -> RankSync:
@@ -87,6 +89,8 @@ class RankFailure:
     """Whether it ends the run."""
     error: Exception | None = None
     """The error itself, on the rank where it was raised."""
+    is_of_others: bool = False
+    """Whether it only says that another rank has failed."""
 
     def sentence(self, hook: str) -> str:
         """Return it in words."""
@@ -120,6 +124,8 @@ class RankSync:
         """Why metrics are of this rank alone, where the process group was destroyed before they were written."""
         self._failed: dict[str, RankFailure] = {}
         """What hooks raised on any rank, once all know of it."""
+        self._relayed: set[str] = set()
+        """The errors in words that were raised here because another rank has failed."""
         self.agreed_error: BaseException | None = None
         """The error that ends the run on all ranks at the same place, if one does."""
 
@@ -212,16 +218,20 @@ class RankSync:
         """
         before = self._held.get(hook)
         if before is None or (error is not None and not before.ends):
-            self._held[hook] = RankFailure((self.rank,), text, error is not None, error)
+            is_of_others = text.startswith(tuple(self._relayed))
+            self._held[hook] = RankFailure((self.rank,), text, error is not None, error, is_of_others)
 
     def _learn_failures(self, what: str) -> None:
-        said = self.gather({hook: (one.text, one.ends) for hook, one in self._held.items()}, f"{what}, what failed")
-        for rank, failures in enumerate(said):
-            for hook, (text, ends) in failures.items():
-                known = self._failed.get(hook)
-                ranks = (rank,) if known is None else (*known.ranks, rank)
-                own = self._held[hook].error if rank == self.rank else None if known is None else known.error
-                self._failed[hook] = RankFailure(ranks, text, ends or (known is not None and known.ends), own)
+        own = {hook: (one.text, one.ends, one.is_of_others) for hook, one in self._held.items()}
+        said = self.gather(own, f"{what}, what failed")
+        for hook in dict.fromkeys(hook for failures in said for hook in failures):
+            rows = [(rank, *failures[hook]) for rank, failures in enumerate(said) if hook in failures]
+            blamed = [row for row in rows if not row[3]] or rows
+            known = self._failed.get(hook) or RankFailure((), "", ends=False)
+            error = self._held[hook].error if hook in self._held else known.error
+            ends = known.ends or any(row[2] for row in rows)
+            ranks = (*known.ranks, *(row[0] for row in blamed))
+            self._failed[hook] = RankFailure(ranks, blamed[-1][1], ends, error)
         self._held = {}
 
     def take_failures(self) -> dict[str, RankFailure]:
@@ -255,7 +265,9 @@ class RankSync:
         failed = {rank: text for rank, text in enumerate(said) if text is not None}
         if not failed or error is not None:
             return error
-        return RankError(f"{what}: {_told(failed)}", ranks=tuple(failed))
+        relayed = RankError(f"{what}: {_told(failed)}", ranks=tuple(failed))
+        self._relayed.add(error_text(relayed).rstrip("."))
+        return relayed
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the value of every rank."""
@@ -317,4 +329,9 @@ def _told(failed: Mapping[int, str]) -> str:
 
 
 def _short(error: BaseException) -> str:
-    return error_text(error).partition("\n")[0][:160].rstrip(".")
+    """Return the first line of an error; of a long one, the sentences that fit, or the words."""
+    text = error_text(error).partition("\n")[0]
+    if len(text) > _LONGEST:
+        sentences, dot, _ = text[:_LONGEST].rpartition(". ")
+        text = sentences if dot else text[:_LONGEST].rpartition(" ")[0] + " …"
+    return text.rstrip(". ")
