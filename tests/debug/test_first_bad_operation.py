@@ -223,7 +223,7 @@ class Masked(nn.Module):
 
 
 def test_infinities_that_are_meant_are_said_once_and_hide_no_fault() -> None:
-    """A mask in the output of a module is given, not made; a softmax over nothing but minus infinity is to blame."""
+    """A mask in the output of a module is meant, and no report; a softmax over nothing but minus infinity is one."""
     model = nn.Sequential(Masked(), nn.Softmax(dim=-1), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -237,7 +237,7 @@ def test_infinities_that_are_meant_are_said_once_and_hide_no_fault() -> None:
     with find_bad_operations(model, optimizer, step_fn=step) as check:
         for number in (3.0, 2.0, 0.0, 1.0):
             check.step(torch.full((4, 4), number))
-    given, made = check.reports
+    (given,), (made,) = check.meant, check.reports
     assert (given.step, given.verdict, given.operation.operator) == (0, "given", "aten.masked_fill.Scalar")
     assert (made.step, made.verdict, made.operation.operator) == (2, "found", "aten._softmax.default")
     assert check.bad_steps == 2

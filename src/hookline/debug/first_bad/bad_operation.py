@@ -47,9 +47,17 @@ class TensorSummary:
         return [self.name, f"{self.dtype}{list(self.shape)}", *numbers, str(self.nan), str(self.inf)]
 
 
+def _stored(tensor: Tensor) -> Tensor:
+    """Return the numbers that a tensor stores: all of them, or those of a sparse one that are there."""
+    if tensor.layout is torch.strided:
+        return tensor
+    stored: Tensor = (tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor).values()
+    return stored
+
+
 def summarize_tensor(name: str, tensor: Tensor) -> TensorSummary:
     """Return the figures of a tensor; reads all of it, and waits for its device."""
-    found = reduce(tensor.detach().cpu(), _LAYOUT)
+    found = reduce(_stored(tensor.detach()).cpu(), _LAYOUT)
     is_clean = found.size > 0 and not found.bad
     has_finite = found.finite_low <= found.finite_high
     return TensorSummary(
@@ -100,12 +108,16 @@ class BadOperation(ShownAsTable):
         name = repr(self.module) if self.module else "the model itself"
         return f"{self.where} of {name}"
 
+    @property
+    def _in_place(self) -> str:
+        return f" {self.place}" if self.place == "outside of the model" else f" in the {self.place}"
+
     def headline(self) -> str:
         """Return one line: what, which operator, where."""
         if self.given:
-            return f"{self.what} was given: {self.given}; first seen by {self.operator} in the {self.place}"
+            return f"{self.what} was given: {self.given}; first seen by {self.operator}{self._in_place}"
         by = f", {self.function}" if self.function else f", {self.node}" if self.node else ""
-        return f"{self.what} made by {self.operator}{by}, in the {self.place}"
+        return f"{self.what} made by {self.operator}{by},{self._in_place}"
 
     def _table(self) -> Table:
         rows = [each.cells() for each in (*self.inputs, *self.outputs)]

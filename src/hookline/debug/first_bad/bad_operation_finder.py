@@ -92,6 +92,8 @@ class BadOperationFinder:
         self._on_report = on_report
         self.reports: list[BadStep] = []
         """What was found, the first first."""
+        self.meant: list[BadStep] = []
+        """Infinities that were given and reach neither loss nor gradient, as those of a mask do."""
         self.bad_steps = 0
         """How many steps had something that was not finite."""
         self.scaled_steps = 0
@@ -172,11 +174,16 @@ class BadOperationFinder:
         if goes_on or len(self.reports) >= self._most:
             return None  # what a NaN in the weights does to every step from then on
         report = self._look(rows.number, tuple(bad), again)
-        if report.verdict == "given" and report.operation is not None and report.operation.what == "Inf":
-            # A mask, say: said once, and not a fault that goes on.
-            self._expected.update(label for label in bad if label != "loss")
+        is_given_inf = report.verdict == "given" and report.operation is not None and report.operation.what == "Inf"
+        if is_given_inf and all(label.endswith("/forward") for label in bad):
+            # A mask: what it hides reaches neither the loss nor a gradient, so it is no fault.
+            self._expected.update(bad)
             self.bad_steps -= 1
-        if report.verdict in ("given", "did not repeat"):
+            self._last_bad = -2
+            self.meant.append(report)
+            logger.info("%s; it reaches neither loss nor gradient, and is taken as meant", report.headline())
+            return None
+        if report.verdict == "did not repeat":
             self._last_bad = -2
         self.reports.append(report)
         logger.warning("%s", report)
@@ -200,7 +207,9 @@ class BadOperationFinder:
         except _UnrepeatedError:
             return BadStep(number, places, _UNREPEATED, batch=batch, notes=(*notes, _OUTSIDE))
         except _SecondRunError as error:
-            note = f"the second run raised {type(error.cause).__name__}: {error.cause}"
+            # Behind the first sentence torch lists its backends.
+            told = str(error.cause).partition("\n")[0].partition(". ")[0][:200]
+            note = f"the second run raised {type(error.cause).__name__}: {told}"
             return BadStep(number, places, "not run again", batch=batch, notes=(*notes, note))
         notes = (*notes, note) if note else notes
         if operation is not None:

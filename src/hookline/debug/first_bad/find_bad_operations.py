@@ -6,6 +6,7 @@ where it knows the step, else by the forwards of the model and the steps of the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
 
 __all__ = ["BadOperations", "find_bad_operations"]
+
+logger = logging.getLogger("hookline.debug.first_bad")
 
 
 def find_bad_operations(
@@ -133,6 +136,7 @@ class BadOperations(ShownAsTable):
         self._finder = finder
         self._step_fn = step_fn
         self._removed = False
+        self._has_warned = False
         self._followed: FollowedSteps | None = None
         self._others: OtherOptimizers | None = None
         self._handle: Any = None
@@ -149,6 +153,11 @@ class BadOperations(ShownAsTable):
         return self._finder.reports
 
     @property
+    def meant(self) -> list[BadStep]:
+        """Infinities that were put in and reach neither the loss nor a gradient, as those of a mask; no fault."""
+        return self._finder.meant
+
+    @property
     def bad_steps(self) -> int:
         """The number of steps that had something that was not finite."""
         return self._finder.bad_steps
@@ -162,6 +171,12 @@ class BadOperations(ShownAsTable):
         """Make a step by ``step_fn(batch)``, and check it; return what that returned."""
         if self._step_fn is None or self._removed:
             raise OptionError("check.step(batch) calls step_fn(batch), which was not given, or the check is off.")
+        if batch is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "check.step() was called without a batch: if step_fn fetches its data itself, a second run takes the "
+                "next data of the run. Next: fetch the batch in the loop, and call check.step(batch)."
+            )
         self._finder.begin_step(batch, self._again, ids=ids)
         result = self._step_fn(batch)
         self._finder.end_step(result, self._again)

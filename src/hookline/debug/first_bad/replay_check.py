@@ -120,7 +120,8 @@ class Replay(ShownAsTable):
     def _table(self) -> Table:
         if self.equal:
             return Table(title=f"{self.times} runs of the step are equal, bit for bit, in {self.compared} results")
-        at = f", in the {self.where}" if self.where else ""
+        article = "" if self.where == "outside of the model" else "in the "
+        at = f", {article}{self.where}" if self.where else ""
         title = f"run {self.run} of {self.times} differs from run 0 first at {self.operator}{at}"
         foot = (f"{self.number} results before it are equal", *((f"at {self.source}",) if self.source else ()))
         return Table(title=title, foot=foot)

@@ -1,0 +1,102 @@
+"""One report for one fault, in plain words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookline.debug import find_bad_operations
+
+
+def _stepping(model: nn.Module, of_loss: Callable[[Tensor], Tensor] = lambda loss: loss) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = of_loss(model(x).mean())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return optimizer, step
+
+
+def test_a_number_given_with_the_batch_is_reported_once() -> None:
+    """The weights are NaN from then on: counted, not run again."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer, step = _stepping(model)
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        for number in range(6):
+            check.step(torch.full((2, 3), float("nan") if number == 1 else 1.0))
+    assert [(report.step, report.verdict) for report in check.reports] == [(1, "given")]
+    assert check.bad_steps == 5
+
+
+def test_an_infinite_input_that_reaches_the_loss_is_reported() -> None:
+    """Only what reaches neither the loss nor a gradient is taken as meant."""
+    model = nn.Sequential(nn.Linear(3, 1))
+    optimizer, step = _stepping(model)
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.full((2, 3), float("inf")))
+    assert check.meant == []
+    assert len(check.reports) == check.bad_steps == 1
+
+
+def test_outside_of_the_model_is_said_in_english() -> None:
+    """A loss function has no module."""
+    model = nn.Sequential(nn.Linear(3, 1))
+    optimizer, step = _stepping(model, lambda loss: (loss * 0 - 1).log())
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.ones(2, 3))
+    headline = check.reports[0].headline()
+    assert headline.endswith("torch.Tensor.log, outside of the model")
+
+
+def test_a_step_with_sparse_gradients_is_run_again() -> None:
+    """What torch cannot do is told in one line, without the list of all its backends."""
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    optimizer, step = _stepping(model, lambda loss: (loss * 0 - 1).log())
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.arange(4))
+    (report,) = check.reports
+    assert report.operation is not None
+    assert report.operation.operator == "aten.log.default"
+
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    optimizer, step = _stepping(model, lambda loss: (loss * 0 - 1).log())
+    calls = []
+
+    def failing(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) > 1:
+            torch.as_strided(torch.eye(2).to_sparse(), (1,), (1,))
+        return step(x)
+
+    with find_bad_operations(model, optimizer, step_fn=failing) as check:
+        check.step(torch.arange(4))
+    (report,) = check.reports
+    assert report.verdict == "not run again"
+    (note,) = report.notes
+    assert "NotImplementedError: Could not run 'aten::as_strided'" in note
+    assert "registered" not in note
+    assert len(note) < 300
+
+
+def test_a_step_without_a_batch_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It may read from an iterator, which a second run would read from too."""
+    model = nn.Linear(3, 1)
+    optimizer, step = _stepping(model)
+    data = iter(torch.ones(3, 2, 3))
+    with caplog.at_level(logging.WARNING, "hookline.debug.first_bad"):
+        with find_bad_operations(model, optimizer, step_fn=lambda batch: step(next(data))) as check:
+            check.step()
+            check.step(None)
+        with find_bad_operations(model, optimizer, step_fn=step) as check:
+            check.step(torch.ones(2, 3))
+    (record,) = caplog.records
+    assert "check.step(batch)" in record.getMessage()
