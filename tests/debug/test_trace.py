@@ -302,9 +302,9 @@ def test_wrong_options_say_what_to_do(tmp_path):
     with pytest.raises(OptionError, match="'200MB'"):
         bytes_of_budget("lots")
     assert (bytes_of_budget("1.5 KiB"), bytes_of_budget(7), bytes_of_budget(None)) == (1536, 7, None)
-    assert not (tmp_path / "t").exists()
     with pytest.raises(KeyError, match="No module matches"):
         trace(model, "nothing", to=tmp_path / "t", kinds="output")
+    assert not (tmp_path / "t").exists()
     with trace(model, to=tmp_path / "u", step=optimizer) as running, pytest.raises(OptionError, match="not both"):
         running.step()
     with pytest.raises(TraceError, match="has a trace already"):

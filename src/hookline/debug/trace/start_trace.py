@@ -21,7 +21,7 @@ from hookline.debug.trace.reference_trace import ReferenceTrace
 from hookline.debug.trace.trace_files import TraceWriter
 from hookline.debug.trace.trace_record import KINDS, RowTable
 from hookline.debug.trace.trace_recorder import TraceRecorder
-from hookline.debug.trace.trace_sites import StepNumbers, TraceSites
+from hookline.debug.trace.trace_sites import TraceSites, TraceStepNumbers
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import OptionError
 from hookline.lifecycle.schedule import StepSchedule
@@ -122,11 +122,13 @@ def trace(
         dims_of=dims_of,
         reference=earlier,
     )
-    found = Trace(unwrap(model), recorder, writer.folder, wanted, StepNumbers(step == "forward", schedule))
+    found = Trace(unwrap(model), recorder, writer.folder, wanted, TraceStepNumbers(step == "forward", schedule))
     try:
         found._begin(targets, exclude, None if isinstance(step, str) else step, tensors)
     except BaseException:
         found.remove()
+        if not found.records:
+            writer.discard()
         raise
     return found
 
@@ -138,7 +140,7 @@ class Trace:
     """
 
     def __init__(
-        self, model: nn.Module, recorder: TraceRecorder, path: Path, kinds: Sequence[str], numbers: StepNumbers
+        self, model: nn.Module, recorder: TraceRecorder, path: Path, kinds: Sequence[str], numbers: TraceStepNumbers
     ) -> None:
         self.path = path
         """The folder it writes to."""

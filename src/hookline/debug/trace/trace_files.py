@@ -19,7 +19,9 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -208,6 +210,15 @@ class TraceWriter:
             os.close(self._file)
             self._file = -1
             self._lock.release()
+
+    def discard(self) -> None:
+        """Close, and remove what this rank has written, so that another trace may begin here."""
+        self.close()
+        shutil.rmtree(self._own, ignore_errors=True)
+        if not any(self.folder.glob("rank_*")):
+            (self.folder / "trace.json").unlink(missing_ok=True)
+            with suppress(OSError):  # something else lies in it
+                self.folder.rmdir()
 
     def _append(self, *lines: dict[str, Any]) -> None:
         text = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines).encode()

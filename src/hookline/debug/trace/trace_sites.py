@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hookline.sites.targets import Named
     from hookline.sites.tensors.parameter_hooks import NamedParameter
 
-__all__ = ["StepNumbers", "TraceSites"]
+__all__ = ["TraceSites", "TraceStepNumbers"]
 
 _KEPT: Final = 256
 """Forwards whose gradients may still come."""
@@ -46,7 +46,7 @@ class _ForwardNumbers:
         self.step, self.micro_batch, self.is_due, self.before = step, micro_batch, is_due, before
 
 
-class StepNumbers:
+class TraceStepNumbers:
     """Numbers steps, and forwards and calls within them.
 
     Args:
@@ -129,7 +129,9 @@ class _TracedParameter:
 class TraceSites:
     """The hooks of one trace."""
 
-    def __init__(self, model: nn.Module, recorder: TraceRecorder, kinds: Sequence[str], numbers: StepNumbers) -> None:
+    def __init__(
+        self, model: nn.Module, recorder: TraceRecorder, kinds: Sequence[str], numbers: TraceStepNumbers
+    ) -> None:
         self._model = model
         self._recorder = recorder
         self._kinds = frozenset(kinds)
