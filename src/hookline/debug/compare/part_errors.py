@@ -29,11 +29,11 @@ def add_part_errors(errors: TensorErrors, a: Tensor, b: Tensor) -> TensorErrors:
     is_measured = not errors.is_equal and not errors.mismatched and a.dim() >= 2 and a.numel() > 0
     if not is_measured or not (a.is_floating_point() and b.is_floating_point()):
         return errors
-    found = [_largest(*norms) for norms in _part_norms(a, b)]
+    found = [_largest(*norms) for norms in _part_norms(a, b, is_finite=not errors.bad_a + errors.bad_b)]
     return replace(errors, part_rel=max(rel for rel, _ in found), part_abs=max(size for _, size in found))
 
 
-def _part_norms(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _part_norms(a: Tensor, b: Tensor, *, is_finite: bool) -> list[tuple[Tensor, Tensor]]:
     """Return the norms of the rows of the difference and of ``a``, then those of the channels."""
     width = a.shape[-1]
     dtype = torch.float32 if max(a.element_size(), b.element_size()) <= 4 else torch.float64
@@ -44,9 +44,11 @@ def _part_norms(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
     for x, y in zip(*blocks, strict=True):
         x = x.to(dtype)
         difference = x - y.to(device=x.device, dtype=dtype)
-        good = torch.isfinite(difference)
+        if not is_finite:
+            good = torch.isfinite(difference)
+            difference, x = (torch.where(good, one, 0.0) for one in (difference, x))
         for place, one in enumerate((difference, x)):
-            squares = torch.where(good, one, 0.0).square_()
+            squares = one.square()
             rows[place].append(squares.sum(1).sqrt_())
             channels[place] += squares.sum(0)
     return [(torch.cat(rows[0]), torch.cat(rows[1])), (channels[0].sqrt(), channels[1].sqrt())]
