@@ -489,3 +489,76 @@ def test_an_evaluation_inside_of_the_loop_is_no_training(when: str) -> None:
     alone = train(followed=False)
     assert alone["0/forward/max"] < 10
     assert train(followed=True) == alone
+
+
+class _TrainsOneMore(hl.InterventionHook):
+    """Train one epoch more, and return where the weights are then."""
+
+    name = "one_more"
+    hook_points = {hl.HookPoint.POST_EPOCH}
+
+    def intervene(self, run_ctx: hl.RunDataContext, model_ctx: Any) -> dict[str, float]:
+        model_ctx.run_training_epoch()
+        return {"weights": _sum_of(model_ctx.model)}
+
+
+def _sum_of(model: nn.Module) -> float:
+    return float(sum(each.detach().double().sum() for each in model.parameters()))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("per", ["step", "epoch"])
+def test_an_intervention_trains_as_the_loop_does(accumulate: int, per: str) -> None:
+    """What a guarded epoch finds after epoch 0 is what epoch 1 does: as many batches a step, as many of the scheduler.
+
+    A scheduler that is stepped for epochs is put back by the loop itself after the hook, so its rate is made the same.
+    """
+    torch.manual_seed(0)
+    model, rows, sink = nn.Linear(4, 1), torch.utils.data.DataLoader(torch.randn(16, 4), 2), hl.sinks.MemorySink()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    rate = (lambda number: 1 / (1 + number)) if per == "step" else (lambda number: 1.0 if number < 2 else 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        return loss
+
+    ends = []
+    with hl.follow(
+        model, optimizer, [_TrainsOneMore()], loader=rows, scheduler=scheduler, loss_fn=loss_fn, sinks=[sink]
+    ):
+        for _ in range(2):
+            for number, batch in enumerate(rows, 1):
+                (loss_fn(model, batch) / accumulate).backward()
+                if number % accumulate == 0:
+                    optimizer.step()
+                    if per == "step":
+                        scheduler.step()
+                    optimizer.zero_grad()
+            if per == "epoch":
+                scheduler.step()
+            ends.append(_sum_of(model))
+    assert dict(sink.series("one_more/weights"))[0] == ends[1]
+
+
+def test_a_watch_among_the_hooks_reads_gradients_before_the_step() -> None:
+    """Two batches a step: the gradient that the optimizer takes, once a step, and not that of each backward."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch, own = hl.watch(model, on=["param_grad"]), hl.watch(model, on=["param_grad"], optimizer=optimizer)
+    norms = []
+    with hl.follow(model, optimizer, [watch], sinks=[]):
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(3, 4)).square().mean().backward()
+            assert model.weight.grad is not None
+            norms.append(float(model.weight.grad.norm()))
+            optimizer.step()
+            optimizer.zero_grad()
+        counted, expected = watch.to_metrics(), own.to_metrics()
+    assert counted == expected
+    assert counted["weight/param_grad/norm"] == pytest.approx((sum(one * one for one in norms) / 3) ** 0.5)
+    assert (watch.steps, watch.step_is) == (3, "the optimizer's step")
+    for one in (watch, own):
+        one.remove()

@@ -162,3 +162,33 @@ def test_an_iterator_of_a_followed_loader_is_copied_as_its_own() -> None:
     assert list(copy.copy(iterator)) == [2, 3]
     assert list(copy.deepcopy(iterator)) == list(pickle.loads(pickle.dumps(iterator)))
     passes.remove()
+
+
+def test_the_loss_of_another_model_is_no_part_of_a_step() -> None:
+    """A GAN that freezes its discriminator while the generator trains; also where the generator comes first."""
+    torch.manual_seed(0)
+    for is_first in (False, True):
+        seen, true = Seen(), []
+        generator, model = nn.Linear(3, 3), nn.Linear(3, 1)
+        optimizer, other = (torch.optim.SGD(each.parameters(), 0.1) for each in (model, generator))
+
+        def train_generator(generator: Any = generator, model: Any = model, other: Any = other) -> None:
+            model.requires_grad_(False)
+            (10 - model(generator(torch.ones(2, 3))).mean()).backward()
+            other.step()
+            other.zero_grad()
+            model.requires_grad_(True)
+
+        with hl.follow(model, optimizer, [seen], sinks=[]):
+            for _ in range(3):
+                if is_first:
+                    train_generator()
+                loss = model(torch.ones(2, 3)).mean()
+                loss.backward()
+                true.append(float(loss.detach()))
+                optimizer.step()
+                optimizer.zero_grad()
+                if not is_first:
+                    train_generator()
+        found = [float(ctx.loss) for ctx in seen.contexts if ctx.hook_point is POST_STEP]
+        assert found == true

@@ -78,6 +78,13 @@ def test_an_intervention_that_trains_averages_gradients_over_ranks(both: list[di
         assert first == second
 
 
+def test_a_watch_counts_gradients_of_parameters_after_ranks_have_reduced_them(both: list[dict[str, Any]]) -> None:
+    """With accumulation DDP reduces at the last batch of a step; a watch that was given no optimizer reads then."""
+    (counted, norms), (counted_second, _) = (found["watched_gradients"] for found in both)
+    assert len(norms) == 1
+    assert counted == counted_second == pytest.approx(norms[0])
+
+
 def test_another_number_of_ranks_is_told_what_begins_anew(both: list[dict[str, Any]]) -> None:
     """Two ranks have saved, one process goes on: the step is known, the counts of the two are not one count."""
     model = nn.Linear(4, 2)

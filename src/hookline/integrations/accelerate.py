@@ -92,6 +92,9 @@ def follow(
         sinks, report_to = _usual_sinks(accelerator)
     log = HostLogSink(lambda metrics, step: accelerator.log(metrics, step=step)) if report_to == "trackers" else None
     folder = Path(accelerator.project_dir or ".") / "hookline"
+    usual: dict[str, Any] = {"run_context": {"run_dir": str(folder), "strategy": "accelerate"}}
+    if accelerator.gradient_accumulation_steps > 1:
+        usual["accumulate"] = accelerator.gradient_accumulation_steps
     run = follow_loop(
         averaging_model(model),
         optimizer,
@@ -100,7 +103,7 @@ def follow(
         scheduler=getattr(scheduler, "scheduler", scheduler),
         scaler=getattr(accelerator, "scaler", None),
         report_to=log,
-        **{"run_context": {"run_dir": str(folder), "strategy": "accelerate"}, **options},
+        **{**usual, **options},
     )
     for tracker in _own_trackers(accelerator):
         tracker.follow(run)

@@ -2,19 +2,21 @@
 
 `Follow` makes one while it lasts. ``torch.autograd.backward``, which ``loss.backward()`` calls too, is replaced by a
 function that notes the tensor and calls torch's own; the device is not waited for. ``zero_grad`` of optimizers and
-modules is listened to as well: what was noted before gradients were cleared is no part of a step.
+modules is listened to as well: what was noted before gradients were cleared is no part of a step. Nor is a loss whose
+backward has changed no gradient of the model: it is that of another one.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookline.distributed.shards import placed
 from hookline.integrations.replaced_function import ReplacedFunction
 from hookline.lifecycle.run_phase import phase
 
@@ -22,6 +24,18 @@ __all__ = ["BackwardLosses"]
 
 _Mark: TypeAlias = tuple[int, int] | None
 """Which gradient a parameter has, and how often that was changed; None if it has none."""
+
+_MOST_PARAMETERS: Final = 256
+"""Of how many parameters gradients are looked at: 50 µs."""
+
+
+class _Noted(NamedTuple):
+    """The loss of one backward."""
+
+    loss: Tensor
+    scale: Tensor | None
+    is_own: bool | None = None
+    """Whether its backward has changed a gradient of the model; None if nobody has looked."""
 
 
 class BackwardLosses:
@@ -57,7 +71,8 @@ class BackwardLosses:
         self._most = most
         self._parameters = tuple(parameters)
         self._on_forget = on_forget
-        self._noted: list[tuple[Tensor, Tensor | None]] = []
+        self._looked_at = _some_of(self._parameters)
+        self._noted: list[_Noted] = []
         self.probe: Tensor | None = None
         """A parameter that got a gradient by the last backward: it tells when gradients are cleared."""
         self.is_off = False
@@ -73,15 +88,17 @@ class BackwardLosses:
         if not noted:
             return None
         self._noted, self.probe = [], None
+        if len(noted) > 1 and any(one.is_own for one in noted):  # if none is, gradients are kept where nobody looks
+            noted = [one for one in noted if one.is_own is not False]
         if first:
             noted = noted[:1]
-        if len(noted) == 1 and noted[0][1] is None:  # the usual case, without any arithmetic
-            return noted[0][0]
+        if len(noted) == 1 and noted[0].scale is None:  # the usual case, without any arithmetic
+            return noted[0].loss
         return _add_up(noted)
 
     def hand_to(self, other: BackwardLosses) -> None:
         """Let ``other`` have those that were noted here, which began to listen later."""
-        other._noted = [(loss, other._scale()) for loss, _ in self._noted] + other._noted
+        other._noted = [_Noted(one.loss, other._scale()) for one in self._noted] + other._noted
         self._noted = []
 
     def forget(self) -> None:
@@ -104,17 +121,23 @@ class BackwardLosses:
         if self.probe is not None and self.probe.grad is None:
             self.forget()
         if self._most is None or len(self._noted) < self._most:
-            self._noted.append((loss.detach(), self._scale()))
+            self._noted.append(_Noted(loss.detach(), self._scale()))
 
-    def note_gradients(self) -> None:
-        """Look which parameter has got a gradient, after a backward."""
+    def marks(self) -> list[_Mark]:
+        """Return something that changes with the gradients of the model."""
+        return list(map(_mark_of, self._looked_at))
+
+    def note_gradients(self, before: list[_Mark]) -> None:
+        """Look which parameter has got a gradient, after a backward, and whether any has changed."""
+        if self._noted and before and self._noted[-1].is_own is None:
+            is_own = any(_mark_of(each) != mark for each, mark in zip(self._looked_at, before, strict=True))
+            self._noted[-1] = self._noted[-1]._replace(is_own=is_own)
         if self._noted and (self.probe is None or self.probe.grad is None):
             self.probe = next((one for one in self._parameters if one.grad is not None), None)
 
     def mark(self) -> _Mark:
         """Return something that changes when gradients are cleared; None where that cannot be told."""
-        grad = None if self.probe is None else self.probe.grad
-        return None if grad is None else (id(grad), grad._version)
+        return None if self.probe is None else _mark_of(self.probe)
 
 
 class _Within(threading.local):
@@ -144,13 +167,14 @@ def _make_backward(original: Any, replaced: ReplacedFunction[BackwardLosses]) ->
         for losses in wanting:
             for loss in tensors if isinstance(tensors, list | tuple) else (tensors,):
                 losses.note(loss)
+        before = [(losses, losses.marks()) for losses in wanting]
         _within.backward = True
         try:
             return original(*args, **kwargs)
         finally:
             _within.backward = False
-            for losses in wanting:
-                losses.note_gradients()
+            for losses, marks in before:
+                losses.note_gradients(marks)
 
     return backward
 
@@ -185,7 +209,22 @@ def _is_number(loss: Any) -> bool:
     return isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
 
 
-def _add_up(noted: list[tuple[Tensor, Tensor | None]]) -> Tensor:
+def _mark_of(parameter: Tensor) -> _Mark:
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)
+
+
+def _some_of(parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return parameters whose gradients tell of which model a backward was, evenly from first to last.
+
+    FSDP2 adds to shards inside of a gradient, or keeps gradients elsewhere until the last batch of a step: then none.
+    """
+    if any(placed(each) is not None for each in parameters):
+        return ()
+    return parameters[:: -(-len(parameters) // _MOST_PARAMETERS) or 1]
+
+
+def _add_up(noted: list[_Noted]) -> Tensor:
     with torch.no_grad():
-        parts = [loss.reshape(()) if scale is None else loss.reshape(()) / scale for loss, scale in noted]
+        parts = [loss.reshape(()) if scale is None else loss.reshape(()) / scale for loss, scale, _ in noted]
         return sum(parts[1:], start=parts[0])

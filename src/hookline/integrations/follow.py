@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from hookline.errors import LifecycleError, OptionError
 from hookline.integrations.followed_loop import FollowedLoop
+from hookline.integrations.host_adapter import tell_watches
 from hookline.integrations.host_run import HostRun
+from hookline.integrations.loop_habits import LoopHabits
 from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import type_name
@@ -39,6 +41,8 @@ def follow(
     loader: Any = None,
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     scheduler: Any = None,
+    scheduler_per: str | None = None,
+    accumulate: int | None = None,
     scaler: Any = None,
     manager: HookManager | None = None,
     run_file: str | Path | None = None,
@@ -78,7 +82,11 @@ def follow(
         loader: The training data that the loop iterates, a ``DataLoader`` or an object of a class of your own. Hooks
             that train or shuffle need it.
         loss_fn: ``loss_fn(model, batch)`` returns the loss. Hooks that compute gradients of their own need it.
-        scheduler: Of the learning rate; interventions put it back.
+        scheduler: Of the learning rate; interventions put it back, and step it as the loop does where they train.
+        scheduler_per: What the loop steps it for: ``"step"`` or ``"epoch"``. If left out, it is seen from the second
+            step on.
+        accumulate: How many batches make a step, for interventions that train; their loss is the mean of these. If left
+            out, the most that a step of the loop has had; that needs ``loader=``.
         scaler: The ``GradScaler`` of the loop; losses are shown without its scale.
         manager: A `HookManager` that is there already, in place of hooks and sinks.
         run_file: A run file whose hooks, trackers and sinks are taken too.
@@ -104,6 +112,8 @@ def follow(
         **options,
     )
     parts = {"scheduler": scheduler, "scaler": scaler, "loader": loader, "loss_fn": loss_fn}
+    habits = {"scheduler_per": scheduler_per, "accumulate": accumulate}
+    parts |= {name: value for name, value in habits.items() if value is not None}
     return Follow(host, model, optimizer, parts, run_context, closes_sinks=manager is None)
 
 
@@ -135,7 +145,8 @@ class Follow:
         optimizers = _unwrapped(optimizer)
         host.tells_phase = False
         host.begin_run(model, optimizers[0], run_context=run_context, **parts)
-        self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"))
+        tell_watches(host.manager, optimizers)
+        self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"), LoopHabits(host, parts))
         try:
             self._loop.attach(parts.get("loader"))
         except BaseException:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
+    from hookline.integrations.loop_habits import LoopHabits
+
 __all__ = ["FollowedLoop"]
 
 _NOTHING: Final = nullcontext()
@@ -30,8 +32,9 @@ _NOTHING: Final = nullcontext()
 class FollowedLoop:
     """Turn what a loop does into the events of a `HostRun`, which has begun."""
 
-    def __init__(self, host: HostRun, model: nn.Module, optimizers: list[Any], scaler: Any) -> None:
+    def __init__(self, host: HostRun, model: nn.Module, optimizers: list[Any], scaler: Any, habits: LoopHabits) -> None:
         self._host = host
+        self._habits = habits
         self._model = model
         self._optimizers = optimizers
         self._scaler = scaler
@@ -149,6 +152,7 @@ class FollowedLoop:
     def _end_step(self, loss: Any) -> None:
         if self._holds and self._manager.needs_prev_step_grads_next_step():
             self._host.held.copy(self._model)  # the loop may clear them in place, before the next step begins
+        self._habits.note_step(self.steps_in_pass)
         with self._between_steps():
             self._host.end_step(loss=loss)
 

@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.training.choose_hooks import TrackerHook
 from hookline.training.loops.experiment import Experiment
 from hookline.training.loops.experiment_adapter import ExperimentAdapter, whole_number
 
-__all__ = ["HostAdapter"]
+if TYPE_CHECKING:
+    from hookline.training.manager import HookManager
+
+__all__ = ["HostAdapter", "tell_watches"]
 
 _PARTS: Final = ("optimizer", "scheduler", "scaler", "loader", "loss_fn")
 """What a host may have, by the names that ``requires`` of a hook uses."""
@@ -32,6 +36,8 @@ class HostAdapter(ExperimentAdapter):
         super().__init__(experiment, loop)
         self.capabilities = {name for name in _PARTS if parts.get(name, optimizer) is not None}
         """What the host has."""
+        self.steps_of_scheduler = 1
+        """How often the host steps its scheduler for one step of the optimizer."""
 
     @property
     def has_loss(self) -> bool:
@@ -45,7 +51,8 @@ class HostAdapter(ExperimentAdapter):
     def step_scheduler(self, per: str, loss: Any) -> None:
         """Step the scheduler for an intervention that trains; for the run itself the host does it."""
         if per == "step":
-            super().step_scheduler(per, loss)
+            for _ in range(self.steps_of_scheduler):
+                super().step_scheduler(per, loss)
 
     def set_loader(self, loader: Any) -> None:
         """Show another loader from now on."""
@@ -58,3 +65,13 @@ class HostAdapter(ExperimentAdapter):
                 "is wrapped."
             )
         whole_number("accumulate", self.accumulate, 1)
+
+
+def tell_watches(manager: HookManager, optimizers: Any) -> None:
+    """Let every watch among the hooks count steps of the host's optimizers; leave those that were given their own."""
+    if not optimizers:
+        return
+    for hook in manager.hooks.values():
+        count_steps_of = getattr(hook.tracker, "count_steps_of", None) if isinstance(hook, TrackerHook) else None
+        if count_steps_of is not None:
+            count_steps_of(optimizers)

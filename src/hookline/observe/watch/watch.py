@@ -145,7 +145,7 @@ class Watch(ShownAsTable):
         """Makes what reduces statistics over ranks; not before it is needed, since most runs have one rank."""
         self.times_forgotten = 0
         """How often what was counted turned out to be no training, and was dropped."""
-        self._removed = False
+        self._removed = self._follows_host = False
 
     def to_metrics(self, *, reset: bool = False, local: bool = False, per_rank: bool = False) -> dict[str, Any]:
         """Return every statistic since the last reset, by ``"name/kind/statistic"``; one transfer.
@@ -315,6 +315,24 @@ class Watch(ShownAsTable):
             if passes is not None and not self._sites.hooks:
                 passes.hook_parameters()  # nothing else would show that the model's own forward is not called
         self._sites.switch(rules.needs_hooks())
+
+    def count_steps_of(self, optimizer: Any) -> None:
+        """Count the steps of the host's ``optimizer``, as if given here; leave it where the user said what a step is.
+
+        Runs of other trainers call it: where gradients are accumulated, or ranks reduce them with the last batch of a
+        step alone, those at the end of a backward pass are not final.
+        """
+        steps = self._rules.steps
+        if self._removed or not (self._follows_host or isinstance(steps, ForwardSteps)):
+            return
+        self._follows_host = True
+        steps.remove()
+        if self._sites.passes is not None:
+            self._sites.passes.unhook_parameters()
+        self._sites.switch(False)  # what notices the ends of backward passes is not put on again
+        self._rules.steps = OptimizerSteps(self._schedule, optimizer, self._before_step, self._advance)
+        self._rules.steps.load_state_dict({"count": steps.count})
+        self._sites.switch(self._rules.needs_hooks())
 
     def _end_pass(self) -> None:
         """Read the gradients of parameters: at the end of a pass they are as final as they get without an optimizer."""
