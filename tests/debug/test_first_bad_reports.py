@@ -68,6 +68,12 @@ def test_a_step_with_sparse_gradients_is_run_again() -> None:
     assert report.operation.operator == "aten.log.default"
 
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    optimizer, step = _stepping(model, lambda loss: loss * float("nan"))
+    with find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.arange(4))
+    assert [each.verdict for each in check.reports] == ["given"]  # and no blame for the step of the optimizer
+
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     optimizer, step = _stepping(model, lambda loss: (loss * 0 - 1).log())
     calls = []
 

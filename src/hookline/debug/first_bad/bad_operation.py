@@ -47,7 +47,7 @@ class TensorSummary:
         return [self.name, f"{self.dtype}{list(self.shape)}", *numbers, str(self.nan), str(self.inf)]
 
 
-def _stored(tensor: Tensor) -> Tensor:
+def stored_numbers(tensor: Tensor) -> Tensor:
     """Return the numbers that a tensor stores: all of them, or those of a sparse one that are there."""
     if tensor.layout is torch.strided:
         return tensor
@@ -57,7 +57,7 @@ def _stored(tensor: Tensor) -> Tensor:
 
 def summarize_tensor(name: str, tensor: Tensor) -> TensorSummary:
     """Return the figures of a tensor; reads all of it, and waits for its device."""
-    found = reduce(_stored(tensor.detach()).cpu(), _LAYOUT)
+    found = reduce(stored_numbers(tensor.detach()).cpu(), _LAYOUT)
     is_clean = found.size > 0 and not found.bad
     has_finite = found.finite_low <= found.finite_high
     return TensorSummary(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, summarize_tensor
+from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, stored_numbers, summarize_tensor
 from hookline.debug.first_bad.operator_places import OperatorPlace, OperatorPlaces
 from hookline.sites import _torch
 
@@ -104,7 +104,7 @@ class OperatorRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = self._places.of_operator(str(func))
         inputs = list(_inputs(func, name, args, kwargs))
         bad = [tensor for _, tensor in inputs if _is_bad(tensor)]
-        has_nan = any(bool(tensor.isnan().any()) for tensor in bad)
+        has_nan = any(_has_nan(tensor) for tensor in bad)
         writes = func._schema.is_mutable
         if writes and not bad:  # they are gone afterwards
             inputs = [(key, tensor.clone()) for key, tensor in inputs]
@@ -128,7 +128,7 @@ class OperatorRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _judge(self, call: _Call, spoiled: list[Tensor], parents: list[_Origin], *, has_nan: bool) -> _Origin:
         """Return the origin of what an operator returned: the operator itself, or where its inputs come from."""
-        makes_nan = any(bool(tensor.isnan().any()) for tensor in spoiled)
+        makes_nan = any(_has_nan(tensor) for tensor in spoiled)
         if parents and not (makes_nan and not has_nan):
             return min(parents, key=lambda each: (bool(each.operation.given), each.number))
         given = "" if parents or not call.has_bad_number() else "a number that it was called with is not finite"
@@ -147,7 +147,7 @@ class OperatorRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _from_outside(self, tensor: Tensor) -> _Origin:
         name = self._known.get(_key(tensor))
         given = "an input of the step" if name is None else f"{name!r} was not finite when the step began"
-        what = "NaN" if bool(tensor.isnan().any()) else "Inf"
+        what = "NaN" if _has_nan(tensor) else "Inf"
         place = self._places.of_operator("")
         summary = (summarize_tensor("input", tensor),)
         operation = BadOperation(
@@ -221,9 +221,13 @@ def _is_bad(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta" or not tensor.numel():
         return False
     try:
-        return not bool(torch.isfinite(tensor).all())
-    except (NotImplementedError, RuntimeError):  # sparse, nested, of eight bits: not looked at
+        return not bool(torch.isfinite(stored_numbers(tensor)).all())
+    except (NotImplementedError, RuntimeError):  # nested, of eight bits: not looked at
         return False
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return bool(stored_numbers(tensor).isnan().any())
 
 
 def _key(tensor: Tensor) -> int:
