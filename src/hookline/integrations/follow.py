@@ -17,7 +17,7 @@ from hookline.integrations.followed_loop import FollowedLoop
 from hookline.integrations.host_adapter import tell_watches
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.loop_habits import LoopHabits
-from hookline.integrations.process_end import at_process_end, error_of_process
+from hookline.integrations.process_end import ExitNoted, at_process_end, error_of_process
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
@@ -153,6 +153,7 @@ class Follow:
             self._take_off()
             host.end_run()
             raise
+        self._exit = ExitNoted(lambda: self.step)
         self._forget_end = at_process_end(self._close_at_end)
 
     # -- what the user reads and says --------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class Follow:
             return
         self._is_open = False
         self._forget_end()
+        self._exit.remove()
         self._take_off()
         # Many loops destroy the process group before the process ends.
         with self.manager.ending_with_ranks(is_exit=self._is_exit and self._error is None) as together:
@@ -260,7 +262,8 @@ class Follow:
             act()
 
     def _close_at_end(self) -> None:
-        self._error = error_of_process()
+        # After sys.exit(1) on one rank the others may train on: it leaves as after an error, and does not wait.
+        self._error = error_of_process() or self._exit.failure()
         self._is_exit = True
         self.close()
 

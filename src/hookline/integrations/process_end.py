@@ -12,8 +12,11 @@ import sys
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
+from typing import Any
 
-__all__ = ["at_process_end", "error_of_process"]
+from hookline.integrations.replaced_function import ReplacedFunction
+
+__all__ = ["ExitNoted", "at_process_end", "error_of_process"]
 
 _BEFORE_OTHERS = 1
 """Finalizers of a higher priority come first, and those without one may find queues closed."""
@@ -48,3 +51,45 @@ def error_of_process() -> BaseException | None:
     """Return the error that is ending this process; None if it ends well."""
     error = getattr(sys, "last_value", None) or sys.exc_info()[1]
     return None if isinstance(error, SystemExit) else error
+
+
+class ExitNoted:
+    """Note with which code ``sys.exit`` was called: at the end of a process nobody tells.
+
+    Recipe: ``noted = ExitNoted(lambda: run.step)``; at the end of the process ``noted.failure()``, then
+    ``noted.remove()``.
+
+    Args:
+        position: Returns how far the run is. If it has gone on since, the exit was caught, and does not count.
+    """
+
+    def __init__(self, position: Callable[[], int]) -> None:
+        self._position = position
+        self._noted: tuple[Any, int] | None = None
+        _EXIT.add(self)
+
+    def note(self, code: Any) -> None:
+        """Note a call."""
+        self._noted = code, self._position()
+
+    def failure(self) -> SystemExit | None:
+        """Return the exit that ends this process, if its code is not 0."""
+        if self._noted is None or self._noted[1] != self._position() or self._noted[0] in (None, 0):
+            return None
+        return SystemExit(self._noted[0])
+
+    def remove(self) -> None:
+        """Note nothing more, and give ``sys`` its own function back; may be called again."""
+        _EXIT.discard(self)
+
+
+def _make_exit(original: Any, replaced: ReplacedFunction[ExitNoted]) -> Any:
+    def exit(code: Any = None, /) -> Any:
+        for noted in replaced.listeners:
+            noted.note(code)
+        return original(code)
+
+    return exit
+
+
+_EXIT: ReplacedFunction[ExitNoted] = ReplacedFunction(sys, "exit", _make_exit)
