@@ -203,16 +203,20 @@ hooks: {names: [own_hook.py:Drawing]}
 
 def test_an_optimizer_of_a_bare_tensor_is_not_the_end_of_the_search(folder: Path, capfd: Any) -> None:
     """The run file is one for an experiment too: what it says of training is passed over behind a ``--``."""
-    (folder / "script.py").write_text(TWO_OPTIMIZERS)
+    ended = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"  # as torchrun does when a rank has died
+    (folder / "script.py").write_text(TWO_OPTIMIZERS + ended)
     (folder / "run.yaml").write_text(FOR_BOTH)
-    assert main(["run", "run.yaml", "--no-report", "--", sys.executable, "script.py"]) == 0
+    assert main(["run", "run.yaml", "--no-report", "--", sys.executable, "script.py"]) == 143
     err = capfd.readouterr().err
     assert "not attached" not in err
-    assert "script/script finished: 5 steps" in err
-    losses = [
-        step for one in _records(folder / "runs/script/script") for step in one["metrics"].get("drawing/loss", [])
-    ]
+    assert "script/script stopped: 5 steps" in err
+    assert "not followed: 5 steps of another Adam" in err
+    records = _records(folder / "runs/script/script")
+    losses = [step for one in records for step in one["metrics"].get("drawing/loss", [])]
+    assert len(losses) == 3
     assert losses[0] < 50  # of the model alone
+    facts = json.loads((folder / "runs/script/script/run.json").read_text())
+    assert "ended by SIGTERM" in facts["error"]
 
 
 FORKS = """

@@ -114,6 +114,11 @@ class _Closing:
         folders = [Path(each["folder"]) for each in followed if each["folder"]]
         for folder in folders:
             self._finish(folder)
+        for text in self._read("others"):
+            made = " and ".join(
+                f"{count} step{'s' * (count != 1)} of another {of}" for of, count in json.loads(text).items()
+            )
+            self._print(f"not followed: {made}. Next: hookline.follow(model, optimizer) in the script, for each model.")
         for text in self._read("silent"):
             for name, why in json.loads(text).items():
                 self._print(f"the hook {name} has not fired: {why}.", always=True)

@@ -19,15 +19,21 @@ from hookline.cli.run_observers import BarMetricsSink
 from hookline.cli.script_request import STRATEGY
 from hookline.config.read_settings import read_document
 from hookline.distributed.ranks import rank_count, this_rank
+from hookline.error_policy import error_text
 from hookline.errors import HooklineError, NoMatchError
 from hookline.integrations.follow import follow
 from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
+from hookline.integrations.other_steps import OtherSteps
 from hookline.integrations.process_end import at_process_end, error_of_process
+from hookline.integrations.sigterm import at_sigterm
+from hookline.lifecycle.points import HookPoint
 from hookline.training.loops.loop_result import LoopResult
 from hookline.training.manager import HookManager
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hookline.integrations.first_step import FirstStep
     from hookline.integrations.follow import Follow
 
@@ -80,7 +86,7 @@ def begin_script(optimizer: Any, first: FirstStep) -> bool:
         return False
     try:
         session = ScriptSession(Path(os.environ[RUN_FILE]))
-        first.hand_over(session.follow(found, optimizer, first.loader))
+        first.hand_over(session.follow(found, optimizer, first))
         withdraw("failed")  # of an optimizer before this one
     except HooklineError as error:
         note("failed", str(error))
@@ -123,6 +129,9 @@ class ScriptSession:
         """Hooks on modules."""
         self.manager = self._make_manager()
         self._forget_end = at_process_end(self.end)
+        self._forget_signal: Callable[[], None] = lambda: None
+        self._others: OtherSteps | None = None
+        self._error: HooklineError | None = None
 
     def _make_manager(self) -> HookManager:
         from hookline.sinks.fan_out import FanOut
@@ -151,12 +160,13 @@ class ScriptSession:
         told = {"strategy": STRATEGY, "experiment_name": self._name, "output_dir": self._output_dir}
         return told if self.folder is None else {**told, "run_dir": str(self.folder)}
 
-    def follow(self, found: FoundModel, optimizer: Any, loader: Any) -> Follow:
+    def follow(self, found: FoundModel, optimizer: Any, first: FirstStep) -> Follow:
         """Follow the loop, in the middle of its first step."""
         self.begin(found.model, optimizer)
-        run = follow(
-            found.model, optimizer, manager=self.manager, loader=loader, scaler=find_scaler(), run_context=self.context
-        )
+        parts = {"loader": first.loader, "scaler": find_scaler(), "run_context": self.context}
+        run = follow(found.model, optimizer, manager=self.manager, **parts)
+        self._others = OtherSteps(optimizer, first.passed_over)
+        self._forget_signal = at_sigterm(lambda: self._end_by_signal(run))
         if self.specs:
             from hookline.specs.hook_spec import register_hooks
 
@@ -188,22 +198,36 @@ class ScriptSession:
             }
         )
 
+    def _end_by_signal(self, run: Follow) -> None:
+        """Write everything: no other rank is waited for, since torchrun sends the signal when one has died."""
+        self._error = HooklineError("The process was ended by SIGTERM, as torchrun does when another rank has ended.")
+        ranks = self.manager.ranks
+        if ranks is not None and ranks.is_lost:  # it is ending by an error already, and waits for a word of the others
+            told = {"run/error": error_text(error_of_process() or self._error)}
+            self.manager.emit_metrics(told, run.epoch_of_step, HookPoint.POST_STEP)
+        run.__exit__(HooklineError, self._error, None)
+        self.end()
+
     def end(self) -> None:
         """Write how the run ended, and close the log and the sinks; may be called again."""
         self._forget_end()
+        self._forget_signal()
+        if self._others is not None:
+            self._others.remove()
         notes, self._notes = self._notes, None
         self.manager.close()
         if notes is None:
             return
-        error = error_of_process()
+        error = self._error or error_of_process()
+        if self._others is not None and self._others.counts:
+            note("others", json.dumps(self._others.counts))
         silent = _why_silent(self.manager)
         if silent:
             note("silent", json.dumps(silent))
         steps = self.manager.global_step + 1
         result = LoopResult(0, steps, stopped_early=False, loss=self._newest.newest.get("loss"))
-        notes.end(
-            "finished" if error is None else "failed", time.perf_counter() - self._began, result=result, error=error
-        )
+        status = "stopped" if self._error is not None else "finished" if error is None else "failed"
+        notes.end(status, time.perf_counter() - self._began, result=result, error=error)
 
 
 def _why_silent(manager: HookManager) -> dict[str, str]:
