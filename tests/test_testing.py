@@ -430,8 +430,8 @@ def test_the_comparison_sees_one_bit_and_takes_nan_as_equal():
     ("name", "options"),
     [
         ("norms", {}),
-        ("path_length", {}),
-        ("variance", {"window_size": 2}),
+        pytest.param("path_length", {}, marks=pytest.mark.variant),
+        pytest.param("variance", {"window_size": 2}, marks=pytest.mark.variant),
         ("adam_dynamics", {"every_n_steps": 4, "burst_length": 3}),
     ],
 )

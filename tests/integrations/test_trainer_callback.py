@@ -154,7 +154,12 @@ def test_accumulated_batches_give_the_numbers_of_one_large_batch(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("stop", "strategy"), [pytest.param(10, "steps", marks=pytest.mark.variant), (10, "epoch"), (13, "steps")]
+    ("stop", "strategy"),
+    [
+        pytest.param(10, "steps", marks=pytest.mark.variant),
+        pytest.param(10, "epoch", marks=pytest.mark.variant),
+        (13, "steps"),
+    ],
 )
 def test_a_resumed_trainer_continues_its_hooks(tmp_path: Path, stop: int, strategy: str) -> None:
     """Killed after a checkpoint and resumed by another process: metrics are those of the run that went through."""

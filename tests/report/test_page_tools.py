@@ -46,6 +46,7 @@ def test_the_mouse_is_told_of_the_nearest_step_wherever_it_is(visit: Visit, made
     assert "step 99" in page.locator(f"{ACCURACY} .hoverlayer").text_content()
 
 
+@pytest.mark.variant
 def test_all_curves_show_the_step_under_the_mouse(visit: Visit, made: Path) -> None:
     """The nearest that each of them has; when the mouse leaves, so do they. The address stays as it is."""
     page = visit(made / "small.html").load()
@@ -84,6 +85,7 @@ def test_a_plot_is_saved_under_the_name_of_its_metric(visit: Visit, made: Path) 
     assert name == "stats_forward_norm.png"
 
 
+@pytest.mark.variant
 def test_the_numbers_of_a_plot_are_saved_as_csv(visit: Visit, made: Path) -> None:
     """Every step with its value, a column for each run or row, whatever the smoothing."""
     page = visit(made / "small.html").load()
@@ -141,6 +143,7 @@ def test_what_was_chosen_is_in_the_address(visit: Visit, made: Path) -> None:
     until(page, "!location.hash.includes('open=') && location.hash.includes('smooth=0.5')")
 
 
+@pytest.mark.variant
 def test_a_link_within_the_page_keeps_what_was_chosen(visit: Visit, made: Path) -> None:
     """To a section, or to an anomaly; going back closes what was opened and nothing else."""
     page = visit(made / "ill.html").load()
@@ -156,6 +159,7 @@ def test_a_link_within_the_page_keeps_what_was_chosen(visit: Visit, made: Path) 
     assert page.is_checked("input[name=y][value=log]")
 
 
+@pytest.mark.variant
 def test_a_link_that_makes_no_sense_is_passed_over(visit: Visit, made: Path) -> None:
     """The page is as it is without it."""
     link = "#x=depth&y=&smooth=9&map=99&stat=no&layer=no&hide=7,x&grid=-1&at=99&sort=no&open=no&step=x"
@@ -184,6 +188,7 @@ def test_the_printed_page_has_every_curve(visit: Visit, made: Path) -> None:
     drawn(page, NORMS)  # and on the screen when it comes into view
 
 
+@pytest.mark.variant
 def test_on_paper_all_plots_are_drawn_light_and_as_wide_as_the_paper(visit: Visit, made: Path) -> None:
     """Nothing beyond 680 pixels, whatever the window; afterwards the page is as it was."""
     page = visit(made / "small.html", width=1600, height=300, color_scheme="dark").load()
@@ -221,6 +226,7 @@ def test_on_a_phone_every_section_and_every_hook_can_be_read(visit: Visit, made:
     )
 
 
+@pytest.mark.variant
 def test_one_curve_under_two_names_is_shown_once(visit: Visit, tmp_path: Path) -> None:
     """Under the loop's own name; the other is told, and found by a search. What differs at one step is two curves."""
     log = RecordLog(tmp_path / "records.jsonl")
@@ -239,6 +245,7 @@ def test_one_curve_under_two_names_is_shown_once(visit: Visit, tmp_path: Path) -
     assert "training_metrics/val_acc" in page.inner_text("#focus-about")
 
 
+@pytest.mark.variant
 def test_a_dictionary_is_labelled_by_what_its_metric_declares(visit: Visit, tmp_path: Path) -> None:
     """Frequencies, classes; keys of which nothing is known are keys; only a watch's histogram has exponents."""
     log = RecordLog(tmp_path / "records.jsonl")
@@ -325,6 +332,7 @@ def test_a_comparison_is_sorted_by_any_column_both_ways(visit: Visit, compared: 
     assert _column(page, "val_acc") == ["0.8", "0.7", "–"]
 
 
+@pytest.mark.variant
 def test_the_legend_hides_a_run_in_all_curves(visit: Visit, compared: Path) -> None:
     """In cards and in the window of one metric; a second press shows it again. The table does the same."""
     page = visit(compared).load()

@@ -230,6 +230,7 @@ def test_a_forked_process_has_no_engine(engine) -> None:
     assert len(ask(engine, max_tokens=2).wait().tokens) == 2
 
 
+@pytest.mark.variant
 def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path) -> None:
     """In the middle of an answer: the exit is clean, and what a hook writes when it is closed is there."""
     program = f"""
@@ -259,6 +260,7 @@ def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path)
     assert int((tmp_path / "calls").read_text()) >= 3
 
 
+@pytest.mark.variant
 def test_two_thousand_requests_leave_nothing_behind(engine) -> None:
     """Memory that Python knows of, after 500 and after 2,000 short requests, some with states."""
 

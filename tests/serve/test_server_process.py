@@ -121,6 +121,7 @@ sys.exit(not Server(lambda: engine, Settings(drain_s=60)).serve())
 """
 
 
+@pytest.mark.variant
 def test_a_second_signal_leaves_at_once() -> None:
     """After Ctrl-C it drains, here for a minute; another signal ends the process, and the exit code says by what."""
     with ServerProcess(command=["-c", _DRAINS_FOR_A_MINUTE]) as server:

@@ -51,8 +51,8 @@ def test_a_kernel_can_be_overridden_and_put_back():
 
 def test_an_operator_without_a_kernel_is_told():
     """An operator of another backend has nothing to override here."""
-    torch.library.define("hookline_test::bare", "(Tensor x) -> Tensor")
-    assert _torch.override_kernel(torch.ops.hookline_test.bare.default, "CPU", lambda original: original) is None
+    torch.library.define("hookline_kernelless::bare", "(Tensor x) -> Tensor")
+    assert _torch.override_kernel(torch.ops.hookline_kernelless.bare.default, "CPU", lambda original: original) is None
 
 
 class _Plain(torch.overrides.TorchFunctionMode):

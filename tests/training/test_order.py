@@ -196,5 +196,5 @@ def test_a_manager_without_hooks_needs_nothing():
     """Asked anything."""
     manager = HookManager()
     asks = [name for name in dir(manager) if name.startswith(("needs_", "has_"))]
-    assert len(asks) == 12
+    assert len(asks) == 13
     assert not any(getattr(manager, name)() for name in asks)

@@ -31,9 +31,10 @@ from torch.nn.modules import module as module_py
 from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["FunctionBase", "OpOverload"]  # of torch's own, passed on
+__all__ = ["FunctionBase", "OpOverload", "TorchDispatchMode"]  # of torch's own, passed on
 
 CALL_IMPL: Final = "_call_impl"
 """``nn.Module.__call__`` looks this method up on the instance, so an attribute of that name wraps the whole call."""

@@ -154,9 +154,9 @@ def test_training_with_function_hooks_ends_with_the_same_bits(hooking: str, plai
 
 
 @pytest.mark.usefixtures("shallow")
-def test_training_with_hooks_on_every_operator_ends_with_the_same_bits(plain: dict[str, Tensor]) -> None:
-    """aten.*, three thousand of them, of all four kinds."""
-    assert differences(train(hooking=hooks("aten.*")), plain) == []
+def test_training_with_hooks_on_every_operator_ends_with_the_same_bits() -> None:
+    """aten.*, three thousand of them, of all four kinds; six steps, because each takes seconds."""
+    assert differences(train(hooking=hooks("aten.*"), steps=6), train(steps=6)) == []
 
 
 @pytest.mark.variant

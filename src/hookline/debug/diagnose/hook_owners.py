@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ _TORCH_PARTS: Final = {
 # Beside torch too: an environment may take its packages from another one.
 _PACKAGES: Final = (
     *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
-    str(Path(torch.__file__).parent.parent),
+    str(Path(inspect.getfile(torch)).parent.parent),
 )
 
 

@@ -6,6 +6,7 @@ its graph node: the forward operator that made the node was noted under the same
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
@@ -26,7 +27,7 @@ from hookline.sites.wrappers import clean_modules
 __all__ = ["RUN_AGAIN", "OperatorPlace", "OperatorPlaces"]
 
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCH: Final = os.path.dirname(os.path.abspath(inspect.getfile(torch))) + os.sep
 _OPTIMIZERS: Final = os.path.join(_TORCH, "optim") + os.sep
 
 

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.debug.first_bad.bad_operation import BadOperation, as_float64, stored_numbers, summarize_tensor
 from hookline.debug.first_bad.operator_places import OperatorPlace, OperatorPlaces
@@ -50,7 +49,7 @@ class _Origin:
         return min(made, key=lambda each: each.number) if made else self
 
 
-class OperatorRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Look at every operator of the block; then `first` says which made the first number that was not finite."""
 
     def __init__(self, model: nn.Module) -> None:

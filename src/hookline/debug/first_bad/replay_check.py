@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.debug.first_bad.operator_places import OperatorPlace, OperatorPlaces
 from hookline.debug.first_bad.run_optimizers import JoinedOptimizers, join_optimizers
@@ -181,7 +180,7 @@ def _compare(runs: list[list[_Mark]]) -> Replay:
     return Replay(len(runs), len(first), False, mark.operator, where, source, at, number)
 
 
-class _BitRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _BitRecorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keep a number of the bits of every result."""
 
     def __init__(self, model: nn.Module) -> None:
