@@ -33,6 +33,7 @@ def _write(path: Path, value: Any) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path, tmp_path: Path) -> None:
     """Hooks of both files are on; after SIGTERM in the middle of eight answers, every one of them is whole, every token
     of them is in the export, every forward in the statistics, and the exit code is 0."""

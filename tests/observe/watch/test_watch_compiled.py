@@ -135,6 +135,7 @@ def test_the_hooks_are_not_called_but_the_graph_itself_counts():
     assert watch.report()["fired"] == {"blocks.0/forward": 1}
 
 
+@pytest.mark.variant
 def test_inductor_gives_the_numbers_of_eager_code():
     """The real compiler, a training step of a GPT-2 of one layer, forward and backward."""
     model, inputs = make("gpt2", n_layer=1), batch_for("gpt2")["input_ids"]

@@ -302,6 +302,7 @@ _PREAMBLE = """
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_compiled_code_beside_hooks_runs_and_says_once_that_operators_do_not_fire() -> None:
     """Hooks on operators before and after compiling, hooks on functions with and without a match, fullgraph."""
     printed = in_process("""
@@ -344,6 +345,7 @@ def test_compiled_code_beside_hooks_runs_and_says_once_that_operators_do_not_fir
 
 
 @pytest.mark.slow
+@pytest.mark.variant
 def test_a_hook_on_an_operator_after_compiling_is_told_at_once() -> None:
     """The model was compiled before, and its code may never come back to the operator."""
     printed = in_process("""
