@@ -10,7 +10,6 @@ import datetime
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any, Final
 
 from hookline.errors import OptionError
 from hookline.messages import did_you_mean
+from hookline.replace_file import replace_file
 
 __all__ = [
     "LOG",
@@ -134,13 +134,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
 def write_run_json(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write ``run.json`` in one go: a reader finds the old one or the new one, whole."""
     text = json.dumps(to_plain(facts), indent=2, allow_nan=False, ensure_ascii=False)
-    part = folder / f".{_FACTS}.{os.getpid()}"
-    try:
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(folder / _FACTS)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    replace_file(folder / _FACTS, text + "\n")
 
 
 def to_plain(value: Any) -> Any:

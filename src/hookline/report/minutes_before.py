@@ -16,11 +16,13 @@ from typing import Any, Final
 
 from hookline.tables import Table, number_text
 
-__all__ = ["FLIGHT_FILE", "minutes_before"]
+__all__ = ["FLIGHT_FILE", "FLIGHT_FORMAT", "FLIGHT_VERSION", "minutes_before"]
 
 FLIGHT_FILE: Final = "flight_recorder.json"
 """What a recorder writes in the folder of its run."""
-_FORMAT: Final = "hookline flight"
+FLIGHT_FORMAT: Final = "hookline flight"
+"""What the file says it is."""
+FLIGHT_VERSION: Final = 1
 _MOST: Final = 40
 """Places that a row of statistics is shown for."""
 
@@ -36,7 +38,7 @@ def minutes_before(runs: Sequence[tuple[str, Path]]) -> str:
 def _section(number: int, name: str, path: Path) -> str:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != _FORMAT or found["version"] != 1:
+        if found["format"] != FLIGHT_FORMAT or found["version"] != FLIGHT_VERSION:
             raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
         inside = f"{_steps(found).html()}\n<h3>What each block returned, and its gradient</h3>\n{_places(found).html()}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

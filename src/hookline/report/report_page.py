@@ -10,7 +10,6 @@ import base64
 import gzip
 import html
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -21,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hookline.replace_file import replace_file
 from hookline.report.anomalies import count_judged, find_anomalies
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
 from hookline.report.minutes_before import FLIGHT_FILE, minutes_before
@@ -66,13 +66,7 @@ def write_report(runs: Sequence[str | Path] | str | Path, out: str | Path | None
     path = Path(out) if out is not None else (first if first.is_dir() else folders[0].parent) / "report.html"
     text = _page(found)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Replaced as a whole: a reader sees the old page or the new one.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, text)
     return path
 
 

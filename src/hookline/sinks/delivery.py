@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.error_policy import error_text
+from hookline.replace_file import replace_file
 from hookline.sinks.metric_values import dumps, loads
 from hookline.sinks.record_log import Context, parse_line, read_lines, record_number, size_of
 from hookline.sinks.resilient_log import BackOff
@@ -53,15 +53,7 @@ def read_position(log: Path, sink: str) -> int:
 
 def _write_position(log: Path, sink: str, number: int) -> None:
     """Replace the position file as a whole."""
-    path = position_path(log, sink)
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(dumps({"number": number, "log": _checksum(log)}))
-        os.replace(draft, path)
-    except OSError:
-        with suppress(OSError):
-            draft.unlink()
-        raise
+    replace_file(position_path(log, sink), dumps({"number": number, "log": _checksum(log)}))
 
 
 def _checksum(log: Path) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.debug.compare.compared_value import ComparedValue
+from hookline.replace_file import replace_file
 
 __all__ = ["PageContent", "write_page"]
 
@@ -50,12 +50,7 @@ def write_page(content: PageContent, path: str | Path) -> Path:
     """Write the page of a comparison; return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(_page(content), encoding="utf-8")
-        temporary.replace(path)  # a reader sees the old page or the new one
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, _page(content))
     return path
 
 

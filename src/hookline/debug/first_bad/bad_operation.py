@@ -16,7 +16,7 @@ from hookline.observe.watch.cpu_stats import reduce
 from hookline.observe.watch.stat_columns import Layout
 from hookline.tables import ShownAsTable, Table
 
-__all__ = ["BadOperation", "BadStep", "TensorSummary", "summarize_tensor"]
+__all__ = ["BadOperation", "BadStep", "TensorSummary", "describe_batch", "find_ids", "name_batch", "summarize_tensor"]
 
 _LAYOUT = Layout.of(["mean", "min", "max", "nan", "inf"])
 
@@ -196,6 +196,11 @@ def find_ids(batch: Any) -> Any:
     if isinstance(batch, dict):
         return next((batch[name] for name in ("ids", "id", "indices", "index", "idx") if name in batch), None)
     return None
+
+
+def name_batch(ids: Any, index: int | None, epoch: int | None) -> Any:
+    """Return the ids of a batch; if nobody knows them, its place in the run, if that is known."""
+    return f"{index} of epoch {epoch}" if ids is None and index is not None else ids
 
 
 def _shapes(batch: Any, depth: int = 2) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -263,7 +263,7 @@ class BadOperationFinder:
             difference = "" if kept.marks is None else kept.marks.difference(self._model)
             if difference == "other":
                 raise _UnrepeatedError
-            with _eager(), OperatorRun(self._model) as run:
+            with torch.compiler.set_stance("force_eager"), OperatorRun(self._model) as run:
                 self._run = run
                 run.note_end(again.run(kept))
             return run, _ROUNDED if difference else ""
@@ -313,9 +313,3 @@ def _scales(scaler: Any) -> bool:
 def _bits(tensor: Tensor) -> Tensor:
     local: Tensor = _torch.local_tensor(tensor)
     return local.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Return a context in which compiled code runs as it was written."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    return nullcontext() if stance is None else stance("force_eager")

@@ -7,15 +7,15 @@ of the model and ends them at POST_STEP. `BadOperationFinder` does the rest.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.debug.first_bad.bad_operation import BadStep
+from hookline.debug.first_bad.bad_operation import BadStep, name_batch
 from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, SecondRun
 from hookline.debug.first_bad.followed_steps import FollowedSteps
 from hookline.lifecycle.points import HookPoint
+from hookline.replace_file import replace_file
 from hookline.training.training_hook import MetricInfo, TrainingHook
 
 if TYPE_CHECKING:
@@ -117,9 +117,8 @@ class FirstBadOperation(TrainingHook):
             self._followed, self._step = None, step
             self._finder = self._make_finder(self._every)
         finder, number = self._finder, step.number
-        ids = finder.ids_of(batch)
-        place = f"{step.batch_idx} of epoch {step.epoch}" if ids is None and step.batch_idx is not None else ids
-        finder.begin_step(batch, self._again, step.save_attributes, place, number=number)
+        ids = name_batch(finder.ids_of(batch), step.batch_idx, step.epoch)
+        finder.begin_step(batch, self._again, step.save_attributes, ids, number=number)
         result = step(batch)
         finder.end_step(result.loss, self._again)
         return result
@@ -158,10 +157,7 @@ class FirstBadOperation(TrainingHook):
         self.reports.append(report)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / "first_bad_operation.json"
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
             text = json.dumps([each.to_dict() for each in self.reports], indent=1, default=str)
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
+            replace_file(self._folder / "first_bad_operation.json", text)
         if self._on_report is not None:
             self._on_report(report)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ import torch
 
 from hookline.errors import OptionError
 from hookline.guard.rng import cuda_states, numpy_state, set_cuda_states, set_numpy_state, set_state
+from hookline.replace_file import replace_file
+from hookline.report.minutes_before import FLIGHT_FORMAT, FLIGHT_VERSION
 from hookline.tables import ShownAsTable, Table
 
 __all__ = ["Flight", "Streams", "read_flight", "write_flight"]
-
-_FORMAT: Final = "hookline flight"
-_VERSION: Final = 1
 
 
 class Streams:
@@ -83,14 +81,9 @@ def write_flight(path: Path, reason: str, steps: list[tuple[dict[str, Any], Stre
             streams.setdefault(key, base64.b64encode(state).decode())
             keys[name] = key
         rows.append({**facts, "random": keys})
-    found = {"format": _FORMAT, "version": _VERSION, "reason": reason, "steps": rows, "streams": streams}
+    found = {"format": FLIGHT_FORMAT, "version": FLIGHT_VERSION, "reason": reason, "steps": rows, "streams": streams}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(_plain(found), allow_nan=False), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, json.dumps(_plain(found), allow_nan=False))
 
 
 def _plain(value: Any) -> Any:
@@ -142,8 +135,9 @@ def read_flight(path: str | Path) -> Flight:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise OptionError(f"{str(path)!r} is no file of a flight recorder: {error}.") from None
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    if not isinstance(found, dict) or found.get("format") != FLIGHT_FORMAT:
         raise OptionError(f"{str(path)!r} is no file of a flight recorder; FlightRecorder writes one.")
-    if found.get("version") != _VERSION:
-        raise OptionError(f"{str(path)!r} has version {found.get('version')!r}, and this hookline reads {_VERSION}.")
+    version = found.get("version")
+    if version != FLIGHT_VERSION:
+        raise OptionError(f"{str(path)!r} has version {version!r}, and this hookline reads {FLIGHT_VERSION}.")
     return Flight(found["reason"], found["steps"], found["streams"])

@@ -15,11 +15,11 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
-from hookline.debug.first_bad.bad_operation import describe_batch, find_ids
+from hookline.debug.first_bad.bad_operation import describe_batch, find_ids, name_batch
 from hookline.debug.first_bad.flight_file import Streams, write_flight
 from hookline.debug.first_bad.loss_history import LossHistory
 from hookline.debug.first_bad.step_reader import BAD, StepReader, StepRows
@@ -27,6 +27,7 @@ from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import phase
 from hookline.observe.watch.watch import Watch, watch
+from hookline.report.minutes_before import FLIGHT_FILE
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
@@ -44,7 +45,6 @@ __all__ = ["FlightRecorder"]
 
 logger = logging.getLogger("hookline.debug.flight_recorder")
 
-FILE: Final = "flight_recorder.json"
 _FIRES, _COUNT, _SUM, _SQUARES = 0, 1, 2, 3
 """Columns of a row, among those that are added up."""
 
@@ -119,7 +119,7 @@ class FlightRecorder(TrainingHook):
     @property
     def path(self) -> Path | None:
         """Where the file is written; None if nothing says where."""
-        return self._to or (None if self._folder is None else self._folder / FILE)
+        return self._to or (None if self._folder is None else self._folder / FLIGHT_FILE)
 
     def set_run_context(self, **context: Any) -> None:
         """Learn where the run is kept."""
@@ -229,9 +229,8 @@ class FlightRecorder(TrainingHook):
     ) -> None:  # fmt: skip
         if self._reader is None:
             return
-        ids = find_ids(batch) if ids is None else ids
-        place = f"{index} of epoch {epoch}" if ids is None and index is not None else ids
-        step = _FlightStep(number, epoch, describe_batch(batch, place), lr, loss, streams)
+        ids = name_batch(find_ids(batch) if ids is None else ids, index, epoch)
+        step = _FlightStep(number, epoch, describe_batch(batch, ids), lr, loss, streams)
         if self._steps:
             self._steps[-1].is_open = False
         self._steps.append(step)

@@ -20,6 +20,7 @@ from hookline.debug.first_bad.kept_steps import KeptStep
 from hookline.lifecycle.run_phase import known_phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach
+from hookline.training.loops.training_step import MicroBatches
 
 if TYPE_CHECKING:
     from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
@@ -76,7 +77,7 @@ class FollowedSteps:
         if followed is None:
             return []
         if batch is not None and not followed.batches:
-            for each in batch if type(batch).__name__ == "MicroBatches" else [batch]:
+            for each in batch if isinstance(batch, MicroBatches) else [batch]:
                 followed.add(each, self._finder.ids_of(each))
         return self._finder.end_step(loss, self._second_run(followed))
 

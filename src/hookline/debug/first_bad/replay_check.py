@@ -133,14 +133,9 @@ def _run_again(
     if not operators:
         result = step_fn(*args)
         return list(_left_behind(result, model, parts[1]))
-    stance = getattr(torch.compiler, "set_stance", None)
     recorder = _BitRecorder(model)
-    with recorder:
-        if stance is None:
-            result = step_fn(*args)
-        else:
-            with stance("force_eager"):
-                result = step_fn(*args)
+    with torch.compiler.set_stance("force_eager"), recorder:
+        result = step_fn(*args)
     return [*recorder.marks, *_left_behind(result, model, parts[1])]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hookline.errors import OptionError
 from hookline.observe.profile.profile_hooks import CpuClock, ProfileRecorder, clock_for
 from hookline.observe.profile.profile_rows import Measured, ProfileRow, Span, rows_of, stretches_of, table_of
+from hookline.replace_file import replace_file
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
@@ -225,12 +225,7 @@ def _write_trace(path: Path, measured: Measured) -> Path:
     if path.is_dir():
         raise IsADirectoryError(f"Cannot write the trace {str(path)!r}: that is a folder; add a file name.")
     text = json.dumps({"traceEvents": list(_events(measured)), "displayTimeUnit": "ms"})
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    replace_file(path, text)
     return path
 
 

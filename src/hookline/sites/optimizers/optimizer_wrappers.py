@@ -7,6 +7,7 @@ of ``torch.optim.Optimizer`` that were never set up as one, so torch has nowhere
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -37,7 +38,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def takes_hooks(optimizer: Any) -> bool:
     """Return whether torch keeps hooks of every kind for `optimizer`."""
     return isinstance(optimizer, Optimizer) and all(
-        _torch.takes_optimizer_hooks(optimizer, kind) for kind in OPTIMIZER.args
+        map(partial(_torch.takes_optimizer_hooks, optimizer), OPTIMIZER.args)
     )
 
 
