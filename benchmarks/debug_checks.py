@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from measure import Row, interleave, ratios, spread, trial, typical
+from models import SMALL
 from subject import Setting
 from watching import FOUR, Training
 
@@ -24,7 +25,9 @@ STEPS = 16
 
 def debug_checks(setting: Setting) -> Iterator[Row]:
     """Each alone, against the bare step."""
-    training = Training(FOUR, setting)
+    on_gpu = setting.device.type == "cuda"
+    shape = SMALL if on_gpu else FOUR
+    training = Training(shape, setting)
     run = _Steps(training)
     hooked: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "module check": run.checked,
@@ -34,8 +37,7 @@ def debug_checks(setting: Setting) -> Iterator[Row]:
         "bare again": nullcontext,
     }
     trials = [trial(name, run, inner=1, batch=STEPS, hooked=on, device=setting.device) for name, on in hooked.items()]
-    samples = interleave(trials, setting.rounds(20))
-    on_gpu = setting.device.type == "cuda"
+    samples = interleave(trials, setting.rounds(8 if on_gpu else 20))
     rows = {
         "module check": ("`find_bad_operations` on all modules, forward and gradient, with its copy of the run every "
                          f"{STEPS} steps", 1.15 if on_gpu else 1.10),
@@ -47,7 +49,7 @@ def debug_checks(setting: Setting) -> Iterator[Row]:
             f"{name}, training step",
             words,
             "the same step without hooks",
-            f"{FOUR}, AdamW",
+            f"{shape}, AdamW",
             spread(ratios(samples, name, "bare")),
             spread(ratios(samples, "bare again", "bare")),
             f"{typical(samples, name) * 1e3:.1f} / {typical(samples, 'bare') * 1e3:.1f} ms",

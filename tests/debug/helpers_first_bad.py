@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        hidden = torch.ones(y.shape[-2], y.shape[-2]).triu(1).bool()
+        hidden = torch.ones(y.shape[-2], y.shape[-2], device=y.device).triu(1).bool()
         scores = (y @ y.transpose(-1, -2)).masked_fill(hidden, float("-inf"))
         y = scores.softmax(-1) @ y
         return x + self.dropout(self.down(self.gate(F.gelu(self.up(y)))))
@@ -80,12 +80,20 @@ def bfloat_overflow(x: Tensor) -> Tensor:
 class Run:
     """The model with its optimizer; ``bad[ids]`` is what is planted in the gate of layer ``at`` for that batch."""
 
-    def __init__(self, planted: Callable[[Tensor], Tensor] | None = None, *, at: int = 7, when: int = 2) -> None:
+    def __init__(
+        self,
+        planted: Callable[[Tensor], Tensor] | None = None,
+        *,
+        at: int = 7,
+        when: int = 2,
+        device: str = "cpu",
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Planted()
+        self.model = Planted().to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.planted, self.at, self.when = planted, at, when
-        self.data = [{"tokens": torch.randint(0, VOCABULARY, (2, 6)), "ids": [i, 100 + i]} for i in range(4)]
+        tokens = [torch.randint(0, VOCABULARY, (2, 6)).to(device) for _ in range(4)]
+        self.data = [{"tokens": each, "ids": [i, 100 + i]} for i, each in enumerate(tokens)]
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         self.model.layers[self.at].gate.planted = self.planted if batch["ids"][0] == self.when else None

@@ -311,13 +311,39 @@ def test_a_second_run_that_is_not_undone_would_show(monkeypatch: pytest.MonkeyPa
     assert any(name.startswith("parameter.") for name in found)
 
 
-def test_a_scaler_that_skips_a_step_is_not_alarmed_about() -> None:
-    """Gradients that overflow under a GradScaler are counted, not reported; NaN in the forward still is."""
+def test_a_loop_that_skips_bad_gradients_itself_has_the_operator_named() -> None:
+    """Nothing bad is left behind by such a step; the operator of the backward is found all the same."""
     run = Run(root_of_zero)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
     def step(batch: Any) -> Tensor:
         loss = run.loss(run.model, batch)
+        loss.backward()
+        if all(bool(each.grad.isfinite().all()) for each in run.model.parameters()):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        return loss.detach()
+
+    with find_bad_operations(run.model, run.optimizer, step_fn=step) as check:
+        for batch in run.data:
+            check.step(batch)
+    (report,) = check.reports
+    assert (report.verdict, report.is_same) == ("found", True)
+    assert (report.operation.operator, report.operation.where) == ("aten.div.Tensor", "backward")
+    assert report.operation.module == "layers.7.gate"
+
+
+@pytest.mark.parametrize(("scale", "skipped"), [(4.0, 1), (2.0**30, 4)])
+def test_a_scaler_that_skips_a_step_is_not_alarmed_about(scale: float, skipped: int) -> None:
+    """Gradients that overflow under a GradScaler are counted, not reported; NaN in the forward still is.
+
+    With a scale that is too large for float16, all gradients overflow, from that of the model's own output on.
+    """
+    run = Run(root_of_zero)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step(batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=skipped == 4):
+            loss = run.loss(run.model, batch)
         scaler.scale(loss).backward()
         scaler.step(run.optimizer)
         scaler.update()
@@ -328,7 +354,7 @@ def test_a_scaler_that_skips_a_step_is_not_alarmed_about() -> None:
         for batch in run.data:
             check.step(batch)
     assert check.reports == []
-    assert check.scaled_steps == 1
+    assert check.scaled_steps == skipped
     assert check.bad_steps == 0
 
 

@@ -166,7 +166,7 @@ class BadOperationFinder:
             bad.append("loss")
         if not bad:
             return None
-        if _scales(self._parts()[3]) and all(label.endswith("/backward") for label in bad):
+        if _scales(self._parts()[3]) and all(map(_is_of("backward"), bad)):
             self.scaled_steps += 1
             return None
         self.bad_steps += 1
@@ -175,7 +175,7 @@ class BadOperationFinder:
             return None  # what a NaN in the weights does to every step from then on
         report = self._look(rows.number, tuple(bad), again)
         is_given_inf = report.verdict == "given" and report.operation is not None and report.operation.what == "Inf"
-        if is_given_inf and all(label.endswith("/forward") for label in bad):
+        if is_given_inf and all(map(_is_of("forward"), bad)):
             # A mask: what it hides reaches neither the loss nor a gradient, so it is no fault.
             self._expected.update(bad)
             self.bad_steps -= 1
@@ -304,6 +304,11 @@ def _describe(kept: KeptStep | None, number: int | None = None) -> str:
     if isinstance(kept.batch, FollowedBatch):
         return kept.batch.describe(number)
     return describe_batch(kept.batch, kept.ids)
+
+
+def _is_of(kind: str) -> Callable[[str], bool]:
+    """Return a function that tells whether a label is of that kind of flow; that of the model is the kind alone."""
+    return lambda label: label.rpartition("/")[2] == kind
 
 
 def _scales(scaler: Any) -> bool:

@@ -61,6 +61,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By the storage of a tensor that is not finite."""
         self._at_modules: list[_Origin] = []
         self._at_end: list[_Origin] = []
+        self._in_backward: list[_Origin] = []
         self._is_looking = False
         self.begins_bad = any(_is_bad(parameter.detach()) for parameter in model.parameters())
         """Whether a parameter was not finite already when the block began."""
@@ -90,7 +91,8 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = [root for root in roots if not root.operation.given]
             if made or (roots and reached is self._at_modules) or (roots and not self._at_modules):
                 return (made or roots)[0].operation
-        return None
+        # A loop that skips a step with bad gradients leaves none of them behind.
+        return self._in_backward[0].root().operation if self._in_backward else None
 
     # -- at each operator --------------------------------------------------------------------------------------
 
@@ -131,7 +133,10 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parents and not (makes_nan and not has_nan):
             return min(parents, key=lambda each: (bool(each.operation.given), each.number))
         given = "" if parents or not call.has_bad_number() else "a number that it was called with is not finite"
-        return _Origin(call.number, call.operation(spoiled, makes_nan=makes_nan, given=given), parents)
+        origin = _Origin(call.number, call.operation(spoiled, makes_nan=makes_nan, given=given), parents)
+        if call.place.where == "backward" and not given:
+            self._in_backward.append(origin)
+        return origin
 
     def _origins_of(self, tensors: list[Tensor]) -> list[_Origin]:
         found: list[_Origin] = []

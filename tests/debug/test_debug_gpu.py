@@ -1,0 +1,218 @@
+"""Traces, comparisons, the first bad operation and the flight recorder on a CUDA device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_first_bad import Run, log_of_negative, root_of_zero
+from helpers_house import Mark, differences, fingerprint
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.debug import FlightRecorder, find_bad_operations, read_flight, read_trace, replay_check
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+DEVICE = "cuda"
+Hooked = Callable[[Run], AbstractContextManager[Any]]
+VALUES = {
+    "float32": torch.randn(300, 77),
+    "several blocks": torch.randn(600, 1021),
+    "bfloat16": torch.randn(64, 33).bfloat16(),
+    "float16": torch.randn(7).half(),
+    "float64": torch.randn(1023, dtype=torch.float64),
+    "float8": torch.randn(40).to(torch.float8_e4m3fn),
+    "int64": torch.arange(5000) * 10**12,
+    "bool": torch.arange(99) % 3 == 0,
+    "complex": torch.randn(31, dtype=torch.complex64),
+    "NaN and Inf": torch.tensor([1.0, float("nan"), float("inf"), -2.0]),
+    "strided": torch.randn(40, 50).t(),
+}
+
+
+def trained(hooked: Hooked, *, dtype: torch.dtype = torch.float32, steps: int = 4) -> Mark:
+    """Train the twelve layers, under autocast for another dtype, and return all that is left behind."""
+    run = Run(device=DEVICE)
+    torch.manual_seed(1)
+    losses = []
+    with hooked(run):
+        for batch in (run.data * steps)[:steps]:
+            with torch.autocast(DEVICE, dtype=dtype, enabled=dtype is not torch.float32):
+                loss = run.loss(run.model, batch)
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            losses.append(loss.detach())
+    hl.assert_no_hooks(run.model)
+    return fingerprint(run.model, run.optimizer, losses) | {"random.device": torch.rand(8, device=DEVICE)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trace_and_a_recorder_change_no_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The run is the same with a trace of everything and with a recorder; a hook that adds 1e-6 is the control."""
+
+    @contextmanager
+    def recorded(run: Run) -> Iterator[None]:
+        with FlightRecorder(to=tmp_path / "flight.json", signals=()).recording(run.model, run.optimizer):
+            yield
+
+    def followed(run: Run) -> AbstractContextManager[Any]:
+        return find_bad_operations(run.model, run.optimizer)
+
+    def traced(run: Run) -> AbstractContextManager[Any]:
+        kinds = ("input", "output", "output_grad", "param_grad", "parameter")
+        return hl.trace(run.model, to=tmp_path / "trace", kinds=kinds, step=run.optimizer, tensors="layers.3")
+
+    bare = trained(lambda run: nullcontext(), dtype=dtype)
+    assert differences(bare, trained(lambda run: nullcontext(), dtype=dtype)) == []
+    for hooked in (traced, recorded, followed):
+        assert differences(bare, trained(hooked, dtype=dtype)) == [], hooked.__name__
+
+    def nudged(run: Run) -> AbstractContextManager[Any]:  # the negative control
+        return hl.attach(run.model, "layers.5.down", lambda module, args, output: output + 1e-3)
+
+    assert differences(bare, trained(nudged, dtype=dtype)) != []
+
+
+@pytest.mark.parametrize("name", list(VALUES))
+def test_fingerprints_of_the_same_bits_are_equal_on_both_devices(name: str, tmp_path: Path) -> None:
+    """The hash to the bit, all numbers up to rounding: a trace of one device is compared with one of the other."""
+    found = []
+    for number, device in enumerate(("cpu", DEVICE)):
+        model = nn.Sequential(nn.Identity())
+        with hl.trace(model, to=tmp_path / str(number), kinds="output"):
+            model(VALUES[name].to(device))
+        found.append(read_trace(tmp_path / str(number)).records[0])
+    one, two = (each.fingerprint for each in found)
+    assert one.hash == two.hash
+    assert (one.nan, one.inf, one.absmax) == (two.nan, two.inf, two.absmax)
+    assert two.norm == pytest.approx(one.norm, rel=1e-5)
+    assert two.mean == pytest.approx(one.mean, abs=1e-5 * one.norm)
+    assert one.distance(two) <= 1e-5 * one.norm
+
+
+def captured(model: nn.Module, tokens: Tensor, folder: Path) -> Path:
+    """Trace one forward, inputs and outputs, with tensors."""
+    with hl.trace(model, to=folder, kinds=("input", "output"), tensors=True), torch.no_grad():
+        model(tokens)
+    return folder
+
+
+def test_devices_and_dtypes_differ_by_rounding_and_a_wrong_weight_is_blamed(tmp_path: Path) -> None:
+    """CPU against CUDA, float32 against bfloat16, eager against compiled; then one scale that is off."""
+    run = Run()
+    model, tokens = run.model.eval(), run.data[0]["tokens"]
+    there = copy.deepcopy(model).to(DEVICE)
+    moved = tokens.to(DEVICE)
+    host = captured(model, tokens, tmp_path / "host")
+    device = captured(there, moved, tmp_path / "device")
+    half = captured(copy.deepcopy(there).bfloat16(), moved, tmp_path / "half")
+    compiled = captured(torch.compile(copy.deepcopy(there), backend="aot_eager"), moved, tmp_path / "compiled")
+    assert hl.compare(host, device).ok
+    assert hl.compare(device, half).ok
+    assert hl.compare(device, compiled).ok
+    there.layers[4].down.weight.data *= 1.5
+    wrong = hl.compare(host, captured(there, moved, tmp_path / "wrong"))
+    assert (wrong.ok, wrong.blame) == (False, "layers.4.down")
+
+
+@pytest.mark.parametrize(("planted", "operator", "where"), [
+    (log_of_negative, "aten.log.default", "forward"),
+    (root_of_zero, "aten.div.Tensor", "backward"),
+])  # fmt: skip
+def test_the_first_bad_operator_is_named(planted: Callable[[Tensor], Tensor], operator: str, where: str) -> None:
+    """Operator, module and batch, although the numbers arrive a step later; the second run ends as the first did."""
+    run = Run(planted, device=DEVICE)
+    with find_bad_operations(run.model, run.optimizer, step_fn=run.step, every=2) as check:
+        for batch in run.data:
+            check.step(batch)
+    report = check.reports[0]
+    assert report.operation is not None
+    assert (report.operation.operator, report.operation.where) == (operator, where)
+    assert report.operation.module == "layers.7.gate"
+    assert report.batch == "ids [2, 102]"
+    assert report.is_same is not False
+
+
+def test_the_check_and_the_recorder_do_not_wait_for_the_device(tmp_path: Path) -> None:
+    """No call within the steps makes the host wait; torch raises if one does, as the control shows."""
+    run = Run(device=DEVICE)
+    recorder = FlightRecorder(to=tmp_path / "flight.json", signals=())
+    with (
+        find_bad_operations(run.model, run.optimizer, step_fn=run.step, every=4) as check,
+        recorder.recording(run.model, run.optimizer),
+    ):
+        check.step(run.data[0])  # allocates
+        check.step(run.data[1])
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            for batch in run.data[2:]:
+                recorder.note(loss=check.step(batch), batch=batch)
+            with pytest.raises(RuntimeError, match="synchroniz"):  # the negative control
+                run.step(run.data[0]).item()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert check.reports == []
+    assert recorder.written == []
+
+
+def test_the_recorder_keeps_the_streams_of_the_device(tmp_path: Path) -> None:
+    """The file of a NaN has the batch, and the CUDA stream of each step."""
+    run, path = Run(log_of_negative, device=DEVICE), tmp_path / "flight.json"
+    begins = []
+    with FlightRecorder(to=path, keep=3).recording(run.model, run.optimizer) as recorder:
+        for batch in run.data:
+            begins.append(torch.cuda.get_rng_state())
+            recorder.note(loss=run.step(batch), batch=batch)
+    flight = read_flight(path)
+    assert flight.reason == "NaN or infinity at layers.7/forward in step 2"
+    bad = next(step for step in flight.steps if step["step"] == 2)
+    assert (bad["batch"], bad["loss"]) == ("ids [2, 102]", "nan")
+    flight.set_random(flight.steps.index(bad))
+    assert torch.equal(torch.cuda.get_rng_state(), begins[2])
+
+
+class Scattering(nn.Module):
+    """Adds numbers up in any order, as atomic additions do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.numel(), device=x.device) % 3
+        return x.new_zeros(3).index_add(0, places, x.flatten())
+
+
+def test_a_step_repeats_unless_it_adds_up_in_any_order() -> None:
+    """Dropout repeats; a million atomic additions do not, and the operator is named."""
+    run = Run(device=DEVICE)
+    assert replay_check(run.step, run.model, run.optimizer, run.data[0]).equal
+    model = nn.Sequential(nn.Linear(64, 64), Scattering()).to(DEVICE)
+    found = replay_check(lambda x: model(x).sum(), model, None, torch.randn(1 << 15, 64, device=DEVICE), times=5)
+    assert not found.equal
+    assert found.operator.startswith("aten.index_add")
+    assert found.where == "forward of '1'"
+
+
+def test_a_scaler_in_float16_is_left_its_overflows() -> None:
+    """Gradients that overflow under a `GradScaler` are counted, not reported."""
+    run = Run(device=DEVICE)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**30)
+
+    def step(batch: dict[str, Any]) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            loss = run.loss(run.model, batch)
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        return loss.detach()
+
+    with find_bad_operations(run.model, run.optimizer, step_fn=step, scaler=scaler) as check:
+        for batch in run.data:
+            check.step(batch)
+    assert check.reports == []
+    assert check.scaled_steps >= 1
