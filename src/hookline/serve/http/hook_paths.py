@@ -1,0 +1,80 @@
+"""Answer ``/hooks`` and ``/hooks/{id}``: list, attach and remove hooks of a served model.
+
+The app of ``hookline serve`` adds `HookPaths` to its routes; the adapter of another engine puts `make_hook_app`
+beside the engine's own routes. Both give it what attaches and removes: a `HookCalls`. Needs ``hookline[serve]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+
+from hookline.serve.http import answer_bodies as answers
+from hookline.serve.http import request_bodies as bodies
+from hookline.serve.http.exception_handlers import add_exception_handlers, json_response
+from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.request_gate import Gate
+
+__all__ = ["HookCalls", "HookPaths", "can_fail", "make_hook_app"]
+
+
+class HookCalls(Protocol):
+    """List, attach and remove hooks on the model of an engine; each hook is a dictionary as ``GET /hooks`` shows it."""
+
+    async def list(self) -> list[dict[str, Any]]:
+        """Return the attached hooks."""
+
+    async def add(self, body: bodies.HookBody) -> dict[str, Any]:
+        """Attach one hook, wholly or not at all."""
+
+    async def remove(self, id: str) -> dict[str, Any]:
+        """Remove one hook."""
+
+
+def make_hook_app(hooks: HookCalls, settings: Settings) -> Any:
+    """Return an ASGI app of the hook paths alone, behind the same gate as those of ``hookline serve``.
+
+    Recipe: ``outer.routes.append(Route("/hooks", make_hook_app(calls, Settings(token="secret"))))``.
+    """
+    app = FastAPI(title="hookline", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    HookPaths(hooks).add_to(app)
+    add_exception_handlers(app)
+    return Gate(app, settings, observe=lambda method, route, status, seconds: None)
+
+
+def can_fail(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the description of the errors of a route, for ``/openapi.json``."""
+    return {status: {"model": answers.ErrorAnswer} for status in statuses}
+
+
+class HookPaths:
+    """Answer each hook path; the docstring of a route is its description on ``/docs``."""
+
+    def __init__(self, hooks: HookCalls) -> None:
+        self._hooks = hooks
+
+    def add_to(self, app: Any) -> None:
+        """Add the paths to `app`."""
+        described: list[tuple[str, str, Any, Any, int | None, tuple[int, ...]]] = [
+            ("GET", "/hooks", self.list_hooks, answers.HookList, None, (401, 503)),
+            ("POST", "/hooks", self.add_hook, answers.HookAnswer, 201, (400, 401, 403, 408, 413, 503)),
+            ("DELETE", "/hooks/{id}", self.remove_hook, answers.HookAnswer, None, (401, 403, 404, 503)),
+        ]
+        for method, path, handler, model, status, statuses in described:
+            app.add_api_route(
+                path, handler, methods=[method], tags=["hooks"], name=handler.__name__, response_model=model,
+                responses=can_fail(*statuses), status_code=status,
+            )  # fmt: skip
+
+    async def list_hooks(self) -> Any:
+        """List the attached hooks: on which modules, how often each fired, and what it costs."""
+        return json_response({"hooks": await self._hooks.list()})
+
+    async def add_hook(self, body: bodies.HookBody) -> Any:
+        """Attach a hook to the running model, between two forwards; wholly, or not at all."""
+        return json_response(await self._hooks.add(body), 201)
+
+    async def remove_hook(self, id: str) -> Any:
+        """Remove a hook, also one of the server's start; return what it has done until now."""
+        return json_response(await self._hooks.remove(id))
