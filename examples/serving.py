@@ -27,6 +27,7 @@ from hookline.serve.load_model import load
 from hookline.serve.serving_engine import Engine
 
 TOKEN = "only-for-this-example"
+CHAT_TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
 
 
 def random_llama(folder: Path) -> Path:
@@ -36,7 +37,9 @@ def random_llama(folder: Path) -> Path:
     bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_alone.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bytes_alone, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=len(vocabulary), **sizes, max_position_embeddings=128, initializer_range=0.2)
@@ -66,6 +69,13 @@ def show_states(url: str) -> None:
         raw = bytearray(base64.b64decode(found["data"]))
         states = torch.frombuffer(raw, dtype=getattr(torch, found["dtype"])).reshape(found["shape"])
         print(f"  {layer}: {tuple(states.shape)} at position {found['positions']}, norm {states.norm():.2f}")
+
+
+def show_chat(url: str) -> None:
+    """A conversation, as OpenAI's clients send it."""
+    body = {"messages": [{"role": "user", "content": "Where do you sit?"}], "max_tokens": 8, "temperature": 0}
+    answer = call(f"{url}/v1/chat/completions", body)
+    print(f"  {answer['choices'][0]['message']['role']} answers {answer['usage']['completion_tokens']} tokens")
 
 
 def show_hook(url: str) -> None:
@@ -98,6 +108,8 @@ def main() -> None:
             print(f"serving {call(f'{server.url}/v1/models')['data'][0]['id']!r}: {call(f'{server.url}/health')}")
             print("hidden states with an answer:")
             show_states(server.url)
+            print("a conversation:")
+            show_chat(server.url)
             print("a hook on the running model:")
             show_hook(server.url)
         finally:

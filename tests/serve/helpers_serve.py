@@ -28,6 +28,15 @@ SMALL = {
     "max_position_embeddings": 96, "initializer_range": 0.3, "eos_token_id": None,
 }  # fmt: skip
 
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' and loop.last and not message['content'] %}"
+    "{{ raise_exception('the last message says nothing') }}{% endif %}"
+    "[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if shout %}!{% endif %}{% endif %}"
+)
+"""As models have them: special tokens of its own, a place for the answer, a complaint, a variable."""
+
 
 def tiny_tokenizer(folder: Path) -> Any:
     """A byte-level BPE tokenizer trained on a few sentences, written to the folder."""
@@ -47,6 +56,7 @@ def tiny_tokenizer(folder: Path) -> Any:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", clean_up_tokenization_spaces=False
     )
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
 

@@ -378,7 +378,15 @@ def test_a_client_that_goes_away_takes_its_request_out_of_the_engine(
 def test_the_page_of_the_api_needs_no_internet(client: httpx.Client) -> None:
     """``/docs`` shows every route, and loads nothing."""
     page = client.get("/docs").text
-    for route in ("/v1/completions", "/generate", "/v1/models", "/hooks/{id}", "/metrics", "/health"):
+    for route in (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/generate",
+        "/v1/models",
+        "/hooks/{id}",
+        "/metrics",
+        "/health",
+    ):
         assert route in page
     assert "<script" not in page
     assert "src=" not in page

@@ -208,6 +208,7 @@ def test_the_command_checks_its_flags_before_anything_is_loaded(
             "token is empty": [*model, "--token-file", str(empty)],
             "give one of them": [*model, "--token", "a", "--token-file", str(empty)],
             "--token-file nowhere cannot be read": [*model, "--token-file", "nowhere"],
+            "--chat-template nowhere cannot be read": [*model, "--chat-template", "nowhere"],
             "there is no token": [*model, "--protect", "everything"],
             "expected a list of hook specs": [*model, "--hooks", _write(tmp_path / "o.json", {"hooks": {"name": "x"}})],
             "Did you mean 'hook_factory'": [*model, "--hooks", _write(tmp_path / "k.json", [{"hook_factry": "x"}])],

@@ -68,6 +68,8 @@ class ServeOptions:
     """The most memory for hidden states that requests wait for."""
     served_model_name: Annotated[str | None, flag("NAME")] = None
     """What clients call the model; the folder's name if left out."""
+    chat_template: Annotated[str | None, flag("FILE")] = None
+    """A chat template in Jinja, for a model that has none or another; runs in a sandbox."""
     allow: Annotated[tuple[str, ...], flag("PREFIX ...")] = ()
     """What paths of factories may begin with. If left out: hookline.factories over HTTP, anything in files."""
     token: Annotated[str | None, flag("TOKEN")] = None
@@ -176,12 +178,17 @@ def _token(options: ServeOptions) -> str | None:
     if options.token is not None and options.token_file is not None:
         raise OptionError("--token and --token-file are two ways to say the same; give one of them.")
     if options.token_file is not None:
-        try:
-            return Path(options.token_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            said = getattr(error, "strerror", None) or error
-            raise OptionError(f"--token-file {options.token_file} cannot be read: {said}.") from None
+        return _text("--token-file", options.token_file).strip()
     return options.token if options.token is not None else os.environ.get(_TOKEN) or None
+
+
+def _text(name: str, path: str) -> str:
+    """Return the text of the file that the flag `name` gives."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise OptionError(f"{name} {path} cannot be read: {said}.") from None
 
 
 def _folder(given: str) -> Path:
@@ -198,6 +205,7 @@ def _folder(given: str) -> Path:
 
 def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable[[], Engine]:
     """Return what loads the model and attaches the hooks of the files; the server calls it once it answers."""
+    template = None if options.chat_template is None else _text("--chat-template", options.chat_template)
 
     def make() -> Engine:
         from hookline.serve.http.server import attach_at_start
@@ -206,6 +214,8 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
 
         _no_bars_in_logs()
         made, tokenizer = load(model, dtype=options.dtype or "auto", device=options.device)
+        if template is not None:
+            tokenizer.chat_template = template
         engine = Engine(
             made,
             tokenizer,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 __all__ = [
+    "ChatCompletion",
     "Completion",
     "ErrorAnswer",
     "Generated",
@@ -101,6 +102,57 @@ class Completion(_AnswerBody):
     model: str
     choices: list[Choice]
     usage: Usage | None = None
+
+
+class TokenLogprob(_AnswerBody):
+    """One token and its log-probability; -9999 for a token that is all but impossible."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """The text in UTF-8; nothing for a token that is part of a character."""
+
+
+class ChosenLogprob(TokenLogprob):
+    """A token of the answer, and the likeliest in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(_AnswerBody):
+    """Log-probabilities of an answer, token by token."""
+
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class AnsweredMessage(_AnswerBody):
+    """The message that the model answers."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_AnswerBody):
+    """One answer."""
+
+    index: int
+    message: AnsweredMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    hooks: HooksAnswer | None = None
+
+
+class ChatCompletion(_AnswerBody):
+    """The answer to ``/v1/chat/completions``; events of a stream have ``delta`` in the place of ``message``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
 
 
 class FinishReason(_AnswerBody):

@@ -27,7 +27,7 @@ _SAID: Final = {
     "500": "The model failed.",
     "503": "The model is being loaded, or the server stops; try again after Retry-After seconds.",
 }
-_STREAMING: Final = ("/v1/completions", "/generate")
+_STREAMING: Final = ("/v1/completions", "/v1/chat/completions", "/generate")
 _EVENT: Final = {
     "type": "object",
     "required": ["data"],
@@ -92,6 +92,9 @@ summary { cursor: pointer; margin-top: .8rem; }
 
 _EXAMPLES: Final[dict[tuple[str, str], str]] = {
     ("POST", "/v1/completions"): json.dumps({"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}),
+    ("POST", "/v1/chat/completions"): json.dumps(
+        {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16, "temperature": 0}
+    ),
     ("POST", "/generate"): json.dumps(
         {
             "text": "Once upon a time",

@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, Response
 from hookline.serve.http import answer_bodies as answers
 from hookline.serve.http import request_bodies as bodies
 from hookline.serve.http.api_docs import correct_openapi, render_docs
+from hookline.serve.http.chat_format import ChatFormat
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.exception_handlers import add_exception_handlers, json_response
 from hookline.serve.http.generation_routes import CompletionFormat, GenerateFormat, answer, stream
@@ -23,7 +24,7 @@ from hookline.serve.http.hook_paths import HookPaths, can_fail
 from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import Metrics
-from hookline.serve.http.request_bodies import parse_completion, parse_generate
+from hookline.serve.http.parsed_request import parse_chat, parse_completion, parse_generate
 from hookline.serve.http.request_gate import Gate
 from hookline.serve.serving_engine import Engine
 
@@ -85,6 +86,7 @@ class _Routes:
         generated = answers.Generated | list[answers.Generated]
         described: list[tuple[str, str, str, Any, Any, tuple[int, ...]]] = [
             ("POST", "/v1/completions", "generation", self.complete, answers.Completion, (*_GENERATION, 404)),
+            ("POST", "/v1/chat/completions", "generation", self.chat, answers.ChatCompletion, (*_GENERATION, 404)),
             ("POST", "/generate", "generation", self.generate, generated, _GENERATION),
             ("GET", "/v1/models", "generation", self.list_models, answers.ModelList, (401,)),
         ]
@@ -111,8 +113,16 @@ class _Routes:
     async def complete(self, body: bodies.CompletionBody, http: HttpRequest) -> Any:
         """Answer one or several prompts, as OpenAI's completions; with `hooks`, add their hidden states."""
         asked = await parse_completion(body, self.serving, self.settings)
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        with_usage = _wants_usage(body.stream_options)
         form = CompletionFormat(asked, self.serving, self.settings.model_name, include_usage=with_usage)
+        return await (stream if body.stream else answer)(http, self.serving, asked, form)
+
+    async def chat(self, body: bodies.ChatBody, http: HttpRequest) -> Any:
+        """Answer a conversation, as OpenAI's chat completions; with `hooks`, add the hidden states of the answer."""
+        asked = await parse_chat(body, self.serving, self.settings)
+        form = ChatFormat(
+            asked, self.serving, self.settings.model_name, include_usage=_wants_usage(body.stream_options)
+        )
         return await (stream if body.stream else answer)(http, self.serving, asked, form)
 
     async def generate(self, body: bodies.GenerateBody, http: HttpRequest) -> Any:
@@ -136,3 +146,7 @@ class _Routes:
         # After the counts of hooks, which wait for the running round: its tokens are counted by then.
         counts = {} if self.serving.engine is None else self.serving.engine.counts()
         return Response(self._metrics.page(counts, figures), media_type=self._metrics.content_type)
+
+
+def _wants_usage(options: bodies.StreamOptions | None) -> bool:
+    return options is not None and bool(options.include_usage)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
 from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
+from hookline.serve.http.chat_template import render_chat
 from hookline.serve.http.error_answers import Refused
 from hookline.serve.serving_engine import Engine, Ticket
 
@@ -25,6 +26,8 @@ _PATIENCE_S: Final = 60.0
 """How long a route waits for its turn between two forwards."""
 _LONG_TEXT: Final = 10_000
 """Characters from which on a text is turned into tokens outside of the event loop: about 5 ms of it."""
+_LONG_CHAT: Final = 200
+"""Messages from which on the chat template is run outside of the event loop: about 5 ms of it."""
 _LONG_AT_ONCE: Final = 2
 """So many long texts are turned into tokens at a time: one of 4 MB takes up to a gigabyte for that."""
 
@@ -84,21 +87,36 @@ class Serving:
             raise Refused(400, "The model has no tokenizer, so that text means nothing to it; send token ids.")
         return found
 
-    async def tokens_of(self, text: str) -> tuple[int, ...]:
-        """Return `text` in tokens, with those that the model's tokenizer adds before and after."""
+    async def tokens_of(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Return `text` in tokens; if `special`, with those that the model's tokenizer adds before and after."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise Refused(400, f"A text has half a character in it (a lone surrogate), at {error.start}.") from None
-        tokenizer = self.tokenizer
+        encode = partial(self.tokenizer.encode, add_special_tokens=special)
         if len(text) < _LONG_TEXT:
-            return tuple(tokenizer.encode(text))
+            return tuple(encode(text))
         async with self._long_texts:
-            return tuple(await asyncio.to_thread(tokenizer.encode, text))
+            return tuple(await asyncio.to_thread(encode, text))
+
+    async def tokens_of_chat(self, messages: Sequence[dict[str, str]], more: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return a conversation in tokens, as the model's chat template writes it, up to where the answer begins."""
+        render = partial(render_chat, self.tokenizer, messages, more)
+        if sum(len(each["content"]) for each in messages) < _LONG_TEXT and len(messages) < _LONG_CHAT:
+            text = render()
+        else:
+            async with self._long_texts:
+                text = await asyncio.to_thread(render)
+        return await self.tokens_of(text, special=False)  # the template has written them
 
     def text_of(self, ids: tuple[int, ...]) -> str:
         """Return tokens as text."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def word_of(self, id: int) -> str:
+        """Return one token as text, for log-probabilities; its number if there is no tokenizer."""
+        tokenizer = getattr(self.engine, "tokenizer", None)
+        return f"token_id:{id}" if tokenizer is None else str(tokenizer.decode([id]))
 
 
 @dataclass

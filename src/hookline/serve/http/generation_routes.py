@@ -1,4 +1,4 @@
-"""Answer ``/v1/completions`` and ``/generate``: whole, as a stream, or as a safetensors file.
+"""Answer requests that generate: whole, as a stream, or as a safetensors file.
 
 The app calls `answer` and `stream` with a `ParsedRequest`; both run it on the engine. Each route has an `AnswerFormat`,
 which makes the JSON of an answer and of a piece of one. Hidden states go as base64 in JSON, or in a safetensors file
@@ -21,7 +21,7 @@ from hookline.errors import EngineClosed
 from hookline.serve.generation_request import Finished, Token
 from hookline.serve.http.engine_state import AnswerSoFar, RunningRequest, Serving, check_complete
 from hookline.serve.http.error_answers import Refused, error_body, to_json
-from hookline.serve.http.request_bodies import ParsedRequest
+from hookline.serve.http.parsed_request import ParsedRequest
 from hookline.serve.http.request_gate import AT_THE_END
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hookline.serve.generation_request import StatesOfLayer
 
-__all__ = ["SAFETENSORS", "AnswerFormat", "CompletionFormat", "GenerateFormat", "answer", "stream"]
+__all__ = ["SAFETENSORS", "AnswerFormat", "CompletionFormat", "GenerateFormat", "answer", "stream", "usage_of"]
 
 SAFETENSORS = "application/vnd.safetensors"
 """What a safetensors answer is sent as."""
@@ -196,7 +196,13 @@ def _hooks(answer: AnswerSoFar, file: _SafetensorsFile | None = None, index: int
     return {"hidden_states": _states_as_base64(states) if file is None else file.put(index, states)}
 
 
-# -- the two formats -------------------------------------------------------------------------------------------
+def usage_of(asked: ParsedRequest, answers: Sequence[AnswerSoFar]) -> dict[str, int]:
+    """Return the counts of tokens, as OpenAI's clients read them."""
+    prompt, completion = asked.prompt_tokens, sum(len(answer.tokens) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+# -- the formats of /v1/completions and /generate; `chat_format` has that of chat ------------------------------
 
 
 class CompletionFormat(AnswerFormat):
@@ -221,7 +227,7 @@ class CompletionFormat(AnswerFormat):
             text = self._parsed.echoes[index] + answer.text
             assert answer.finished is not None
             choices.append(self._choice(index, text, answer.tokens, answer.finished.reason, found))
-        return {**self._frame, "choices": choices, "usage": self._usage(answers)}
+        return {**self._frame, "choices": choices, "usage": usage_of(self._parsed, answers)}
 
     def first(self) -> list[Any]:
         """Return the echoed prompts."""
@@ -240,11 +246,7 @@ class CompletionFormat(AnswerFormat):
 
     def last(self, answers: Sequence[AnswerSoFar]) -> list[Any]:
         """Return the usage, if it was asked for."""
-        return [{**self._frame, "choices": [], "usage": self._usage(answers)}] if self._include_usage else []
-
-    def _usage(self, answers: Sequence[AnswerSoFar]) -> dict[str, int]:
-        prompt, completion = self._parsed.prompt_tokens, sum(len(answer.tokens) for answer in answers)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return [{**self._frame, "choices": [], "usage": usage_of(self._parsed, answers)}] if self._include_usage else []
 
     def _choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None, hooks: Any) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": self._logprobs(index, tokens), "finish_reason": reason}
@@ -259,7 +261,7 @@ class CompletionFormat(AnswerFormat):
             offsets.append(self._offsets[index])
             self._offsets[index] += len(token.text)
         return {
-            "tokens": [self._word(token.id) for token in tokens],
+            "tokens": [self._serving.word_of(token.id) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens] if wanted else None,
             "text_offset": offsets,
@@ -268,12 +270,8 @@ class CompletionFormat(AnswerFormat):
     def _top(self, token: Token) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
         for id, logprob in token.top_logprobs:
-            found.setdefault(self._word(id), _finite(logprob))  # the likeliest of those that look the same
+            found.setdefault(self._serving.word_of(id), _finite(logprob))  # the likeliest of those that look the same
         return found
-
-    def _word(self, id: int) -> str:
-        tokenizer = getattr(self._serving.engine, "tokenizer", None)
-        return f"token_id:{id}" if tokenizer is None else str(tokenizer.decode([id]))
 
 
 class GenerateFormat(AnswerFormat):

@@ -1,36 +1,28 @@
-"""Check the bodies of requests, and turn those that generate into requests to the engine.
+"""Check the bodies of requests.
 
-FastAPI reads JSON into the body classes; the app calls `parse_completion` and `parse_generate`, and the hook
-routes read `HookBody`. Strict on purpose: the text ``"5"`` is no number and an unknown key is an error, because a
+FastAPI reads JSON into these classes; `parsed_request` turns those that generate into requests to the engine, and the
+hook routes read `HookBody`. Strict on purpose: the text ``"5"`` is no number and an unknown key is an error, because a
 mistyped option that is passed over is found late.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
-
-from hookline.serve.generation_request import GenerationRequest, StatesWanted
-from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.error_answers import Refused
-from hookline.serve.http.http_settings import Settings
 
 __all__ = [
     "KEYS",
+    "ChatBody",
+    "ChatMessage",
     "CompletionBody",
     "GenerateBody",
     "HiddenStatesBody",
     "HookBody",
-    "ParsedRequest",
     "RequestHooks",
     "SamplingParams",
-    "parse_completion",
-    "parse_generate",
+    "StreamOptions",
 ]
 
 _LIMIT: Final = 1 << 31
@@ -56,6 +48,17 @@ Temperature = Annotated[float, Field(ge=0, le=100)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
+def _limited(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > _MOST_KEYS:
+        raise PydanticCustomError("too_many_keys", "this has more than {most} keys", {"most": _MOST_KEYS})
+    return given
+
+
+NoBias = Annotated[dict[str, float], Field(max_length=0), BeforeValidator(_limited)]
+Labels = Annotated[dict[str, str], Field(max_length=16), BeforeValidator(_limited)]
+Variables = Annotated[dict[Name, str | int | float | bool | None], Field(max_length=16), BeforeValidator(_limited)]
+
+
 class _RequestBody(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
@@ -64,9 +67,7 @@ class _RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _limit_keys(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > _MOST_KEYS:
-            raise PydanticCustomError("too_many_keys", "this has more than {most} keys", {"most": _MOST_KEYS})
-        return given
+        return _limited(given)
 
 
 class HiddenStatesBody(_RequestBody):
@@ -141,10 +142,113 @@ class CompletionBody(_RequestBody):
     """Not done: 0 or nothing."""
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     """Not done: 0 or nothing."""
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: NoBias | None = None
     """Not done: empty or nothing."""
     suffix: Annotated[str, StringConstraints(max_length=0)] | None = None
     """Not done: empty or nothing."""
+
+
+class TextPart(_RequestBody):
+    """A piece of a message: text, the one kind that is served here."""
+
+    type: Literal["text"]
+    """``text``; pictures and sound are not served."""
+    text: str
+    """The text."""
+
+
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class ChatMessage(_RequestBody):
+    """One message of a conversation; an answer of this server can be sent back as it came."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    """Who says it. ``developer`` becomes ``system`` where the model's template does not know it."""
+    content: str | Parts
+    """A text, or a list of pieces of text, which are joined by line breaks."""
+    name: Name | None = None
+    """Given to the template, most of which pass over it."""
+    # Keys of OpenAI's answers, which clients send back: only the value that says nothing is taken.
+    refusal: None = None
+    """Not done: nothing."""
+    audio: None = None
+    """Not done: nothing."""
+    function_call: None = None
+    """Not done: nothing."""
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Not done: empty or nothing."""
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Not done: empty or nothing."""
+
+
+class ResponseFormat(_RequestBody):
+    """The form of the answer."""
+
+    type: Literal["text"]
+    """Not done: any form but text."""
+
+
+class ChatBody(_RequestBody):
+    """``POST /v1/chat/completions``: the body of OpenAI's chat completions, and ``hooks``."""
+
+    model: str | None = None
+    """The served model's name, or nothing."""
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    """The conversation, which the model's own chat template turns into a prompt."""
+    max_completion_tokens: Length | None = None
+    """The longest answer, in tokens; as many as the model has room for if left out."""
+    max_tokens: Length | None = None
+    """The older name of ``max_completion_tokens``."""
+    temperature: Temperature | None = None
+    """0 is greedy; 1 if left out."""
+    top_p: Probability | None = None
+    """Sample from the likeliest tokens that together have this probability."""
+    top_k: Annotated[int, Field(ge=0, lt=_LIMIT)] | None = None
+    """Sample from so many of the likeliest tokens; 0 from all. (Not of OpenAI.)"""
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    """How many answers; with a seed, the i-th has seed + i."""
+    stop: Stop | Stops | None = None
+    """The answer ends before any of these texts."""
+    seed: Seed | None = None
+    """Makes sampling repeatable."""
+    stream: bool | None = None
+    """Server-sent events, one for each piece of text, then ``data: [DONE]``."""
+    stream_options: StreamOptions | None = None
+    """How to stream."""
+    logprobs: bool | None = None
+    """Add the log-probabilities of the chosen tokens."""
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """And of so many of the likeliest; needs ``logprobs``."""
+    chat_template_kwargs: Variables | None = None
+    """More variables for the chat template, such as ``enable_thinking``. (Not of OpenAI.)"""
+    user: str | None = None
+    """Taken and not used."""
+    metadata: Labels | None = None
+    """Taken and not used."""
+    ignore_eos: bool | None = None
+    """Go on after the end-of-text token. (Not of OpenAI.)"""
+    hooks: RequestHooks | None = None
+    """Hooks of this request. (Not of OpenAI.)"""
+    # What OpenAI's clients may send, and means nothing here: only the value that asks for nothing is taken.
+    response_format: ResponseFormat | None = None
+    """Not done: text or nothing."""
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    """Not done: 0 or nothing."""
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    """Not done: 0 or nothing."""
+    logit_bias: NoBias | None = None
+    """Not done: empty or nothing."""
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Not done: empty or nothing."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """Not done: no tool is ever called."""
+    parallel_tool_calls: bool | None = None
+    """Not done: no tool is ever called."""
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    """Not done: any but text."""
+    store: Literal[False] | None = None
+    """Not done: false or nothing."""
 
 
 class SamplingParams(_RequestBody):
@@ -214,158 +318,9 @@ class HookBody(_RequestBody):
     """What becomes of a hook that raises; ``disable`` if left out. A request never fails for it."""
 
 
-_ASKED: Final = (CompletionBody, GenerateBody, SamplingParams, HookBody, RequestHooks, HiddenStatesBody, StreamOptions)
+_ASKED: Final = (
+    CompletionBody, ChatBody, ChatMessage, GenerateBody, SamplingParams, HookBody, RequestHooks, HiddenStatesBody,
+    StreamOptions,
+)  # fmt: skip
 KEYS: Final = tuple(sorted({field.alias or name for each in _ASKED for name, field in each.model_fields.items()}))
 """Every key that some body takes, for suggestions."""
-
-
-_COMPLETION_LENGTH: Final = 16
-"""OpenAI's."""
-_GENERATE_LENGTH: Final = 128
-"""SGLang's."""
-
-
-@dataclass(frozen=True)
-class ParsedRequest:
-    """One HTTP request, as the engine takes it."""
-
-    id: str
-    requests: list[GenerationRequest]
-    """One for each answer: of the first prompt ``n``, then of the second, …"""
-    echoes: list[str]
-    """What goes before each answer."""
-    prompt_tokens: int
-    """Of all prompts; each counts once, however many answers it gets."""
-    states_as: Literal["base64", "safetensors"]
-    is_one: bool
-    """Whether one answer was asked for, not a list of them."""
-
-    @property
-    def has_states(self) -> bool:
-        """Return whether hidden states are to be sent."""
-        return self.requests[0].states is not None
-
-
-async def parse_completion(body: CompletionBody, serving: Serving, settings: Settings) -> ParsedRequest:
-    """Return the requests of a ``/v1/completions`` body."""
-    if body.model not in (None, settings.model_name):
-        raise Refused(404, f"There is no model {body.model!r} here; there is {settings.model_name!r}.", param="$.model")
-    if body.echo and body.logprobs is not None:
-        raise Refused(400, "echo with logprobs would need those of the prompt, which are not computed.", param="$.echo")
-    options = {
-        "max_tokens": _or(body.max_tokens, _COMPLETION_LENGTH),
-        "temperature": _or(body.temperature, 1.0),
-        "top_p": _or(body.top_p, 1.0),
-        "top_k": _or(body.top_k, 0),
-        "stop": _several(body.stop),
-        "ignore_eos": bool(body.ignore_eos),
-        "logprobs": body.logprobs,
-    }
-    _check_count(body.prompt, _or(body.n, 1), settings)
-    prompts = await _prompts(body.prompt, serving)
-    echoes = [_echo(body, prompt, serving) for prompt in prompts]
-    wanted = _Prompts("cmpl", prompts, echoes, _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
-    return _parsed(wanted, options, body.hooks)
-
-
-async def parse_generate(body: GenerateBody, serving: Serving, settings: Settings) -> ParsedRequest:
-    """Return the requests of a ``/generate`` body."""
-    given = body.text if body.text is not None else body.input_ids
-    if given is None or (body.text is not None and body.input_ids is not None):
-        raise Refused(400, "A prompt comes as text or as input_ids; give one of the two.", param="$.text")
-    sampling = body.sampling_params or SamplingParams()
-    options = {
-        "max_tokens": _or(sampling.max_new_tokens, _GENERATE_LENGTH),
-        "temperature": _or(sampling.temperature, 1.0),
-        "top_p": _or(sampling.top_p, 1.0),
-        "top_k": max(_or(sampling.top_k, 0), 0),
-        "stop": _several(sampling.stop),
-        "ignore_eos": bool(sampling.ignore_eos),
-        "logprobs": 0 if body.return_logprob else None,
-    }
-    copies = _or(sampling.n, 1)
-    _check_count(given, copies, settings)
-    prompts = await _prompts(given, serving)
-    is_one = copies == 1 and (isinstance(given, str) or isinstance(given[0], int))
-    wanted = _Prompts(
-        "gen", prompts, [""] * len(prompts), copies, sampling.sampling_seed, bool(body.stream), is_one=is_one
-    )
-    return _parsed(wanted, options, body.hooks)
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """Prompts and options of a body, except those of sampling."""
-
-    prefix: str
-    prompts: list[tuple[int, ...]]
-    echoes: list[str]
-    copies: int
-    seed: int | None
-    stream: bool
-    is_one: bool
-
-
-def _parsed(wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | None) -> ParsedRequest:
-    states = None if hooks is None else hooks.hidden_states
-    if states is not None and states.as_ == "safetensors" and wanted.stream:
-        raise Refused(
-            400,
-            "as='safetensors' is a whole body, and a stream has none; ask for base64.",
-            param="$.hooks.hidden_states.as",
-        )
-    name = f"{wanted.prefix}-{uuid.uuid4().hex}"
-    pairs = [(prompt, copy) for prompt in wanted.prompts for copy in range(wanted.copies)]
-    requests = [
-        GenerationRequest(
-            f"{name}-{index}",
-            prompt,
-            seed=None if wanted.seed is None else wanted.seed + copy,
-            states=_states(states),
-            **options,
-        )
-        for index, (prompt, copy) in enumerate(pairs)
-    ]
-    echoes = [echo for echo in wanted.echoes for _ in range(wanted.copies)]
-    tokens = sum(map(len, wanted.prompts))
-    return ParsedRequest(name, requests, echoes, tokens, "base64" if states is None else states.as_, wanted.is_one)
-
-
-def _states(wanted: HiddenStatesBody | None) -> StatesWanted | None:
-    if wanted is None:
-        return None
-    positions = wanted.positions if isinstance(wanted.positions, str) else tuple(wanted.positions)
-    return StatesWanted(tuple(wanted.layers), positions, wanted.phase, wanted.of)
-
-
-def _check_count(given: Any, copies: int, settings: Settings) -> None:
-    """Raise for too many answers, before work goes into the prompts."""
-    is_one = isinstance(given, str) or isinstance(given[0], int)
-    count = copies * (1 if is_one else len(given))
-    if count > settings.max_sequences:
-        raise Refused(400, f"This asks for {count} answers at once, and {settings.max_sequences} is the most.")
-
-
-async def _prompts(given: Any, serving: Serving) -> list[tuple[int, ...]]:
-    """Return the prompts in tokens; `given` is text, texts, tokens, or lists of tokens."""
-    if isinstance(given, str):
-        return [await serving.tokens_of(given)]
-    if isinstance(given[0], str):
-        return [await serving.tokens_of(each) for each in given]
-    if isinstance(given[0], int):
-        return [tuple(given)]
-    return [tuple(each) for each in given]
-
-
-def _echo(body: CompletionBody, prompt: tuple[int, ...], serving: Serving) -> str:
-    if not body.echo:
-        return ""
-    return body.prompt if isinstance(body.prompt, str) else serving.text_of(prompt)
-
-
-def _several(stop: str | list[str] | None) -> tuple[str, ...]:
-    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -1,0 +1,223 @@
+"""Turn the bodies of requests that generate into requests to the engine.
+
+The app calls `parse_completion`, `parse_chat` and `parse_generate` with a body that FastAPI has read, and answers the
+`ParsedRequest` that they return.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from hookline.serve.generation_request import GenerationRequest, StatesWanted
+from hookline.serve.http.engine_state import Serving
+from hookline.serve.http.error_answers import Refused
+from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.request_bodies import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerateBody,
+    HiddenStatesBody,
+    RequestHooks,
+    SamplingParams,
+)
+
+__all__ = ["ParsedRequest", "parse_chat", "parse_completion", "parse_generate"]
+
+_COMPLETION_LENGTH: Final = 16
+"""OpenAI's."""
+_GENERATE_LENGTH: Final = 128
+"""SGLang's."""
+_CHAT_LENGTH: Final = 1024
+"""Of a model that does not say how long a sequence may be; of others, as many as there is room for, as OpenAI's."""
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """One HTTP request, as the engine takes it."""
+
+    id: str
+    requests: list[GenerationRequest]
+    """One for each answer: of the first prompt ``n``, then of the second, …"""
+    echoes: list[str]
+    """What goes before each answer."""
+    prompt_tokens: int
+    """Of all prompts; each counts once, however many answers it gets."""
+    states_as: Literal["base64", "safetensors"]
+    is_one: bool
+    """Whether one answer was asked for, not a list of them."""
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether hidden states are to be sent."""
+        return self.requests[0].states is not None
+
+
+async def parse_completion(body: CompletionBody, serving: Serving, settings: Settings) -> ParsedRequest:
+    """Return the requests of a ``/v1/completions`` body."""
+    _check_model(body.model, settings)
+    if body.echo and body.logprobs is not None:
+        raise Refused(400, "echo with logprobs would need those of the prompt, which are not computed.", param="$.echo")
+    options = {
+        "max_tokens": _or(body.max_tokens, _COMPLETION_LENGTH),
+        "temperature": _or(body.temperature, 1.0),
+        "top_p": _or(body.top_p, 1.0),
+        "top_k": _or(body.top_k, 0),
+        "stop": _several(body.stop),
+        "ignore_eos": bool(body.ignore_eos),
+        "logprobs": body.logprobs,
+    }
+    _check_count(body.prompt, _or(body.n, 1), settings)
+    prompts = await _prompts(body.prompt, serving)
+    echoes = [_echo(body, prompt, serving) for prompt in prompts]
+    wanted = _Prompts("cmpl", prompts, echoes, _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
+    return _parsed(wanted, options, body.hooks)
+
+
+async def parse_chat(body: ChatBody, serving: Serving, settings: Settings) -> ParsedRequest:
+    """Return the requests of a ``/v1/chat/completions`` body; the model's chat template makes the prompt."""
+    _check_model(body.model, settings)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refused(400, "top_logprobs comes with logprobs; set logprobs to true.", param="$.top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens):
+        raise Refused(400, "max_tokens and max_completion_tokens are one option; give one.", param="$.max_tokens")
+    _check_count("", _or(body.n, 1), settings)
+    messages = [_message(each) for each in body.messages]
+    prompt = await serving.tokens_of_chat(messages, body.chat_template_kwargs or {})
+    length = _or(body.max_completion_tokens, body.max_tokens)
+    options = {
+        "max_tokens": _room(serving, prompt) if length is None else length,
+        "temperature": _or(body.temperature, 1.0),
+        "top_p": _or(body.top_p, 1.0),
+        "top_k": _or(body.top_k, 0),
+        "stop": _several(body.stop),
+        "ignore_eos": bool(body.ignore_eos),
+        "logprobs": _or(body.top_logprobs, 0) if body.logprobs else None,
+    }
+    wanted = _Prompts("chatcmpl", [prompt], [""], _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
+    return _parsed(wanted, options, body.hooks)
+
+
+def _check_model(name: str | None, settings: Settings) -> None:
+    if name not in (None, settings.model_name):
+        raise Refused(404, f"There is no model {name!r} here; there is {settings.model_name!r}.", param="$.model")
+
+
+def _message(message: ChatMessage) -> dict[str, str]:
+    """Return a message as chat templates take it; one of text parts becomes one text, as vLLM makes it."""
+    given = message.content
+    content = given if isinstance(given, str) else "\n".join(part.text for part in given)
+    made: dict[str, str] = {"role": message.role, "content": content}
+    return made if message.name is None else {**made, "name": message.name}
+
+
+def _room(serving: Serving, prompt: tuple[int, ...]) -> int:
+    """Return how many tokens an answer may have; 1 where there is no room, which the engine refuses with the sum."""
+    most = serving.ready().max_sequence
+    return _CHAT_LENGTH if most is None else max(1, most - len(prompt))
+
+
+async def parse_generate(body: GenerateBody, serving: Serving, settings: Settings) -> ParsedRequest:
+    """Return the requests of a ``/generate`` body."""
+    given = body.text if body.text is not None else body.input_ids
+    if given is None or (body.text is not None and body.input_ids is not None):
+        raise Refused(400, "A prompt comes as text or as input_ids; give one of the two.", param="$.text")
+    sampling = body.sampling_params or SamplingParams()
+    options = {
+        "max_tokens": _or(sampling.max_new_tokens, _GENERATE_LENGTH),
+        "temperature": _or(sampling.temperature, 1.0),
+        "top_p": _or(sampling.top_p, 1.0),
+        "top_k": max(_or(sampling.top_k, 0), 0),
+        "stop": _several(sampling.stop),
+        "ignore_eos": bool(sampling.ignore_eos),
+        "logprobs": 0 if body.return_logprob else None,
+    }
+    copies = _or(sampling.n, 1)
+    _check_count(given, copies, settings)
+    prompts = await _prompts(given, serving)
+    is_one = copies == 1 and (isinstance(given, str) or isinstance(given[0], int))
+    wanted = _Prompts(
+        "gen", prompts, [""] * len(prompts), copies, sampling.sampling_seed, bool(body.stream), is_one=is_one
+    )
+    return _parsed(wanted, options, body.hooks)
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts and options of a body, except those of sampling."""
+
+    prefix: str
+    prompts: list[tuple[int, ...]]
+    echoes: list[str]
+    copies: int
+    seed: int | None
+    stream: bool
+    is_one: bool
+
+
+def _parsed(wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | None) -> ParsedRequest:
+    states = None if hooks is None else hooks.hidden_states
+    if states is not None and states.as_ == "safetensors" and wanted.stream:
+        raise Refused(
+            400,
+            "as='safetensors' is a whole body, and a stream has none; ask for base64.",
+            param="$.hooks.hidden_states.as",
+        )
+    name = f"{wanted.prefix}-{uuid.uuid4().hex}"
+    pairs = [(prompt, copy) for prompt in wanted.prompts for copy in range(wanted.copies)]
+    requests = [
+        GenerationRequest(
+            f"{name}-{index}",
+            prompt,
+            seed=None if wanted.seed is None else wanted.seed + copy,
+            states=_states(states),
+            **options,
+        )
+        for index, (prompt, copy) in enumerate(pairs)
+    ]
+    echoes = [echo for echo in wanted.echoes for _ in range(wanted.copies)]
+    tokens = sum(map(len, wanted.prompts))
+    return ParsedRequest(name, requests, echoes, tokens, "base64" if states is None else states.as_, wanted.is_one)
+
+
+def _states(wanted: HiddenStatesBody | None) -> StatesWanted | None:
+    if wanted is None:
+        return None
+    positions = wanted.positions if isinstance(wanted.positions, str) else tuple(wanted.positions)
+    return StatesWanted(tuple(wanted.layers), positions, wanted.phase, wanted.of)
+
+
+def _check_count(given: Any, copies: int, settings: Settings) -> None:
+    """Raise for too many answers, before work goes into the prompts."""
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    count = copies * (1 if is_one else len(given))
+    if count > settings.max_sequences:
+        raise Refused(400, f"This asks for {count} answers at once, and {settings.max_sequences} is the most.")
+
+
+async def _prompts(given: Any, serving: Serving) -> list[tuple[int, ...]]:
+    """Return the prompts in tokens; `given` is text, texts, tokens, or lists of tokens."""
+    if isinstance(given, str):
+        return [await serving.tokens_of(given)]
+    if isinstance(given[0], str):
+        return [await serving.tokens_of(each) for each in given]
+    if isinstance(given[0], int):
+        return [tuple(given)]
+    return [tuple(each) for each in given]
+
+
+def _echo(body: CompletionBody, prompt: tuple[int, ...], serving: Serving) -> str:
+    if not body.echo:
+        return ""
+    return body.prompt if isinstance(body.prompt, str) else serving.text_of(prompt)
+
+
+def _several(stop: str | list[str] | None) -> tuple[str, ...]:
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,259 @@
+"""Chat completions as the real ``openai`` client sees them: answers, streams, hidden states, refusals.
+
+One server for the file, in a thread, with real sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from helpers_http import TOKEN, served
+from helpers_serve import alone as greedy
+from helpers_serve import states_alone
+from helpers_waiting import PATIENCE
+from pydantic import ValidationError
+
+from hookline.serve.http.request_bodies import ChatBody
+from hookline.serve.load_model import load
+
+if TYPE_CHECKING:  # a second of import, which every process that collects tests would pay
+    from openai import OpenAI
+
+TALK: list[Any] = [
+    {"role": "system", "content": "You are a hook."},
+    {"role": "user", "content": "Where do you sit?"},
+]
+GREEDY: dict[str, Any] = {"model": "tiny", "messages": TALK, "temperature": 0, "max_tokens": 8}
+GO_ON = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Any]:
+    with served(folder, settings={"max_body": 200_000}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0, timeout=PATIENCE) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def direct(folder: Path) -> tuple[Any, Any]:
+    """The same model and tokenizer, not served."""
+    return load(folder, device="cpu")
+
+
+def _prompt(tokenizer: Any, messages: list[Any], **more: Any) -> tuple[int, ...]:
+    made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
+    return tuple(made)
+
+
+def _tensor(found: dict[str, Any]) -> torch.Tensor:
+    raw = bytearray(base64.b64decode(found["data"]))
+    return torch.frombuffer(raw, dtype=getattr(torch, found["dtype"])).reshape(found["shape"])
+
+
+def test_a_conversation_is_answered_as_generate_answers_the_templated_prompt(client: OpenAI, direct: Any) -> None:
+    """The prompt is exactly what the model's template makes, the answer is the model's own, usage counts both."""
+    model, tokenizer = direct
+    prompt = _prompt(tokenizer, TALK)
+    answer = client.chat.completions.create(**GREEDY, extra_body=GO_ON)
+    expected = tokenizer.decode(greedy(model, prompt, 8), skip_special_tokens=True)
+    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+    assert answer.id.startswith("chatcmpl-")
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", expected, "length")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 8)
+
+
+def test_the_answer_of_a_turn_goes_into_the_next_as_the_client_gives_it(client: OpenAI, direct: Any) -> None:
+    """Appending ``choices[0].message`` works; parts are one text; ``developer`` is the template's ``system``."""
+    first = client.chat.completions.create(**GREEDY, extra_body=GO_ON).choices[0].message
+    parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "then?"}]
+    opening = {"role": "developer", "content": "You are a hook."}
+    messages: list[Any] = [opening, TALK[1], first, {"role": "user", "content": parts}]
+    answer = client.chat.completions.create(**{**GREEDY, "messages": messages}, extra_body=GO_ON)
+    plain = [*TALK, {"role": "assistant", "content": first.content}, {"role": "user", "content": "And\nthen?"}]
+    prompt = _prompt(direct[1], plain)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.choices[0].message.content == direct[1].decode(greedy(direct[0], prompt, 8), skip_special_tokens=True)
+
+
+def test_a_stream_of_deltas_adds_up_to_the_whole_answers(client: OpenAI) -> None:
+    """Each choice begins with its role and ends with its reason; seeded answers are those of the whole; then usage."""
+    options = {**GREEDY, "temperature": 1.0, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**options, extra_body=GO_ON)
+    stream = client.chat.completions.create(
+        **options, extra_body=GO_ON, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+    for index, choice in enumerate(whole.choices):
+        pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == index]
+        assert pieces[0].delta.role == "assistant"
+        assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        told = [word for piece in pieces if piece.logprobs for word in piece.logprobs.content or []]
+        assert choice.logprobs is not None
+        assert told == choice.logprobs.content
+        assert len(told) == 8
+
+
+def test_logprobs_are_those_of_the_model(client: OpenAI, direct: Any) -> None:
+    """Greedy takes the likeliest; its logarithm is the model's; bytes are its text, none for half a character."""
+    model, tokenizer = direct
+    found = (
+        client.chat.completions.create(**GREEDY, extra_body=GO_ON, logprobs=True, top_logprobs=1).choices[0].logprobs
+    )
+    assert found is not None
+    assert found.content is not None
+    prompt = _prompt(tokenizer, TALK)
+    ids = [*prompt, *greedy(model, prompt, 8)]
+    with torch.no_grad():
+        logarithms = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for place, token in enumerate(found.content, len(prompt)):
+        assert token.token == tokenizer.decode([ids[place]])
+        assert token.logprob == pytest.approx(logarithms[place - 1, ids[place]].item(), abs=1e-4)
+        assert token.top_logprobs[0].token == token.token
+        assert token.bytes == (None if "\ufffd" in token.token else list(token.token.encode()))
+
+
+def test_hidden_states_of_a_chat_come_with_the_answer_and_with_a_stream(client: OpenAI, direct: Any) -> None:
+    """Through ``extra_body``; they are those of a forward over the templated prompt and the answer."""
+    asked = {**GO_ON, "hooks": {"hidden_states": {"layers": ["model.layers.1"]}}}
+    choice = client.chat.completions.create(**GREEDY, extra_body=asked).choices[0]
+    found = choice.hooks["hidden_states"]["model.layers.1"]  # type: ignore[attr-defined]
+    model, tokenizer = direct
+    prompt = _prompt(tokenizer, TALK)
+    expected = states_alone(model, [*prompt, *greedy(model, prompt, 8)[:-1]], "model.layers.1")
+    torch.testing.assert_close(_tensor(found), expected, rtol=1e-4, atol=1e-4)
+    last = [each for chunk in client.chat.completions.create(**GREEDY, extra_body=asked, stream=True)
+            for each in chunk.choices][-1]  # fmt: skip
+    assert last.hooks["hidden_states"]["model.layers.1"] == found  # type: ignore[attr-defined]
+
+
+async def _ask_async(url: str) -> str | None:
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as own:
+        return (await own.chat.completions.create(**GREEDY, extra_body=GO_ON)).choices[0].message.content
+
+
+def test_other_parts_of_the_client_work_too(server: Any, client: OpenAI) -> None:
+    """Its asynchronous half, plain completions, the list of models; without a length, all the room there is."""
+    whole = client.chat.completions.create(**GREEDY, extra_body=GO_ON)
+    assert asyncio.run(_ask_async(server.url)) == whole.choices[0].message.content
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.completions.create(model="tiny", prompt="A hook", max_tokens=2).usage is not None
+    long = client.chat.completions.create(model="tiny", messages=TALK, temperature=0, extra_body=GO_ON)
+    assert long.usage is not None
+    assert long.usage.total_tokens == server.engine.max_sequence
+
+
+def test_variables_of_the_template_reach_it_and_cannot_replace_it(client: OpenAI) -> None:
+    """``chat_template_kwargs``; one that would set what the server sets is refused."""
+    from openai import BadRequestError
+
+    options = {**GREEDY, "max_tokens": 1}
+    plain = client.chat.completions.create(**options).usage
+    loud = client.chat.completions.create(**options, extra_body={"chat_template_kwargs": {"shout": True}}).usage
+    assert plain is not None
+    assert loud is not None
+    assert loud.prompt_tokens == plain.prompt_tokens + 1
+    for name in ("chat_template", "messages", "tokenize", "conversation"):
+        with pytest.raises(BadRequestError, match="which the server sets"):
+            client.chat.completions.create(**options, extra_body={"chat_template_kwargs": {name: "x"}})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
+    "takes no pictures": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "$.messages[0].content",
+    ),
+    "has a bad role": ({"messages": [{"role": "king", "content": "x"}]}, "$.messages[0].role"),
+    "has no message": ({"messages": []}, "$.messages"),
+    "has no content": ({"messages": [{"role": "user"}]}, "$.messages[0].content"),
+    "has tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "$.tools"),
+    "wants JSON": ({"response_format": {"type": "json_object"}}, "$.response_format.type"),
+    "wants top_logprobs alone": ({"top_logprobs": 2}, "$.top_logprobs"),
+    "says its length twice": ({"max_completion_tokens": 4}, "$.max_tokens"),
+    "is refused by the template": ({"messages": [{"role": "user", "content": ""}]}, "$.messages"),
+    "is too long": ({"messages": [{"role": "user", "content": "hook " * 15_000}]}, None),
+    "wants too many answers": ({"n": 100}, None),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_conversation_is_refused_with_the_reason(client: OpenAI, what: str) -> None:
+    """The client raises its ``BadRequestError`` with our message and the place in the body."""
+    from openai import BadRequestError
+
+    change, param = REFUSED[what]
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(**{**GREEDY, **change})
+    assert caught.value.param == param
+    assert caught.value.body["message"].rstrip()  # type: ignore[index]
+
+
+def test_another_model_and_a_model_without_a_template_are_told(server: Any, client: OpenAI) -> None:
+    """404 with the name there is; 400 with what to do instead; then the next request is answered."""
+    from openai import BadRequestError, NotFoundError
+
+    with pytest.raises(NotFoundError, match="there is 'tiny'"):
+        client.chat.completions.create(**{**GREEDY, "model": "gpt-5"})
+    tokenizer = server.engine.tokenizer
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(BadRequestError, match="--chat-template FILE"):
+            client.chat.completions.create(**GREEDY)
+    finally:
+        tokenizer.chat_template = template
+    assert client.chat.completions.create(**GREEDY).choices
+
+
+def test_a_lone_surrogate_is_refused_and_a_long_conversation_is_answered(server: Any, client: OpenAI) -> None:
+    """Half a character is no text; many messages are rendered outside of the event loop, with the same result."""
+    from openai import BadRequestError
+
+    half = {**GREEDY, "messages": [{"role": "user", "content": "\ud83d"}]}
+    answer = server.client.post(
+        "/v1/chat/completions", content=json.dumps(half), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert "half a character" in answer.json()["error"]["message"]
+    many: list[Any] = [{"role": "user", "content": "a"}] * 250
+    with pytest.raises(BadRequestError, match="this model takes 256"):
+        client.chat.completions.create(**{**GREEDY, "messages": many})
+
+
+MISTAKES: list[dict[str, Any]] = [
+    {"messages": [1] * 50_000},
+    {"messages": [{"role": "user", "content": [{}] * 50_000}]},
+    {"messages": TALK, "chat_template_kwargs": {str(place): [] for place in range(50_000)}},
+    {"messages": TALK, "metadata": {str(place): 1 for place in range(50_000)}},
+    {"messages": TALK, "logit_bias": {str(place): "a" for place in range(50_000)}},
+]
+
+
+@pytest.mark.parametrize("body", MISTAKES, ids=lambda body: list(body)[-1])
+def test_a_conversation_full_of_mistakes_costs_as_much_as_one(body: dict[str, Any]) -> None:
+    """Lists end at their first mistake, and objects with too many keys are not looked at."""
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate(body)
+    assert caught.value.error_count() <= 4
