@@ -49,7 +49,7 @@ FUNCTIONS = _named(
         compute_dead_neuron_stats compute_saturated_activation_stats
     """,
         "observe": """
-        alarm
+        alarm check_roles
     """,
         "report": """
         load_run load_runs write_report
@@ -59,6 +59,9 @@ FUNCTIONS = _named(
     """,
         "sinks": """
         read_log replay
+    """,
+        "sites": """
+        find_roles
     """,
         "specs": """
         register_hooks resolve_callable
@@ -113,7 +116,7 @@ CLASSES = _named(
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
     """,
         "observe": """
-        Cache Captured Patch Profile ProfileRow StepAlarm Trouble Watch
+        Cache Captured Patch Profile ProfileRow RoleCheck StepAlarm Trouble Watch
     """,
         "report": """
         LoadedRun

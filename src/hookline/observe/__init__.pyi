@@ -5,6 +5,8 @@ from hookline.observe.capture.cache import Captured as Captured
 from hookline.observe.patch.patch import Patch as Patch
 from hookline.observe.profile.profile import Profile as Profile
 from hookline.observe.profile.profile import ProfileRow as ProfileRow
+from hookline.observe.role_check import RoleCheck as RoleCheck
+from hookline.observe.role_check import check_roles as check_roles
 from hookline.observe.watch.step_alarm import StepAlarm as StepAlarm
 from hookline.observe.watch.step_alarm import Trouble as Trouble
 from hookline.observe.watch.step_alarm import alarm as alarm

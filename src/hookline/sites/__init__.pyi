@@ -6,6 +6,7 @@ from hookline.sites.handle import HandleSet as HandleSet
 from hookline.sites.handle import HookHandle as HookHandle
 from hookline.sites.kinds import Kind as Kind
 from hookline.sites.receipt import Receipt as Receipt
+from hookline.sites.roles import find_roles as find_roles
 from hookline.sites.site_info import OptimizerSite as OptimizerSite
 from hookline.sites.site_info import Site as Site
 from hookline.sites.tensors.saved_tensors import SavedTensors as SavedTensors

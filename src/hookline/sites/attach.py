@@ -33,6 +33,7 @@ from hookline.sites.kinds import MODULE, REGISTRATION_KINDS, Kind, SiteType
 from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.modules.registration_hooks import hold_registrations
 from hookline.sites.receipt import parameter_versions
+from hookline.sites.roles import with_role
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value, what_it_reads
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
@@ -61,6 +62,7 @@ class AttachKeywords(TypedDict, total=False):
     strict: bool
     profile: bool
     scope: Scope
+    role: str | None
 
 
 @overload
@@ -85,6 +87,7 @@ def attach(
     strict: bool = True,
     profile: bool = False,
     scope: Scope = "process",
+    role: str | None = None,
 ) -> HookHandle:
     """Attach a hook to modules of a model.
 
@@ -101,7 +104,7 @@ def attach(
         model: The model; names are relative to it. ``attach(module, hook)`` hooks the module itself.
         target: A name or glob (``*`` crosses dots, ``#`` is one numeric part), a compiled regular expression
             (matched whole), a module type or a tuple of types to choose from, a module of the model, a predicate
-            ``(name, module)``, or a list of these, each of which has to match.
+            ``(name, module)``, a role (``"role:resid"``), or a list of these, each of which has to match.
         hook: Called as its kind says (see `Kind`). Where it declares a keyword-only ``site``, it gets one.
         on: The kind of hook: ``forward_pre``, ``forward``, ``backward_pre``, ``backward``,
             ``full_backward``, ``state_dict_pre`` …; with ``param_grad`` the target may also name parameters
@@ -117,6 +120,8 @@ def attach(
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
         profile: Measure what the hook costs, for ``handle.report().cost_us``.
         scope: ``"context"``: fire for calls made in this thread, or asyncio task, alone, whoever else runs the model.
+        role: In place of a target: ``"resid"``, ``"attn"``, ``"mlp"``, ``"embed"``, ``"head"`` or ``"router"`` of a
+            language model, as ``hookline.sites.find_roles`` finds them.
 
     Raises:
         NoMatchError: (a KeyError) naming the nearest modules.
@@ -124,6 +129,8 @@ def attach(
     """
     check_model(model, target)
     place, wanted = _sort_out(target, hook)
+    if role is not None:
+        place = with_role(place, role)
     options = AttachOptions(
         prepend=prepend,
         with_kwargs=with_kwargs,

@@ -21,6 +21,7 @@ from hookline.sites.modules.registration_hooks import registration_entries_every
 from hookline.sites.modules.torch_hooks import TorchHook, drop_stale
 from hookline.sites.optimizers.optimizer_hooks import optimizer_entries, optimizer_entries_everywhere
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.roles import with_role
 from hookline.sites.signature import hook_name
 from hookline.sites.site_info import Site
 from hookline.sites.targets import check_model, select
@@ -73,18 +74,19 @@ class Sites(ShownAsTable, Sequence[Site]):
         return Table(("name", "type", "parameters", "hooks"), rows, numbers=(2,), foot=(_counted(self.names),))
 
 
-def find(model: nn.Module, target: Target = "*", *, exclude: Target = None) -> Sites:
+def find(model: nn.Module, target: Target = "*", *, exclude: Target = None, role: str | None = None) -> Sites:
     """Return the modules that ``attach`` would hook, without hooking them.
 
     Recipe::
 
         print(hookline.find(model, "layers.#.mlp"))
+        print(hookline.find(model, role="resid"))
 
     The same grammar and the same errors as ``attach``; the table shows each module's type, how many parameters
     it holds, and which hooks are on it, by whomever.
     """
     sweep()
-    return Sites([Site(name, module) for name, module in select(model, target, exclude=exclude)])
+    return Sites([Site(name, module) for name, module in select(model, with_role(target, role, "*"), exclude=exclude)])
 
 
 def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:

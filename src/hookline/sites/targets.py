@@ -1,7 +1,7 @@
 """Select the modules of a model that a target means.
 
-``attach``, ``find`` and the products above call `select` with any `Target` (glob, regular expression, type, predicate,
-module, list of these, None).
+``attach``, ``find`` and the products above call `select` with any `Target` (glob, regular expression, role, type,
+predicate, module, list of these, None).
 
     >>> from torch import nn
     >>> [name for name, _ in select(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "#")]
@@ -23,6 +23,7 @@ from torch import nn
 
 from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
 from hookline.messages import caller_stacklevel, nearest_names, type_name
+from hookline.sites.roles import ROLE, find_roles, modules_in_role
 from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     Names are those of the model without its wrappers (``wrappers`` says which), and mean the modules inside. A name
     or pattern that is written with the key of a wrapper (``"module.layers.#"``) is held against the raw names too.
 
-    ``None`` is the model itself. In a glob ``*`` crosses dots (``outer.*`` reaches ``outer.0.1`` but not
-    ``outer``), ``#`` is one numeric part, ``[0-9]`` one character. A module that several names reach is
-    taken under the first that matches. Every element of a list has to match something.
+    ``None`` is the model itself, ``"role:resid"`` what has that role (``roles``). In a glob ``*`` crosses dots
+    (``outer.*`` reaches ``outer.0.1`` but not ``outer``), ``#`` is one numeric part, ``[0-9]`` one character. A module
+    that several names reach is taken under the first that matches. Every element of a list has to match something.
     """
     check_model(model)
     named = _by_name(model, target) if exclude is None else None
@@ -198,6 +199,9 @@ def as_list(target: Any) -> list[Any]:
 
 def _matcher(item: Any, everything: list[Place]) -> _Matcher:
     """Return one element of a target as a test of name and module."""
+    if isinstance(item, str) and item.startswith(ROLE):
+        ids = {id(module) for _, module in modules_in_role(everything[0][1], item)}
+        return lambda name, module: id(module) in ids
     if isinstance(item, str | re.Pattern):
         matches = spelled_matcher(item, everything)
         return lambda name, module: matches(name)
@@ -248,6 +252,12 @@ def _no_match(model: nn.Module, everything: list[Place], item: Any) -> Exception
         census = Counter(type(module).__name__ for _, module, *_ in everything).most_common(8)
         here = ", ".join(f"{name} ×{count}" for name, count in census)
         return NoMatchError(f"No module of this {kind} is a {describe(item)}; it has {here}.")
+    if isinstance(item, str) and item.startswith(ROLE):
+        found = ", ".join(f"{role} ×{len(names)}" for role, names in find_roles(model).items())
+        return NoMatchError(
+            f"No module of this {kind} has the role {item.removeprefix(ROLE)!r}; found by structure: {found or 'none'}"
+            f". Name the modules instead. {SEE_ALL}"
+        )
     names = [name for name, _, inner, _ in everything if name and inner is None]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
     hint = f"nearest: {', '.join(map(repr, nearest_names(text, names)))}" if names else "it has no submodules"

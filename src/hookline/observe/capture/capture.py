@@ -21,6 +21,7 @@ from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.hook_at_site import AttachOptions, open_context
 from hookline.sites.kinds import Kind
 from hookline.sites.receipt import likely_cause
+from hookline.sites.roles import with_role
 from hookline.sites.targets import Named, check_model, choose
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 def capture(
     model: nn.Module,
-    targets: Target,
+    targets: Target = None,
     *,
+    role: str | None = None,
     inputs: bool = False,
     grads: bool = False,
     clone: bool = False,
@@ -79,6 +81,8 @@ def capture(
     Args:
         model: The model; names are relative to it.
         targets: Which modules, as in ``attach``.
+        role: In place of ``targets``, the role of the modules in a language model: ``"resid"``, ``"attn"``, ``"mlp"``,
+            ``"embed"``, ``"head"`` or ``"router"``.
         inputs: Keep the arguments of each call too, as they were when it began.
         grads: Keep the gradients of the outputs too; they have the structure of the output, None where none came.
         clone: Keep copies, which no in-place operation reaches.
@@ -119,7 +123,7 @@ def capture(
         limit=_parse_limit(limit),
     )
     recorder = CaptureRecorder(store, inputs=inputs, grads=grads, stop=stop, during=validate_phases(during))
-    chosen = choose(model, targets, exclude, strict=strict)
+    chosen = choose(model, targets if role is None else with_role(targets, role), exclude, strict=strict)
     cache = Cache(recorder, weakref.ref(model), open_context() if scope == "context" else None)
     try:
         _attach(cache, recorder, model, chosen)

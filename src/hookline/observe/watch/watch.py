@@ -24,6 +24,7 @@ from hookline.observe.watch.stat_columns import Layout, table_of
 from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.observe.watch.watch_hooks import WatchSites, checked_kinds
 from hookline.observe.watch.watch_steps import CountingRules, ForwardSteps, ManualSteps, OptimizerSteps
+from hookline.sites.roles import with_role
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
@@ -51,6 +52,7 @@ def watch(
     during: str | Iterable[str] = "train",
     replicated: Target = None,
     sharded: Target = None,
+    role: str | None = None,
 ) -> Watch:
     """Keep streaming statistics of a model.
 
@@ -96,6 +98,7 @@ def watch(
         replicated: Modules whose activations are the same on all ranks of a tensor-parallel group. Where neither this
             nor ``sharded`` names a module, ranks compare their numbers when they first exchange them.
         sharded: Modules of whose activations each rank of a tensor-parallel group has a part.
+        role: In place of a target, the role of the modules in a language model, such as ``"resid"``; see ``attach``.
 
     Without an optimizer, a step is whatever lies between two calls of ``watch.step()``; if you never call it, one
     outermost forward of the model, and gradients of parameters are read at the end of each backward pass through it.
@@ -103,6 +106,7 @@ def watch(
     In a distributed run every rank watches and calls ``to_metrics()``, which gives the statistics of all ranks.
     """
     check_model(model, target)
+    target = target if role is None else with_role(target, role, "*")
     kinds = checked_kinds(on)
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")

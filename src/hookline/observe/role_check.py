@@ -1,0 +1,273 @@
+"""Hold the roles that ``find_roles`` finds by structure against what the modules do in a run.
+
+Users call `check_roles` once for a new model. It runs the model a few times with hooks, and changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hookline.errors import NoMatchError
+from hookline.observe.capture.capture import capture
+from hookline.observe.patch.edited_tensor import find_main_input
+from hookline.observe.patch.patch import patch
+from hookline.sites.attach import attach
+from hookline.sites.roles import find_roles
+from hookline.sites.targets import check_model, select
+from hookline.sites.tree import leaves, main_tensor
+from hookline.sites.wrappers import submodule
+from hookline.tables import ShownAsTable, Table
+
+if TYPE_CHECKING:
+    from hookline.sites.site_info import Site
+
+__all__ = ["RoleCheck", "check_roles"]
+
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def check_roles(model: nn.Module, /, *args: Any, **kwargs: Any) -> RoleCheck:
+    """Return which modules are in which role, and whether they behave so in a run of ``model(*args, **kwargs)``.
+
+    Recipe::
+
+        found = hookline.observe.check_roles(model, input_ids=torch.tensor([[5, 6, 7, 8]]))
+        print(found)
+        assert not found.faults
+
+    The output of each block has to be the input of the next. Attention has to carry a change of the first token to the
+    last one of a sequence, an MLP must not; so give it a sequence of several tokens. The embedding has to be called
+    with token ids before the first block, the head after the last. A router has to return a number for each expert and
+    token. The model runs in evaluation mode, without gradients, one time and once more for each class of attention and
+    MLP; afterwards it is as it was.
+
+    Raises:
+        NoMatchError: (a KeyError) no roles were found.
+    """
+    check_model(model)
+    names = find_roles(model)
+    if not names:
+        raise NoMatchError(
+            f"No roles were found in this {type(model).__name__}: it has no list of blocks with attention and an MLP "
+            "in each. Name modules instead; see all: print(hookline.find(model))."
+        )
+    with _evaluating(model):
+        run = _Run(model, names, args, kwargs)
+        faults = {role: list(dict.fromkeys(_CHECKS[role](run, run.of(role)))) for role in names}
+    return RoleCheck(names, {role: run.shape(role) for role in names}, faults)
+
+
+@dataclass(frozen=True)
+class RoleCheck(ShownAsTable):
+    """What `check_roles` has found; prints as a table."""
+
+    names: Mapping[str, list[str]]
+    """The modules in each role."""
+    shapes: Mapping[str, str]
+    """The shape of what the first of them returned."""
+    by_role: Mapping[str, list[str]]
+    """What contradicts a role, in words; an empty list where nothing does."""
+
+    @property
+    def faults(self) -> list[str]:
+        """Return all that contradicts a role."""
+        return [f"{role}: {text}" for role, texts in self.by_role.items() for text in texts]
+
+    def _table(self) -> Table:
+        rows = [
+            (
+                role,
+                ", ".join(_patterns(names)),
+                str(len(names)),
+                self.shapes[role],
+                "; ".join(self.by_role[role]) or "yes",
+            )
+            for role, names in self.names.items()
+        ]
+        return Table(("role", "modules", "count", "output", "confirmed by a run"), rows, numbers=(2,))
+
+
+def _patterns(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(_NUMBER.sub("#", name) for name in names))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off; a mode is put back module by module, as they may differ."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+class _RoleCall(NamedTuple):
+    """One call of a module in a role."""
+
+    name: str
+    order: int
+    input: Tensor | None
+    ids: bool
+    """Whether it was given whole numbers."""
+    output: Tensor | None
+
+
+class _Run:
+    """Run the model once, and keep the first call of every module that has a role."""
+
+    def __init__(self, model: nn.Module, names: Mapping[str, list[str]], args: Any, kwargs: Any) -> None:
+        self._model, self._args, self._kwargs = model, args, kwargs
+        self.names = names
+        self.calls: dict[str, _RoleCall] = {}
+        wanted = [name for some in names.values() for name in some]
+        with attach(model, wanted, self._note, observe=True, with_kwargs=True, name="check_roles"):
+            model(*args, **kwargs)
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any, *, site: Site) -> None:
+        if site.name not in self.calls:
+            given = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            ids = any(not each.is_floating_point() and not each.is_complex() for each in given)
+            call = _RoleCall(
+                site.name, len(self.calls), _copy(find_main_input(args, kwargs)), ids, _copy(main_tensor(output))
+            )
+            self.calls[site.name] = call
+
+    def of(self, role: str) -> list[_RoleCall]:
+        """Return the calls of the modules in ``role``."""
+        return [self.calls[name] for name in self.names.get(role, []) if name in self.calls]
+
+    def silent(self, role: str) -> Iterator[str]:
+        """Yield a fault for each module in ``role`` that was not called."""
+        for name in self.names[role]:
+            if name not in self.calls:
+                yield f"{name!r} was not called"
+
+    def shape(self, role: str) -> str:
+        """Return the shape of the first output of ``role``."""
+        tensors = [call.output for call in self.of(role) if call.output is not None]
+        return str(tuple(tensors[0].shape)) if tensors else "–"
+
+    def one_of_each_class(self, role: str) -> list[str]:
+        """Return one module in ``role`` for each class: what one does, the others of its class do."""
+        found: dict[type, str] = {}
+        for name in self.names[role]:
+            if name in self.calls:
+                found.setdefault(type(submodule(self._model, name)), name)
+        return list(found.values())
+
+    def reach(self, name: str) -> tuple[bool, bool]:
+        """Return whether a change of the first token in the input of ``name`` changes its own output, and the last."""
+        before = self.calls[name].output
+        assert before is not None
+        where = select(self._model, name)[0][1]
+        with (
+            patch(self._model, {where: _with_other_first}, on="forward_pre", scope="context", name="check_roles"),
+            capture(self._model, where, clone=True, stop=True) as cache,
+        ):
+            self._model(*self._args, **self._kwargs)
+        after = main_tensor(next(iter(cache.values())).calls[0].output)
+        assert after is not None
+        return not torch.equal(_first(before), _first(after)), not torch.equal(_last(before), _last(after))
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _with_other_first(hidden: Tensor) -> Tensor:
+    """Return hidden states whose first token is another; not by the same number in all units, which a norm removes."""
+    changed = hidden.clone()
+    first = changed[0] if hidden.dim() == 2 else changed[:, 0]
+    first[..., ::2] += 1.0
+    return changed
+
+
+def _first(tensor: Tensor) -> Tensor:
+    return tensor[0] if tensor.dim() == 2 else tensor[0, 0]
+
+
+def _last(tensor: Tensor) -> Tensor:
+    return tensor[-1] if tensor.dim() == 2 else tensor[0, -1]
+
+
+# -- what each role promises -----------------------------------------------------------------------------------------
+
+
+def _check_resid(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
+    yield from run.silent("resid")
+    for one, other in pairwise(calls):
+        if _NUMBER.sub("#", one.name) != _NUMBER.sub("#", other.name):
+            continue  # the last block of an encoder, and the first of its decoder
+        if one.output is None or other.input is None or not torch.equal(one.output, other.input):
+            yield f"what {one.name!r} returns is not what {other.name!r} is given"
+
+
+def _check_part(run: _Run, role: str, *, mixes: bool) -> Iterator[str]:
+    yield from run.silent(role)
+    widths = {call.output.shape[-1] for call in run.of("resid") if call.output is not None}
+    for call in run.of(role):
+        if call.output is None or call.output.shape[-1] not in widths:
+            yield f"{call.name!r} does not return the width of the residual stream"
+            return
+    for name in run.one_of_each_class(role):
+        own, last = run.reach(name)
+        if not own:
+            yield f"the output of {name!r} does not depend on its input"
+        elif last is not mixes:
+            yield f"{name!r} {'mixes' if last else 'does not mix'} tokens"
+
+
+def _check_attn(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
+    return _check_part(run, "attn", mixes=True)
+
+
+def _check_mlp(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
+    return _check_part(run, "mlp", mixes=False)
+
+
+def _check_embed(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
+    yield from run.silent("embed")
+    first = min((call.order for call in run.of("resid")), default=0)
+    for call in calls[:1]:
+        if not call.ids or call.order > first:
+            yield f"{call.name!r} is not given token ids before the first block"
+
+
+def _check_head(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
+    yield from run.silent("head")
+    last = max((call.order for call in run.of("resid")), default=0)
+    for call in calls:
+        if call.order < last:
+            yield f"{call.name!r} is called before the last block"
+
+
+def _check_router(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
+    yield from run.silent("router")
+    for call in calls:
+        if (
+            call.output is None
+            or call.input is None
+            or call.output.numel() // call.output.shape[-1] != (call.input.numel() // call.input.shape[-1])
+        ):
+            yield f"{call.name!r} does not return a row for each token"
+
+
+_CHECKS: Final = {
+    "resid": _check_resid,
+    "attn": _check_attn,
+    "mlp": _check_mlp,
+    "embed": _check_embed,
+    "head": _check_head,
+    "router": _check_router,
+}

@@ -1,0 +1,323 @@
+"""Find the parts of a language model by what they do: residual stream, attention, MLP, embedding, head, router.
+
+``targets`` calls `modules_in_role` for a target such as ``"role:resid"``; users call `find_roles` for all of them. No
+table of model families is used: the answer comes from which lists, matrices and shapes a model has, and from the few
+words that all libraries share (``attn``, ``mlp``, ``expert``). ``hookline.observe.check_roles`` holds it against a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor, nn
+
+from hookline.errors import TargetError
+from hookline.messages import suggest
+from hookline.sites.wrappers import walk
+
+ROLE: Final = "role:"
+"""What a target begins with that names a role."""
+ROLES: Final = ("resid", "attn", "mlp", "embed", "head", "router")
+"""Output of a block; attention and MLP inside it; embedding of the tokens; logits; choice of experts."""
+Named: TypeAlias = tuple[str, nn.Module]
+
+_ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
+_CROSS: Final = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
+_OTHER_MIXER: Final = re.compile(r"mamba|mixer|ssm|recurrent|temporal|short_?conv", re.IGNORECASE)
+_MLP: Final = re.compile(r"mlp|ffn|feed_?forward|moe|(^|_)ff($|_)", re.IGNORECASE)
+_EXPERTS: Final = re.compile(r"expert|moe", re.IGNORECASE)
+_NO_TOKENS: Final = re.compile(r"pos|type|segment|rotary|relative", re.IGNORECASE)
+_HEADS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_EXPERT_PARAMETER: Final = 3
+"""Dimensions of a parameter that holds the matrices of all experts."""
+_ALL_EXPERTS: Final = ("global_num_experts", "num_experts")
+"""Where vLLM and SGLang say how many experts there are on all ranks, of which one may hold a few."""
+
+
+def role_target(role: str) -> str:
+    """Return the target that means ``role``; raise if there is no such role.
+
+    >>> role_target("resid")
+    'role:resid'
+    """
+    if role not in ROLES:
+        raise TargetError(f"There is no role {role!r}{suggest(role, ROLES) or '.'} Roles are {', '.join(ROLES)}.")
+    return f"{ROLE}{role}"
+
+
+def with_role(target: Any, role: str | None, unset: Any = None) -> Any:
+    """Return ``target``, or, if there is a ``role``, what means that; raise if there are both.
+
+    ``unset`` is the value of a target that was not given.
+    """
+    if role is None:
+        return target
+    if target is not unset and target != unset:
+        raise TargetError(f"A target and role={role!r} were given: leave one out, or list both: [target, '{ROLE}…'].")
+    return role_target(role)
+
+
+def find_roles(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the modules in each role that was found, in the model's order.
+
+    Recipe::
+
+        hookline.sites.find_roles(model)  # {"resid": ["model.layers.0", …], "attn": ["model.layers.0.self_attn", …], …}
+        hookline.capture(model, "role:resid")
+
+    ``resid`` are the blocks, whose output is the residual stream; ``attn`` and ``mlp`` the parts of each that are added
+    to it; ``embed`` the embedding of the tokens; ``head`` what returns the logits; ``router`` what chooses experts. A
+    role that no module has is left out. Cross-attention has no role.
+    """
+    found = _roles(model)
+    return {role: [name for name, _ in found[role]] for role in ROLES if found[role]}
+
+
+def modules_in_role(model: nn.Module, target: str) -> list[Named]:
+    """Return the modules that ``target`` (``"role:resid"``) means; raise if there is no such role."""
+    return _roles(model)[role_target(target.removeprefix(ROLE)).removeprefix(ROLE)]
+
+
+def _roles(model: nn.Module) -> dict[str, list[Named]]:
+    tree = _Tree(model)
+    stacks = _stacks(tree)
+    blocks = [block for stack in stacks for block in tree.blocks(stack)]
+    parts = [_Parts(tree, block) for block in blocks]
+    outside = [name for name in tree.holders if not any(_is_below(name, stack) for stack in stacks)]
+    embed = _embeddings(tree, outside)
+    if not stacks and embed:  # no attention: a state space model, say
+        blocks = _blocks_without_attention(tree)
+        outside = [name for name in outside if not any(_is_below(name, block) for block in blocks)]
+    if not blocks:
+        return {role: [] for role in ROLES}
+    by_role: dict[str, Iterable[str | None]] = {
+        "resid": blocks,
+        "attn": [each.attention for each in parts],
+        "mlp": [each.mlp for each in parts],
+        "embed": embed,
+        "head": _heads(tree, outside, embed),
+        "router": [_router(tree, each.mlp) for each in parts],
+    }
+    return {role: tree.named(names) for role, names in by_role.items()}
+
+
+def _is_below(name: str, above: str) -> bool:
+    return not above or name.startswith(f"{above}.")
+
+
+class _Tree:
+    """Hold the modules of a model by their clean names, and which of them have matrices of their own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._children: dict[str, list[str]] = {}
+        for name, module, inner, _ in walk(model):
+            if inner is None and name not in self.modules:
+                self.modules[name] = module
+                if name:
+                    self._children.setdefault(name.rpartition(".")[0], []).append(name)
+        self.holders = [name for name, module in self.modules.items() if _has_matrix(module)]
+        self._below: dict[str, list[str]] = {}
+        for holder in self.holders:
+            for above in _and_above(holder):
+                self._below.setdefault(above, []).append(holder)
+
+    def children(self, name: str) -> list[str]:
+        """Return the names of the children of a module."""
+        return self._children.get(name, [])
+
+    def holders_in(self, name: str) -> list[str]:
+        """Return the modules with matrices, from ``name`` on down."""
+        return self._below.get(name, [])
+
+    def inside(self, name: str) -> Iterator[str]:
+        """Yield all modules below ``name``, parents first."""
+        for child in self.children(name):
+            yield child
+            yield from self.inside(child)
+
+    def blocks(self, stack: str) -> list[str]:
+        """Return the children of a list that hold matrices; a rank of a pipeline has empty ones too."""
+        return [child for child in self.children(stack) if self.holders_in(child)]
+
+    def named(self, names: Iterable[str | None]) -> list[Named]:
+        """Return names with their modules, each module once."""
+        found: dict[int, Named] = {}
+        for name in names:
+            if name is not None:
+                found.setdefault(id(self.modules[name]), (name, self.modules[name]))
+        return list(found.values())
+
+    def words(self, name: str) -> str:
+        """Return the last part of a name and the class of the module, in which its purpose is written."""
+        return f"{self.key(name)} {type(self.modules[name]).__name__}"
+
+    def key(self, name: str) -> str:
+        """Return the last part of a name."""
+        return name.rpartition(".")[2]
+
+    def innermost(self, name: str, holders: list[str]) -> str:
+        """Return the smallest module from ``name`` on down that has all of ``holders`` in it."""
+        while name not in holders:
+            inner = [child for child in self.children(name) if set(holders) <= set(self.holders_in(child))]
+            if not inner:
+                break
+            name = inner[0]
+        return name
+
+
+def _and_above(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    # A quantized or partitioned linear layer may have parameters of other shapes, and says by its class what it is.
+    own: Iterable[Tensor | None] = module._parameters.values()
+    return any(each is not None and each.dim() >= 2 for each in own) or "Linear" in type(module).__name__
+
+
+# -- blocks --------------------------------------------------------------------------------------------------------
+
+
+def _stacks(tree: _Tree) -> list[str]:
+    """Return the innermost lists whose elements have both attention and an MLP; an encoder-decoder has two."""
+    lists = [name for name, module in tree.modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    found = [name for name in lists if any(_Parts(tree, block).are_complete for block in tree.blocks(name))]
+    return [name for name in found if not any(other != name and _is_below(other, name) for other in found)]
+
+
+def _blocks_without_attention(tree: _Tree) -> list[str]:
+    """Return the elements of the first list whose elements are of one class, and hold several matrices each."""
+    for name, module in tree.modules.items():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        blocks = tree.blocks(name)
+        is_uniform = len({type(tree.modules[block]) for block in blocks}) == 1
+        if is_uniform and all(len(tree.holders_in(block)) > 1 for block in blocks):
+            return blocks
+    return []
+
+
+class _Parts:
+    """Find attention and MLP inside one block."""
+
+    def __init__(self, tree: _Tree, block: str) -> None:
+        mixers = [name for name in tree.inside(block) if tree.holders_in(name) and _mixes_tokens(tree, name)]
+        attention = next((name for name in mixers if _is_attention(tree, name)), None)
+        rest = [
+            name
+            for name in tree.holders_in(block)
+            if not any(name == mixer or _is_below(name, mixer) for mixer in mixers)
+            and "Embedding" not in type(tree.modules[name]).__name__
+        ]
+        self.attention = attention and tree.innermost(attention, tree.holders_in(attention))
+        self.mlp = _mlp(tree, block, rest) if rest else None
+
+    @property
+    def are_complete(self) -> bool:
+        """Return whether the block has both."""
+        return self.attention is not None and self.mlp is not None
+
+
+def _is_attention(tree: _Tree, name: str) -> bool:
+    words, module = tree.words(name), tree.modules[name]
+    if _CROSS.search(words) or _MLP.search(tree.key(name)):  # a class may be called Qwen2MoeAttention
+        return False
+    return bool(_ATTENTION.search(words)) or any(isinstance(getattr(module, key, None), int) for key in _HEADS)
+
+
+def _mixes_tokens(tree: _Tree, name: str) -> bool:
+    is_called_so = _ATTENTION.search(tree.words(name)) or _OTHER_MIXER.search(tree.key(name))
+    return (bool(is_called_so) and not _MLP.search(tree.key(name))) or _is_attention(tree, name)
+
+
+def _mlp(tree: _Tree, block: str, holders: list[str]) -> str:
+    """Return the module that has all matrices of the MLP in it; where there is none, the last of them.
+
+    OPT has ``fc1`` and ``fc2`` in the block itself, BERT ``intermediate.dense`` and ``output.dense``: the output of the
+    last is what is added to the residual stream.
+    """
+    found = tree.innermost(block, holders)
+    if found != block:
+        return found
+    called = [child for child in tree.children(block) if _MLP.search(tree.words(child)) and child not in holders]
+    for child in called:
+        inner = [name for name in holders if _is_below(name, child)]
+        if inner:
+            return tree.innermost(child, inner)
+    return holders[-1]
+
+
+# -- experts -------------------------------------------------------------------------------------------------------
+
+
+def _router(tree: _Tree, mlp: str | None) -> str | None:
+    """Return the module of an MLP whose matrix has a row for each expert."""
+    if mlp is None:
+        return None
+    for name in tree.inside(mlp):
+        count = _expert_count(tree, name)
+        if count:
+            return next((each for each in tree.holders_in(mlp) if _routes(tree, each, name, count)), None)
+    return None
+
+
+def _expert_count(tree: _Tree, name: str) -> int:
+    """Return how many experts ``name`` holds; 0 if it holds none."""
+    module = tree.modules[name]
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return len(tree.blocks(name)) if _EXPERTS.search(tree.words(name)) and len(module) > 1 else 0
+    own: Iterable[Tensor | None] = module._parameters.values()
+    sizes = [len(each) for each in own if each is not None and each.dim() == _EXPERT_PARAMETER]
+    told = [getattr(module, key, None) for key in _ALL_EXPERTS] if sizes else []
+    return next((count for count in told if isinstance(count, int)), max(sizes, default=0))
+
+
+def _routes(tree: _Tree, name: str, experts: str, count: int) -> bool:
+    weight = tree.modules[name]._parameters.get("weight")
+    is_outside = name != experts and not _is_below(name, experts)
+    return is_outside and weight is not None and weight.dim() == 2 and len(weight) == count
+
+
+# -- outside of the blocks -----------------------------------------------------------------------------------------
+
+
+def _embeddings(tree: _Tree, outside: list[str]) -> list[str]:
+    """Return the embeddings of tokens: the first, and those that share its matrix, as an encoder and a decoder do."""
+    found = [name for name in outside if "Embedding" in type(tree.modules[name]).__name__]
+    words = [name for name in found if not _NO_TOKENS.search(name)]
+    if not words:
+        return []
+    first = _weight(tree, words[0])
+    same = [name for name in words if _weight(tree, name) is first]
+    deepest = max(name.count(".") for name in same)
+    return [name for name in same if name.count(".") == deepest]  # T5's ``shared`` is called under two other names
+
+
+def _heads(tree: _Tree, outside: list[str], embed: list[str]) -> list[str]:
+    """Return what returns the logits: the last matrix with a row for each token, or for each label.
+
+    In vLLM and SGLang nobody calls the matrix: a ``LogitsProcessor`` does the product, and is called.
+    """
+    called = [name for name, module in tree.modules.items() if type(module).__name__ == "LogitsProcessor"]
+    if called:
+        return called[-1:]
+    matrices = [
+        (name, weight)
+        for name in outside
+        if "Embedding" not in type(tree.modules[name]).__name__ and (weight := _weight(tree, name)) is not None
+    ]
+    table = _weight(tree, embed[0]) if embed else None
+    rows, width = (-1, -1) if table is None else (len(table), table.shape[-1])
+    found = [name for name, weight in matrices if len(weight) == rows]
+    labels = [name for name, weight in matrices if weight.dim() == 2 and weight.shape[-1] == width != len(weight)]
+    return found[-1:] or labels[-1:]
+
+
+def _weight(tree: _Tree, name: str) -> Tensor | None:
+    return tree.modules[name]._parameters.get("weight")

@@ -1,0 +1,333 @@
+"""Roles: the parts of language models found by structure, confirmed by runs, and usable as targets everywhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers_engine_trees import SGLANG, VLLM, build_tree
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.errors import NoMatchError, TargetError
+from hookline.observe import check_roles, role_check
+from hookline.sites import find_roles
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+OPT = {**SMALL, "word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 128}
+DISTIL = {"vocab_size": 99, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+BLOOM = {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+QWEN_MOE = {
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "llama": (
+        "LlamaForCausalLM",
+        SMALL | {"num_key_value_heads": 2},
+        {
+            "resid": "model.layers.#",
+            "attn": "model.layers.#.self_attn",
+            "mlp": "model.layers.#.mlp",
+            "embed": "model.embed_tokens",
+            "head": "lm_head",
+        },
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 8},
+        {"resid": "model.layers.#", "attn": "model.layers.#.self_attn", "mlp": "model.layers.#.mlp", "head": "lm_head"},
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        GPT | {"n_positions": 128},
+        {"resid": "transformer.h.#", "attn": "transformer.h.#.attn", "embed": "transformer.wte", "head": "lm_head"},
+    ),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        SMALL,
+        {"resid": "gpt_neox.layers.#", "attn": "gpt_neox.layers.#.attention", "embed": "gpt_neox.embed_in"},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        OPT,
+        {
+            "attn": "model.decoder.layers.#.self_attn",
+            "mlp": "model.decoder.layers.#.fc2",
+            "embed": "model.decoder.embed_tokens",
+        },
+    ),
+    "bloom": (
+        "BloomForCausalLM",
+        BLOOM,
+        {"attn": "transformer.h.#.self_attention", "embed": "transformer.word_embeddings"},
+    ),
+    "falcon": ("FalconForCausalLM", SMALL, {"attn": "transformer.h.#.self_attention", "mlp": "transformer.h.#.mlp"}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        SMALL | EXPERTS,
+        {"mlp": "model.layers.#.mlp", "router": "model.layers.#.mlp.gate"},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        SMALL | QWEN_MOE | {"num_key_value_heads": 2, "num_experts_per_tok": 2},
+        {"attn": "model.layers.#.self_attn", "router": "model.layers.#.mlp.gate"},
+    ),
+    "bert": (
+        "BertForMaskedLM",
+        SMALL,
+        {
+            "attn": "bert.encoder.layer.#.attention",
+            "mlp": "bert.encoder.layer.#.output.dense",
+            "embed": "bert.embeddings.word_embeddings",
+            "head": "cls.predictions.decoder",
+        },
+    ),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        DISTIL,
+        {"mlp": "distilbert.transformer.layer.#.ffn", "head": "vocab_projector"},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        T5,
+        {
+            "resid": "*coder.block.#",
+            "attn": "*coder.block.#.layer.0.SelfAttention",
+            "mlp": "*coder.block.#.layer.*.DenseReluDense",
+            "embed": "*coder.embed_tokens",
+        },
+    ),
+}
+"""By family: the class, a small configuration, and some of the globs that mean the same as roles."""
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+def make(family: str) -> nn.Module:
+    """Return a small model of a family."""
+    name, options, _ = FAMILIES[family]
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model: nn.Module = cls(cls.config_class(**options)).eval()
+    return model
+
+
+def inputs(model: Any) -> dict[str, Tensor]:
+    """Return the arguments of a forward."""
+    return {"input_ids": IDS, **({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_roles_of_a_family_are_found_by_structure_and_confirmed_by_a_run(family: str) -> None:
+    """Each role means the modules that a glob for that family means, and a run contradicts none of them."""
+    model = make(family)
+    for role, glob in FAMILIES[family][2].items():
+        found = hl.find(model, role=role).names
+        assert found == hl.find(model, glob).names, role
+    checked = check_roles(model, **inputs(model))
+    assert checked.faults == []
+    assert {"resid", "attn", "mlp", "embed", "head"} <= set(checked.names)
+    assert ("router" in checked.names) == ("moe" in family or "mixtral" in family)
+    hl.assert_no_hooks(model, foreign=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [("attn", "mlp", "does not mix tokens"), ("resid", "mlp", "is not what"), ("embed", "head", "token ids")],
+)
+def test_a_run_contradicts_roles_that_are_swapped(
+    first: str, second: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: with two roles exchanged, the check by a run has faults."""
+    model = make("llama")
+    found = find_roles(model)
+    monkeypatch.setattr(role_check, "find_roles", lambda _: {**found, first: found[second], second: found[first]})
+    checked = check_roles(model, IDS)
+    assert any(says in fault for fault in checked.faults), checked
+    assert says in str(checked)
+
+
+def test_checking_roles_leaves_the_model_as_it_was() -> None:
+    """Modes of modules, weights, random streams and the key-value cache of nobody change."""
+    model = make("llama").train()
+    find = dict(model.named_modules())
+    find["model.layers.0"].eval()
+    modes = [module.training for module in model.modules()]
+    weights = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    print(check_roles(model, input_ids=IDS))
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    hl.assert_no_hooks(model, foreign=True)
+
+
+@pytest.mark.parametrize(("engine", "architecture"), [*(("vllm", a) for a in VLLM), *(("sglang", a) for a in SGLANG)])
+def test_roles_are_found_in_the_trees_of_serving_engines(engine: str, architecture: str) -> None:
+    """Fused projections, parallel layers and runners of experts change no role; the head is what is called there."""
+    tree = (VLLM if engine == "vllm" else SGLANG)[architecture]
+    found = find_roles(build_tree(tree))
+    layers = next(line.split()[0] for line in tree.split("\n") if line.split()[1:] == ["ModuleList"])
+    assert found["resid"] == [f"{layers}.0", f"{layers}.1"]
+    assert found["head"] == ["logits_processor"]
+    assert [name.rpartition(".")[2] for name in found["embed"]] == ["wte" if "GPT2" in architecture else "embed_tokens"]
+    assert {name.rpartition(".")[2] for name in found["attn"]} == {"attn" if "GPT2" in architecture else "self_attn"}
+    last = {"OPTForCausalLM": "fc2", "MixtralForCausalLM": "block_sparse_moe"}.get(architecture, "mlp")
+    assert [name.rpartition(".")[2] for name in found["mlp"]] == [last, last]
+    has_experts = architecture in ("MixtralForCausalLM", "Qwen2MoeForCausalLM")
+    assert [name.rpartition(".")[2] for name in found.get("router", [])] == ["gate", "gate"] * has_experts
+
+
+def test_a_rank_with_some_of_the_experts_or_layers_has_its_roles() -> None:
+    """With two of four experts on this rank the router is found; a layer that another rank has is passed over."""
+    model = build_tree(VLLM["MixtralForCausalLM"], local_experts=2)
+    assert len(find_roles(model)["router"]) == 2
+    model.model.layers[1] = nn.Identity()  # PPMissingLayer holds nothing either
+    assert find_roles(model)["resid"] == ["model.layers.0"]
+
+
+class Block(nn.Module):
+    """A block whose names say nothing: only a number of heads tells which part is attention."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n_heads = 2
+            self.a, self.b = nn.Linear(8, 24), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two, three = self.a(x).chunk(3, -1)
+            return self.b(nn.functional.scaled_dot_product_attention(one, two, three))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.two = self.Mixing(), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x + self.two(self.one(x).relu())
+
+
+class Own(nn.Module):
+    """A model of one's own, without a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.stack, self.out = nn.Embedding(20, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.stack(self.table(ids)))
+
+
+def own() -> Own:
+    """Return such a model."""
+    torch.manual_seed(0)
+    return Own()
+
+
+def test_roles_of_a_model_of_ones_own() -> None:
+    """Structure alone is enough, and wrapping does not matter."""
+    model = own()
+    expected = {
+        "resid": ["stack.0", "stack.1"],
+        "attn": ["stack.0.first", "stack.1.first"],
+        "mlp": ["stack.0.two", "stack.1.two"],
+        "embed": ["table"],
+        "head": ["out"],
+    }
+    assert find_roles(model) == expected
+    assert find_roles(nn.DataParallel(model)) == expected
+    assert check_roles(model, IDS).faults == []
+
+
+def use_attach(model: nn.Module, target: dict[str, Any]) -> list[str]:
+    """Return the names that `attach` hooks."""
+    with hl.attach(model, hook=lambda module, args, output: None, **target) as handle:
+        model(IDS)
+        return list(handle.names)
+
+
+def use_capture(model: nn.Module, target: dict[str, Any]) -> list[str]:
+    """Return the names that `capture` keeps."""
+    given = {"targets" if key == "target" else key: value for key, value in target.items()}
+    with hl.capture(model, **given) as cache:
+        model(IDS)
+    return list(cache)
+
+
+def use_watch(model: nn.Module, target: dict[str, Any]) -> list[str]:
+    """Return the names that `watch` counts."""
+    with hl.watch(model, on="forward", stats="mean", **target) as watch:
+        model(IDS)
+    return [key.split("/")[0] for key in watch.to_metrics()]
+
+
+def use_spec(model: nn.Module, target: dict[str, Any]) -> list[str]:
+    """Return the names that the hook of a spec is called at."""
+    from hookline.factories import activation_stats
+
+    role = target.get("target") or f"role:{target['role']}"
+    made: list[Any] = []
+    spec = {"target_modules": [role], "hook_factory": lambda config: made.append(activation_stats(config)) or made[0]}
+    with hl.register_hooks(model, [spec], strict=True):
+        model(IDS)
+    return list(dict.fromkeys(key.split("/")[0] for key in made[0].to_metrics()))
+
+
+@pytest.mark.parametrize("use", [use_attach, use_capture, use_watch, use_spec])
+@pytest.mark.parametrize("target", [{"role": "attn"}, {"target": "role:attn"}], ids=["role", "target"])
+def test_every_verb_takes_a_role(use: Callable[[nn.Module, dict[str, Any]], list[str]], target: dict[str, Any]) -> None:
+    """``role="attn"`` and the target ``"role:attn"`` select the same modules in every verb, and in specs."""
+    assert use(own(), target) == ["stack.0.first", "stack.1.first"]
+
+
+def test_patch_freeze_and_lists_take_roles() -> None:
+    """A role is a target like any other: a key of patch, an element of a list, something to exclude."""
+    model = own()
+    with hl.patch(model, {"role:mlp": hl.edits.ablate(), "role:attn": hl.edits.ablate()}):
+        assert torch.equal(model(IDS), model.out(model.table(IDS)))
+    assert hl.find(model, ["role:head", "table"]).names == ["table", "out"]
+    assert hl.find(model, "stack.*", exclude=["role:attn", "role:resid"]).names[0] == "stack.0.first.a"
+    with hl.freeze(model, "role:resid"):
+        model(IDS).sum().backward()
+    assert model.stack[0].one.weight.grad is None
+    assert model.out.weight.grad is not None
+
+
+def test_mistakes_about_roles_say_what_to_do() -> None:
+    """An unknown role, one that the model does not have, two targets, and a model without roles."""
+    model = own()
+    with pytest.raises(TargetError, match="no role 'residual'; did you mean 'resid'"):
+        hl.capture(model, role="residual")
+    with pytest.raises(NoMatchError, match=r"role 'router'; found by structure: resid ×2, attn ×2"):
+        hl.find(model, "role:router")
+    with pytest.raises(TargetError, match="leave one out"):
+        hl.watch(model, "out", role="resid")
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert find_roles(plain) == {}
+    with pytest.raises(NoMatchError, match="found by structure: none"):
+        hl.attach(plain, "role:resid", lambda module, args, output: None)
+    with pytest.raises(NoMatchError, match="no list of blocks"):
+        check_roles(plain, torch.ones(1, 2))
